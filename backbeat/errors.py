@@ -49,11 +49,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def did_you_mean(name: str, known: Iterable[str], others: str = "") -> str:
     """The same for a choice between a few: the closest, or all of them, and `others` that may be given instead.
 
-    >>> did_you_mean("wfpb", ["wfbp", "ddp"]), did_you_mean("xyz", ["wfbp", "ddp"])
-    ("did you mean 'wfbp'?", 'there are wfbp, ddp.')
+    >>> did_you_mean("wfpb", ["wfbp", "ddp"]), did_you_mean("DDP", ["wfbp", "ddp"])
+    ("did you mean 'wfbp'?", "did you mean 'ddp'?")
+    >>> did_you_mean("xyz", ["wfbp", "ddp"])
+    'there are wfbp, ddp.'
     """
     names = list(known)
-    close = difflib.get_close_matches(str(name), names, n=1)
+    close = difflib.get_close_matches(str(name).lower(), names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}{others}."
 
 

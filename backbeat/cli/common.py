@@ -111,11 +111,13 @@ def one_count(text: str) -> int:
     return counts[0]
 
 
-def size(option: str, text: str) -> int:
-    """Bytes as people write them. A bare small number is a slip: nobody means 100 bytes."""
+def size(option: str, text: str, unit: str = "GB", least: int = 1) -> int:
+    """Bytes as people write them. A bare small number is a slip, its `unit` left out: nobody means 100 bytes."""
     count = parse_bytes(text)
-    if count < _FEWEST_BYTES and text.strip().replace(".", "", 1).isdigit():
-        raise InputError(f"{option} {text.strip()} would be {count} bytes: did you mean {text.strip()}MB?")
+    if count < least:
+        raise InputError(f"{option} is {text.strip()}: it must be above zero, like 25{unit}")
+    if 0 < count < _FEWEST_BYTES and text.strip().replace(".", "", 1).isdigit():
+        raise InputError(f"{option} {text.strip()} would be {count} bytes: did you mean {text.strip()}{unit}?")
     return count
 
 

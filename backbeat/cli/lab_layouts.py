@@ -91,17 +91,16 @@ def run_layouts(
 
 
 def _table(setting: Setting, results: Sequence[ExecutedLayout]) -> Table:
-    from rich.table import Table
+    from backbeat.report.tables import table_of
 
     ran = results[0].answers["execution"]
-    title = f"{ran.model} on {setting.nodes} {setting.backend} nodes, {format_rate(setting.rate_bits)}"
-    table = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
-    for heading in ("layout", "measured", "repeats", "waiting", "events", "error", "closed form", "error"):
-        table.add_column(heading, justify="left" if heading == "layout" else "right", no_wrap=True)
+    rows = []
     for result in results:
         row = [result.answers["execution"].layout.label, format_seconds(result.measured_s)]
         row += [f"within {result.repeat:.1%}", f"{result.waiting:.0%}"]
         for family in ("events", "closed-form"):
             row += [format_seconds(result.answers[family].step_s), f"{result.error(family):+.1%}"]
-        table.add_row(*row)
-    return table
+        rows.append(row)
+    title = f"{ran.model} on {setting.nodes} {setting.backend} nodes, {format_rate(setting.rate_bits)}"
+    headings = ("layout", "measured", "repeats", "waiting", "events", "error", "closed form", "error")
+    return table_of(headings, rows, title, left={"layout"})

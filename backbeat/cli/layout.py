@@ -12,6 +12,8 @@ from backbeat.cli.common import AcrossOption, JsonOption, LinksOption, NetworkAr
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rich.console import Console
+
     from backbeat.layouts import LayoutPrediction
     from backbeat.model import Network
 
@@ -70,7 +72,7 @@ def layout(
     from backbeat import layouts
     from backbeat.cli.common import check_page, console, load_network, print_json, prose
     from backbeat.errors import InputError
-    from backbeat.report.layout_tables import answer, compared, drawn_batch, nothing_fits, ranked_table
+    from backbeat.report.layout_tables import answer, cheapest, compared, drawn_batch, nothing_fits, ranked_table
     from backbeat.units import parse_workers
 
     if output is not None:
@@ -95,7 +97,8 @@ def layout(
             print_json(found.data())
             return
         if output is None:
-            _show(found, layouts.predict(model, network, found.layout, **{**job, "global_batch": drawn_batch(found)}))
+            drawn = layouts.predict(model, network, found.layout, **{**job, "global_batch": drawn_batch(found)})
+            _show(found, drawn, framework)
         else:
             _write(output, model, network, {found.gpus: [found]}, job)
         return
@@ -121,6 +124,7 @@ def layout(
         prose(out, nothing_fits(model, network, count, job, stages)[1])
     if shown:
         prose(out, answer(shown) if len(counts) == 1 else compared(shown))
+        _print_flags(out, cheapest(shown) if len(counts) > 1 else shown[0], framework)
 
 
 def _one(text: str, counts: list[int]) -> int:
@@ -182,7 +186,16 @@ def _write(
     say(f"wrote {output} ({format_bytes(len(page))})")
 
 
-def _show(found: LayoutPrediction, drawn: LayoutPrediction) -> None:
+def _print_flags(out: Console, found: LayoutPrediction, framework: str) -> None:
+    from backbeat.cli.common import prose
+    from backbeat.report.framework_flags import flag_lines, megatron_flags
+    from backbeat.units import counted
+
+    if flags := megatron_flags(found.layout, found.job, framework):
+        prose(out, f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}")
+
+
+def _show(found: LayoutPrediction, drawn: LayoutPrediction, framework: str) -> None:
     from backbeat.cli.common import console, prose
     from backbeat.report.layout_tables import answer, breakdown_table, memory_table, stage_lines
     from backbeat.units import format_seconds
@@ -200,4 +213,8 @@ def _show(found: LayoutPrediction, drawn: LayoutPrediction) -> None:
     if found.spread_s is not None:
         low, high = (format_seconds(edge) for edge in found.spread_s)
         prose(out, f"Single steps vary from {low} to {high} (10th to 90th percentile).")
-    prose(out, answer([found]) if found.fits else "It does not fit: recompute more, shard more (zero), or add stages.")
+    if not found.fits:
+        prose(out, "It does not fit: recompute more, shard more (zero), or add stages.")
+        return
+    prose(out, answer([found]))
+    _print_flags(out, found, framework)

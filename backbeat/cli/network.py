@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -14,7 +13,7 @@ from backbeat.cli.common import JsonOption, console, print_json, prose, say, spl
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.cost.fabric import Kind
 from backbeat.cost.protocols import INFINIBAND_HOP_S, NicLatency
-from backbeat.errors import InputError
+from backbeat.errors import InputError, did_you_mean
 from backbeat.importers.composition import compose, read
 from backbeat.model import CollectiveTimes, Fabric, Network, Source
 from backbeat.model.slowdown import CHANNELS, Transport
@@ -85,6 +84,8 @@ def network(
     --nics-per-node. From measurements, also other people's: --inside and --across with files. Or from both: --inside
     with a file, --nic for what joins the nodes."""
     hop_s = parse_duration(latency) if latency is not None else _TYPICAL_HOPS_S.get(transport or "", INFINIBAND_HOP_S)
+    if hop_s <= 0:
+        raise InputError(f"--latency is {latency}: it must be above zero, like 10us")
     if hop_s >= _LONGEST_HOP_S:
         raise InputError(f"--latency {latency} is {format_seconds(hop_s)} from node to node: did you mean {hop_s:g}us?")
     named = name or (output.name.removesuffix(".gz").removesuffix(".json") if output is not None else "network")
@@ -153,8 +154,7 @@ def _fabric(kind: str | None, oversubscription: float) -> Fabric | None:
 def _one_of(option: str, given: str, known: tuple[str, ...]) -> Any:
     if given in known:
         return given
-    close = difflib.get_close_matches(given, known, n=1) or known
-    raise InputError(f"{option} is {given!r}: did you mean {' or '.join(close)}?")
+    raise InputError(f"{option} is {given!r}: {did_you_mean(given, known)}")
 
 
 def _inside(inside: str | None, gpus_per_node: int | None, *, nvls: bool) -> tuple[float | CollectiveTimes, int]:

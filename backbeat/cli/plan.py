@@ -38,19 +38,21 @@ from backbeat.cli.predict_output import caveats
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED, STRATEGIES
+from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.planners.max_batch import Point, growth, largest_looked_at
 from backbeat.planners.memory_moves import uniform
-from backbeat.report.device_memory import device_fit
+from backbeat.report.device_memory import DeviceFit, device_fit
+from backbeat.report.limits import above_linear
 from backbeat.report.memory_tables import Policy, growth_table, mixture, peak_line, policies_table, segments_table
 from backbeat.report.sharding_tables import memory_table, units_table
 from backbeat.report.tables import describe, over_bound, plan_table, scaling_range
-from backbeat.report.ways import lines_to_write
+from backbeat.report.ways import sharding_lines, wrapping_lines
 from backbeat.simulate.actions import segments_of
 from backbeat.simulate.batch import same_blocks, sibling
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
-from backbeat.units import counted, format_bytes, format_seconds, parse_duration, printable
+from backbeat.units import counted, format_bytes, format_seconds, parse_duration
 
 
 def plan(
@@ -112,6 +114,8 @@ def plan(
         raise InputError(
             f"density is {density}, but 'best' sends every element: use --strategy compressed, or leave one out"
         )
+    if strategy is not None and "," in strategy:
+        raise InputError(f"--strategy {strategy} names several: a plan has one; `backbeat predict` compares several")
     chosen = strategy or ("best" if density is None else "compressed")
     if residuals not in (None, "device", "host"):
         raise InputError(f"--residuals is {residuals!r}: it must be device or host")
@@ -129,7 +133,7 @@ def plan(
             accumulation=accumulation,
             communicators=communicators,
             reduce_dtype=reduce_dtype,
-            bucket_bytes=size("--bucket", bucket) if bucket is not None else None,
+            bucket_bytes=size("--bucket", bucket, "MB") if bucket is not None else None,
             budget_s=parse_duration(budget) if budget is not None else None,
             density=density,
             memory_bytes=memory_bytes,
@@ -153,7 +157,7 @@ def plan(
 def _reserve(text: str) -> float:
     """A share of the budget, below 1, or bytes."""
     if not text.strip().endswith("%"):
-        return size("--reserve", text)
+        return size("--reserve", text, "MB", least=0)
     try:
         share = float(text.strip().removesuffix("%")) / 100
     except ValueError:
@@ -203,14 +207,42 @@ def _show(
         f"{format_seconds(stock.iteration_s)}"
         + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),
     )
+    if why := above_linear([result]):
+        prose(out, why)
     fit = device_fit(sent, made, cluster.workers)
     if fit is not None:
         prose(out, f"Memory: {fit}.")
     for line in dict.fromkeys([*(f"* {note}" for note in made.notes), *caveats(result, cluster, one)]):
         prose(out, line)
-    if made.sharding is not None:
-        out.print()
-        prose(out, f"In the training script:\n{indent(lines_to_write(str(output or 'plan.json')), '  ')}")
+    out.print()
+    prose(out, _next(made, result, stock, fit, output, one.optimizer, reduce_dtype))
+
+
+def _next(
+    made: Plan,
+    result: Prediction,
+    stock: Prediction,
+    fit: DeviceFit | None,
+    output: Path | None,
+    optimizer: str | None,
+    reduce_dtype: str | None,
+) -> str:
+    """What to do with the plan: the lines to write, unless it cannot run or gains nothing."""
+    if fit is not None and not fit.fits:
+        wider = "" if made.sharding is not None else " `--strategy sharded` plans what does."
+        return f"Decision: do not run it, it does not fit.{wider}"
+    if made.in_halves or made.dynamic is not None:
+        return f"Decision: compare with it; nothing runs a plan of {made.strategy}. `--strategy best` plans what runs."
+    if result.workers == 1:
+        return "Decision: nothing to decide for one GPU; ask for more with --workers."
+    saves = made.sharding is not None or made.memory is not None
+    if not saves and stock.iteration_s < result.iteration_s * (1 + SIMPLER_WITHIN):
+        return "Decision: keep stock DDP, the plan is not 1 % faster."
+    file = str(output or "plan.json")
+    lines = wrapping_lines(file, reduce_dtype) if made.sharding is None else sharding_lines(file, optimizer)
+    what = "it saves memory, not time" if stock.iteration_s < result.iteration_s else "run it"
+    first = "In" if output is not None else "Write it with -o plan.json, then in"
+    return f"Decision: {what}. {first} the training script:\n{indent(lines, '  ')}"
 
 
 def _show_sharding(out: Console, one: Profile, made: Plan, accumulation: int | None) -> None:
@@ -240,14 +272,17 @@ def _show_memory(
 ) -> None:
     memory = made.memory
     assert memory is not None
+    out.print()
     if memory.segments:
         out.print(segments_table(one, memory))
+        out.print()
     else:
         out.print("Everything is kept: it fits.")
     if memory.budget_bytes is not None:
         out.print(policies_table(_policies(one, cluster, made, result, accumulation), memory.budget_bytes))
     kept = memory_timeline(one, memory, made, workers=cluster.workers)
-    out.print(printable(peak_line(kept, memory.budget_bytes)), soft_wrap=True)
+    out.print()
+    prose(out, peak_line(kept, memory.budget_bytes))
 
 
 def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction, accumulation: int | None) -> list[Policy]:
@@ -291,7 +326,7 @@ def _show_growth(
         )
         return
     out = console()
-    out.print(printable(describe(one, cluster)), soft_wrap=True)
+    prose(out, describe(one, cluster))
     out.print()
     out.print(growth_table(points))
     kept_whole = [point for point in points if point.kept]
@@ -304,15 +339,15 @@ def _show_growth(
         line += f", {gain:+.1%} against that." if fastest is not largest else "."
     else:
         line += "; with everything kept no batch fits."
-    out.print(line, soft_wrap=True)
+    prose(out, line)
     if capped:
         times = points[-1].batch_size // one.batch_size
-        out.print(
+        prose(
+            out,
             f"* the search ended there, at {times:,} times the profile's batch, and all up to it fits: the largest may "
             "be larger",
-            soft_wrap=True,
         )
-    out.print(f"* sizes and times of other batches are extrapolated from {basis}", soft_wrap=True)
+    prose(out, f"* sizes and times of other batches are extrapolated from {basis}")
 
 
 def _growth_row(profile: Profile, point: Point) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from backbeat.cli.common import (
     split,
 )
 from backbeat.cli.predict_output import Asked, Schedule, content, curves_of, show
-from backbeat.cli.predict_sharded import at_most_workers, is_sharded, sharded_strategies, show_sharded, ways_of
+from backbeat.cli.predict_sharded import is_sharded, sharded_headline, sharded_strategies, show_sharded, ways_of
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
@@ -41,7 +41,6 @@ from backbeat.planners import BUCKETED
 from backbeat.report import plot as plots
 from backbeat.report.figures import scaling
 from backbeat.report.study import PLANNED, STOCK, STRATEGIES
-from backbeat.report.ways import work_headline
 from backbeat.simulate import strong_scaling
 from backbeat.units import parse_price, parse_workers
 
@@ -77,7 +76,7 @@ def predict(
 ) -> None:
     """Predict how the job scales, what limits it and what it costs, and say what to do."""
     one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
-    counts = parse_workers(workers) if workers else [cluster.workers]
+    counts = parse_workers(workers) if workers is not None else [cluster.workers]
     files = split(plan)
     every = wide or json
     names = named = list(dict.fromkeys(split(strategy)))
@@ -97,7 +96,7 @@ def predict(
     schedules: list[Schedule] = [*frameworks, *names, *plans]
     asked = Asked(
         communicators=communicators,
-        bucket_bytes=size("--bucket", bucket) if bucket is not None else None,
+        bucket_bytes=size("--bucket", bucket, "MB") if bucket is not None else None,
         accumulation=accumulation,
         global_batch=global_batch,
         reduce_dtype=reduce_dtype,
@@ -126,7 +125,9 @@ def predict(
         for schedule in list(schedules):
             try:
                 row = _predict(here, there, schedule, asked)
-            except InputError:
+            except InputError as error:
+                if isinstance(schedule, Plan):
+                    raise InputError(f"{asked.plan_files[schedule.strategy]}: {error}") from None
                 if schedule not in offered:
                     raise
                 # Nothing of it fits the device, and nobody asked for it.
@@ -141,7 +142,7 @@ def predict(
     if json:
         data = content(one, cluster, rows, asked, schedules)
         if sharded:
-            data["headline"] = work_headline(at_most_workers(ways_of(one, rows, schedules, asked)))
+            data["headline"] = sharded_headline(ways_of(one, rows, schedules, asked))
         print_json(data)
     elif sharded and not wide and not frameworks:
         show_sharded(console(), one, cluster, rows, schedules, asked)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -128,10 +128,9 @@ def show(
     prose(out, judged(curves, fit, stock=stock, too_big=too_big)[1])
     out.print()
     price = asked.price
-    cost = None
-    if price is not None:
-        cost = (f"$/B {unit(profile)}", lambda row: format_money(per_billion(row, profile, price)).removeprefix("$"))
-    shown = None if wide else tables.answer_table(curves, stock=stock, cost=cost, too_big=too_big)
+    shown = (
+        None if wide else tables.answer_table(curves, stock=stock, cost=cost_column(profile, price), too_big=too_big)
+    )
     if shown is not None and tables.natural_width(shown) <= _SCREEN:
         out.print(shown)
     else:
@@ -162,6 +161,13 @@ def show(
     halved = _halved(profile, network, best, asked)
     command = partial(command_for, profile, asked)
     prose(out, decision(curves, fit, command, halved=halved, stock=stock, too_big=too_big))
+
+
+def cost_column(profile: Profile, price: float | None) -> tuple[str, Callable[[Prediction], str]] | None:
+    """Of a table, where a price is given: its heading, and what a row says."""
+    if price is None:
+        return None
+    return f"$/B {unit(profile)}", lambda row: format_money(per_billion(row, profile, price)).removeprefix("$")
 
 
 def caveats(best: Prediction, network: Network, profile: Profile, *, every: bool = False) -> list[str]:

@@ -7,15 +7,17 @@ from functools import partial
 from rich.console import Console
 
 from backbeat.cli.common import prose
-from backbeat.cli.predict_output import Asked, Schedule, caveats, command_for, fits_of, sent_by, title_of
+from backbeat.cli.predict_output import Asked, Schedule, caveats, command_for, cost_column, fits_of, sent_by, title_of
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED
+from backbeat.report.answer import partly, worth_it
 from backbeat.report.device_memory import DeviceFit, device_fit
-from backbeat.report.limits import limit
+from backbeat.report.limits import above_linear, limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.sharding_tables import strategies_table
 from backbeat.report.ways import Way, chosen_way, way_decision, way_sentences, work_headline
+from backbeat.simulate.sweep import knee
 from backbeat.units import counted
 
 
@@ -48,9 +50,23 @@ def ways_of(profile: Profile, rows: list[Prediction], schedules: list[Schedule],
     return [Way(label=row.strategy, plan=plans.get(row.strategy), prediction=row, fit=fit(row)) for row in rows]
 
 
-def at_most_workers(ways: list[Way]) -> list[Way]:
+def _at_most_workers(ways: list[Way]) -> list[Way]:
     most = max(way.prediction.workers for way in ways)
     return [way for way in ways if way.prediction.workers == most]
+
+
+def chosen_curve(every: list[Way]) -> list[Prediction]:
+    """The way to take at each number of GPUs where one fits, in their order."""
+    counts = sorted({way.prediction.workers for way in every})
+    taken = [chosen_way([way for way in every if way.prediction.workers == count]) for count in counts]
+    return [way.prediction for way in taken if way is not None]
+
+
+def sharded_headline(every: list[Way]) -> str:
+    """The verdict, and how many GPUs' work the most of them do."""
+    curve = chosen_curve(every)
+    several = bool(curve) and curve[-1].workers > 1
+    return work_headline(_at_most_workers(every), worth_it(curve)[1] if several else "")
 
 
 def show_sharded(
@@ -63,14 +79,16 @@ def show_sharded(
 ) -> None:
     """The answer in 80 columns, which ends in a decision and the lines to write."""
     every = ways_of(profile, rows, schedules, asked)
-    ways = at_most_workers(every)
+    ways = _at_most_workers(every)
     taken = chosen_way(ways)
     prose(out, title_of(profile, network, asked))
     out.print()
-    prose(out, work_headline(ways))
+    prose(out, sharded_headline(every))
     out.print()
-    out.print(strategies_table(every))
+    out.print(strategies_table(every, cost_column(profile, asked.price)))
     out.print()
+    if why := above_linear([way.prediction for way in every]):
+        prose(out, why)
     if taken is not None:
         chosen = taken.prediction
         figures = units_line(chosen, profile, price=asked.price, epoch_samples=asked.epoch_samples)
@@ -79,6 +97,22 @@ def show_sharded(
         for line in (*way_sentences(ways), *caveats(chosen, network, profile)):
             prose(out, line)
         out.print()
+    prose(out, _decision(every, profile, asked))
+
+
+def _decision(every: list[Way], profile: Profile, asked: Asked) -> str:
+    """What to do on the most GPUs, or on as many as are worth it."""
+    ways, curve, only = _at_most_workers(every), chosen_curve(every), ""
+    if chosen_way(ways) is not None and curve[-1].workers > 1:
+        verdict, bend = worth_it(curve)[0], knee(curve)
+        if bend == 1:
+            return "Decision: do not spread this job over this network."
+        if bend is not None:
+            ways = [way for way in every if way.prediction.workers == bend]
+            only = f": rent at most {bend} GPUs on this network"
+        elif verdict == "partly":
+            only = f": {partly(curve)}"
+    taken = chosen_way(ways)
     file = asked.plan_files.get(taken.prediction.strategy) if taken is not None and taken.sharded else None
     command = partial(command_for, profile, asked) if file is None else lambda chosen: ""
-    prose(out, way_decision(ways, command, file or "plan.json"))
+    return way_decision(ways, command, file or "plan.json", profile.optimizer, only)

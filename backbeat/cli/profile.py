@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from backbeat.errors import InputError
 from backbeat.measure.model.noise import band
 from backbeat.model import Profile
 from backbeat.model.files import encode
+from backbeat.report.tables import format_number
 from backbeat.units import format_bytes, format_seconds, parse_duration
 
 
@@ -130,6 +132,8 @@ def profile(
         result.save(output)
         say(f"wrote {output}")
     typer.echo(encode(result).decode() if as_json else summary(result), nl=not as_json)
+    if output is not None and not as_json:
+        typer.echo(f"Next: backbeat predict {output} NETWORK --workers 8..512    # networks: backbeat zoo")
 
 
 def _two_counts(text: str) -> tuple[int, int]:
@@ -150,7 +154,7 @@ def summary(profile: Profile) -> str:
     if profile.accumulation > 1:
         rows.append(("micro-batches", str(profile.accumulation)))
     rate = profile.batch_size * profile.accumulation / profile.single_s if profile.single_s else 0.0
-    rows.append(("iteration", f"{format_seconds(profile.single_s)}, {rate:,.0f} samples/s"))
+    rows.append(("iteration", f"{format_seconds(profile.single_s)}, {format_number(rate)} samples/s"))
     if profile.iteration_s:
         times = profile.iteration_s
         low, high = map(format_seconds, band(times))
@@ -175,7 +179,10 @@ def summary(profile: Profile) -> str:
     rows += [("note", note if len(note) <= 300 else note[:299] + "…") for note in profile.notes]
     width = max(len(label) for label, _ in rows) + 2
     title = f"{profile.name}: {profile.model}, batch {profile.batch_size}, {profile.precision}, {profile.device}"
-    return "\n".join([title, *(f"  {label:<{width}}{text}" for label, text in rows)])
+    hanging = " " * (width + 2)
+    return "\n".join(
+        [title, *(fill(f"  {label:<{width}}{text}", 80, subsequent_indent=hanging) for label, text in rows)]
+    )
 
 
 def _blocks(profile: Profile) -> str:

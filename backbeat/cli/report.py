@@ -64,7 +64,7 @@ def report(
 ) -> None:
     """Write one HTML file that says how the job scales, what limits it, what to do and what that is worth."""
     check_page(output)
-    budget = size("--memory-budget", memory_budget) if memory_budget else None
+    budget = size("--memory-budget", memory_budget) if memory_budget is not None else None
     made = gather(
         profile,
         network,
@@ -114,7 +114,7 @@ def gather(
 ) -> Study:
     """Read everything that was named, and predict; without `curve` at the last number of workers only."""
     one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
-    asked = parse_workers(workers) if workers else [cluster.workers]
+    asked = parse_workers(workers) if workers is not None else [cluster.workers]
     counts = curve_workers(asked) if curve else [asked[-1]]
     loaded = {plan_label(path, made): made for path in plans for made in [Plan.load(path)]}
     measured = [row for path in labs for row in read_lab(path, one)]

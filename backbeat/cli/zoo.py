@@ -14,6 +14,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Profile, Source
 from backbeat.model.files import bundled
 from backbeat.report.tables import bus_rates, describe, network_table, zoo_table
+from backbeat.units import counted
 
 _SHOWN = 256
 """GPUs that networks are compared at."""
@@ -94,7 +95,7 @@ def _one(name: str, *, json: bool) -> None:
     if isinstance(found, Network):
         out.print(network_table(data["rows"]))
         out.print()
-        prose(out, f"{found.name}: {what(found)}, {found.topology.gpus_per_node} GPUs a node.")
+        prose(out, f"{found.name}: {what(found)}, {counted(found.topology.gpus_per_node, 'GPU')} a node.")
     else:
         prose(out, f"{describe(found)}.")
         if found.optimizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
@@ -19,12 +18,8 @@ from backbeat.model.topology import Fabric, Topology
 
 def read(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBAND_HOP_S) -> Network:
     """A measurement, whatever wrote it: nccl-tests, `backbeat calibrate`, or a table of bus bandwidths (.csv)."""
-    where = Path(path)
-    if not where.is_file():
-        raise InputError(
-            f"{path}: no such file: give nccl-tests output, a calibration, or a .csv of bus bandwidths "
-            "(a bandwidth is written like 450GB/s or 400gbit)"
-        )
+    what = "nccl-tests output, a calibration, or a .csv of bus bandwidths"
+    where = files.existing(path, f"{what} (a bandwidth is written like 450GB/s or 400gbit)")
     if where.suffix.lower() == ".csv":
         if gpus_per_node is None:
             raise InputError(f"{path}: the table does not say how many GPUs a node has: give --gpus-per-node")

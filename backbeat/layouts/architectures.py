@@ -13,6 +13,7 @@ import msgspec
 
 from backbeat.errors import InputError
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.files import field_error
 
 _GPT = {"gated": False, "rms_norm": False, "bias": True, "tied": True, "dropout": True}
 _GPT3_SHAPES = {
@@ -116,6 +117,8 @@ def transformer(model: Transformer | str | os.PathLike[str] | Mapping[str, Any])
     path = Path(text)
     if path.is_dir():
         path = path / "config.json"
+        if not path.is_file():
+            raise InputError(f"{text} is a folder without a config.json: give a model's, or a bundled name")
     if not path.is_file():
         close = difflib.get_close_matches(text, BUNDLED, n=2, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else f"bundled are {', '.join(BUNDLED)}."
@@ -134,7 +137,7 @@ def _from_fields(fields: dict[str, Any], where: str) -> Transformer:
         try:
             return msgspec.convert({"name": "custom", **fields}, Transformer)
         except msgspec.ValidationError as error:
-            raise InputError(f"{where}: {error}") from None
+            raise InputError(f"{where}: {field_error(error, Transformer, 'correct it')}") from None
     return _from_config(fields, where)
 
 

@@ -10,6 +10,7 @@ from msgspec.structs import force_setattr
 
 from backbeat.errors import InputError, nearest
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.files import field_error
 
 Count = Annotated[int, Meta(ge=1)]
 Recompute = Literal["none", "selective", "full"]
@@ -69,7 +70,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         try:
             return msgspec.convert(fields, cls, strict=False)
         except msgspec.ValidationError as error:
-            raise InputError(f"--layout {text}: {error}") from None
+            raise InputError(f"--layout {text}: {field_error(error, cls, 'correct it')}") from None
 
     @property
     def gpus(self) -> int:
@@ -116,7 +117,7 @@ def job_of(global_batch: int, sequence: int, precision: str = "bf16") -> Job:
     try:
         return msgspec.convert({"global_batch": global_batch, "sequence": sequence, "precision": precision}, Job)
     except msgspec.ValidationError as error:
-        raise InputError(f"the job: {error}") from None
+        raise InputError(field_error(error, Job, "correct it")) from None
 
 
 def micro_batches(layout: Layout, job: Job) -> int:

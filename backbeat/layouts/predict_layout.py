@@ -21,6 +21,7 @@ from backbeat.layouts.pipeline import PipelineRun, closed_form, run
 from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
 from backbeat.layouts.stage_times import PARTS, StageTimer, StageTimes, split_layers
+from backbeat.model.files import field_error
 from backbeat.model.prediction import Span
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _changed(layout: Layout, fields: dict[str, Any]) -> Layout:
     try:
         return msgspec.convert({**msgspec.to_builtins(layout), **fields}, Layout)
     except msgspec.ValidationError as error:
-        raise InputError(f"the layout: {error}") from None
+        raise InputError(f"the layout: {field_error(error, Layout, 'correct it')}") from None
 
 
 def predictor_of(

@@ -97,7 +97,7 @@ def existing(path: str | os.PathLike[str], what: str) -> Path:
     """A file that another tool wrote, or an error that says what to give."""
     found = Path(path)
     if not found.is_file():
-        raise InputError(f"{found}: no such file: give {what}")
+        raise InputError(f"{found}: {'it is a folder' if found.is_dir() else 'no such file'}: give {what}")
     return found
 
 
@@ -134,7 +134,7 @@ def decode(raw: bytes, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(data, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise InputError(f"{where}: {_field_error(str(error), kind)}") from None
+        raise InputError(f"{where}: {field_error(error, kind)}") from None
 
 
 def encode(document: Document) -> bytes:
@@ -219,13 +219,17 @@ def _json(raw: bytes, where: str, wanted: str) -> Any:
         elif "truncated" in str(error):
             why = "the file ends in the middle: it was cut short; copy or write it again"
         else:
-            why = f"not JSON ({error})"
+            why = f"not JSON ({error}): give a {wanted.removeprefix('backbeat.').partition('/')[0]} file"
         raise InputError(f"{where}, line {line} column {column}: {why}") from None
 
 
-def _field_error(message: str, kind: type[Document]) -> str:
+def field_error(
+    error: msgspec.ValidationError,
+    kind: type[msgspec.Struct],
+    advice: str = "correct it, or write the file again",
+) -> str:
     """msgspec's `what - at `$.field`` as `field: what`, with advice where the rule is known."""
-    what, _, field = message.partition(" - at `")
+    what, _, field = str(error).partition(" - at `")
     field = field.rstrip("`").removeprefix("$").removeprefix(".")
     if "missing required field" in what:
         what += ": add it"
@@ -234,11 +238,11 @@ def _field_error(message: str, kind: type[Document]) -> str:
     elif "Invalid enum value" in what:
         what += f": it must be {' or '.join(_allowed(field.rpartition('.')[2], kind))}"
     elif "Expected" in what:
-        what += ": correct it, or write the file again"
+        what += f": {advice}"
     return f"{field}: {what}" if field else what
 
 
-def _allowed(field: str, kind: type[Document]) -> list[str]:
+def _allowed(field: str, kind: type[msgspec.Struct]) -> list[str]:
     """The few values that a field takes."""
     declared = [one["properties"].get(field, {}) for one in msgspec.json.schema(kind)["$defs"].values()]
     forms = [form for one in declared for form in (one, *one.get("anyOf", ()))]

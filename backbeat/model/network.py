@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta
 from msgspec.structs import force_setattr, replace
 
-from backbeat.cost import Batch, LinkCost
+from backbeat.cost import Batch, Curve, LinkCost
 from backbeat.cost.collectives import Collective
 from backbeat.cost.fabric import Load
 from backbeat.cost.scaling import beside_traffic, mixed, moved, stretched
@@ -203,8 +203,28 @@ class Network(Document, frozen=True, kw_only=True):
 
     @cached_property
     def cost(self) -> LinkCost:
-        """The cost model of this network's all-reduce, fitted once."""
-        return LinkCost.fit(self.all_reduce.curve, self._batches)
+        """The cost model of this network's all-reduce, fitted once.
+
+        Where NCCL's all-gathers and reduce-scatters were measured with larger messages, each further byte of an
+        all-reduce takes as long as one of each: NCCL moves the bytes of both, unless switches add up. A slope fitted
+        to small messages may be that of buffers which let these through at once. validation/training/README.md says
+        how near that is.
+        """
+        own, further = self.all_reduce.curve, self._larger_halves
+        slope = own.gradient_s_per_byte if not further else sum(one.gradient_s_per_byte for one in further)
+        return LinkCost.fit(Curve(own.sizes, own.times, slope), self._batches)
+
+    @property
+    def _larger_halves(self) -> list[Curve]:
+        """All-gather and reduce-scatter, where both are known of larger messages than the all-reduce is."""
+        nodes = self.topology
+        switched = {"nvls", "sharp"} & {nodes.algorithm, nodes.inside_algorithm, nodes.across_algorithm}
+        halves = [one for one in (self.all_gather, self.reduce_scatter) if one is not None and one.points]
+        if self.backend != "nccl" or self.all_reduce.points is None or len(halves) < 2 or switched or self.one_node:
+            return []
+        curves = [one.curve for one in halves]
+        largest = self.all_reduce.points[-1][0]
+        return curves if all(curve.sizes[-1] > largest for curve in curves) else []
 
     @property
     def _batches(self) -> list[Batch]:

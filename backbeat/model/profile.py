@@ -120,7 +120,8 @@ class Profile(Document, frozen=True, kw_only=True):
     gradient_dtype: Dtype = "fp32"
     """What gradients are in on the device: fp32 under autocast, bf16 where parameters are."""
     iteration_s: tuple[Seconds, ...] = ()
-    """Single-worker iteration times as measured, one by one: what the straggler wait is drawn from."""
+    """Single-worker iteration times as measured, one by one: what the straggler wait is drawn from. Where ranks were
+    measured together, those of all ranks, without what slowed all of them alike."""
     buffer_bytes: Bytes = 0
     """Module buffers (batch-norm statistics and the like) that DDP broadcasts before each forward."""
     accumulation: Annotated[int, Meta(ge=1)] = 1

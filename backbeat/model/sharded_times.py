@@ -1,5 +1,5 @@
-"""What sharded steps do to a network: all-gathers and reduce-scatters in turn or beside each other, and computation
-beside them."""
+"""What sharded steps do to a network: all-gathers and reduce-scatters in turn or beside each other, computation beside
+them, and the host that issues them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from backbeat.errors import InputError
+from backbeat.model.checks import not_negative
 from backbeat.model.slowdown import Slowdown
 
 
@@ -32,12 +33,32 @@ class CollectivePair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
 
 
+class ShardedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What FSDP2 adds to the host's time for a step, wherever the parameters are large or small: hooks, views, copies
+    and collectives are issued one by one."""
+
+    unit_s: Annotated[float, Meta(ge=0)]
+    parameter_s: Annotated[float, Meta(ge=0)]
+
+    def __post_init__(self) -> None:
+        not_negative("unit_s", self.unit_s)
+        not_negative("parameter_s", self.parameter_s)
+
+    def step_s(self, units: int, parameters: int) -> float:
+        """
+        >>> ShardedHost(unit_s=1e-3, parameter_s=1e-4).step_s(10, 100)
+        0.02
+        """
+        return units * self.unit_s + parameters * self.parameter_s
+
+
 class ShardedTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Measured at the network's own number of workers; ratios are taken to hold at others."""
 
     pairs: tuple[CollectivePair, ...] = ()
     slowdown: Slowdown | None = None
     """How much longer computation takes beside all-gathers and reduce-scatters."""
+    host: ShardedHost | None = None
 
     def __post_init__(self) -> None:
         force_setattr(self, "pairs", tuple(self.pairs))

@@ -81,7 +81,9 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     """
     name, shards = _shards(strategy)
     if name not in STRATEGIES:
-        raise InputError(f"{strategy!r} is not a strategy: {did_you_mean(strategy, STRATEGIES)}")
+        zero3 = strategy.lower().replace("-", "").replace("_", "") == "zero3"
+        hint = "ZeRO-3 is 'fsdp'" if zero3 else did_you_mean(strategy, STRATEGIES)
+        raise InputError(f"{strategy!r} is not a strategy: {hint}")
     options = StrategyOptions(**choices, shards=shards)  # type: ignore[arg-type]
     if options.density is not None and strategy == "best":
         name = strategy = "compressed"

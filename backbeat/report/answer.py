@@ -13,7 +13,7 @@ from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import SAME, fastest, format_number, gpu_hours, over_bound, scaling_range, work_range
-from backbeat.report.ways import chosen_way, lines_to_write, way_headline, way_sentences
+from backbeat.report.ways import chosen_way, sharding_lines, way_headline, way_sentences, wrapping_lines
 from backbeat.simulate.sweep import knee
 from backbeat.units import counted, format_seconds
 
@@ -32,9 +32,7 @@ _MAKE = """# once, on any machine:
 {command}
 
 """
-_CODE = """# in the training script, instead of torch.nn.parallel's:
-from backbeat.runtime import DistributedDataParallel
-model = DistributedDataParallel(model, plan="{file}"{sent})"""
+_CODE = "# in the training script:\n"
 
 _BUCKET_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})"
 
@@ -170,15 +168,21 @@ def judged(
     elif len(curves) > 1 and stock in curves:
         plain = max(curves[stock], key=lambda point: point.workers)
         worth += f"; {stock_name(stock)} {'too' if best is plain else _work(plain)}"
-    bend = knee(curve)
+    verdict, words = worth_it(curve)
+    return verdict, f"{words}: {worth}."
+
+
+def worth_it(curve: Sequence[Prediction]) -> tuple[Verdict, str]:
+    """Whether the most GPUs of a curve are worth it, in a few words."""
+    bend, best = knee(curve), curve[-1]
     if bend is not None:
-        return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}: {worth}."
+        return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}"
     good = best.scaling_factor >= _GOOD
     if good and best.on_busy.scaling_factor >= _GOOD:
-        return "yes", f"Worth it: {worth}."
+        return "yes", "Worth it"
     if good or _busy_knee(curve) is not None:
-        return "partly", f"Worth it unless the cluster is busy: {worth}."
-    return "partly", f"Worth it only if time matters more than cost: {worth}."
+        return "partly", "Worth it unless the cluster is busy"
+    return "partly", "Worth it only if time matters more than cost"
 
 
 def stock_name(label: str) -> str:
@@ -211,7 +215,7 @@ def decision(
     what = {
         "memory": "make it fit first: shard it (--strategy fsdp), or let `backbeat plan --memory` choose what to keep",
         "yes": f"{counted(best.workers, 'GPU')} are worth renting",
-        "partly": _partly(curve),
+        "partly": partly(curve),
         "no": f"rent at most {chosen.workers} GPUs on this network"
         + (f", {busy} while it is busy" if (busy := _busy_knee(curve) or chosen.workers) < chosen.workers else "")
         if bend != 1
@@ -249,7 +253,8 @@ def _run(
     return f"Run {what}{why}:\n  {made}" if made else f"Run {what}{why}."
 
 
-def _partly(curve: Sequence[Prediction]) -> str:
+def partly(curve: Sequence[Prediction]) -> str:
+    """When the most GPUs of a curve are worth renting that are not always."""
     best, busy = curve[-1], _busy_knee(curve)
     gpus = counted(best.workers, "GPU")
     if busy is not None:
@@ -335,7 +340,8 @@ def _all_actions(
     code = ""
     if taken is not None and taken.sharded:
         made = way_command(taken.label)
-        code = f"{_MAKE.format(command=made) if made else ''}# in the training script:\n{lines_to_write('plan.json')}"
+        lines = sharding_lines("plan.json", study.profile.optimizer)
+        code = f"{_MAKE.format(command=made) if made else ''}{_CODE}{lines}"
     holding = Action(
         title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}",
         text=" ".join(way_sentences(study.ways)),
@@ -352,7 +358,6 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
     if study.best_label != STOCK and study.plans[study.best_label].sharding is None and gain >= SIMPLER_WITHIN:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
         runs = not study.plans[study.best_label].in_halves
-        sent = f', reduce_dtype="{study.reduce_dtype}"' if study.reduce_dtype else ""
         text = (
             f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
             f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
@@ -365,7 +370,9 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
             Action(
                 title=f"{'Run the plan' if runs else 'A plan in halves'}: {_percent(gain)} faster than stock DDP",
                 text=text,
-                code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file, sent=sent))
+                code=(_MAKE.format(command=command) if command else "")
+                + _CODE
+                + wrapping_lines(plan_file, study.reduce_dtype)
                 if runs
                 else "",
             )

@@ -181,9 +181,14 @@ def nothing_fits(
     )
 
 
+def cheapest(found: Sequence[LayoutPrediction]) -> LayoutPrediction:
+    """Of several numbers of GPUs: the one that takes least GPU time a step."""
+    return min(found, key=lambda one: one.step_s * one.gpus)
+
+
 def compared(found: Sequence[LayoutPrediction]) -> str:
     """Several numbers of GPUs: the one that takes least GPU time a step, and what the others give."""
-    best = min(found, key=lambda one: one.step_s * one.gpus)
+    best = cheapest(found)
     lines = [
         f"On {counted(one.gpus, 'GPU')} a step takes {format_seconds(one.step_s)}: {best.step_s / one.step_s:.2f} "
         f"times as fast as {best.gpus}, for {one.step_s * one.gpus / (best.step_s * best.gpus) - 1:.1%} more GPU time."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from backbeat.model import Gradient, Prediction, Profile
 from backbeat.planners import SHARDED
@@ -69,6 +69,15 @@ def late_tensor(prediction: Prediction, profile: Profile) -> Gradient | None:
     after = (1 - _LAST) * profile.gradients[-1].ready_s
     largest = max((one for one in profile.gradients if one.ready_s >= after), key=lambda one: one.bytes)
     return largest if 2 * largest.bytes > max(sent, key=lambda span: span.end_s).bytes else None
+
+
+def above_linear(predictions: Iterable[Prediction]) -> str:
+    """Why some scale by more than 100 %, where one does; otherwise empty."""
+    for one in predictions:
+        quiet = one.network_band.quiet_scaling_factor if one.network_band else 0.0
+        if max(one.scaling_factor, quiet) >= 1.0005:  # as printed
+            return "Above 100%: a sharded GPU updates its share of the parameters, one GPU alone all of them."
+    return ""
 
 
 def knee_sentence(curve: Sequence[Prediction]) -> str:

@@ -37,7 +37,7 @@ def segments_table(profile: Profile, memory: MemoryPlan) -> Table:
         rows.append((shown, what, count, format_bytes(saved), format_seconds(again) if again else ""))
     headings = ("blocks", "what", "segments", "saved by autograd", "computed again")
     title = f"{len(profile.blocks)} blocks in {counted(len(memory.segments), 'segment')}"
-    return table_of(headings, rows, title, left={"blocks", "what"}, frame=True)
+    return table_of(headings, rows, title, left={"blocks", "what"})
 
 
 def policies_table(policies: Sequence[Policy], budget: int) -> Table:
@@ -46,7 +46,7 @@ def policies_table(policies: Sequence[Policy], budget: int) -> Table:
         (name, format_bytes(peak), format_seconds(iteration_s), "yes" if peak <= budget else "no")
         for name, peak, iteration_s in policies
     ]
-    table = table_of(("policy", "peak", "iteration", "in the budget"), rows, left={"policy"}, frame=True)
+    table = table_of(("policy", "peak", "iteration", "in the budget"), rows, left={"policy"})
     table.rows[0].style = WINNER
     return table
 
@@ -64,7 +64,7 @@ def growth_table(points: Sequence[Point]) -> Table:
         )
         for point in points
     ]
-    table = table_of(("batch", "kept", "recomputed", "offloaded", "peak", "iteration", "samples/s"), rows, frame=True)
+    table = table_of(("batch", "kept", "recomputed", "offloaded", "peak", "iteration", "samples/s"), rows)
     table.rows[points.index(best)].style = WINNER
     return table
 

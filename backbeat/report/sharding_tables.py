@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from rich.table import Table
 
 from backbeat.importers.fsdp_units import MeasuredUnit
-from backbeat.model import Plan, Profile
+from backbeat.model import Plan, Prediction, Profile
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.report.figures.memory_use import SHARDED_KINDS
 from backbeat.report.tables import scaling_range, table_of
@@ -79,8 +79,9 @@ def memory_table(held: ShardedMemory) -> Table:
     return table_of(("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {moment}", left={"kind"})
 
 
-def strategies_table(ways: Sequence[Way]) -> Table:
-    """One row for each strategy and number of GPUs. Where the network has a band, it takes the place of samples/s."""
+def strategies_table(ways: Sequence[Way], cost: tuple[str, Callable[[Prediction], str]] | None = None) -> Table:
+    """One row for each strategy and number of GPUs. Where the network has a band, it takes the place of samples/s; a
+    cost, its heading and how it is found, that of the limit."""
     ranged = any(scaling_range(way.prediction) for way in ways)
     rows = []
     before = None
@@ -95,12 +96,21 @@ def strategies_table(ways: Sequence[Way]) -> Table:
                 scaling_range(row) if ranged else f"{row.samples_per_s:,.0f}",
                 _bytes(peak),
                 "" if peak is None else "yes" if way.fits else "no",
-                row.bottleneck,
+                row.bottleneck if cost is None else cost[1](row),
             )
         )
         before = row.workers
     rate = "busy–quiet" if ranged else "samples/s"
-    headings = ("GPUs", "strategy", "step", "scaling", rate, "memory", "fits", "limited by")
+    headings = (
+        "GPUs",
+        "strategy",
+        "step",
+        "scaling",
+        rate,
+        "memory",
+        "fits",
+        "limited by" if cost is None else cost[0],
+    )
     return table_of(headings, rows, left={"strategy", "fits", "limited by"})
 
 

@@ -290,10 +290,9 @@ def table_of(
     title: str | None = None,
     *,
     left: Set[str] = frozenset(),
-    frame: bool = False,
 ) -> Table:
     """Figures stand to the right, what is in `left` to the left. A column with nothing in it is left out."""
-    table = plain_table(title, frame=frame)
+    table = plain_table(title)
     shown = [index for index, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
     for index in shown:
         table.add_column(headings[index], justify="left" if headings[index] in left else "right")
@@ -302,9 +301,10 @@ def table_of(
     return table
 
 
-def plain_table(title: str | None = None, *, frame: bool = False) -> Table:
-    lines = box.HEAVY_HEAD if frame else box.SIMPLE_HEAD
-    return Table(title=title, title_justify="left", header_style="bold", box=lines, pad_edge=frame, show_edge=frame)
+def plain_table(title: str | None = None) -> Table:
+    return Table(
+        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
 
 
 def _three_figures(value: float) -> str:

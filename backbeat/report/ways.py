@@ -3,6 +3,7 @@ what to write for it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import indent
@@ -119,18 +120,19 @@ def way_headline(ways: Sequence[Way]) -> str:
     return _nothing_fits(ways) if taken is None else f"{_capital(taken.name)}: {_step(taken)}{_memory(taken)}."
 
 
-def work_headline(ways: Sequence[Way]) -> str:
-    """What does not fit, and how many GPUs' work is done with the way taken."""
+def work_headline(ways: Sequence[Way], verdict: str = "") -> str:
+    """How many GPUs' work is done with the way taken, behind a verdict on that, and what does not fit."""
     taken = chosen_way(ways)
     if taken is None:
         return _nothing_fits(ways)
     large = [way.name for way in ways if not way.fits]
-    said = f"{' and '.join(large)} {'do' if len(large) > 1 else 'does'} not fit. " if large else ""
+    said = f" {' and '.join(large)} {'do' if len(large) > 1 else 'does'} not fit." if large else ""
     low, high = work_range(taken.prediction)
     work = f"{low} to {high}, from a busy cluster to a quiet one" if low != high else low
     do = "does" if taken.prediction.workers == 1 else "do"
     memory = f",{_memory(taken)}" if taken.peak_bytes else ""
-    return f"{said}With {taken.name}, {_gpus(taken)} {do} the work of {work}{memory}."
+    first = f"{verdict}: with" if verdict else "With"
+    return f"{first} {taken.name}, {_gpus(taken)} {do} the work of {work}{memory}.{said}"
 
 
 def way_sentences(ways: Sequence[Way]) -> list[str]:
@@ -142,8 +144,15 @@ def way_sentences(ways: Sequence[Way]) -> list[str]:
     return said
 
 
-def way_decision(ways: Sequence[Way], command: Callable[[Prediction], str], file: str = "plan.json") -> str:
-    """What to do, with the lines to write; `command` makes the plan, or is empty where `file` has it already."""
+def way_decision(
+    ways: Sequence[Way],
+    command: Callable[[Prediction], str],
+    file: str = "plan.json",
+    optimizer: str | None = None,
+    only: str = "",
+) -> str:
+    """What to do, with the lines to write; `command` makes the plan, or is empty where `file` has it already.
+    `optimizer` is the profile's, `only` how many GPUs to take where that is not all."""
     taken = chosen_way(ways)
     if taken is None:
         return "Decision: make it fit first."
@@ -151,20 +160,37 @@ def way_decision(ways: Sequence[Way], command: Callable[[Prediction], str], file
     more = 0.0 if stock is None else _slower(stock, taken)
     gain = f", {more:.1%} faster than FSDP with a unit for each block" if more >= SAME else ""
     if taken.label == "ddp":
-        return f"Decision: no need to shard: keep stock DDP{gain}."
+        return f"Decision: no need to shard: keep stock DDP{gain}{only}."
     made = indent(command(taken.prediction), "  ")
     if not taken.sharded:
-        return f"Decision: no need to shard: run {taken.name}{gain}.\n{made}"
+        return f"Decision: no need to shard: run {taken.name}{gain}{only}.\n{made}"
     first = f"Write the plan, then in the training script:\n{made}" if made else "In the training script:"
-    return f"Decision: {taken.name} on {_gpus(taken)}{gain}. {first}\n{indent(lines_to_write(file), '  ')}"
+    what = f"{taken.name}{'' if only else f' on {_gpus(taken)}'}{gain}{only}"
+    return f"Decision: {what}. {first}\n{indent(sharding_lines(file, optimizer), '  ')}"
 
 
-def lines_to_write(file: str) -> str:
-    """How a sharded plan is run."""
+def sharding_lines(file: str, optimizer: str | None) -> str:
+    """How a plan of units is run. `optimizer` is the profile's, like `AdamW, fused`.
+
+    >>> print(sharding_lines("plan.json", "SGD with momentum"))
+    from backbeat.runtime import fully_shard
+    fully_shard(model, plan="plan.json")
+    optimizer = torch.optim.SGD(model.parameters())    # after sharding
+    """
+    named = re.match(r"SGD|AdamW?\b", optimizer or "")
     return (
         "from backbeat.runtime import fully_shard\n"
         f'fully_shard(model, plan="{file}")\n'
-        "optimizer = torch.optim.AdamW(model.parameters())    # after sharding"
+        f"optimizer = torch.optim.{named[0] if named else 'AdamW'}(model.parameters())    # after sharding"
+    )
+
+
+def wrapping_lines(file: str, reduce_dtype: str | None) -> str:
+    """How a plan of buckets is run."""
+    sent = f', reduce_dtype="{reduce_dtype}"' if reduce_dtype else ""
+    return (
+        "from backbeat.runtime import DistributedDataParallel  # in place of torch's\n"
+        f'model = DistributedDataParallel(model, plan="{file}"{sent})'
     )
 
 

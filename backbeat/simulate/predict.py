@@ -116,8 +116,15 @@ def _predicted(
     steady, issued = single, single
     if network.workers > 1:
         wrapped = not sharded and reduction is None
+        known = network.sharded.host if sharded and network.sharded is not None else None
         steady, issued = _at_host_pace(
-            lane, device, step, plan, len(profile.gradients) if wrapped else None, micro_batches
+            lane,
+            device,
+            step,
+            plan,
+            len(profile.gradients) if wrapped else None,
+            micro_batches,
+            None if known is None else known.step_s(step.buckets, len(profile.gradients)),
         )
     host_alone = steady > device and issued >= steady
     iteration = steady + wait
@@ -158,11 +165,20 @@ def _predicted(
 
 
 def _at_host_pace(
-    lane: HostLane, device_s: float, step: Iteration, plan: Plan, gradients: int | None, micro_batches: int
+    lane: HostLane,
+    device_s: float,
+    step: Iteration,
+    plan: Plan,
+    gradients: int | None,
+    micro_batches: int,
+    fsdp_s: float | None,
 ) -> tuple[float, float]:
     """The step with the host in, and what issuing it takes. The wrapper has a hook for each of its `gradients`, None
-    where it does not run the plan, and a status message after the last bucket."""
-    if not lane.by_block:
+    where it does not run the plan, and a status message after the last bucket. `fsdp_s` is what FSDP2 takes of the
+    host, its collectives included, where that was measured."""
+    if lane.by_block and fsdp_s is not None:
+        lane = lane.longer(fsdp_s)
+    if not lane.by_block or fsdp_s is not None:
         return lane.paced(device_s, micro_batches), lane.step_s(micro_batches)
     parts = step.breakdown
     tail = None if gradients is None or plan.in_halves else parts.latency_s + parts.bandwidth_s + parts.waiting_s

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backbeat.cost.accelerators import accelerator
+from backbeat.cost.collectives import traffic
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.errors import InputError
@@ -116,19 +117,38 @@ def _across(network: Network, mesh: Mesh) -> Curve:
     # What an all-reduce over whole nodes takes above its inner part is what crosses them. Where it is measured as one,
     # or pipelined, the inner transfer hides behind the other, and only its latency is taken off.
     apart = network.topology.inside is not None and not network.topology.pipelined
-    whole = _at(network, mesh.replicate * per_node if mesh.shard >= per_node else network.workers).all_reduce.curve
+    over = _at(network, mesh.replicate * per_node if mesh.shard >= per_node else network.workers)
+    whole = over.all_reduce.curve
     sizes = np.union1d(whole.sizes, inside.sizes)
     across = Curve(
         sizes,
         np.maximum(whole.time(sizes) - (inside.time(sizes) if apart else inside.latency(sizes)), 0.0),
         max(whole.gradient_s_per_byte - (inside.gradient_s_per_byte if apart else 0.0), 0.0),
     )
+    if over.all_gather is not None:
+        ring = _as_gathered(over)
+        sizes = np.union1d(across.sizes, ring.sizes)
+        across = Curve(
+            sizes,
+            np.minimum(across.time(sizes), ring.time(sizes)),
+            min(across.gradient_s_per_byte, ring.gradient_s_per_byte),
+        )
     if mesh.shard >= per_node:
         return _by_part(across, per_node / mesh.shard)
     # Several copies in one node are first reduced there.
     local = _by_part(_at(network, per_node // mesh.shard).all_reduce.curve, 1 / mesh.shard)
     sizes = np.union1d(across.sizes, local.sizes)
     return Curve(sizes, across.time(sizes) + local.time(sizes), across.gradient_s_per_byte + local.gradient_s_per_byte)
+
+
+def _as_gathered(network: Network) -> Curve:
+    """The all-reduce over nodes, at the rate at which the ring of an all-gather over all ranks crosses them.
+
+    One ring over all ranks takes more of every message across than one ring for each rank of a node: with two nodes of
+    two ranks 3/4 of it in an all-gather, where an all-reduce over the nodes takes 1/2 twice.
+    """
+    ring = traffic("all_gather", "ring", network.workers)
+    return Halves.of(network).gather.slower(traffic("all_reduce", "ring", network.nodes) / ring)
 
 
 def _at(network: Network, workers: int) -> Network:

@@ -104,6 +104,24 @@ def straggling(iteration_s: tuple[float, ...], workers: int, longer: float = 1.0
     return Straggling(one.wait_s * by, one.p10_s * by, one.p90_s * by, one.extrapolated)
 
 
+def between_ranks(iteration_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Iterations of every rank, timed in step, without what slowed all ranks alike: nobody waits for that.
+
+    Each iteration is taken relative to its mean over the N ranks. That mean moves with every rank, so what is left is
+    smaller than the spread of one rank, by √(1 - 1/N), and is stretched by as much. Four ranks, of which one was slower
+    once; that the second iteration took all of them 10 s longer is left out.
+
+    >>> between_ranks([[10.0, 20.0], [10.0, 20.0], [10.0, 20.0], [10.0, 23.0]])[-2:]
+    (15.375, 17.973076211353316)
+    """
+    if len(iteration_s) == 1:
+        return tuple(iteration_s[0])
+    times = np.asarray(iteration_s, dtype=np.float64)
+    common = times.mean(axis=0)
+    apart = (times - common) / math.sqrt(1 - 1 / len(times))
+    return tuple(np.maximum(float(common.mean()) + apart, 0.0).ravel().tolist())
+
+
 @lru_cache(maxsize=256)
 def _fitted(iteration_s: tuple[float, ...]) -> ComputeTimes | None:
     return ComputeTimes.fit(iteration_s)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from backbeat.cli import app
+from backbeat.errors import InputError
 
 
 def run(*words: str, code: int = 0) -> str:
@@ -46,6 +48,25 @@ def test_one_layout_is_shown_in_full() -> None:
     data = json.loads(run("llama-3-70b", "dgx-h100", "--layout", "dp=2,tp=4,pp=8,micro=1", "--json"))
     assert data["timeline"]
     assert data["gpus"] == 64
+
+
+def test_the_decision_names_flags_of_megatron() -> None:
+    words = ("llama-3-70b", "dgx-h100", "--global-batch", "512", "--sequence", "8192")
+    text = run(*words, "--layout", "dp=2,tp=4,pp=4,cp=2,micro=1,vp=5,recompute=full")
+    flags = text[text.index("Flags of Megatron-LM for 64 GPUs:\n") :].replace("\\\n", " ").split("\n", 1)[1].split()
+    for words_of in (
+        ["--tensor-model-parallel-size", "4", "--sequence-parallel", "--pipeline-model-parallel-size", "4"],
+        ["--num-virtual-stages-per-pipeline-rank", "5", "--context-parallel-size", "2", "--micro-batch-size", "1"],
+        ["--global-batch-size", "512", "--seq-length", "8192", "--bf16", "--use-distributed-optimizer"],
+        ["--overlap-grad-reduce", "--overlap-param-gather", "--recompute-granularity", "full"],
+    ):
+        at = flags.index(words_of[0])
+        assert flags[at : at + len(words_of)] == words_of
+    assert max(map(len, text.splitlines())) <= 80
+    # Of what Megatron-LM does not have, and of other frameworks, no flags are claimed.
+    for other in (("--layout", "dp=8,zero=3"), ("--layout", "pp=8,schedule=gpipe"), ("--framework", "nanotron")):
+        given = other if other[0] == "--layout" else (*other, "--layout", "tp=8")
+        assert "Megatron-LM" not in run("llama-3-8b", "dgx-h100", "--global-batch", "64", *given)
 
 
 def test_slow_ranks_are_named_by_rank_or_node() -> None:
@@ -105,3 +126,21 @@ def test_bad_input_is_said_in_one_line(words: list[str], why: str) -> None:
     done = CliRunner().invoke(app, ["layout", *words])
     assert isinstance(done.exception, InputError | SystemExit)
     assert why in done.output or why in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--layout", "dp=0"), "--layout dp=0: dp: Expected `int` >= 1: correct it"),
+        (("--layout", "schedule=foo"), "it must be 1f1b or gpipe or interleaved or zero-bubble"),
+        (("--gpus", "8", "--precision", "fp7"), "precision: Invalid enum value 'fp7': it must be bf16 or fp16 or fp8"),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_it_takes(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        CliRunner().invoke(app, ["layout", "llama-3-8b", "dgx-h100", *words], catch_exceptions=False)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is a folder without a config\.json"):
+        CliRunner().invoke(app, ["layout", str(tmp_path), "dgx-h100", "--gpus", "8"], catch_exceptions=False)

@@ -30,6 +30,8 @@ def test_a_budget_adds_a_memory_plan_and_says_what_it_costs(profile: Path, tmp_p
         "offload, every block", "of a budget of 2.50 GB", "parameters 241 MB",
     ):  # fmt: skip
         assert word in done.stdout
+    said = done.stdout[done.stdout.index("Predicted peak") :].splitlines()
+    assert max(len(line) for line in said if str(out) not in line) <= 80
     made = bb.Plan.load(out)
     assert made.memory is not None
     assert made.memory.budget_bytes == 25 * GB // 10
@@ -85,7 +87,8 @@ def test_how_far_the_batch_can_grow(tmp_path: Path) -> None:
     done = run(*words, "--other-batch", large)
     assert done.returncode == 0, done.stderr
     assert "extrapolated from batch 64 and 128" in done.stdout
-    assert "the batch can grow to" in done.stdout
+    assert "the batch can grow to" in " ".join(done.stdout.split())
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_transport_is_kept_and_a_misspelt_one_refused(tmp_path: Path) -> None:
     # Its latency is the transport's, unless one is given.
     run(*SHEET, "--transport", "efa", "--latency", "15us", "-o", str(tmp_path / "mine.json"))
     assert Network.load(tmp_path / "mine.json").all_reduce == mine.all_reduce
-    with pytest.raises(InputError, match="did you mean infiniband"):
+    with pytest.raises(InputError, match="did you mean 'infiniband'"):
         run(*SHEET, "--transport", "infinband")
 
 
@@ -75,11 +75,13 @@ def test_measurements_are_composed(tmp_path: Path) -> None:
         (["--inside", "450Gb/s", "--nic", "1gbit", "--gpus-per-node", "8"], "450GB/s"),
         (["--inside", "450GB/s", "--nic", "400gbit"], "give --gpus-per-node"),
         (["--gpus-per-node", "8", "--nic", "400gbit"], "with --inside"),
-        ([*SHEET, "--fabric", "clod"], "did you mean cloud"),
-        ([*SHEET, "--transport", "infinband"], "did you mean infiniband"),
+        ([*SHEET, "--fabric", "clod"], "did you mean 'cloud'"),
+        ([*SHEET, "--transport", "infinband"], "did you mean 'infiniband'"),
         ([*SHEET, "--oversubscription", "2"], "needs --fabric"),
         ([*SHEET, "--across", "two.txt"], "keep one of them"),
         (["--across", "two.txt"], "no such file"),
+        ([*SHEET, "--transport", "pigeons"], "there are nvlink, nvls, infiniband, efa, sockets"),
+        ([*SHEET, "--latency", "0us"], "--latency is 0us: it must be above zero, like 10us"),
         ([*SHEET, "--latency", "10"], "10.0 s from node to node: did you mean 10us"),
     ],
 )

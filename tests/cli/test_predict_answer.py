@@ -115,9 +115,10 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     file = str(tmp_path / "large.json")
     larger_than_its_device().save(file)
     text = joined(run("predict", file, "nvlink-ib400", "-n", "16"))
-    assert "DDP does not fit. With planned sharding, 16 GPUs do the work of" in text
+    assert ": with planned sharding, 16 GPUs do the work of" in text
+    assert "of one L4. DDP does not fit." in text
     assert "DDP needs 32.2 GB of the 24.0 GB of one L4: too much." in text
-    assert "Decision: planned sharding on 16 GPUs" in text
+    assert "Decision: planned sharding, 9.2% faster than FSDP" in text
     alone = joined(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp,best"))
     said = "32.2 GB on one L4 of 24.0 GB (optimizer: SGD with momentum); shard it (FSDP), or keep less"
     assert f"Does not fit: {said}" in alone
@@ -141,6 +142,51 @@ def test_an_8b_on_64_gpus_is_told_how_to_shard() -> None:
     assert "HSDP in groups of 8 fits and is" in joined(text)
     assert "backbeat plan llama-8b-b1-bf16-adamw-h200 aws-p5 --workers 64 --strategy sharded -o plan.json" in text
     assert '  fully_shard(model, plan="plan.json")' in text
+
+
+@pytest.mark.parametrize(
+    ("network", "workers", "first", "decided"),
+    [
+        (
+            "aws-p5",
+            "64..1024",
+            "Not worth it beyond 256 GPUs: with FSDP",
+            "FSDP: rent at most 256 GPUs on this",
+        ),
+        (
+            "aws-p5",
+            "256",
+            "Worth it unless the cluster is busy: with FSDP",
+            "FSDP: 256 GPUs only if the cluster",
+        ),
+        ("10gbe", "64", "Not worth it on this network: with FSDP", "do not spread this job over this network."),
+        ("aws-p5", "64", "Worth it: with FSDP", "FSDP on 64 GPUs. Write the plan"),
+    ],
+)
+def test_sharding_is_not_advised_where_it_does_not_pay(network: str, workers: str, first: str, decided: str) -> None:
+    text = joined(run("predict", "llama-8b-b1-bf16-adamw-h200", network, "-n", workers, "-s", "fsdp"))
+    assert first in text
+    assert f"Decision: {decided}" in text
+    assert "--workers 1024" not in text
+
+
+def test_a_sharded_job_has_its_price_in_every_row() -> None:
+    text = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64,128", "-s", "fsdp", "--price", "2.5/gpu-h")
+    lines = text.splitlines()
+    heading = next(line for line in lines if line.startswith("GPUs"))
+    assert heading.endswith("$/B tokens")
+    assert max(len(line) for line in lines if not line.startswith("  backbeat plan")) <= 80
+    rows = [line for line in lines if " fsdp  " in line]
+    assert len(rows) == 2
+    assert all(re.search(r" yes +[\d.,]+$", line) for line in rows)
+
+
+def test_more_than_perfect_scaling_is_explained() -> None:
+    why = "Above 100%: a sharded GPU updates its share of the parameters"
+    words = ("resnet50-b64-bf16-h200", "100gbe", "-n", "8")
+    assert why in joined(run("predict", *words, "-s", "ddp,sharded"))
+    assert why in joined(run("plan", *words, "-s", "sharded"))
+    assert why not in joined(run("predict", *words, "-s", "ddp,fsdp"))
 
 
 def test_a_sharded_plan_says_units_memory_and_lines(tmp_path: Path) -> None:
@@ -434,7 +480,7 @@ def test_a_framework_that_alone_fits_is_kept() -> None:
 def test_whether_it_fits_is_asked_of_each_strategy() -> None:
     words = ("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64", "-s", "fsdp,hsdp:8")
     text = joined(run(*words))
-    assert re.search("DDP does not fit. With FSDP, 64 GPUs do the work of [0-9.]+ to [0-9.]+, from a busy", text)
+    assert re.search("Worth it: with FSDP, 64 GPUs do the work of [0-9.]+ to [0-9.]+, from a busy", text)
     assert "busy–quiet" in text
     assert "DDP needs 182 GB of the 141 GB of one H200: too much." in text
     assert re.search("ddp .* no +contention fsdp .* yes +contention hsdp:8 .* yes", text)

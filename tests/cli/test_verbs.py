@@ -94,6 +94,26 @@ def test_a_plan_for_one_worker_says_that_nothing_is_sent(profile: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "64"), "Decision: run it. Write it with -o plan.json, then"),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "64"), 'model = DistributedDataParallel(model, plan="plan.json")'),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "--reduce-dtype", "bf16"), ', reduce_dtype="bf16")'),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "fsdp"), "Decision: it saves memory, not time."),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "fsdp"), "optimizer = torch.optim.SGD("),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "ddp"), "Decision: keep stock DDP"),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "horovod"), "nothing runs a plan of horovod"),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "1"), "Decision: nothing to decide for one GPU"),
+        (("llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64", "-s", "ddp"), "Decision: do not run it, it does not"),
+    ],
+)
+def test_a_plan_ends_in_a_decision(words: tuple[str, ...], said: str) -> None:
+    done = run("plan", *words)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout[done.stdout.index("\nDecision: ") :]
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (("predict", "resnet5", "10gbe"), "neither a file nor a bundled profile"),
@@ -107,11 +127,25 @@ def test_a_plan_for_one_worker_says_that_nothing_is_sent(profile: Path) -> None:
         (("plan", "PROFILE", "10gbe", "-o", "/nowhere/plan.json"), "/nowhere/plan.json: cannot be written"),
         (("plan", "PROFILE", "10gbe", "--communicators", "0"), "communicators is 0"),
         (("plan", "PROFILE", "PROFILE"), "give the network file"),
+        (("predict", "PROFILE", "10gbe", "-n", ""), "'' is not a number of workers"),
+        (("predict", "PROFILE", "10gbe", "-s", "FSDP"), "did you mean 'fsdp'?"),
+        (("predict", "PROFILE", "10gbe", "-s", "zero-3"), "ZeRO-3 is 'fsdp'"),
+        (("predict", "PROFILE", "10gbe", "--bucket", "0"), "--bucket is 0: it must be above zero, like 25MB"),
+        (("predict", "PROFILE", "10gbe", "--bucket", "25"), "did you mean 25MB?"),
+        (("plan", "PROFILE", "10gbe", "--memory", "40"), "did you mean 40GB?"),
+        (("plan", "PROFILE", "10gbe", "-s", "ddp,best"), "--strategy ddp,best names several: a plan has one"),
+        (("report", "PROFILE", "10gbe", "--memory-budget", "0GB"), "--memory-budget is 0GB: it must be above zero"),
+        (("import", "kineto", "FOLDER", "-o", "o.json"), "it is a folder: give a trace"),
+        (("network", "--across", "FOLDER"), "it is a folder: give nccl-tests output"),
+        (("predict", "TEXT", "10gbe"), "TEXT, line 1 column 1: not JSON"),
+        (("predict", "TEXT", "10gbe"), ": give a profile file"),
         (("predict", "10gbe", "PROFILE"), "PROFILE comes before NETWORK"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(profile: Path, words: tuple[str, ...], message: str) -> None:
-    done = run(*(str(profile) if word == "PROFILE" else word for word in words))
+    (profile.parent / "TEXT").write_text("words")
+    given = {"PROFILE": str(profile), "FOLDER": str(profile.parent)}
+    done = run(*(given.get(word, word) for word in words), cwd=profile.parent)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
@@ -217,6 +251,18 @@ def test_more_that_is_refused_in_one_line(words: tuple[str, ...], message: str, 
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_plan_of_another_model_is_refused_by_its_file(profile: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    for strategy in ("best", "sharded"):
+        words = ("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", strategy, "-o", str(other))
+        assert run("plan", *words).returncode == 0
+        done = run("predict", str(profile), "10gbe", "-n", "8", "--plan", str(other))
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"backbeat: {other}: ")
+        assert "make one for this profile" in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 def test_demo_as_data(tmp_path: Path) -> None:

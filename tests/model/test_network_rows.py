@@ -235,3 +235,34 @@ def test_bands_and_fabrics_out_of_range_are_refused(make: Any, problem: str) -> 
 def test_a_load_nobody_knows_is_refused() -> None:
     with pytest.raises(InputError, match="load is 'bsy': it must be one of quiet, typical, busy"):
         Network.load("aws-p5").at(workers=64, load="bsy")  # type: ignore[arg-type]
+
+
+def points(latency_s: float, s_per_byte: float, *sizes: int) -> CollectiveTimes:
+    return CollectiveTimes(points=tuple((size, latency_s + s_per_byte * size) for size in sizes))
+
+
+@given(st.floats(0.2, 3.0), st.integers(0, 3))
+def test_halves_measured_with_larger_messages_say_what_a_large_all_reduce_takes(wrong: float, further: int) -> None:
+    """A buffer makes small messages look as if the link were faster, or a busy host as if it were slower."""
+    sizes, slope = (2**12, 2**16, 2**20), 1e-9
+    larger = (*sizes, *(2 ** (21 + more) for more in range(further)))
+    known = Network(
+        name="shaped",
+        workers=4,
+        backend="nccl",
+        all_reduce=points(1e-4, wrong * slope, *sizes),
+        all_gather=points(1e-4, slope / 2, *larger),
+        reduce_scatter=points(1e-4, slope / 2, *larger),
+    )
+    beyond = known.cost.time([2**20, 2**24])
+    assert beyond[0] == pytest.approx(known.all_reduce.curve.at(2**20))
+    expected = slope if further else wrong * slope
+    assert beyond[1] - beyond[0] == pytest.approx(expected * (2**24 - 2**20), rel=1e-6)
+    for other in (
+        replace(known, backend="gloo"),
+        replace(known, all_gather=None),
+        replace(known, topology=Topology(algorithm="sharp")),
+        replace(known, topology=Topology(gpus_per_node=4)),
+        replace(known, all_reduce=CollectiveTimes(alpha_s=1e-4, beta_s_per_byte=wrong * slope)),
+    ):
+        assert other.cost.isolated.gradient_s_per_byte == pytest.approx(wrong * slope, rel=1e-6)

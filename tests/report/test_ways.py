@@ -20,7 +20,7 @@ from backbeat.report.ways import (
     Way,
     chosen_way,
     find_ways,
-    lines_to_write,
+    sharding_lines,
     way_decision,
     way_headline,
     way_labels,
@@ -99,8 +99,9 @@ def test_the_choice_is_the_simplest_within_1_percent_however_they_are_listed(
 def test_the_words_name_what_does_not_fit_and_how_much_longer_others_take(ways: tuple[Way, ...]) -> None:
     one = [needing(ways[0], 182), *(needing(way, 40) for way in ways[1:])]
     assert way_headline(one).endswith("in 40 B of the 100 B of one H200.")
-    assert work_headline(one).startswith("DDP does not fit. With HSDP in groups of 8, 64 GPUs do the work of ")
-    assert work_headline(one).endswith(", in 40 B of the 100 B of one H200.")
+    assert work_headline(one).startswith("With HSDP in groups of 8, 64 GPUs do the work of ")
+    assert work_headline(one, "Worth it").startswith("Worth it: with HSDP in groups of 8, 64 GPUs do the work of ")
+    assert work_headline(one).endswith(", in 40 B of the 100 B of one H200. DDP does not fit.")
     assert "DDP needs 182 B of the 100 B of one H200: too much." in way_sentences(one)
     assert sum(" slower (" in said for said in way_sentences(one)) == 2
     large = [needing(way, 101 + index) for index, way in enumerate(ways)]
@@ -115,7 +116,7 @@ def test_the_lines_to_write(ways: tuple[Way, ...]) -> None:
     def command(row: bb.Prediction) -> str:
         return f"backbeat plan A B --strategy {row.strategy} -o plan.json"
 
-    assert 'fully_shard(model, plan="mine.json")' in lines_to_write("mine.json")
+    assert 'fully_shard(model, plan="mine.json")' in sharding_lines("mine.json", None)
     assert way_decision(ways[:1], command) == "Decision: no need to shard: keep stock DDP."
     assert way_decision([needing(ways[0], 101)], command) == "Decision: make it fit first."
     said = way_decision([replace(ways[2], plan=None)], command)

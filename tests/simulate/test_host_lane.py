@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Gradient, MemoryPlan, Profile, Segment
+from backbeat.model.sharded_times import ShardedHost, ShardedTimes
 from backbeat.report.limits import limit
 from backbeat.simulate.batch import at_batch
 from backbeat.simulate.host_lane import COLLECTIVE_S, GRADIENT_S, HostLane, device_alone, done_s
@@ -143,6 +144,31 @@ def test_the_best_plan_is_no_slower_than_stock_ddp_where_the_host_issues_every_b
     assert found is not None
     assert stock is not None
     assert found.iteration_s <= stock.iteration_s * (1 + 1e-9)
+
+
+@settings(max_examples=25)
+@given(chains(most=6), st.floats(0.05, 2.0), st.floats(0.0, 0.5), st.floats(0.0, 0.5), st.integers(1, 3))
+def test_fsdp_takes_of_the_host_what_was_measured(
+    profile: Profile, host: float, unit: float, parameter: float, micro_batches: int
+) -> None:
+    """For each unit, the root with parameters among them, and each parameter, in every micro-batch."""
+    known = hosted(profile, host)
+    plan = bb.plan(known, SLOW, "fsdp")
+    cost = ShardedHost(unit_s=unit * profile.single_s, parameter_s=parameter * profile.single_s)
+    network = replace(SLOW, sharded=ShardedTimes(host=cost))
+    ahead, unknown, found = (
+        bb.predict(one, there, plan, accumulation=micro_batches)
+        for one, there in ((profile, SLOW), (known, SLOW), (known, network))
+    )
+    added = micro_batches * cost.step_s(found.buckets, len(profile.gradients))
+    issued = HostLane.of(known).step_s(micro_batches) + added
+    assert found.iteration_s == pytest.approx(max(ahead.iteration_s, issued), rel=1e-6)
+    assert found.bound_s <= found.iteration_s * (1 + 1e-9)
+    # Nothing is added to profiles of which the host's part is not known, nor to plans that do not shard.
+    assert bb.predict(profile, network, plan, accumulation=micro_batches) == ahead
+    buckets = every_plan(profile)[0]
+    assert bb.predict(known, network, buckets) == bb.predict(known, SLOW, buckets)
+    assert unknown.iteration_s >= ahead.iteration_s
 
 
 def test_what_a_memory_plan_adds_is_issued_in_backward() -> None:

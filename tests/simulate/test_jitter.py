@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backbeat.simulate.stragglers import ComputeTimes, straggling
+from backbeat.simulate.stragglers import ComputeTimes, between_ranks, straggling
 
 
 def harmonic(count: int) -> float:
@@ -103,3 +103,26 @@ def test_a_tail_of_no_shape_is_the_limit_of_small_ones() -> None:
     rare = np.array([0.5, 0.2, 0.1, 1e-3, 1e-6])
     none, small = (replace(times, shape=shape).quantile(rare) for shape in (0.0, 1e-7))
     assert none == pytest.approx(small, rel=1e-5)
+
+
+@given(
+    st.integers(2, 8),
+    st.lists(st.floats(0.0, 5.0), min_size=4, max_size=12),
+    st.floats(0.0, 0.05),
+    st.integers(0, 2**32 - 1),
+)
+def test_what_slows_all_ranks_alike_makes_none_wait(ranks: int, common: list[float], spread: float, seed: int) -> None:
+    own = np.random.default_rng(seed).normal(1.0, spread, (ranks, len(common))).clip(0.5)
+    quiet, busy = (between_ranks((own + extra).tolist()) for extra in (np.zeros(len(common)), np.array(common)))
+    assert len(quiet) == ranks * len(common)
+    shift = np.mean(common)
+    assert np.allclose(np.array(busy) - shift, quiet, atol=1e-9)
+    if spread == 0:
+        assert straggling(tuple(round(one, 9) for one in busy), ranks) is None
+
+
+def test_what_is_left_has_the_spread_of_one_rank() -> None:
+    drawn = np.random.default_rng(0).normal(100.0, 1.0, (4, 5000))
+    wandering = np.random.default_rng(1).normal(0.0, 20.0, 5000)
+    assert np.std(between_ranks((drawn + wandering).tolist())) == pytest.approx(1.0, rel=0.02)
+    assert between_ranks([[3.0, 5.0]]) == (3.0, 5.0)

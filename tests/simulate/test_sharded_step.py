@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import backbeat as bb
-from backbeat.model import Block, CollectiveTimes, Gradient, Network, Plan, Prediction, Profile, Topology
+from backbeat.model import (
+    Block,
+    CollectiveTimes,
+    Gradient,
+    Network,
+    Plan,
+    Prediction,
+    Profile,
+    Topology,
+    WorkersRow,
+)
 from backbeat.model.sharded_times import CollectivePair, ShardedTimes
 from backbeat.simulate.iteration import Iteration
 from backbeat.simulate.sharded_cost import ShardedCost
@@ -414,6 +424,27 @@ def test_copies_on_different_nodes_are_not_reduced_at_the_speed_of_one() -> None
     assert not cost.one_link
     inside = float(network.at(workers=8).all_reduce.curve.time(1e8))
     assert inside < cost.replicate.at(1e8) <= float(network.all_reduce.curve.time(1e8))
+
+
+def test_copies_are_reduced_by_a_ring_for_each_rank_of_a_node() -> None:
+    """Two nodes of two: one ring over all takes 3/2 of a unit across, two rings over the nodes half of it each."""
+    second_per_byte = 1e-9
+
+    def measured(workers: int, speed: float) -> dict[str, CollectiveTimes]:
+        share = (workers - 1) / workers * second_per_byte / speed
+        return {
+            "all_reduce": CollectiveTimes(alpha_s=0.0, beta_s_per_byte=2 * share),
+            "all_gather": CollectiveTimes(alpha_s=0.0, beta_s_per_byte=share),
+        }
+
+    own = measured(2, 5.0)
+    nodes = Topology(gpus_per_node=2, algorithm="hierarchical", inside=own["all_reduce"])
+    network = Network(name="two", workers=4, topology=nodes, rows=(WorkersRow(workers=2, **own),), **measured(4, 1.0))
+    profile = make_profile([4000] * 4, [1.0, 2.0, 3.0, 4.0], forward=2.0)
+    plan = bb.plan(profile, network, "hsdp:2")
+    cost = ShardedCost.of(profile, network, plan.sharding)  # type: ignore[arg-type]
+    assert cost.replicate is not None
+    assert cost.replicate.at(1e8) == pytest.approx(1e8 * second_per_byte)
 
 
 def test_a_busy_cluster_is_slower() -> None:

@@ -170,19 +170,24 @@ def parallelism(row: Row) -> str:
     return " and ".join(names) or "data alone"
 
 
-def markdown(title: str, found: dict[str, dict[str, Any]]) -> str:
-    """A table of medians, 90th percentiles and biases."""
-    protocols = ("zero-shot", "zero-shot, closed form", "calibrated", "memory")
-    lines = [f"| {title} | rows | {' | '.join(protocols)} | inside | ranks |", "|---|" + "---|" * (len(protocols) + 3)]
+PROTOCOLS = ("zero-shot", "zero-shot, closed form", "calibrated", "memory")
+BRIEF = ("zero-shot", "calibrated")
+
+
+def markdown(title: str, found: dict[str, dict[str, Any]], protocols: tuple[str, ...] = PROTOCOLS) -> str:
+    """A table of medians, 90th percentiles and biases; with fewer than all protocols, without rank correlations."""
+    ranked = protocols == PROTOCOLS
+    lines = [f"| {title} | rows | {' | '.join(protocols)} | inside |{' ranks |' * ranked}"]
+    lines.append("|---|" + "---|" * (len(protocols) + 2 + ranked))
     for name, result in found.items():
         cells = [
             f"{one['median']:.1%}, {one['p90']:.1%}, {one['bias']:+.1%}" if (one := result[each]) else ""
             for each in protocols
         ]
-        rank = "" if result["rank correlation"] is None else f"{result['rank correlation']:.2f}"
-        lines.append(
-            f"| {name} | {result['zero-shot']['rows']} | {' | '.join(cells)} | {result['inside the range']} | {rank} |"
-        )
+        cells.append(str(result["inside the range"]))
+        if ranked:
+            cells.append("" if result["rank correlation"] is None else f"{result['rank correlation']:.2f}")
+        lines.append(f"| {name} | {result['zero-shot']['rows']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -210,9 +215,10 @@ def main() -> None:
     if half == "reported" and not asked.table:
         answer = {"half": half, "tables": by_table, "parallelism": kinds, "compute factors": factors}
         (HERE / "errors.json").write_text(json.dumps(answer, indent=1) + "\n")
-        for page in (HERE / "README.md", HERE.parents[1] / "docs" / "explanation" / "layouts.md"):
+        brief = markdown("parallelism", kinds, BRIEF)
+        for page, shown in ((HERE / "README.md", text), (HERE.parents[1] / "docs/explanation/layouts.md", brief)):
             before, _, rest = page.read_text("utf-8").partition(BEGIN)
-            page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
+            page.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.partition(END)[2]}", "utf-8")
 
 
 if __name__ == "__main__":

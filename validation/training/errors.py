@@ -19,8 +19,10 @@ import msgspec
 import numpy as np
 
 from backbeat.errors import BackbeatError
-from backbeat.model import Network, Plan, Profile
+from backbeat.model import Network, Plan, Prediction, Profile
+from backbeat.model.reduction import REDUCTIONS
 from backbeat.simulate import predict
+from backbeat.units import format_bytes
 
 SCHEMA = "backbeat.validation.training/1"
 EQUAL = 0.01
@@ -67,14 +69,21 @@ def rows(folder: Path, record: dict[str, Any]) -> Iterator[Row]:
         for side in case["sides"]:
             if not side["turns_s"]:
                 continue
+            found = _predicted(side, profile, network)
+            side |= found
             yield {
                 "lab": record["lab"],
                 "model": case["model"],
                 "side": side["side"],
                 "measured_s": measured_s(side["turns_s"]),
                 "repeat": repeat(side["turns_s"]),
-                **_predicted(side, profile, network),
+                **found,
             }
+
+
+def predict_side(profile: Profile, network: Network, plan: Plan) -> Prediction:
+    """`ddp` and `tuned` are torch's own DDP, which adds nothing to a step that backbeat's wrapper does."""
+    return predict(profile, network, plan, reduction=REDUCTIONS["torch-ddp"] if plan.strategy == "ddp" else None)
 
 
 def _predicted(side: dict[str, Any], profile: Profile, network: Network) -> Row:
@@ -85,7 +94,7 @@ def _predicted(side: dict[str, Any], profile: Profile, network: Network) -> Row:
     if kind == "memory":
         return {"kind": kind, "predicted_s": side.get("predicted_s"), "bound_s": side.get("bound_s")}
     try:
-        found = predict(profile, network, msgspec.convert(side["plan"], Plan))
+        found = predict_side(profile, network, msgspec.convert(side["plan"], Plan))
     except BackbeatError:
         return {"kind": kind, "predicted_s": None, "bound_s": None}
     return {"kind": kind, "predicted_s": found.iteration_s, "bound_s": found.bound_s}
@@ -105,6 +114,11 @@ def line_of(lab: str, case: dict[str, Any]) -> list[str]:
         if side.get("predicted_s"):
             text += f", predicted {side['predicted_s'] * 1e3:.1f} ms ({side['predicted_s'] / found_s - 1:+.1%})"
             text += f", bound {side['bound_s'] * 1e3:.1f} ms"
+        if side.get("peak_bytes") and side.get("predicted_peak_bytes"):
+            peak, predicted = side["peak_bytes"], side["predicted_peak_bytes"]
+            text += f", peak {format_bytes(peak)}, predicted {format_bytes(predicted)} ({predicted / peak - 1:+.1%})"
+        if "host_s" in side:
+            text += f"; the host issues it in {side['host_s'] * 1e3:.1f} ms"
         if "words" in side:
             text += f"; in {side['search_s']:.0f} s: {side['words']}"
         if "cap_mb" in side:

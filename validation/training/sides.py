@@ -21,14 +21,17 @@ from typing import Any
 
 import msgspec
 import torch
+from errors import predict_side
 from models import MODELS, Model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
+from backbeat.measure.model.pace import probe
 from backbeat.measure.model.profiler import measure as measure_profile
 from backbeat.measure.model.training_step import Training, where_raised
 from backbeat.model import Mesh, Network, Plan, Profile, Sharding, ShardUnit
@@ -42,7 +45,6 @@ from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.preserve import free
 from backbeat.runtime.parallel.rank_store import RankStore
 from backbeat.runtime.parallel.trials import ExampleStep
-from backbeat.simulate import predict
 
 OPTIMIZER = "adamw"
 WARM_UP = 3
@@ -115,20 +117,25 @@ class Rig:
         self.model, self.device, self.precision = model, node.device, precision
         world: Any = torch.distributed.group.WORLD
         self.ranks = RankStore(Communicators(world, node.device, 1))
-        # The same weights on every rank, and a batch of its own.
+        # The same weights on every rank, and a batch of its own. On the host, so that what is profiled has the GPU's
+        # memory for itself.
         torch.manual_seed(0)
-        self.plain = model.build().to(node.device)
+        self.plain = model.build()
         torch.manual_seed(1 + node.start.node)
         batch = model.batch(batch_size or model.batch_size, node.device)
         self.step = ExampleStep(
             batch=batch, loss=model.loss, optimizer=OPTIMIZER, precision=precision, device=node.device
         )
 
+    def copy(self) -> nn.Module:
+        """The model, to be trained."""
+        return copy.deepcopy(self.plain).to(self.device)
+
     def auto(self, budget_s: float) -> tuple[nn.Module, AutoSeen, float]:
         began = time.monotonic()
         with AutoSeen() as seen:
             trained = parallelize(
-                copy.deepcopy(self.plain),
+                self.copy(),
                 plan="auto",
                 example=(self.step.batch, self.step.loss),
                 optimizer=OPTIMIZER,
@@ -163,6 +170,19 @@ class Rig:
         clock.synchronize()
         return [clock.between(*pair) for pair in pairwise(marks)]
 
+    def peak_bytes(self, training: Training) -> int:
+        """Most that is allocated in one step, by this side and what was there before; 0 on a CPU."""
+        if self.device.type != "cuda":
+            self.seconds(training, 1)
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.seconds(training, 1)
+        return torch.cuda.max_memory_allocated(self.device)
+
+    @property
+    def batch_bytes(self) -> int:
+        return sum(one.nbytes for one in tree_leaves(self.step.batch) if isinstance(one, torch.Tensor))
+
     def slowest(self, seconds: list[float]) -> float:
         """The median step of the slowest rank."""
         return float(max(self.ranks.every(median(seconds))))
@@ -171,7 +191,7 @@ class Rig:
         """A step of torch's DDP with each bucket size, in MiB."""
         found = {}
         for cap in caps:
-            training = self.training(ddp(copy.deepcopy(self.plain), cap))
+            training = self.training(ddp(self.copy(), cap))
             self.seconds(training, WARM_UP)
             found[str(cap)] = self.slowest(self.seconds(training, TUNING_STEPS))
             del training
@@ -255,6 +275,9 @@ def measure(
             turns[one.name].append(rig.slowest(taken))
     for one in running:
         assert one.training is not None
+        if one.training.clock.asynchronous:
+            # What the host takes to issue a step, the device being idle: whether it could set the pace.
+            one.found["host_s"] = max(rig.ranks.every(probe(one.training, median).iteration_s))
         with torch.no_grad():
             one.found["loss"] = sum(rig.ranks.every(float(one.training.plain_loss()))) / rig.ranks.size
     cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]
@@ -300,11 +323,21 @@ def _side(name: str, rig: Rig, profile: Profile, network: Network) -> Side:
 
 def _with_memory(rig: Rig) -> Profile:
     """A profile with what recomputing and offloading cost."""
-    model = copy.deepcopy(rig.plain)
+    before = max(allocated_bytes(rig.device) - rig.batch_bytes, 0)
+    model = rig.copy()
     found = measure_profile(
         model, rig.step.batch, rig.step.loss, rig.step.make_optimizer(model), precision=rig.precision, iterations=8,
         warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory,
     ).profile  # fmt: skip
+    held = found.memory
+    if held is not None:
+        # What `auto` has built stays beside it here, and not in training.
+        alone = msgspec.structs.replace(
+            held, steady_bytes=held.steady_bytes - before, peak_bytes=held.peak_bytes - before
+        )
+        # Nodes that share a GPU share its link to the host.
+        link = found.host_link and found.host_link.shared_by(rig.ranks.size)
+        found = msgspec.structs.replace(found, memory=alone, host_link=link)
     return _shared(rig.ranks, found, Profile)
 
 
@@ -313,16 +346,26 @@ def _started(side: Side, rig: Rig) -> bool:
     if "error" in side.found:
         return False
     error = None
+    free(rig.device)
+    before = allocated_bytes(rig.device)
     try:
-        side.training = rig.training(side.build(copy.deepcopy(rig.plain)))
-        rig.seconds(side.training, WARM_UP)
+        side.training = rig.training(side.build(rig.copy()))
+        rig.seconds(side.training, WARM_UP - 1)
+        peak = rig.peak_bytes(side.training)
     except Exception as raised:
         error = where_raised(raised)
     found = rig.ranks.failure(error)
     if found is not None:
         side.found["error"], side.training = found, None
         free(rig.device)
+    elif rig.device.type == "cuda" and side.name != "auto":
+        # What is allocated before is the other sides'; `auto` was built before any.
+        side.found["peak_bytes"] = max(rig.ranks.every(peak - before + rig.batch_bytes))
     return found is None
+
+
+def allocated_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _steps(seconds: float, step_s: float) -> int:
@@ -336,8 +379,10 @@ def _case(side: Side, turns: list[float], profile: Profile, network: Network) ->
         return case
     case["plan"] = msgspec.to_builtins(side.plan)
     try:
-        prediction = predict(side.profile or profile, network, side.plan)
+        prediction = predict_side(side.profile or profile, network, side.plan)
         case |= {"predicted_s": prediction.iteration_s, "bound_s": prediction.bound_s}
+        if prediction.peak_bytes is not None:
+            case["predicted_peak_bytes"] = prediction.peak_bytes
     except BackbeatError as error:
         case["not_predicted"] = str(error)
     return case

@@ -13,7 +13,6 @@ takes to tune is counted apart. FOLDER/<task>-<size>-<lab>.json is written after
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import shlex
@@ -142,11 +141,11 @@ class Race:
                 caps = rig.tuned(sorted({*CAPS_MB, 25}))
                 cap = int(min(caps, key=lambda one: caps[one]))
                 self.words[name] = f"{cap} MiB"
-                built[name] = ddp(copy.deepcopy(rig.plain), cap)
+                built[name] = ddp(rig.copy(), cap)
             elif name == "ddp":
-                built[name] = ddp(copy.deepcopy(rig.plain))
+                built[name] = ddp(rig.copy())
             else:
-                built[name] = rig.fsdp2(copy.deepcopy(rig.plain))
+                built[name] = rig.fsdp2(rig.copy())
             self.prepared_s[name] = time.monotonic() - began
         free(rig.device)
         self.trainees = [Trainee(rig, name, one, data(node.start.node), given) for name, one in built.items()]

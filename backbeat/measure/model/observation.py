@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -133,8 +133,12 @@ def take(
     time_limit_s: float | None,
     apply_memory: ApplyMemory | None = None,
     compile_blocks: bool = False,
+    line_up: Callable[[], None] | None = None,
 ) -> Figures:
-    """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host."""
+    """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host.
+
+    `line_up` is called, with an idle device, before each of three series of iterations: plain, hooked, and plain again.
+    """
     gradients = first_iteration(training)
     compiled = is_compiled(training.model)
     flops = (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
@@ -146,7 +150,7 @@ def take(
             owners = find_owners(training.model, gradients.parameters, blocks)
         # Recomputed blocks would have to be compiled once more.
         runs = None if compile_blocks else apply_memory
-        return _observe(in_use, gradients, owners, flops, compiled, iterations, warmup, time_limit_s, runs)
+        return _observe(in_use, gradients, owners, flops, compiled, iterations, warmup, time_limit_s, runs, line_up)
 
 
 def _observe(
@@ -159,6 +163,7 @@ def _observe(
     warmup: int,
     time_limit_s: float | None,
     apply_memory: ApplyMemory | None,
+    line_up: Callable[[], None] | None,
 ) -> Figures:
     clock = training.clock
     for _ in range(max(0, warmup - 2)):
@@ -180,18 +185,25 @@ def _observe(
     chain = _chain(training, compiled)
     memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
     per_iteration = 3 * training.accumulation + 4
-    # Every block begins with an iteration that only refills the device's queue, and one runs recomputed before that is
-    # timed; modules may be called more than once.
+    # Every block begins with an iteration that only refills the device's queue, may end with one for the other ranks,
+    # and one runs recomputed before that is timed; modules may be called more than once.
     clock.reserve(
-        per_iteration * (iterations + 3)
+        per_iteration * (iterations + 5)
         + 2 * (2 * per_iteration + len(gradients.parameters) + 2 * len(owners)) * (hooked_iterations + 1)
     )
 
     def hooked(host: Host | None) -> Hooked:
         return _hooked(training, gradients, owners, hooked_iterations, host)
 
+    def begin_together() -> None:
+        clock.synchronize()
+        if line_up is not None:
+            line_up()
+
     # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
-    plain = _block(training, (iterations + 1) // 2)
+    trailing = 0 if line_up is None else 1
+    begin_together()
+    plain = _block(training, (iterations + 1) // 2, trailing=trailing)
     clock.synchronize()
     host, again_s, fetch_s, ahead, observed = None, None, None, None, None
     if clock.asynchronous:
@@ -200,12 +212,13 @@ def _observe(
             usual = probe(training, median)
             again_s = recomputation(training, chain.blocks, usual, apply_memory)
             fetch_s = recomputation(training, chain.blocks, usual, apply_memory, "offload")
-        clock.synchronize()
-        if needs_head_start(host, _iteration_s(plain, training)):
-            ahead = observed = hooked(host)
+    begin_together()
+    if host is not None and needs_head_start(host, _iteration_s(plain, training)):
+        ahead = observed = hooked(host)
     if observed is None:
         observed = hooked(None)
-    plain += _block(training, iterations // 2)
+    begin_together()
+    plain += _block(training, iterations // 2, trailing=trailing)
     clock.synchronize()
 
     forward_s, backward_s = _phases(plain, training)
@@ -251,13 +264,16 @@ def _chain(training: Training, compiled: bool) -> MeasuredChain:
     )
 
 
-def _block(training: Training, count: int, observer: Observer | None = None) -> list[Marks]:
+def _block(training: Training, count: int, observer: Observer | None = None, *, trailing: int = 0) -> list[Marks]:
     """Iterations one after the other, never waiting in between, as training runs them.
 
-    One more before them refills the queue of a device that works behind the host.
+    One more before them refills the queue of a device that works behind the host. `trailing` ones after them keep what
+    ranks share as busy as it was, until the slowest rank has ended its own.
     """
     leading = 1 if training.clock.asynchronous else 0
-    return [training.iterate(observer) for _ in range(count + leading)][leading:] if count else []
+    if not count:
+        return []
+    return [training.iterate(observer) for _ in range(leading + count + trailing)][leading : leading + count]
 
 
 def _hooked(training: Training, gradients: Gradients, owners: list[Owner], count: int, host: Host | None) -> Hooked:

@@ -19,7 +19,8 @@ _FIRST_SCALE = 1024.0
 
 def check_precision(precision: str, device: torch.device) -> None:
     if precision not in PRECISIONS:
-        raise InputError(f"precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}")
+        hint = "; fp8 is computed, not measured: add --analytic GPU" if precision == "fp8" else ""
+        raise InputError(f"precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}{hint}")
     if precision == "tf32" and device.type != "cuda":
         raise InputError(f"precision tf32 on {device.type}: it is a mode of NVIDIA GPUs; use fp32, or --device cuda")
 

@@ -2,7 +2,8 @@
 
 Each kind of work runs alone and beside collectives in a row (all-reduces, or all-gathers and reduce-scatters), in
 turns, on every rank at once. The slowdown is the median over pairs, of the rank that is slowed down most: a synchronous
-step waits for it. Nothing of the host counts: launches queue after a spin.
+step waits for it. Nothing of the host counts: launches queue after a spin. Ranks that share a GPU, as in the lab, all
+compute and all communicate at once, as they do in training.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as functional
 
 from backbeat.comm.communicators import Communicator
@@ -23,7 +23,9 @@ from backbeat.model.slowdown import Slowdown
 
 cuda: Any = torch.cuda  # untyped in parts
 
-MESSAGE_BYTES = 64 << 20
+_MOST_BYTES, _LONGEST_S = 64 << 20, 10e-3
+"""A message has the first of these bytes, or fewer where it would take longer than this: then most of a measurement
+would be waiting for the last message to end."""
 _SAMPLE_S = 5e-3
 _LEAD_CYCLES = 4_000_000
 """Some 2 ms on current GPUs: what the host takes to queue the work."""
@@ -33,21 +35,19 @@ _COVERED = 4
 """All-reduces last for this many times what the work takes alone."""
 
 
-def shared_devices(group: Any, device: torch.device) -> bool:
-    """Whether two ranks compute on one GPU, as in the lab. Collective."""
-    properties = cuda.get_device_properties(device)
-    identity = str(getattr(properties, "uuid", None) or f"{properties.name} {device}")
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, identity, group=group)
-    return len(set(found)) < len(found)
-
-
 def measure_slowdown(
-    communicator: Communicator, device: torch.device, message_s: float, timeout_s: float, *, workers: int | None = None
+    communicator: Communicator,
+    device: torch.device,
+    seconds_of: Callable[[int], float],
+    timeout_s: float,
+    *,
+    workers: int | None = None,
 ) -> Slowdown:
-    """Collective: every rank calls it alike. `message_s` is what one message of `MESSAGE_BYTES` takes: an all-reduce,
-    or with `workers` an all-gather and a reduce-scatter."""
-    message = torch.zeros(MESSAGE_BYTES // 4, device=device)
+    """Collective: every rank calls it alike. `seconds_of` says what a message of so many bytes takes: an all-reduce, or
+    with `workers` an all-gather and a reduce-scatter."""
+    size = message_bytes(seconds_of)
+    message_s = seconds_of(size)
+    message = torch.zeros(size // 4, device=device)
     send = _pairs_of(communicator, message, workers) if workers else lambda: [communicator.all_reduce(message)]
     factors = torch.ones(3, dtype=torch.float64, device=device)
     for index, work in enumerate(_works(device)):
@@ -60,6 +60,17 @@ def measure_slowdown(
         factors[index] = max(median(ratios), 1.0)
     matmul, attention, memory = _largest(communicator, factors.tolist(), device, timeout_s)
     return Slowdown(matmul=matmul, attention=attention, memory=memory)
+
+
+def message_bytes(seconds_of: Callable[[int], float]) -> int:
+    """
+    >>> message_bytes(lambda size: size / 100e9) >> 20, message_bytes(lambda size: size / 0.8e9) >> 20
+    (64, 4)
+    """
+    size = _MOST_BYTES
+    while size > 1 << 20 and seconds_of(size) > _LONGEST_S:
+        size //= 2
+    return size
 
 
 def messages_beside(work_s: float, message_s: float) -> int:

@@ -23,7 +23,7 @@ from backbeat.comm.machine import today, versions
 from backbeat.cost.collectives import Collective
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.network.bench import Bench, explained
-from backbeat.measure.network.beside_compute import MESSAGE_BYTES, measure_slowdown, shared_devices
+from backbeat.measure.network.beside_compute import measure_slowdown
 from backbeat.measure.network.case import COLLECTIVES, SIZES, held_out_cases, series_of
 from backbeat.measure.network.findings import (
     MeasuredCluster,
@@ -35,8 +35,9 @@ from backbeat.measure.network.findings import (
 )
 from backbeat.measure.network.jumps import SHARE, refine_jumps
 from backbeat.measure.network.sampling import BRIEF, THOROUGH, Progress, measure
+from backbeat.measure.network.sharded_host import measure_sharded_host
 from backbeat.model.network import Network
-from backbeat.model.sharded_times import ShardedTimes
+from backbeat.model.sharded_times import ShardedHost, ShardedTimes
 from backbeat.model.source import Source
 
 _LEAST_TIMEOUT_S = 30.0
@@ -68,9 +69,10 @@ def measure_cluster(
 ) -> MeasuredCluster:
     """As `calibrate`, with the repeats and spread of every case.
 
-    `sharded` spends most of the budget on all-gather and reduce-scatter.
+    `sharded` spends most of the budget on all-gather and reduce-scatter, and measures on GPUs what FSDP2 costs the
+    host.
     `slowdown` measures on GPUs how much longer computation takes beside an all-reduce, and beside all-gathers and
-    reduce-scatters; where two ranks share a GPU, as in the lab, it is left out.
+    reduce-scatters.
 
     `brief` is for a job that waits: every size a few times before any gets more, so that larger messages are reached,
     and nothing is held out to check the curve.
@@ -120,10 +122,17 @@ def measure_cluster(
         notes=notes,
     )
     network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network), *sharing_unknown(network)))
-    if slowdown and where.type == "cuda" and not shared_devices(group, where):
+    if slowdown and where.type == "cuda":
         show("computation beside collectives", 1.0)
         with explained("computation beside collectives"):
             network = _with_slowdowns(network, links[0], where, timeout_s)
+    if sharded and where.type == "cuda":
+        show("what FSDP2 costs the host", 1.0)
+        with explained("what FSDP2 costs the host"):
+            unit_s, parameter_s = bench.agree(measure_sharded_host(group, where))
+        known = network.sharded or ShardedTimes()
+        host = ShardedHost(unit_s=unit_s, parameter_s=parameter_s)
+        network = msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, host=host))
     # Only after success: taking down a communicator whose peer is gone can wait for ever.
     links.close()
     measured = tuple(case for case in held_out if case in outcome.timings)
@@ -132,12 +141,15 @@ def measure_cluster(
 
 def _with_slowdowns(network: Network, link: Communicator, where: torch.device, timeout_s: float) -> Network:
     """Beside all-reduces, and beside all-gathers and reduce-scatters where these were measured."""
-    message_s = network.all_reduce.curve.at(MESSAGE_BYTES)
-    network = msgspec.structs.replace(network, slowdown=measure_slowdown(link, where, message_s, timeout_s))
+    network = msgspec.structs.replace(
+        network, slowdown=measure_slowdown(link, where, network.all_reduce.curve.at, timeout_s)
+    )
     if network.all_gather is None or network.reduce_scatter is None:
         return network
-    pair_s = network.all_gather.curve.at(MESSAGE_BYTES) + network.reduce_scatter.curve.at(MESSAGE_BYTES)
-    beside = measure_slowdown(link, where, pair_s, timeout_s, workers=network.workers)
+    gather, scatter = network.all_gather.curve, network.reduce_scatter.curve
+    beside = measure_slowdown(
+        link, where, lambda size: gather.at(size) + scatter.at(size), timeout_s, workers=network.workers
+    )
     known = network.sharded or ShardedTimes()
     return msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, slowdown=beside))
 

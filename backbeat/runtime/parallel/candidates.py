@@ -9,11 +9,13 @@ import msgspec
 import torch
 
 from backbeat.errors import BackbeatError, InputError
-from backbeat.model import Plan
+from backbeat.model import Plan, PlanPrediction
 from backbeat.model.files import decode, encode
+from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import BUDGETED
 from backbeat.planners import plan as make_plan
 from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.simulate import predict
 from backbeat.units import counted, format_seconds
 
 if TYPE_CHECKING:
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
     from backbeat.model import Network, Profile
     from backbeat.runtime.parallel.trials import Trials
 
-KINDS = ("stock", "buckets", "units", "compressed")
+SHARDED_KINDS = ("units", "copies")
+"""Units of one sharded copy of the model, and of several: HSDP."""
+KINDS = ("stock", "buckets", *SHARDED_KINDS, "compressed")
 """From the simplest to the one that changes most."""
+STOCK = REDUCTIONS["torch-ddp"]
 UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
 FARTHEST = 8
 """Where messages may be more than this many times as large as those measured, predictions exclude no candidate."""
@@ -88,9 +93,12 @@ def predicted_candidates(
 
     def add(kind: str, strategy: str, **choices: Any) -> None:
         try:
-            found.append(Candidate(kind=kind, plan=make_plan(profile, network, strategy, **choices)))
+            plan = make_plan(profile, network, strategy, **choices)
         except BackbeatError as error:
             why[strategy] = str(error)
+            return
+        several = plan.sharding is not None and plan.sharding.mesh.replicate > 1
+        found.append(Candidate(kind="copies" if several else kind, plan=plan))
 
     add("stock", "ddp", memory_bytes=memory_bytes)
     add("buckets", "best", communicators=communicators, memory_bytes=memory_bytes)
@@ -101,7 +109,11 @@ def predicted_candidates(
             add("units", strategy, **choices)
     if compression:
         add("compressed", "compressed", communicators=communicators, memory_bytes=memory_bytes)
-    fitting = [_plain(one) for one in found if _fits(one, memory_bytes) and _differs(one)]
+    fitting = [
+        _as_stock(one, profile, network) if one.kind == "stock" else one
+        for one in found
+        if _fits(one, memory_bytes) and _differs(one)
+    ]
     if not fitting:
         raise InputError(
             "; ".join(f"{strategy}: {why[strategy]}" for strategy in ("best", "sharded") if strategy in why)
@@ -136,11 +148,11 @@ def _fits(candidate: Candidate, memory_bytes: int | None) -> bool:
     return peak is None or peak <= memory_bytes
 
 
-def _plain(candidate: Candidate) -> Candidate:
-    """Stock DDP runs without a memory plan."""
-    if candidate.kind != "stock" or candidate.plan.memory is None:
-        return candidate
-    return Candidate(kind="stock", plan=msgspec.structs.replace(candidate.plan, memory=None))
+def _as_stock(candidate: Candidate, profile: Profile, network: Network) -> Candidate:
+    """Stock DDP runs without a memory plan, and without what the wrapper adds to a step: its status message."""
+    found = predict(profile, network, candidate.plan, reduction=STOCK)
+    predicted = PlanPrediction.of(found, network.name)
+    return Candidate(kind="stock", plan=msgspec.structs.replace(candidate.plan, memory=None, predicted=predicted))
 
 
 def _differs(candidate: Candidate) -> bool:
@@ -233,7 +245,7 @@ def decide(
         left = [one for one in left if one.name in seconds]
     elif untried:
         if backend == "gloo":
-            left = [one for one in left if one.kind != "units"] or left
+            left = [one for one in left if one.kind not in SHARDED_KINDS] or left
         seconds, tolerance = {one.name: one.predicted_s for one in left}, PREDICTED
         why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
         how = f"predicted{why}"

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch.distributed as dist
 
 from backbeat.comm.agreement import agree
@@ -41,10 +42,11 @@ from backbeat.runtime.parallel.candidates import (
     worth_trying,
 )
 from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save, with_note
-from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state
+from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state, without_original
 from backbeat.runtime.parallel.rank_store import RankStore, asked_alike
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
 from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
+from backbeat.simulate.stragglers import between_ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -231,19 +233,23 @@ class ParallelSearch:
         return Taken(plan=found, words=f"{name}, as {self.path} has it", dropped={})
 
     def _profile(self) -> tuple[Profile, bool]:
-        """Rank 0's profile, and whether some rank's step leaves parameters without gradients. Errors are raised on all
-        ranks."""
+        """Rank 0's profile with the spread of all ranks, and whether some rank's step leaves parameters without
+        gradients. Errors are raised on all ranks."""
         self._say("timing steps of the example")
         profile = self.ranks.together(self._measured, "a step of the example did not run")
         came = {gradient.name for gradient in profile.gradients}
         trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
         unused = any(self.ranks.every(bool(trained - came)))
+        times = self.ranks.every(profile.iteration_s)
+        # A rank of which an iteration took longer at first may have timed fewer.
+        if len({len(one) for one in times}) == 1:
+            profile = msgspec.structs.replace(profile, iteration_s=between_ranks(times))
         text = self.ranks.first(encode(profile).decode())
         return decode(text.encode(), Profile, where="rank 0's profile"), unused
 
     def _measured(self) -> Profile:
         try:
-            return self._measured_of(copy_of(self.model), keep=False)
+            return without_original(self._measured_of(copy_of(self.model), keep=False), self.model)
         except Exception as error:
             if not isinstance(error, OutOfMemoryError) and not is_out_of_memory(error):
                 raise
@@ -268,6 +274,7 @@ class ParallelSearch:
             command="backbeat.runtime.parallelize",
             topk_speed=measure_topk if self.compression else None,
             apply_memory=apply_memory if self.memory_bytes is not None else None,
+            line_up=self.ranks.line_up,
         ).profile
 
     def _network(self, profile: Profile) -> Network:

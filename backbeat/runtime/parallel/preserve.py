@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
+from backbeat.measure.model.memory_by_kind import storage_bytes
 from backbeat.measure.model.training_step import is_out_of_memory
+from backbeat.model import Profile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +50,20 @@ def copy_of(model: nn.Module) -> nn.Module:
         ) from error
     made.zero_grad(set_to_none=True)
     return made
+
+
+def without_original(profile: Profile, model: nn.Module) -> Profile:
+    """The profile of a copy as if `model`, which was on the same GPU meanwhile, had not been there."""
+    held = profile.memory
+    beside = storage_bytes(one for one in (*model.parameters(), *model.buffers()) if one.device.type == "cuda")
+    if held is None or not beside:
+        return profile
+    alone = replace(
+        held,
+        steady_bytes=max(held.steady_bytes - beside, 0),
+        peak_bytes=max(held.peak_bytes - beside, 0),
+    )
+    return replace(profile, memory=alone)
 
 
 def free(device: torch.device) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import threading
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,8 @@ T = TypeVar("T")
 _POLL_S = 0.05
 _HEAD_START_S = 0.5
 """How long a rank that gives the alarm waits before it aborts, so that the others abort first."""
+_LINE_UP = timedelta(seconds=2)
+"""The longest that ranks wait for each other where nothing but timing depends on it."""
 
 
 _calls: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
@@ -100,7 +103,7 @@ class RankStore:
     def __init__(self, communicators: Communicators) -> None:
         self.communicators = communicators
         self.rank, self.size, self.device = communicators.rank, communicators.size, communicators.device
-        self._calls = 0
+        self._calls = self._lined_up = 0
 
     def every(self, value: Any) -> list[Any]:
         """What every rank gave, in the order of ranks, on all of them."""
@@ -133,6 +136,15 @@ class RankStore:
     def first_of(self, call: Callable[[], Any], what: str) -> Any:
         """What the call returns on rank 0, which alone makes it."""
         return self.first(self.together(call if self.rank == 0 else lambda: None, what))
+
+    def line_up(self) -> None:
+        """Wait until every rank has come here as often as this one. It does not wait long: a rank that failed never
+        comes, and what is timed next is timed without it."""
+        self._lined_up += 1
+        keys = [f"line-up/{self._lined_up}/{rank}" for rank in range(self.size)]
+        self.communicators.store.set(keys[self.rank], "")
+        with contextlib.suppress(DistStoreError):
+            self.communicators.store.wait(keys, _LINE_UP)
 
     @contextlib.contextmanager
     def released(self, backends: Sequence[Any]) -> Iterator[Callable[[], int]]:

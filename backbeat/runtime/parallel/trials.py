@@ -148,11 +148,11 @@ def take_turns(
 def affordable(candidates: Sequence[Candidate], seconds: float) -> tuple[list[str], int]:
     """The names of the candidates that there is time to try, in order, and the number of turns.
 
-    All in two turns or in one; else stock DDP and what is predicted to be fastest, in one; else none. Stock DDP comes
-    first and the others by prediction, so that what comes last is what matters least.
+    All in two turns or in one; else stock DDP and the two or the one predicted to be fastest, in one; else none. Stock
+    DDP comes first and the others by prediction, so that what comes last is what matters least.
     """
     ordered = sorted(candidates, key=lambda one: (one.kind != "stock", one.predicted_s))
-    for tried, turns in ((ordered, TURNS), (ordered, 1), (ordered[:2], 1)):
+    for tried, turns in ((ordered, TURNS), (ordered, 1), (ordered[:3], 1), (ordered[:2], 1)):
         share_s = seconds / max(len(tried) * turns, 1)
         if all(_steps(share_s, one.predicted_s) for one in tried):
             return [one.name for one in tried], turns

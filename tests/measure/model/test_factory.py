@@ -209,6 +209,9 @@ def test_the_command_writes_a_profile(module: str, tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     for words in ("both-b6-fp32-cpu", "forward", "samples/s", "first ready  2.", "last ready", "memory"):
         assert words in shown.stdout
+    *lines, last = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert last.startswith("Next: backbeat predict profile.json NETWORK")
     written = Profile.load(tmp_path / "profile.json")
     assert written.batch_size == 6
     # What the runtime costs is part of the command's profile.
@@ -282,6 +285,7 @@ def test_a_factory_without_layers_cannot_be_composed() -> None:
     ("words", "message"),
     [
         (("with_optimizer", "--optimizer", "adamw"), "returns an optimizer of its own: drop --optimizer adamw"),
+        (("both", "--precision", "fp8"), "fp8 is computed, not measured: add --analytic GPU"),
         (("both", "--optimizer", "lion"), "optimizer is 'lion': it must be one of sgd, adam, adamw"),
         (("both", "--from-layers", "2"), "give two different numbers of layers, like 2,4"),
         (("both", "--from-layers", "4,4"), "give two different numbers of layers, like 2,4"),

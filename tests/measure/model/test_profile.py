@@ -230,6 +230,20 @@ def test_the_time_limit_keeps_a_few_iterations() -> None:
     assert result.pace is None
 
 
+def test_ranks_can_begin_every_series_of_iterations_together() -> None:
+    """Ranks that share a device, in different phases of their measurements, would find it idle or busy by chance."""
+    seen: list[int] = []
+    steps = [0]
+    model = classifier()
+    model.register_forward_pre_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
+    result = profile(model, images(), loss, **QUICK, line_up=lambda: seen.append(steps[0]))
+    first, hooked, second = seen
+    # One more after each half, for ranks that are slower.
+    half = len(result.iteration_s) // 2
+    assert (hooked - first, steps[0] - second) == (len(result.iteration_s) - half + 1, half + 1)
+    assert second > hooked
+
+
 def test_the_batch_may_be_a_dictionary() -> None:
     batch = {"x": torch.randn(5, 8), "y": torch.randint(0, 4, (5,))}
     result = profile(classifier(), batch, lambda model, batch: cross_entropy(model(batch["x"]), batch["y"]), **QUICK)

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="calibration needs PyTorch")
 
 from backbeat.comm.communicators import Communicator  # noqa: E402
 from backbeat.measure.network import beside_compute  # noqa: E402
-from backbeat.measure.network.beside_compute import measure_slowdown, messages_beside  # noqa: E402
+from backbeat.measure.network.beside_compute import measure_slowdown, message_bytes, messages_beside  # noqa: E402
 
 MESSAGE_S = 0.5e-3
 
@@ -76,8 +76,16 @@ def test_the_slowdown_of_the_device_is_found(
     works = [lambda seconds=seconds: paper.compute(seconds) for seconds in (3e-4, 7e-3, 1e-5)]
     monkeypatch.setattr(beside_compute, "_works", lambda device: works)
     communicator: Communicator = paper  # type: ignore[assignment]
-    found = measure_slowdown(communicator, torch.device("cpu"), MESSAGE_S, 1.0, workers=workers)
+    found = measure_slowdown(communicator, torch.device("cpu"), lambda size: MESSAGE_S, 1.0, workers=workers)
     assert [found.matmul, found.attention, found.memory] == [pytest.approx(slowdown)] * 3
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e7, 1e8, 1.2e9, 1e10, 1e12])
+def test_messages_are_smaller_on_slow_links(bytes_per_s: float) -> None:
+    size = message_bytes(lambda size: 1e-4 + size / bytes_per_s)
+    assert 1 << 20 <= size <= 64 << 20
+    assert size == 1 << 20 or 1e-4 + size / bytes_per_s <= 10e-3
+    assert size == 64 << 20 or 1e-4 + 2 * size / bytes_per_s > 10e-3
 
 
 @pytest.mark.parametrize("message_s", [1e-6, 1e-4, 1.0])

@@ -169,9 +169,39 @@ def test_the_best_of_each_kind(memory_bytes: int | None) -> None:
         assert all((one.plan.predicted.peak_bytes or 0) <= memory_bytes for one in found if one.plan.predicted)
 
 
+def test_one_sharded_copy_and_several_are_both_tried() -> None:
+    """Their collectives differ, and so do the errors of their predictions."""
+    profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("dgx-h100").at(workers=16)
+    found = predicted_candidates(profile, network, memory_bytes=None, compression=False, communicators=None)
+    copies = {one.kind: one.plan.sharding.mesh.replicate for one in found if one.plan.sharding is not None}
+    assert copies == {"units": 1, "copies": 2}
+
+
 def test_units_that_gather_in_another_dtype_say_so() -> None:
     units = candidate("units")
     assert units.plan.sharding is not None
     low = msgspec.structs.replace(units.plan.sharding, param_dtype="bf16")
     named = Candidate(kind="units", plan=msgspec.structs.replace(units.plan, sharding=low)).name
     assert named == f"{units.name}, parameters in bf16"
+
+
+@pytest.mark.parametrize("launch_bound", [False, True])
+def test_stock_ddp_is_predicted_without_the_wrappers_status(launch_bound: bool) -> None:
+    """The wrapper waits for the status of a step when the next backward opens: torch's DDP has none."""
+    profile = bb.Profile.load("gpt2-b8-bf16-h200")
+    if launch_bound:
+        blocks = tuple(
+            msgspec.structs.replace(block, host_forward_s=block.forward_s, host_backward_s=block.backward_s)
+            for block in profile.blocks
+        )
+        computing_s = (profile.forward_s + profile.backward_s) / 2
+        profile = msgspec.structs.replace(profile, host_s=profile.single_s, device_s=computing_s, blocks=blocks)
+    network = bb.Network.load("25gbe").at(workers=4)
+    stock = predicted_candidates(profile, network, memory_bytes=None, compression=False, communicators=1)[0]
+    wrapped = bb.plan(profile, network, "ddp").predicted
+    assert stock.kind == "stock"
+    assert wrapped is not None
+    assert wrapped.iteration_s is not None
+    assert (stock.predicted_s < wrapped.iteration_s * 0.99) == launch_bound
+    assert stock.predicted_s == pytest.approx(wrapped.iteration_s) or launch_bound
+    assert stock.predicted_s >= profile.single_s

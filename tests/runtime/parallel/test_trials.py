@@ -18,13 +18,16 @@ from torch import nn
 
 import backbeat as bb
 from backbeat.errors import CommunicationError
+from backbeat.measure.model.profiler import measure
+from backbeat.model import Profile
 from backbeat.runtime.memory import room
 from backbeat.runtime.memory.room import room_for
-from backbeat.runtime.parallel import trials
+from backbeat.runtime.parallel import rank_store, trials
 from backbeat.runtime.parallel.plan_file import conditions
-from backbeat.runtime.parallel.preserve import copy_of
+from backbeat.runtime.parallel.preserve import copy_of, without_original
 from backbeat.runtime.parallel.rank_store import RankStore, _abort_on_alarm
 from backbeat.runtime.parallel.trials import ExampleStep, take_turns, try_plan
+from tests.problems import make_profile
 
 ALONE: Any = SimpleNamespace(size=2, first=lambda value: value, communicators=SimpleNamespace(backend="gloo"))
 
@@ -184,6 +187,31 @@ def test_a_rank_that_never_comes_is_named(rank: int, came: tuple[int, ...], miss
             ranks.first(None)
 
 
+def test_ranks_line_up_and_go_on_without_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    early, late = (
+        RankStore(SimpleNamespace(rank=rank, size=2, device=None, store=store))  # type: ignore[arg-type]
+        for rank in range(2)
+    )
+    went: list[str] = []
+
+    def wait() -> None:
+        early.line_up()
+        went.append("early")
+
+    waiting = threading.Thread(target=wait)
+    monkeypatch.setattr(rank_store, "_LINE_UP", timedelta(seconds=60))
+    waiting.start()
+    went.append("late")
+    late.line_up()
+    waiting.join()
+    assert went == ["late", "early"]
+    monkeypatch.setattr(rank_store, "_LINE_UP", timedelta(milliseconds=20))
+    early.line_up()
+    # It never came the second time, and comes back to where the other has been.
+    late.line_up()
+
+
 def test_an_alarm_ends_collectives_and_silence_does_not() -> None:
     ended: list[str] = []
     backends = [SimpleNamespace(abort=lambda name=name: ended.append(name)) for name in ("one", "two")]
@@ -202,6 +230,31 @@ def test_a_copy_starts_without_gradients_and_leaves_the_models() -> None:
     assert all(one.grad is None for one in copied.parameters())
     assert all(one.grad is not None for one in model.parameters())
     torch.testing.assert_close(copied.state_dict(), model.state_dict())
+
+
+def test_without_a_gpu_the_original_is_not_counted_in_the_first_place() -> None:
+    profile = make_profile([8, 8], [1.0, 2.0], forward=1.0)
+    assert without_original(profile, nn.Linear(2, 2)) is profile
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_profile_of_a_copy_holds_one_model() -> None:
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000)).cuda()
+    batch = torch.ones(4, 1000, device="cuda")
+
+    def summed(made: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return made(batch).sum()  # type: ignore[no-any-return]
+
+    def profiled(made: nn.Module) -> Profile:
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        return measure(made, batch, summed, optimizer, iterations=2, warmup=1, accept_noise=True).profile
+
+    alone = profiled(model).memory
+    beside = without_original(profiled(copy_of(model)), model).memory
+    assert alone is not None
+    assert beside is not None
+    assert beside.steady_bytes == pytest.approx(alone.steady_bytes, abs=1e5)
+    assert beside.peak_bytes == pytest.approx(alone.peak_bytes, abs=1e5)
 
 
 class Trained(nn.Linear):
