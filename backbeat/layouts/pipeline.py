@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from backbeat.errors import BackbeatError
 from backbeat.layouts.stage_programs import Act, Operation, Transfer, programs
-from backbeat.layouts.steady_pipeline import Turn, turn_of
+from backbeat.layouts.steady_pipeline import PipelineTurn, turn_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -98,7 +98,7 @@ def run(
     return _simulated(schedule, stages, count, times, send_s, streams, late_s)
 
 
-def _repeated(short: PipelineRun, turn: Turn, turns: int, *, listed: bool) -> PipelineRun:
+def _repeated(short: PipelineRun, turn: PipelineTurn, turns: int, *, listed: bool) -> PipelineRun:
     """The step with so many more turns in the middle."""
     performed: list[Performed] = []
     for each in short.performed if listed else ():

@@ -19,7 +19,7 @@ _SAME = 1e-9
 """Of the time of a turn: what rounding may make of equal ones."""
 
 
-class Turn(NamedTuple):
+class PipelineTurn(NamedTuple):
     """Micro-batches in the middle of a step, which repeat."""
 
     first: int
@@ -28,7 +28,7 @@ class Turn(NamedTuple):
     """From one turn to the next."""
 
 
-def turn_of(performed: Iterable[Performed], stages: int, count: int, *, by_rounds: bool) -> Turn | None:
+def turn_of(performed: Iterable[Performed], stages: int, count: int, *, by_rounds: bool) -> PipelineTurn | None:
     """The turn that a step of `count` micro-batches has settled into by its middle; None where it has not.
 
     `by_rounds`: an interleaved step has many more operations and can settle late. Its middle round is taken as it is.
@@ -48,5 +48,5 @@ def turn_of(performed: Iterable[Performed], stages: int, count: int, *, by_round
             for own in starts
             for micro in range(first, count - size)
         ):
-            return Turn(first, size, seconds)
+            return PipelineTurn(first, size, seconds)
     return None

@@ -173,14 +173,18 @@ class Search:
                     ranges = changed
         index = 0
         while index < len(ranges):
-            first, last, what = ranges[index]
-            for middle in range(first + 1, last):
-                changed = (*ranges[:index], (first, middle, what), (middle, last, what), *ranges[index + 1 :])
-                if self.chain.may_begin[middle] and _no_worse(self.run(changed), self.run(ranges)):
-                    ranges = changed
-                    break
+            ranges = self._shortened(ranges, index)
             index += 1
         return Chosen(ranges, self.run(ranges))
+
+    def _shortened(self, ranges: tuple[BlockRange, ...], index: int) -> tuple[BlockRange, ...]:
+        """With this segment cut as early as is no worse, without a further copy if possible."""
+        first, last, what = ranges[index]
+        for middle, rest in product(range(first + 1, last), dict.fromkeys((RECOMPUTE, what))):
+            changed = (*ranges[:index], (first, middle, what), (middle, last, rest), *ranges[index + 1 :])
+            if self.chain.may_begin[middle] and _no_worse(self.run(changed), self.run(ranges)):
+                return changed
+        return ranges
 
     def _climb(self, ranges: tuple[BlockRange, ...], score: Score, evaluations: int) -> tuple[BlockRange, ...]:
         """Take every change that scores better, until none does."""
