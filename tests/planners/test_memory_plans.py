@@ -154,6 +154,13 @@ def test_the_same_budget_gives_the_same_plan() -> None:
     assert memory_plan(profile, 2 * GB) == memory_plan(profile, 2 * GB)
 
 
+def test_segments_are_as_short_as_time_and_peak_allow() -> None:
+    """A block's gradients are ready only once its whole segment has been recomputed."""
+    chosen = searching(Profile.load("gpt2-b16-bf16-h200")).fastest(usable(12 * GB))
+    assert chosen is not None
+    assert {last - first for first, last, what in chosen.ranges if what in (RECOMPUTE, FETCH)} == {1}
+
+
 def test_enough_memory_changes_nothing() -> None:
     made = memory_plan(resnet152(), 80 * GB)
     assert made.segments == ()
