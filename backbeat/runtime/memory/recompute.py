@@ -45,6 +45,8 @@ class ForwardContext(NamedTuple):
     training: tuple[bool, ...]
     parameters: tuple[tuple[int, int, int], ...]
     """Of each parameter: its identity, its version and its address."""
+    attributes: dict[str, torch.Tensor]
+    """Tensors that the block holds as plain attributes, such as a weight that a hook before forward computed."""
 
     @classmethod
     def of(cls, module: nn.Module, tensors: list[torch.Tensor]) -> ForwardContext:
@@ -55,7 +57,13 @@ class ForwardContext(NamedTuple):
             autocast=_autocast(),
             training=tuple(inner.training for inner in module.modules()),
             parameters=_parameters(module),
+            attributes={key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)},
         )
+
+    def forget_replaced(self, module: nn.Module) -> None:
+        """After forward: what it replaced itself need not stay alive."""
+        for key in [key for key, value in self.attributes.items() if vars(module).get(key) is not value]:
+            del self.attributes[key]
 
 
 @contextlib.contextmanager
@@ -80,6 +88,7 @@ def restored(name: str, module: nn.Module, before: ForwardContext) -> Iterator[N
     autocast = _autocast()
     modules = list(module.modules())
     training = tuple(inner.training for inner in modules)
+    attributes = {key: value for key, value in vars(module).items() if key in before.attributes}
     with torch.random.fork_rng([device for device, _ in before.device_random]):
         try:
             torch.set_rng_state(before.host_random)
@@ -87,9 +96,13 @@ def restored(name: str, module: nn.Module, before: ForwardContext) -> Iterator[N
                 torch.cuda.set_rng_state(state, device)
             _set_autocast(before.autocast)
             _set_training(modules, training, before.training)
+            vars(module).update(before.attributes)
             with without_autocast_cache(), _buffers_unchanged(name, modules), torch.enable_grad():
                 yield
         finally:
+            for key in before.attributes:
+                vars(module).pop(key, None)
+            vars(module).update(attributes)
             _set_training(modules, before.training, training)
             _set_autocast(autocast)
 
@@ -257,6 +270,7 @@ class SegmentRun:
                 output = block.original(*args, **kwargs)
         finally:
             self.running = ""
+        call.context.forget_replaced(block.module)
         if any(isinstance(argument, SegmentInput) and argument.saved.changed for argument in arguments):
             raise InputError(
                 f"block {block.name!r} writes into its input: a recomputed segment cannot begin with it; "
