@@ -13,7 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import Plan
 from backbeat.runtime.compressed.updates import check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
-from backbeat.runtime.reduce.partition import check_fits, claim
+from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits, claim
 from backbeat.runtime.reduce.settings import (
     TORCH_SIGNATURE,
     TorchDDP,
@@ -55,6 +55,9 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
         claim(self, list(trained), list(trained.values()))
         super().__init__(**arguments)
+        if plan is not None:
+            # torch.compile splits the graph where such a bucket would end, and refuses less than the first bucket.
+            self.bucket_bytes_cap = max(FIRST_BUCKET_BYTES, self.bucket_bytes_cap)
         self._frozen = [pair for pair in module.named_parameters() if pair[0] not in trained]
         count = settings.communicators or (plan.communicators if plan is not None else 1)
         if count > 1 or settings.reduce_dtype is not None:
