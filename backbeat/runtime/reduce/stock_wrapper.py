@@ -34,6 +34,8 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
     follows the ready order. A communication hook spreads them over the communicators.
     """
 
+    bucket_bytes_cap: int
+
     def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         own, kwargs = split_options(kwargs)
         arguments = bind(module, args, kwargs)
