@@ -190,7 +190,7 @@ def test_a_store_that_is_gone_says_who_kept_it() -> None:
     ranks = RankStore(SimpleNamespace(rank=1, size=2, device=None, store=store, backend="gloo"))  # type: ignore[arg-type]
     del keeper
     for ask in (ranks.every, ranks.first):
-        with pytest.raises(CommunicationError, match="does not answer .* mostly rank 0, is gone"):
+        with pytest.raises(CommunicationError, match=r"does not answer .* mostly rank 0, is gone"):
             ask(None)
     with ranks.released([]) as alarm, pytest.raises(CommunicationError, match="does not answer"):
         alarm()
