@@ -326,6 +326,26 @@ def test_weights_that_hooks_compute_are_those_of_their_own_forward(action, where
     assert same(train(model, batch, plan((["0", "1", "2"], action, where))), train(model, batch))
 
 
+class Recurrent(nn.Module):
+    """On a CPU torch writes the gates of a GRU one by one into one storage, each counting its writes for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.GRU(8, 8)
+        self.second = nn.LSTM(8, 10, 2, dropout=0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, _ = self.second(self.first(x)[0])
+        return output
+
+
+@pytest.mark.parametrize(("action", "where"), POLICIES[1:])
+def test_recurrent_blocks(action, where):
+    torch.manual_seed(0)
+    model, batch = Recurrent(), (torch.randn(4, 8), torch.randint(0, 10, (4,)))
+    assert same(train(model, batch, plan((["first", "second"], action, where))), train(model, batch))
+
+
 class Broken(nn.Module):
     """Blocks whose inputs are not the outputs before them: scaled in between, written into in between, skipped over."""
 
