@@ -26,6 +26,7 @@ from backbeat.errors import InputError
 from backbeat.measure.model.chain import find_blocks, tensors_of
 from backbeat.model import MemoryPlan
 from backbeat.model.checks import at_least
+from backbeat.runtime.memory.forward_context import without_autocast_cache
 from backbeat.runtime.memory.offload import (
     AHEAD,
     LAG,
@@ -35,7 +36,7 @@ from backbeat.runtime.memory.offload import (
     movable,
     storage_of,
 )
-from backbeat.runtime.memory.recompute import SegmentRun, without_autocast_cache
+from backbeat.runtime.memory.recompute import SegmentRun
 
 _functorch_level: Any = torch._C._functorch.peek_interpreter_stack
 

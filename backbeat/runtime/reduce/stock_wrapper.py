@@ -13,7 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import Plan
 from backbeat.runtime.compressed.updates import check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
-from backbeat.runtime.reduce.partition import check_fits, claim
+from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits, claim
 from backbeat.runtime.reduce.settings import (
     TORCH_SIGNATURE,
     TorchDDP,
@@ -33,6 +33,8 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
     Torch takes a list of bucket sizes and fills its buckets in ready order, so they come out as planned where the plan
     follows the ready order. A communication hook spreads them over the communicators.
     """
+
+    bucket_bytes_cap: int
 
     def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         own, kwargs = split_options(kwargs)
@@ -55,6 +57,9 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
         claim(self, list(trained), list(trained.values()))
         super().__init__(**arguments)
+        if plan is not None:
+            # torch.compile splits the graph where such a bucket would end, and refuses less than the first bucket.
+            self.bucket_bytes_cap = max(FIRST_BUCKET_BYTES, self.bucket_bytes_cap)
         self._frozen = [pair for pair in module.named_parameters() if pair[0] not in trained]
         count = settings.communicators or (plan.communicators if plan is not None else 1)
         self._spreads = (count, settings.reduce_dtype) if count > 1 or settings.reduce_dtype is not None else None

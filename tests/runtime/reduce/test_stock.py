@@ -58,6 +58,14 @@ def test_copies_train_too(options: dict[str, Any]) -> None:
     assert alike(gradients(loaded), expected)
 
 
+def test_buckets_below_torchs_first_can_be_compiled() -> None:
+    wrapped = made()
+    expected = gradients(wrapped)
+    wrapped.compile(backend="eager")
+    assert alike(gradients(wrapped), expected)
+    torch._dynamo.reset()
+
+
 def test_what_needs_our_reducer_is_refused() -> None:
     wrapped = made()
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
