@@ -31,8 +31,7 @@ class PipelineTurn(NamedTuple):
 def turn_of(performed: Iterable[Performed], stages: int, count: int, *, by_rounds: bool) -> PipelineTurn | None:
     """The turn that a step of `count` micro-batches has settled into by its middle; None where it has not.
 
-    `by_rounds`: an interleaved step has many more operations and can settle late. Its middle round is taken as it is.
-    Where that does not repeat, which long sends can do, the step comes out some per cent off.
+    `by_rounds`: interleaved steps take micro-batches by rounds, and whole rounds repeat.
     """
     starts: list[dict[int, float]] = [{} for _ in range(stages)]
     for each in performed:
@@ -40,10 +39,11 @@ def turn_of(performed: Iterable[Performed], stages: int, count: int, *, by_round
             starts[each.stage][each.operation.micro_batch] = each.start_s
     first = count // stages // 2 * stages
     # A round first: where it repeats, a step of any length ends as a short one does.
-    for size in (stages, *range(1, (count - first) // 2 + 1)):
+    step = stages if by_rounds else 1
+    for size in (stages, *range(step, (count - first) // 2 + 1, step)):
         # The slowest stage sets the pace; others may still be ahead of it.
         seconds = max(own[first + size] - own[first] for own in starts)
-        if by_rounds or all(
+        if all(
             math.isclose(own[micro + size] - own[micro], seconds, rel_tol=_SAME)
             for own in starts
             for micro in range(first, count - size)
