@@ -276,6 +276,22 @@ class Beside(nn.Module):
         return self.head(self.trunk(x) + (self.side(x) if both else 0))
 
 
+@check
+def another_default_device(ctx: Context) -> None:
+    """As after `torch.set_default_device`: the wrapper's own tensors are where it wants them."""
+    model = ctx.build(Beside)
+    oracle = Oracle(ctx, model)
+    with torch.device("meta"):
+        wrapped = ctx.wrap(model, plan=small_plan(model))
+
+    def body(model: Any, rank: int, step: int) -> None:
+        x = ctx.data(3, 6, step=step, rank=rank)
+        with torch.device("meta"):
+            model(x, step < 2 or rank == 0).sum().backward()
+
+    _train(ctx, wrapped, oracle, body)
+
+
 @compressed
 def accumulation_where_fewer_parameters_follow(ctx: Context) -> None:
     """On one rank, or on none: what was reduced before stays in the gradient."""

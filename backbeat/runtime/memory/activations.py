@@ -263,6 +263,11 @@ def _resolve(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:
                         f"{where} names {name!r}, which shares modules with {owner[id(inner)]!r}: "
                         "blocks neither hold nor are each other; remove one of the two"
                     )
+            if segment.action == "offload" and any(isinstance(inner, nn.RReLU) for inner in module.modules()):
+                raise InputError(
+                    f"{where} offloads {name!r}, which holds an RReLU: torch saves its noise before it has drawn it; "
+                    "recompute or keep the block"
+                )
             owner.update((id(inner), name) for inner in module.modules())
             named[name] = module
     return named

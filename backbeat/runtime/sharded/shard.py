@@ -39,7 +39,7 @@ from torch.distributed.utils import _sync_params_and_buffers
 
 from backbeat.comm.agreement import agree
 from backbeat.comm.communicators import Communicators
-from backbeat.errors import InputError
+from backbeat.errors import CommunicationError, InputError, first_line
 from backbeat.model import Plan, Sharding
 from backbeat.model.files import encode
 from backbeat.runtime.memory.forward_context import statistics_unchanged
@@ -157,8 +157,15 @@ def _compare(model: nn.Module, plan: Plan, group: Any, device: torch.device) -> 
     lines = [f"plan {encode(plan).decode()}"]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} trained {parameter.requires_grad}")
-    communicators = Communicators(group, device, 1)
-    agree(communicators, "sharded", lines, "the model or its plan")
+    try:
+        communicators = Communicators(group, device, 1)
+        agree(communicators, "sharded", lines, "the model or its plan")
+    except dist.DistStoreError as error:
+        raise CommunicationError(
+            f"rank {dist.get_rank()}: fully_shard waited for the other ranks of the mesh in vain: one ended, hangs, or "
+            "did not call it; look at what each printed last, and start again on every rank (the library says: "
+            f"{first_line(error)})"
+        ) from error
     communicators.close()
 
 
