@@ -98,7 +98,7 @@ def layout(
             return
         if output is None:
             drawn = layouts.predict(model, network, found.layout, **{**job, "global_batch": drawn_batch(found)})
-            _show(found, drawn, framework)
+            _show(model, found, drawn, framework)
         else:
             _write(output, model, network, {found.gpus: [found]}, job)
         return
@@ -124,7 +124,7 @@ def layout(
         prose(out, nothing_fits(model, network, count, job, stages)[1])
     if shown:
         prose(out, answer(shown) if len(counts) == 1 else compared(shown))
-        _print_flags(out, cheapest(shown) if len(counts) > 1 else shown[0], framework)
+        _print_flags(out, model, cheapest(shown) if len(counts) > 1 else shown[0], framework)
 
 
 def _one(text: str, counts: list[int]) -> int:
@@ -186,16 +186,17 @@ def _write(
     say(f"wrote {output} ({format_bytes(len(page))})")
 
 
-def _print_flags(out: Console, found: LayoutPrediction, framework: str) -> None:
+def _print_flags(out: Console, model: str, found: LayoutPrediction, framework: str) -> None:
     from backbeat.cli.common import prose
+    from backbeat.layouts import transformer
     from backbeat.report.framework_flags import flag_lines, megatron_flags
     from backbeat.units import counted
 
-    if flags := megatron_flags(found.layout, found.job, framework):
+    if flags := megatron_flags(transformer(model), found.layout, found.job, framework):
         prose(out, f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}")
 
 
-def _show(found: LayoutPrediction, drawn: LayoutPrediction, framework: str) -> None:
+def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framework: str) -> None:
     from backbeat.cli.common import console, prose
     from backbeat.report.layout_tables import answer, breakdown_table, memory_table, stage_lines
     from backbeat.units import format_seconds
@@ -217,4 +218,4 @@ def _show(found: LayoutPrediction, drawn: LayoutPrediction, framework: str) -> N
         prose(out, "It does not fit: recompute more, shard more (zero), or add stages.")
         return
     prose(out, answer([found]))
-    _print_flags(out, found, framework)
+    _print_flags(out, model, found, framework)

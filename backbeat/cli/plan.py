@@ -235,7 +235,7 @@ def _next(
         return f"Decision: compare with it; nothing runs a plan of {made.strategy}. `--strategy best` plans what runs."
     if result.workers == 1:
         return "Decision: nothing to decide for one GPU; ask for more with --workers."
-    saves = made.sharding is not None or made.memory is not None
+    saves = made.sharding is not None or (made.memory is not None and not made.memory.keeps_all)
     if not saves and stock.iteration_s < result.iteration_s * (1 + SIMPLER_WITHIN):
         return "Decision: keep stock DDP, the plan is not 1 % faster."
     file = str(output or "plan.json")

@@ -35,9 +35,9 @@ def agree(communicators: Communicators, topic: str, lines: Sequence[str], what: 
         )
 
 
-def wait_for_all(communicators: Communicators, topic: str, what: str) -> None:
+def wait_for_all(communicators: Communicators, topic: str, what: str, advice: str) -> None:
     """Wait until every rank is here, by the store alone. Ranks that are not here yet may be sending gradients, and on
-    gloo a message of another size among these ends the process."""
+    gloo a message of another size among these ends the process. `advice` is for a rank that others leave alone."""
     if communicators.size == 1:
         return
     store = communicators.store
@@ -48,8 +48,7 @@ def wait_for_all(communicators: Communicators, topic: str, what: str) -> None:
     except DistStoreError as error:
         raise CommunicationError(
             f"rank {communicators.rank}: {what} on this rank, and only {store.add(f'{topic}/here', 0)} of "
-            f"{communicators.size} ranks came to compare it: do so on every rank, before the same forward. "
-            "Restart from the last checkpoint"
+            f"{communicators.size} ranks came to compare it: {advice}"
         ) from error
 
 

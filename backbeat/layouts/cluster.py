@@ -162,7 +162,7 @@ class GpuCluster:
             there = self.network.at(workers=workers, load=self.load)
             halves = Halves.of(there)
             found = {
-                "all_reduce": there.all_reduce.curve,
+                "all_reduce": there.cost.isolated,
                 "all_gather": halves.gather,
                 "reduce_scatter": halves.scatter,
             }[kind]

@@ -112,3 +112,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                         "a block is in one segment; remove one of the two"
                     )
                 seen[name] = index
+
+    @property
+    def keeps_all(self) -> bool:
+        """Nothing is recomputed or offloaded."""
+        return all(segment.action == "keep" for segment in self.segments)

@@ -101,9 +101,8 @@ def memory_timeline(
 
 def _remarks(profile: Profile, memory_plan: MemoryPlan) -> tuple[str, ...]:
     """Where the host sets the pace and nobody measured what recomputing costs it, times are too short."""
-    again = any(segment.action != "keep" for segment in memory_plan.segments)
     bound = any(note.startswith("launch-bound") for note in profile.notes)
-    if not again or not bound or profile.host_recompute_s is not None:
+    if memory_plan.keeps_all or not bound or profile.host_recompute_s is not None:
         return ()
     return (
         "the host sets this model's pace, and the profile does not say what recomputing costs it: it computes "

@@ -104,7 +104,7 @@ def _inside(network: Network) -> Curve | None:
         return nodes.inside.curve
     own = network.workers if network.moved_from is None else network.moved_from.workers
     known = any(1 < count <= nodes.gpus_per_node for count in (own, *(row.workers for row in network.rows)))
-    return _at(network, nodes.gpus_per_node).all_reduce.curve if known else None
+    return _at(network, nodes.gpus_per_node).cost.isolated if known else None
 
 
 def _across(network: Network, mesh: Mesh) -> Curve:
@@ -113,12 +113,12 @@ def _across(network: Network, mesh: Mesh) -> Curve:
     if inside is None or network.workers <= per_node:
         # Every rank of a node sends its own shard, and all of them pass the node's link.
         links = 1 if inside is not None else min(per_node, mesh.shard)
-        return _by_part(_at(network, mesh.replicate).all_reduce.curve, links / mesh.shard)
+        return _by_part(_at(network, mesh.replicate).cost.isolated, links / mesh.shard)
     # What an all-reduce over whole nodes takes above its inner part is what crosses them. Where it is measured as one,
     # or pipelined, the inner transfer hides behind the other, and only its latency is taken off.
     apart = network.topology.inside is not None and not network.topology.pipelined
     over = _at(network, mesh.replicate * per_node if mesh.shard >= per_node else network.workers)
-    whole = over.all_reduce.curve
+    whole = over.cost.isolated
     sizes = np.union1d(whole.sizes, inside.sizes)
     across = Curve(
         sizes,
@@ -136,7 +136,7 @@ def _across(network: Network, mesh: Mesh) -> Curve:
     if mesh.shard >= per_node:
         return _by_part(across, per_node / mesh.shard)
     # Several copies in one node are first reduced there.
-    local = _by_part(_at(network, per_node // mesh.shard).all_reduce.curve, 1 / mesh.shard)
+    local = _by_part(_at(network, per_node // mesh.shard).cost.isolated, 1 / mesh.shard)
     sizes = np.union1d(across.sizes, local.sizes)
     return Curve(sizes, across.time(sizes) + local.time(sizes), across.gradient_s_per_byte + local.gradient_s_per_byte)
 

@@ -46,7 +46,7 @@ def test_a_budget_adds_a_memory_plan_and_says_what_it_costs(profile: Path, tmp_p
     assert rows[0]["peak_bytes"] == made.memory.peak_bytes
 
 
-@pytest.mark.parametrize(("reserve", "room"), [("20%", 24 * GB // 10), ("1GB", 2 * GB)])
+@pytest.mark.parametrize(("reserve", "room"), [("20%", 24 * GB // 10), ("1GB", 2 * GB), ("0", 3 * GB)])
 def test_a_reserve_is_left(profile: Path, reserve: str, room: int) -> None:
     words = ("plan", str(profile), "10gbe", "-s", "optimal", "--memory", "3GB", "--reserve", reserve)
     memory = answer(*words)["memory"]

@@ -111,6 +111,12 @@ def larger_than_its_device() -> Profile:
     return replace(bb.Profile.load(LLAMA), device="NVIDIA L4")
 
 
+def test_one_gpu_has_no_verdict() -> None:
+    text = joined(run("predict", "gpt2-b8-bf16-h200", "25gbe", "-n", "1", "-s", "fsdp,sharded"))
+    assert "With DDP, 1 GPU does the work of 1.00" in text
+    assert "orth it" not in text
+
+
 def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     file = str(tmp_path / "large.json")
     larger_than_its_device().save(file)

@@ -102,6 +102,7 @@ def test_a_plan_for_one_worker_says_that_nothing_is_sent(profile: Path) -> None:
         (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "fsdp"), "Decision: it saves memory, not time."),
         (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "fsdp"), "optimizer = torch.optim.SGD("),
         (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "ddp"), "Decision: keep stock DDP"),
+        (("gpt2-b8-bf16-h200", "dgx-h100", "-n", "8", "--memory", "100GB"), "Decision: keep stock DDP"),
         (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "horovod"), "nothing runs a plan of horovod"),
         (("resnet50-b64-bf16-h200", "100gbe", "-n", "1"), "Decision: nothing to decide for one GPU"),
         (("llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64", "-s", "ddp"), "Decision: do not run it, it does not"),

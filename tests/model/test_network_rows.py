@@ -254,14 +254,20 @@ def test_halves_measured_with_larger_messages_say_what_a_large_all_reduce_takes(
         all_gather=points(1e-4, slope / 2, *larger),
         reduce_scatter=points(1e-4, slope / 2, *larger),
     )
+    nodes = Topology(algorithm="hierarchical", gpus_per_node=2, inside=known.all_reduce)
     beyond = known.cost.time([2**20, 2**24])
     assert beyond[0] == pytest.approx(known.all_reduce.curve.at(2**20))
     expected = slope if further else wrong * slope
     assert beyond[1] - beyond[0] == pytest.approx(expected * (2**24 - 2**20), rel=1e-6)
+    in_pairs = replace(known, topology=nodes).cost
+    assert in_pairs.isolated.gradient_s_per_byte == pytest.approx(expected, rel=1e-6)
     for other in (
         replace(known, backend="gloo"),
         replace(known, all_gather=None),
         replace(known, topology=Topology(algorithm="sharp")),
+        replace(known, topology=replace(nodes, across_algorithm="sharp")),
+        replace(known, topology=replace(nodes, inside_algorithm="nvls")),
+        replace(known, reduce_scatter=points(1e-4, slope / 2, *sizes)),
         replace(known, topology=Topology(gpus_per_node=4)),
         replace(known, all_reduce=CollectiveTimes(alpha_s=1e-4, beta_s_per_byte=wrong * slope)),
     ):

@@ -445,6 +445,33 @@ def test_copies_are_reduced_by_a_ring_for_each_rank_of_a_node() -> None:
     cost = ShardedCost.of(profile, network, plan.sharding)  # type: ignore[arg-type]
     assert cost.replicate is not None
     assert cost.replicate.at(1e8) == pytest.approx(1e8 * second_per_byte)
+    # Where the all-reduce crosses faster, as by switches that add up, it is taken: 2/3 of these bytes, less the inner.
+    slow = replace(network, all_gather=CollectiveTimes(alpha_s=0.0, beta_s_per_byte=10 * second_per_byte))
+    found = ShardedCost.of(profile, slow, plan.sharding).replicate  # type: ignore[arg-type]
+    assert found is not None
+    assert found.gradient_s_per_byte == pytest.approx((1.5 - 0.2) * second_per_byte)
+
+
+@pytest.mark.parametrize("workers", [4, 8])
+def test_copies_are_reduced_by_what_is_known_of_larger_messages(workers: int) -> None:
+    """All-reduces of up to 1 MiB, which a buffer let through at once, do not say what larger ones take."""
+
+    def points(s_per_byte: float, *sizes: int) -> CollectiveTimes:
+        return CollectiveTimes(points=tuple((size, 1e-4 + s_per_byte * size) for size in sizes))
+
+    larger = (2**12, 2**20, 2**24)
+    halves = {"all_gather": points(0.5e-9, *larger), "reduce_scatter": points(0.5e-9, *larger)}
+    network = Network(name="four", workers=4, backend="nccl", all_reduce=points(0.1e-9, *larger[:2]), **halves)
+    profile = make_profile([4000] * 4, [1.0, 2.0, 3.0, 4.0], forward=2.0)
+    there = network.at(workers=workers)
+    plan = bb.plan(profile, there, "hsdp:2")
+    found = ShardedCost.of(profile, there, plan.sharding).replicate  # type: ignore[arg-type]
+    assert found is not None
+    # Half of a unit is each rank's, and all of it is sent over one link.
+    assert found.gradient_s_per_byte == pytest.approx(
+        there.at(workers=workers // 2).cost.isolated.gradient_s_per_byte / 2
+    )
+    assert there.cost.isolated.gradient_s_per_byte > 0.9e-9
 
 
 def test_a_busy_cluster_is_slower() -> None:

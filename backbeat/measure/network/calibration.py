@@ -21,7 +21,7 @@ from backbeat.comm.communicators import Communicator, Communicators, backend_of,
 from backbeat.comm.gloo import settle_gloo
 from backbeat.comm.machine import today, versions
 from backbeat.cost.collectives import Collective
-from backbeat.errors import InputError, MeasurementError
+from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.bench import Bench, explained
 from backbeat.measure.network.beside_compute import measure_slowdown
 from backbeat.measure.network.case import COLLECTIVES, SIZES, held_out_cases, series_of
@@ -128,11 +128,7 @@ def measure_cluster(
             network = _with_slowdowns(network, links[0], where, timeout_s)
     if sharded and where.type == "cuda":
         show("what FSDP2 costs the host", 1.0)
-        with explained("what FSDP2 costs the host"):
-            unit_s, parameter_s = bench.agree(measure_sharded_host(group, where))
-        known = network.sharded or ShardedTimes()
-        host = ShardedHost(unit_s=unit_s, parameter_s=parameter_s)
-        network = msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, host=host))
+        network = _with_sharded_host(network, links, bench)
     # Only after success: taking down a communicator whose peer is gone can wait for ever.
     links.close()
     measured = tuple(case for case in held_out if case in outcome.timings)
@@ -152,6 +148,19 @@ def _with_slowdowns(network: Network, link: Communicator, where: torch.device, t
     )
     known = network.sharded or ShardedTimes()
     return msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, slowdown=beside))
+
+
+def _with_sharded_host(network: Network, links: Communicators, bench: Bench) -> Network:
+    """Where FSDP2 does not run, the network is as good for everything else."""
+    what = "what FSDP2 costs the host"
+    try:
+        with explained(what):
+            unit_s, parameter_s = bench.agree(measure_sharded_host(links))
+    except MissingPartError as error:
+        return msgspec.structs.replace(network, notes=(*network.notes, f"{what} was not measured: {error}"))
+    known = network.sharded or ShardedTimes()
+    host = ShardedHost(unit_s=unit_s, parameter_s=parameter_s)
+    return msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, host=host))
 
 
 def _share_facts(group: Any, why_one: str | None) -> tuple[str, str | None, tuple[int, ...]]:

@@ -10,12 +10,23 @@ Two models tell units and parameters apart: both have as many units, one more pa
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
+from backbeat.comm.agreement import wait_for_all
+from backbeat.comm.spin import until
+from backbeat.errors import MeasurementError, MissingPartError
 from backbeat.measure.model.optimizers import make_optimizer
+from backbeat.measure.model.training_step import where_raised
+
+if TYPE_CHECKING:
+    from backbeat.comm.communicators import Communicators
+
+T = TypeVar("T")
 
 _UNITS = 4
 _FEW, _MANY = 2, 16
@@ -23,22 +34,20 @@ _FEW, _MANY = 2, 16
 _WARMUP, _STEPS = 3, 8
 
 
-def measure_sharded_host(group: Any, device: torch.device) -> tuple[float, float]:
-    """Seconds for each unit and for each parameter on this rank. Collective: every rank of the group calls it alike."""
-    # torch takes a second to import it.
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
+def measure_sharded_host(communicators: Communicators) -> tuple[float, float]:
+    """Seconds for each unit and for each parameter on this rank. Collective: every rank calls it alike.
 
-    mesh = DeviceMesh.from_group(group, device.type)
+    Where FSDP2 does not run, this raises MissingPartError on every rank, and the communicators are as they were.
+    """
     added = []
     for parameters in (_FEW, _MANY):
-        plain, sharded = (
-            nn.Sequential(*(_SmallUnit(parameters, mesh.size()) for _ in range(_UNITS))).to(device) for _ in range(2)
-        )
-        for unit in sharded:
-            fully_shard(unit, mesh=mesh)
-        fully_shard(sharded, mesh=mesh)
-        added.append(_host_s(sharded, device) - _host_s(plain, device))
+        topic = f"sharded-host/{parameters}"
+        plain_s, step = _together(communicators, topic, partial(_prepare, communicators, parameters), sends=False)
+        taken = []
+        for index in range(_WARMUP + _STEPS):
+            taken.append(_together(communicators, f"{topic}/{index}", step, sends=True))
+            _until_idle(communicators)
+        added.append(_quickest(taken) - plain_s)
     return split(*added)
 
 
@@ -63,17 +72,72 @@ class _SmallUnit(nn.Module):
         return given + torch.cat(list(self.weights)).sum()
 
 
-def _host_s(model: nn.Module, device: torch.device) -> float:
-    """The quickest of a few steps, each issued to an idle device: what disturbs a host makes it slower."""
-    optimizer = make_optimizer("adamw", list(model.parameters()))
+def _prepare(communicators: Communicators, parameters: int) -> tuple[float, Callable[[], float]]:
+    """What a plain step takes, and how a sharded one is taken. Nothing is sent yet."""
+    # torch takes a second to import it.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    device = communicators.device
+    mesh = DeviceMesh.from_group(communicators.process_group, device.type)
+    plain, sharded = (
+        nn.Sequential(*(_SmallUnit(parameters, mesh.size()) for _ in range(_UNITS))).to(device) for _ in range(2)
+    )
+    for unit in sharded:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
     given = torch.zeros(1, device=device)
+    alone, step = (
+        partial(_step_s, model, make_optimizer("adamw", list(model.parameters())), given) for model in (plain, sharded)
+    )
     taken = []
     for _ in range(_WARMUP + _STEPS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        model(given).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        taken.append(time.perf_counter() - began)
+        taken.append(alone())
+        _until_idle(communicators)
+    return _quickest(taken), step
+
+
+def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> float:
+    """Issuing a step to an idle device."""
+    began = time.perf_counter()
+    model(given).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return time.perf_counter() - began
+
+
+def _quickest(taken: list[float]) -> float:
+    """What disturbs a host makes it slower."""
     return min(taken[_WARMUP:])
+
+
+def _until_idle(communicators: Communicators) -> None:
+    if communicators.device.type == "cuda":
+        cuda: Any = torch.cuda  # untyped in parts
+        done = cuda.Event()
+        done.record()
+        until(done, communicators.timeout.total_seconds())
+
+
+def _together(communicators: Communicators, topic: str, call: Callable[[], T], *, sends: bool) -> T:
+    """What the call returns on this rank. What it raises on one rank ends the measurement on all of them.
+
+    Ranks tell each other in the store. A GPU's host does not wait for collectives that it issues, so no rank waits for
+    one that failed. Of a step that only some ranks issued, collectives are left that never end.
+    """
+    store = communicators.store
+    try:
+        found = call()
+    except Exception as error:
+        store.set(f"{topic}/error", f"rank {communicators.rank}: {where_raised(error)}")
+        store.add(f"{topic}/failed", 1)
+    wait_for_all(communicators, topic, "FSDP2 was tried", "look at what the others printed, and start all again")
+    failed = store.add(f"{topic}/failed", 0)
+    if not failed:
+        return found
+    text = store.get(f"{topic}/error").decode()
+    if sends and failed < communicators.size:
+        raise MeasurementError(
+            f"a step of FSDP2 failed on {failed} of {communicators.size} ranks ({text}): start all of them again"
+        )
+    raise MissingPartError(f"FSDP2 does not run ({text})")

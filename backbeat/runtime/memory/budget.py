@@ -93,13 +93,13 @@ def _check_peak(memory: MemoryPlan, size: int) -> None:
 
 def check_memory(module: Any, memory: MemoryPlan | None) -> None:
     """Raise what `apply_memory` would raise, before anything has been done to the model."""
-    if memory is not None and not _keeps_all(memory):
+    if memory is not None and not memory.keeps_all:
         check(module, memory)
 
 
 def apply_memory(wrapper: Any, module: Any, memory: MemoryPlan | None) -> Handle | None:
     """Apply the memory plan to the model as long as its wrapper lives; None where there is nothing to do."""
-    if memory is None or _keeps_all(memory):
+    if memory is None or memory.keeps_all:
         return None
     handle = apply(module, memory)
     ends_with(wrapper, handle)
@@ -110,10 +110,6 @@ def ends_with(wrapper: Any, handle: Handle | None) -> None:
     """Remove the memory plan when the wrapper dies, so that the model can be wrapped again."""
     if handle is not None:
         weakref.finalize(wrapper, handle.remove).atexit = False
-
-
-def _keeps_all(memory: MemoryPlan) -> bool:
-    return all(segment.action == "keep" for segment in memory.segments)
 
 
 def device_peak(device: torch.device) -> int | None:

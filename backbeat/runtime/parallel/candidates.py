@@ -62,7 +62,7 @@ class Candidate:
         plan = self.plan
         if self.kind == "stock":
             return "stock DDP"
-        recomputed = plan.memory is not None and any(one.action != "keep" for one in plan.memory.segments)
+        recomputed = plan.memory is not None and not plan.memory.keeps_all
         ending = " within the memory budget" if recomputed else ""
         if plan.sharding is not None:
             dtype = plan.sharding.param_dtype
@@ -143,7 +143,7 @@ def _fits(candidate: Candidate, memory_bytes: int | None) -> bool:
     if memory_bytes is None:
         return True
     if candidate.kind == "stock":
-        return plan.memory is None or all(one.action == "keep" for one in plan.memory.segments)
+        return plan.memory is None or plan.memory.keeps_all
     peak = plan.predicted.peak_bytes if plan.predicted is not None else None
     return peak is None or peak <= memory_bytes
 

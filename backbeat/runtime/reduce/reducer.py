@@ -250,7 +250,12 @@ class Reducer:
         count = managed.add_unfrozen()
         first = len(managed.names) - count
         partition = with_newcomers(self.partition, range(first, len(managed.names)), managed.parameters, managed.sparse)
-        wait_for_all(self.communicators, f"unfrozen/{self._agreements}", f"{managed.names[first]!r} became trainable")
+        wait_for_all(
+            self.communicators,
+            f"unfrozen/{self._agreements}",
+            f"{managed.names[first]!r} became trainable",
+            "do so on every rank, before the same forward. Restart from the last checkpoint",
+        )
         self._agree(partition, "the set of trainable parameters")
         with torch.no_grad():
             runner.add_parameters(managed.names[first:], managed.parameters[first:], partition)

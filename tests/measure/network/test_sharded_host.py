@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
+import threading
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import backbeat as bb
+from backbeat.errors import BackbeatError, MeasurementError, MissingPartError
+
 torch = pytest.importorskip("torch", reason="calibration needs PyTorch")
 
+from backbeat.comm.communicators import Communicators  # noqa: E402
 from backbeat.measure.network import sharded_host  # noqa: E402
+from backbeat.measure.network.bench import Bench  # noqa: E402
+from backbeat.measure.network.calibration import _with_sharded_host  # noqa: E402
 from backbeat.measure.network.sharded_host import measure_sharded_host, split  # noqa: E402
 
 SECONDS = st.floats(0.0, 1.0)
@@ -25,27 +35,111 @@ def test_noise_makes_nothing_negative(few_s: float, many_s: float) -> None:
     assert min(split(few_s, many_s)) >= 0
 
 
+def alone() -> Communicators:
+    return Communicators(torch.distributed.group.WORLD, torch.device("cpu"), 1)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_small_models_are_stepped_plain_and_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """On paper: a unit takes 3 s, a parameter 2, and what the model itself takes does not count."""
-    stepped: list[tuple[bool, int]] = []
+    stepped: set[tuple[bool, int]] = set()
 
-    def host_s(model: torch.nn.Module, device: torch.device) -> float:
-        model(torch.zeros(1, device=device)).sum().backward()
+    def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> float:
+        model(given).sum().backward()
         weights = list(model.parameters())
         assert all(one.grad is not None for one in weights)
         shards = [one for one in weights if type(one).__name__ != "Parameter"]
         assert len(shards) in (0, len(weights))
-        stepped.append((bool(shards), len(weights)))
+        assert {id(one) for one in optimizer.param_groups[0]["params"]} == {id(one) for one in weights}
+        stepped.add((bool(shards), len(weights)))
         return 7.0 * len(weights) + (3.0 * len(model) + 2.0 * len(weights) if shards else 0.0)
 
-    monkeypatch.setattr(sharded_host, "_host_s", host_s)
-    found = measure_sharded_host(torch.distributed.group.WORLD, torch.device("cpu"))
+    monkeypatch.setattr(sharded_host, "_step_s", step_s)
+    found = measure_sharded_host(alone())
     assert found == (pytest.approx(3.0), pytest.approx(2.0))
     assert sorted(stepped) == [(False, 8), (False, 64), (True, 8), (True, 64)]
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_the_quickest_step_counts_and_the_first_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, sharded = iter([0.1, 0.1, 0.1, *[5.0] * 7, 4.0] * 2), iter([0.1, 0.1, 0.1, *[50.0] * 7, 12.0] * 2)
+
+    def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> float:
+        kind = type(next(model.parameters())).__name__
+        return next(plain if kind == "Parameter" else sharded)
+
+    monkeypatch.setattr(sharded_host, "_step_s", step_s)
+    assert measure_sharded_host(alone()) == (pytest.approx(8.0 / 4), 0.0)
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_step_takes_the_host_some_time() -> None:
-    found = measure_sharded_host(torch.distributed.group.WORLD, torch.device("cpu"))
+    found = measure_sharded_host(alone())
     assert all(0 <= seconds < 60 for seconds in found)
+
+
+@pytest.mark.parametrize(
+    ("part", "failing", "kind"),
+    [
+        ("_prepare", {2}, MissingPartError),
+        ("_prepare", {0, 1, 2}, MissingPartError),
+        ("step", {0, 1, 2}, MissingPartError),
+        ("step", {2}, MeasurementError),
+        ("step", {0, 1}, MeasurementError),
+    ],
+)
+def test_what_fails_on_one_rank_ends_on_all(
+    part: str, failing: set[int], kind: type[BackbeatError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that some ranks began leaves collectives behind; without them, calibration can go on."""
+    store = torch.distributed.HashStore()
+    ended: dict[int, BaseException] = {}
+
+    def fail(here: str, rank: int) -> None:
+        if here == part and rank in failing:
+            raise NotImplementedError("not in this version")
+
+    def prepare(links: Communicators, parameters: int) -> object:
+        fail("_prepare", links.rank)
+
+        def step() -> float:
+            fail("step", links.rank)
+            return 1.0
+
+        return 1.0, step
+
+    def measured(rank: int) -> None:
+        links = SimpleNamespace(
+            rank=rank, size=3, store=store, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=60)
+        )
+        try:
+            measure_sharded_host(links)  # type: ignore[arg-type]
+        except BaseException as error:
+            ended[rank] = error
+
+    monkeypatch.setattr(sharded_host, "_prepare", prepare)
+    threads = [threading.Thread(target=measured, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert {rank: type(error) for rank, error in ended.items()} == dict.fromkeys(range(3), kind)
+    (text,) = {str(error) for error in ended.values()}
+    assert "NotImplementedError: not in this version" in text
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_where_fsdp2_does_not_run_the_network_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = alone()
+    bench = Bench(list(links), rank=0, workers=1, device=torch.device("cpu"), timeout_s=60)
+    network = bb.Network.load("25gbe")
+    known = _with_sharded_host(network, links, bench)
+    assert known.sharded is not None
+    assert known.sharded.host is not None
+    # As in a torch without it.
+    monkeypatch.delattr("torch.distributed.fsdp.fully_shard")
+    found = _with_sharded_host(network, alone(), bench)
+    assert found.sharded == network.sharded
+    *notes, last = found.notes
+    assert tuple(notes) == network.notes
+    assert last.startswith("what FSDP2 costs the host was not measured: FSDP2 does not run (rank 0: ImportError")

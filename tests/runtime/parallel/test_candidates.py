@@ -32,8 +32,10 @@ SHARDING = Sharding(
 
 def candidate(kind: str, seconds: float = 1.0, bound_s: float = 0.5) -> Candidate:
     predicted = PlanPrediction(iteration_s=seconds, bound_s=bound_s)
-    if kind == "units":
-        return Candidate(kind=kind, plan=Plan(strategy="fsdp", model="m", sharding=SHARDING, predicted=predicted))
+    if kind in ("units", "copies"):
+        mesh = Mesh(replicate=1 if kind == "units" else 2, shard=2)
+        sharding = msgspec.structs.replace(SHARDING, mesh=mesh)
+        return Candidate(kind=kind, plan=Plan(strategy="fsdp", model="m", sharding=sharding, predicted=predicted))
     bucket = Bucket(gradients=("a",), communicator=0)
     plan = Plan(strategy=kind, model="m", communicators=1, buckets=(bucket,), predicted=predicted)
     return Candidate(kind=kind, plan=plan)
@@ -112,6 +114,7 @@ def test_predictions_decide_where_not_all_were_tried() -> None:
 def test_units_are_not_taken_by_prediction_on_gloo() -> None:
     stock, units = candidate("stock", 1.0), candidate("units", 0.5)
     assert decide([stock, units], Trials(), None, "gloo")["words"].startswith("stock DDP")
+    assert decide([stock, candidate("copies", 0.5)], Trials(), None, "gloo")["words"].startswith("stock DDP")
     assert decide([stock, units], Trials(), None, "nccl")["words"].startswith("1 unit of fsdp")
     assert decide([units], Trials(), None, "gloo")["words"].startswith("1 unit of fsdp")
 
@@ -134,6 +137,22 @@ def test_slow_steps_are_tried_in_one_turn_or_only_the_best() -> None:
     assert affordable(found, 20) == ([stock.name, units.name], 1)
     assert affordable(found, 10) == ([], 0)
     assert affordable([units, buckets], 20) == ([units.name, buckets.name], 1)
+    copies = candidate("copies", 0.85)
+    assert affordable([*found, copies], 35)[0] == [stock.name, units.name, copies.name, buckets.name]
+    assert affordable([*found, copies], 30) == ([stock.name, units.name, copies.name], 1)
+
+
+def test_equally_fast_copies_give_way_to_one_copy() -> None:
+    """Kinds are in order from the simplest on: HSDP needs a mesh of two dimensions."""
+    units, copies = candidate("units"), candidate("copies")
+    assert simplest([copies, units], {units.name: 1.0, copies.name: 1.0}, 0.0) == units
+
+
+def test_stock_ddp_has_no_memory_plan() -> None:
+    profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("25gbe").at(workers=4)
+    stock = predicted_candidates(profile, network, memory_bytes=10**12, compression=False, communicators=1)[0]
+    assert stock.kind == "stock"
+    assert stock.plan.memory is None
 
 
 def test_what_is_far_behind_has_no_second_turn_but_stock_ddp_has() -> None:

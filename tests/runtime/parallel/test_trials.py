@@ -187,6 +187,15 @@ def test_a_rank_that_never_comes_is_named(rank: int, came: tuple[int, ...], miss
             ranks.first(None)
 
 
+def test_a_rank_that_lines_up_waits_for_all() -> None:
+    happened: list[object] = []
+    store = SimpleNamespace(
+        set=lambda key, value: happened.append(key), wait=lambda keys, limit: happened.append(list(keys))
+    )
+    RankStore(SimpleNamespace(rank=0, size=2, device=None, store=store)).line_up()  # type: ignore[arg-type]
+    assert happened == ["line-up/1/0", ["line-up/1/0", "line-up/1/1"]]
+
+
 def test_ranks_line_up_and_go_on_without_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     early, late = (
