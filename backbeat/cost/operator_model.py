@@ -94,8 +94,13 @@ class OperatorModel:
         key = f"attention/{precision}/{work.kind}/{direction}"
         if key not in self.curves.grids:
             return self._attention_without_curve(work, precision, direction)
+        seconds = self._filled_attention(key, work)
+        return max(seconds * self._fewer_heads(key, work, seconds), roofline_s(work, self.accelerator))
+
+    def _filled_attention(self, key: str, work: Attention) -> float:
+        """Of as many heads as were measured, or more."""
         # As fast as bf16, and on every GPU.
-        format_ = "fp16" if precision == "bf16" else precision
+        format_ = work.precision if work.precision in ("tf32", "fp32") else "fp16"
         grid = self._grid(
             key,
             lambda heads, length, width: Attention(format_, heads, length, length, width, work.kind, work.backward),
@@ -104,18 +109,26 @@ class OperatorModel:
         length, longest = math.sqrt(work.queries * work.keys), self.curves.grids[key].axes[1][-1]
         # Past the last length the grid grows as the length does; the scores grow as its square.
         seconds = grid.seconds(work.heads, length, work.width) * max(length / longest, 1.0)
-        seconds *= self._fewer_heads(work, self.curves.grids[key].axes[0][0] * self._filling, length)
-        return max(seconds, roofline_s(work, self.accelerator))
+        if work.kind == "causal":
+            # The two were measured apart, and are carried apart to other GPUs. Hiding scores never takes longer.
+            full = self._filled_attention(key.replace("causal", "full"), replace(work, kind="full"))
+            return min(seconds, full)
+        return seconds
 
-    def _fewer_heads(self, work: Attention, fewest: float, length: float) -> float:
+    def _fewer_heads(self, key: str, work: Attention, seconds: float) -> float:
         """What fewer heads than were measured take, of the time of the fewest.
 
         Multiprocessors take rows of scores by tiles. Once each has one, fewer heads save nothing: the longest tile
-        has all keys, where a causal mask leaves half to the average. 8 and 4 heads of 4096 tokens take 0.59 and 0.54 of
-        the time of 16 on a B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json), 0.58 as said here.
+        has all keys, with or without a causal mask, which leaves half to the average. So causal attention tells how
+        long that tile takes. 8 and 4 heads of 4096 tokens take 0.59 and 0.54 of the time of 16 on a B200
+        (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json), 0.58 as said here.
         """
-        longest = 2 if work.kind == "causal" else 1
-        one_each = longest * self.accelerator.multiprocessors / (fewest * length / _TILE_ROWS)
+        fewest = self.curves.grids[key].axes[0][0] * self._filling
+        if work.heads >= fewest:
+            return 1.0
+        tiles = fewest * math.sqrt(work.queries * work.keys) / _TILE_ROWS
+        causal_s = self._filled_attention(key.replace("full", "causal"), replace(work, kind="causal"))
+        one_each = 2 * self.accelerator.multiprocessors / tiles * (causal_s / seconds)
         return min(1.0, max(work.heads / fewest, one_each))
 
     def _attention_without_curve(self, work: Attention, precision: str, direction: str) -> float:

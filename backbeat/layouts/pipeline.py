@@ -4,8 +4,9 @@ A stage does what its program says (`stage_programs`). A transfer starts when bo
 streams are free, so that schedules differ in how many of their sends a step waits for.
 
 Closed forms, for p stages, m micro-batches and stages of equal time t = F + B and no sends:
-GPipe and 1F1B (m + p - 1)·t; interleaved with v chunks m·t + (p - 1)·t/v; zero-bubble m·t + (p - 1)·max(0, F + B - 2W)
-with B whole, of which W is the weights' part. Sends add to it (`_exposed_sends`).
+GPipe and 1F1B (m + p - 1)·t; interleaved with v chunks m·t + (p - 1)·t/v; zero-bubble (m + p - 1)·(t - W) +
+max(1, m - p + 1)·W, where W is the weights' part of B and takes no longer than F or B - W. Sends add to it
+(`_exposed_sends`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from backbeat.errors import BackbeatError
 from backbeat.layouts.stage_programs import Act, Operation, Transfer, programs
+from backbeat.layouts.steady_pipeline import PipelineTurn, turn_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -43,7 +45,7 @@ class Performed(NamedTuple):
 
 
 _SIMULATED_ROUNDS = 6
-"""Of as many micro-batches as stages."""
+"""Of as many micro-batches as stages, at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +82,34 @@ def run(
     Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated; unless every
     operation is to be `listed`, only in time.
     """
-    rounds = count // stages - _SIMULATED_ROUNDS
-    if schedule == "gpipe" or stages == 1 or rounds <= 0:
+    if schedule == "gpipe" or stages == 1:
         return _simulated(schedule, stages, count, times, send_s, streams, late_s)
-    short = _simulated(schedule, stages, count - rounds * stages, times, send_s, streams, late_s)
-    begins = {(each.stage, each.operation): each.start_s for each in short.performed}
-    middle = range(_SIMULATED_ROUNDS // 2 * stages, (_SIMULATED_ROUNDS // 2 + 1) * stages)
-    # The slowest stage sets the pace; others may still be ahead of it.
-    period_s = max(
-        begins[stage, Operation("F", middle.stop, 0)] - begins[stage, Operation("F", middle.start, 0)]
-        for stage in range(stages)
-    )
+    rounds = _SIMULATED_ROUNDS
+    while rounds < count // stages:
+        first_count = rounds * stages + count % stages
+        short = _simulated(schedule, stages, first_count, times, send_s, streams, late_s)
+        turn = turn_of(short.performed, stages, first_count, by_rounds=schedule == "interleaved")
+        if turn is not None:
+            turns, more = divmod(count - first_count, turn.size)
+            if more:
+                short = _simulated(schedule, stages, first_count + more, times, send_s, streams, late_s)
+            return _repeated(short, turn, turns, listed=listed)
+        rounds *= 2
+    return _simulated(schedule, stages, count, times, send_s, streams, late_s)
+
+
+def _repeated(short: PipelineRun, turn: PipelineTurn, turns: int, *, listed: bool) -> PipelineRun:
+    """The step with so many more turns in the middle."""
     performed: list[Performed] = []
     for each in short.performed if listed else ():
-        micro = each.operation.micro_batch
-        later = range(rounds + 1) if micro in middle else (0,) if micro < middle.start else (rounds,)
-        for turn in later:
-            operation = each.operation._replace(micro_batch=micro + turn * stages)
-            shift_s = turn * period_s
+        micro = each.operation.micro_batch - turn.first
+        later = range(turns + 1) if 0 <= micro < turn.size else (0,) if micro < 0 else (turns,)
+        for number in later:
+            operation = each.operation._replace(micro_batch=each.operation.micro_batch + number * turn.size)
+            shift_s = number * turn.seconds
             performed.append(Performed(each.stage, operation, each.start_s + shift_s, each.end_s + shift_s))
     ends, last = (
-        tuple(moment + rounds * period_s for moment in moments) for moments in (short.end_s, short.last_backward_s)
+        tuple(moment + turns * turn.seconds for moment in moments) for moments in (short.end_s, short.last_backward_s)
     )
     return PipelineRun(ends, last, tuple(sorted(performed, key=lambda each: each.start_s)))
 
@@ -334,20 +343,35 @@ def closed_form(
         return _uniform(stages, count * slowest, times)
     fill = (sum(totals) - slowest) / chunks
     if schedule == "zero-bubble":
-        weight = sum(one.weight_s for one in times) / stages
-        fill = max(0.0, fill - 2 * weight * (stages - 1))
+        forward_s, input_s, weight_s = (
+            sum(each) / stages
+            for each in zip(*((one.forward_s, one.input_s, one.weight_s) for one in times), strict=True)
+        )
+        whole = (count + stages - 1) * (forward_s + input_s + weight_s)
+        fill = max(0.0, fill - whole + _zero_bubble(stages, count, forward_s, input_s, weight_s))
     return _uniform(stages, count * slowest + fill + _exposed_sends(schedule, stages, count, chunks) * send_s, times)
 
 
+def _zero_bubble(stages: int, count: int, forward_s: float, input_s: float, weight_s: float) -> float:
+    """Equal stages. The first backward pass leaves after a forward through all, and all of them go back through all.
+    Between the two a stage computes what it has left: the last one every other forward pass, the first one every other
+    gradient of weights. Stages put off as many of these as there are stages before them, so that with few micro-batches
+    none fills the waiting. A stage that never waits in between ends after its own work."""
+    more = max(count - stages, 0)
+    through = stages * forward_s + (stages + count - 1) * input_s + weight_s
+    last, first = (count - 1) * forward_s + more * weight_s, more * forward_s + (count - 1) * weight_s
+    return max(through + max(last, first), (stages - 1) * forward_s + count * (forward_s + input_s + weight_s))
+
+
 def _exposed_sends(schedule: PipelineSchedule, stages: int, count: int, chunks: int) -> int:
-    """Sends that lengthen a step of equal stages and many micro-batches, where one takes less than a pass."""
+    """Sends that lengthen a step of equal stages, where one takes less than a pass."""
     if schedule == "gpipe":
         return 2 * (count + stages - 2)
     if schedule == "1f1b":
-        return count + 1 if stages == 2 else 2 * (count + stages) - 5
+        return count + 1 if stages == 2 else max(2 * (count + stages) - 5, 2 * (stages - 1))
     if schedule == "interleaved":
         return 2 * (stages * chunks - 1)
-    return 4 * (stages - 1)
+    return 2 * (stages - 1) + 2 * max(0, min(count - 2, stages - 1))
 
 
 def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> PipelineRun:

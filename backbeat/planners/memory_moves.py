@@ -114,16 +114,16 @@ def _at(chain: Chain, ranges: tuple[BlockRange, ...], index: int) -> Iterator[tu
     if index + 1 == len(ranges):
         return
     _, beyond, other = ranges[index + 1]
-    if not chain.may_go_on[last] or not begins:
-        return
     # The two become one, or the boundary between them moves.
-    if (what in again or other in again) and all(chain.may_go_on[first + 1 : beyond]):
-        for action in again:
-            yield 2, ((first, beyond, action),)
-    if what in again and other in again:
-        for moved in (last - 1, last + 1):
-            if first < moved < beyond and chain.may_begin[moved]:
-                yield 2, ((first, moved, what), (moved, beyond, other))
+    if chain.may_go_on[last] and begins:
+        if (what in again or other in again) and all(chain.may_go_on[first + 1 : beyond]):
+            for action in again:
+                yield 2, ((first, beyond, action),)
+        if what in again and other in again:
+            for moved in (last - 1, last + 1):
+                if first < moved < beyond and chain.may_begin[moved]:
+                    yield 2, ((first, moved, what), (moved, beyond, other))
     # The two swap actions, so that a kept block can move along the chain.
-    if other != what and beyond - first == 2 and (what not in again or chain.may_begin[last]):
+    may_swap = (what not in again or chain.may_begin[last]) and (other not in again or begins)
+    if other != what and beyond - first == 2 and may_swap:
         yield 2, ((first, last, other), (last, beyond, what))

@@ -1,10 +1,11 @@
 """What to keep, recompute or offload so that an iteration is fastest within a budget of device memory.
 
-Candidates come from the programme in `memory_segments`, at several prices for a byte copied, and from the uniform
-policies (every block treated alike); the simulation scores them all. The best are improved by small changes: a boundary
-moved, two ranges merged, one split, another action. First every change that helps is taken (hill climbing), then a
-random walk now and then accepts one that does not (simulated annealing). Random numbers are seeded and every limit
-counts evaluations, so the same profile and budget give the same plan. For a chain with few plans all are tried.
+Whether anything fits is known exactly (`memory_least_peak`). Candidates come from there, from the programme in
+`memory_segments`, at several prices for a byte copied, and from the uniform policies (every block treated alike); the
+simulation scores them all. The best are improved by small changes: a boundary moved, two ranges merged, one split,
+another action. First every change that helps is taken (hill climbing), then a random walk now and then accepts one that
+does not (simulated annealing). Random numbers are seeded and every limit counts evaluations, so the same profile and
+budget give the same plan. For a chain with few plans all are tried.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Literal
 from backbeat.errors import InputError
 from backbeat.model import Plan, Profile
 from backbeat.model.blocks import MemoryPlan
+from backbeat.planners.memory_least_peak import LeastPeak
 from backbeat.planners.memory_moves import changes, count, every, one_by_one, random_change, uniform
 from backbeat.planners.memory_segments import Segmenter
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, segments_of
@@ -39,12 +41,10 @@ _ROOMS = (1.0, 0.95, 0.88)
 the rest."""
 _CLIMB = 900
 """Evaluations of each climb; one takes some 0.1 ms for 50 blocks."""
-_WALK = 2500
-"""Evaluations of the random walk for the least time."""
-_LOW_WALK = 800
-"""And of the one for the least peak."""
-_HALVINGS = 10
-"""Steps of the search for the least peak."""
+_WALKS = 2
+"""Random walks, each from the best plan so far."""
+_WALK = 1500
+"""Evaluations of each."""
 _FEW = 3000
 """Chains with no more plans than this are searched exhaustively."""
 
@@ -118,9 +118,10 @@ class Search:
 
     @property
     def smallest(self) -> Chosen:
-        """The least peak found, however slow."""
+        """The least peak there is, however slow."""
         if self._smallest is None:
-            self._smallest = self._least_peak()
+            ranges = LeastPeak(self.chain).ranges()
+            self._smallest = Chosen(ranges, self.run(ranges))
         return self._smallest
 
     def fastest(self, budget: int) -> Chosen | None:
@@ -153,48 +154,37 @@ class Search:
             # A peak 1 % above the budget weighs as much as 5 % of the time.
             return run.time_s / plain + 5 * max(run.peak_bytes / budget - 1, 0.0)
 
-        best = self._climb(self._walk(best, score, energy, _WALK), score, _CLIMB)
-        return self._simpler(best)
-
-    def _least_peak(self) -> Chosen:
-        def score(run: ChainRun) -> tuple[float, ...]:
-            return run.peak_bytes, run.time_s
-
-        chain = self.chain
-        if self.every:
-            return self._best_of(self.every, score)
-        found = set(uniform(chain).values())
-        for ahead in _AHEAD:
-            low, high = 0.0, float(max(self.run(ranges).peak_bytes for ranges in found) - chain.base)
-            for _ in range(_HALVINGS):
-                middle = (low + high) / 2
-                ranges = self.segmenter.least_time(middle, 0.0, ahead)
-                if ranges is None:
-                    low = middle
-                else:
-                    found.add(tuple(ranges))
-                    high = middle
-        ranked = sorted(found, key=lambda ranges: (score(self.run(ranges)), ranges))
-        climbed = [self._climb(ranges, score, _CLIMB) for ranges in ranked[:2]]
-        best = self._best_of(climbed, score).ranges
-        above = max(self.run(best).peak_bytes - chain.base, 1)
-        best = self._walk(best, score, lambda run: (run.peak_bytes - chain.base) / above, _LOW_WALK)
-        return Chosen(best, self.run(best))
+        for seed in range(_WALKS):
+            best = self._walk(best, score, energy, seed)
+        return self._simpler(self._climb(best, score, _CLIMB))
 
     def _best_of(self, plans: Iterable[tuple[BlockRange, ...]], score: Score) -> Chosen:
         best = min(plans, key=lambda ranges: (score(self.run(ranges)), ranges))
         return Chosen(best, self.run(best))
 
     def _simpler(self, ranges: tuple[BlockRange, ...]) -> Chosen:
-        """The plan without copies to the host that gain neither time nor a lower peak."""
+        """The plan without copies to the host that gain neither time nor a lower peak; and with segments as short as
+        that allows, because gradients of a segment are ready only once all of it has been recomputed."""
         for index, (first, last, what) in enumerate(ranges):
             if what in (FETCH, OFFLOAD):
                 instead = (first, last, RECOMPUTE if what == FETCH else KEEP)
                 changed = (*ranges[:index], instead, *ranges[index + 1 :])
-                before, after = self.run(ranges), self.run(changed)
-                if after.peak_bytes <= before.peak_bytes and after.time_s <= before.time_s * (1 + 1e-9):
+                if _no_worse(self.run(changed), self.run(ranges)):
                     ranges = changed
+        index = 0
+        while index < len(ranges):
+            ranges = self._shortened(ranges, index)
+            index += 1
         return Chosen(ranges, self.run(ranges))
+
+    def _shortened(self, ranges: tuple[BlockRange, ...], index: int) -> tuple[BlockRange, ...]:
+        """With this segment cut as early as is no worse, without a further copy if possible."""
+        first, last, what = ranges[index]
+        for middle, rest in product(range(first + 1, last), dict.fromkeys((RECOMPUTE, what))):
+            changed = (*ranges[:index], (first, middle, what), (middle, last, rest), *ranges[index + 1 :])
+            if self.chain.may_begin[middle] and _no_worse(self.run(changed), self.run(ranges)):
+                return changed
+        return ranges
 
     def _climb(self, ranges: tuple[BlockRange, ...], score: Score, evaluations: int) -> tuple[BlockRange, ...]:
         """Take every change that scores better, until none does."""
@@ -213,15 +203,17 @@ class Search:
         return ranges
 
     def _walk(
-        self, ranges: tuple[BlockRange, ...], score: Score, energy: Callable[[ChainRun], float], steps: int
+        self, ranges: tuple[BlockRange, ...], score: Score, energy: Callable[[ChainRun], float], seed: int
     ) -> tuple[BlockRange, ...]:
         """Simulated annealing: a random change that makes things worse is taken with a chance that falls with the harm
         and with the steps done."""
-        draw = random.Random(0)
+        draw = random.Random(seed)
+        # The fewer blocks, the more one change weighs.
+        hottest = max(0.004, 1 / self.chain.count**2)
         here, at = ranges, energy(self.run(ranges))
         best = ranges
-        for step in range(steps):
-            temperature = 0.004 * (1 - step / steps) ** 2 + 1e-6
+        for step in range(_WALK):
+            temperature = hottest * (1 - step / _WALK) ** 2 + 1e-6
             changed = random_change(self.chain, here, draw)
             if changed is None:
                 continue
@@ -280,6 +272,10 @@ def _up(size: int) -> str:
     """Rounded up to three figures, so that what is printed does fit."""
     scale = 10 ** max(len(str(size)) - 3, 0)
     return format_bytes(-(-size // scale) * scale)
+
+
+def _no_worse(one: ChainRun, other: ChainRun) -> bool:
+    return one.peak_bytes <= other.peak_bytes and one.time_s <= other.time_s * (1 + 1e-9)
 
 
 def _same(one: tuple[float, ...], two: tuple[float, ...]) -> bool:

@@ -43,7 +43,7 @@ class Segmenter:
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self.needs = [self._needs_from(first) for first in range(chain.count)]
+        self.needs = [recompute_needs(chain, first) for first in range(chain.count)]
         self.forward_sums = np.concatenate([[0.0], np.cumsum(chain.forward)])
 
     def least_time(self, room: float, price_s_per_byte: float, ahead: float) -> list[BlockRange] | None:
@@ -107,31 +107,32 @@ class Segmenter:
     def _next_keeps(self, block: int) -> bool:
         return block + 1 < self.chain.count and self.chain.joined[block + 1] and self.chain.saves_input[block + 1]
 
-    def _needs_from(self, first: int) -> list[int]:
-        """The most that a recomputed segment from `first` needs beyond its input, for every block it may end with."""
-        chain = self.chain
-        needs: list[int] = []
-        # After recomputing: saved tensors and what lies between the blocks; `highest` while doing so.
-        level = highest = 0
-        for last in range(first, chain.count):
-            if last > first and not chain.may_go_on[last]:
-                break
-            highest = max(highest, level + chain.forward_peak[last])
-            level += chain.saved[last] + chain.output[last]
-            if last > first and not (chain.saves_input[last] or chain.saves_output[last - 1]):
-                level -= chain.input[last]
-            gradient = chain.output[last]
-            there = level if chain.saves_output[last] else level - chain.output[last]
-            most = highest + gradient
-            for k in range(last, first - 1, -1):
-                most = max(most, there + chain.output[k] + chain.backward_peak[k])
-                there -= chain.saved[k]
-                if chain.saves_output[k]:
-                    there -= chain.output[k]
-                if k > first and chain.saves_input[k] and not chain.saves_output[k - 1]:
-                    there -= chain.input[k]
-            needs.append(most)
-        return needs
+
+def recompute_needs(chain: Chain, first: int, *, gives_up_input: bool = False) -> list[int]:
+    """The most that a recomputed segment from `first` needs beyond its input, for every block it may end with.
+    `gives_up_input`: where its first block does not save it, the input goes once it has been read."""
+    needs: list[int] = []
+    # After recomputing: saved tensors and what lies between the blocks; `highest` while doing so.
+    level = highest = 0
+    for last in range(first, chain.count):
+        if last > first and not chain.may_go_on[last]:
+            break
+        highest = max(highest, level + chain.forward_peak[last])
+        level += chain.saved[last] + chain.output[last]
+        goes = not chain.saves_output[last - 1] if last > first else gives_up_input
+        if goes and not chain.saves_input[last]:
+            level -= chain.input[last]
+        there = level if chain.saves_output[last] else level - chain.output[last]
+        most = highest + chain.output[last]
+        for k in range(last, first - 1, -1):
+            most = max(most, there + chain.output[k] + chain.backward_peak[k])
+            there -= chain.saved[k]
+            if chain.saves_output[k]:
+                there -= chain.output[k]
+            if k > first and chain.saves_input[k] and not chain.saves_output[k - 1]:
+                there -= chain.input[k]
+        needs.append(most)
+    return needs
 
 
 def _undominated(parts: list[_Front]) -> _Front:

@@ -39,18 +39,36 @@ def test_products_take_longer_the_larger_they_are_and_never_less_than_at_peak(
     assert model.seconds(Product("fp16", m, n, k, transposition=transposition, alignment=2)) >= seconds
 
 
-@given(models, st.integers(1, 4096), st.integers(1, 1 << 15), st.integers(8, 256), st.booleans(), factors)
+heads_of, lengths, widths = st.integers(1, 4096), st.integers(1, 1 << 15), st.integers(8, 256)
+kinds = st.sampled_from(["full", "causal"])
+
+
+@given(models, heads_of, lengths, widths, kinds, st.booleans(), factors)
 def test_attention_takes_longer_the_more_heads_and_tokens(
-    model: OperatorModel, heads: int, length: int, width: int, backward: bool, factor: float
+    model: OperatorModel, heads: int, length: int, width: int, kind: str, backward: bool, factor: float
 ) -> None:
-    work = Attention("fp16", heads, length, length, width, "causal", backward)
+    work = Attention("fp16", heads, length, length, width, kind, backward)
     seconds = model.seconds(work)
     assert seconds >= roofline_s(work, model.accelerator)
     more = grown(length, factor)
-    assert model.seconds(Attention("fp16", heads, more, more, width, "causal", backward)) >= seconds * (1 - 1e-9)
-    assert model.seconds(
-        Attention("fp16", grown(heads, factor), length, length, width, "causal", backward)
-    ) >= seconds * (1 - 1e-9)
+    assert model.seconds(replace(work, queries=more, keys=more)) >= seconds * (1 - 1e-9)
+    assert model.seconds(replace(work, heads=grown(heads, factor))) >= seconds * (1 - 1e-9)
+
+
+@given(models, heads_of, lengths, lengths, widths, st.booleans(), st.sampled_from(["fp16", "fp32"]))
+def test_hiding_scores_never_takes_longer(
+    model: OperatorModel, heads: int, queries: int, keys: int, width: int, backward: bool, precision: str
+) -> None:
+    causal = Attention(precision, heads, queries, keys, width, "causal", backward)
+    assert model.seconds(causal) <= model.seconds(replace(causal, kind="full")) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("device", sorted(MODELS))
+def test_one_head_takes_as_long_with_a_causal_mask_as_without(device: str) -> None:
+    """Each multiprocessor has a tile or none, and the longest tile has all keys."""
+    causal = Attention("fp16", 1, 4096, 4096, 128, "causal")
+    full_s = MODELS[device].seconds(replace(causal, kind="full"))
+    assert MODELS[device].seconds(causal) == pytest.approx(full_s)
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "mask"])

@@ -78,6 +78,25 @@ def memory_format_changed_after_wrapping(ctx: Context) -> None:
 
 
 @check
+def gradients_of_the_model_inside_by_one_rank(ctx: Context) -> None:
+    """It takes them by itself, as for a picture of what the model looks at. They are kept or dropped, and never sent
+    alone."""
+    wrapped, oracle = start(ctx)
+    body = _plain(ctx)
+
+    def more(model: Any, rank: int, step: int) -> None:
+        if rank == 0:
+            body(getattr(model, "module", model), rank, step + 10)
+            if step:
+                model.zero_grad()
+        body(model, rank, step)
+
+    _train(ctx, wrapped, oracle, body)
+    _train(ctx, wrapped, oracle, more)
+    assert wrapped.reducer.steps == 6, wrapped.reducer.steps
+
+
+@check
 def hooks_registered_after_wrapping(ctx: Context) -> None:
     """They see the gradient of their parameter, and what they make of it travels."""
     wrapped, oracle = start(ctx)
@@ -255,6 +274,22 @@ class Beside(nn.Module):
 
     def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
         return self.head(self.trunk(x) + (self.side(x) if both else 0))
+
+
+@check
+def another_default_device(ctx: Context) -> None:
+    """As after `torch.set_default_device`: the wrapper's own tensors are where it wants them."""
+    model = ctx.build(Beside)
+    oracle = Oracle(ctx, model)
+    with torch.device("meta"):
+        wrapped = ctx.wrap(model, plan=small_plan(model))
+
+    def body(model: Any, rank: int, step: int) -> None:
+        x = ctx.data(3, 6, step=step, rank=rank)
+        with torch.device("meta"):
+            model(x, step < 2 or rank == 0).sum().backward()
+
+    _train(ctx, wrapped, oracle, body)
 
 
 @compressed

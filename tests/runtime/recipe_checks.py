@@ -284,12 +284,17 @@ def a_state_that_does_not_fit_raises_on_every_rank(ctx: Context) -> None:
     for kind in ("buckets", "fsdp"):
         model = parallelize(ctx.build(Chain), plans(ctx)[kind])
         state = full_state_dict(model)
-        first = next(iter(Chain().state_dict()))
+        first, value = next(iter(Chain().state_dict().items()))
         for given in (
             {name: value for name, value in state.items() if name != first},
             {**state, "more": torch.ones(1)},
+            # One that some shards have room for, and one that torch would repeat.
+            {**state, first: value[:1]},
+            {**state, first: value[:, :1]},
         ):
             raises(InputError, lambda model=model, given=given: load_full_state_dict(model, given), "does not fit")
+        other = {first: value[:1]}
+        raises(InputError, lambda model=model, given=other: load_full_state_dict(model, given, strict=False), first)
         load_full_state_dict(model, state)
 
 

@@ -96,15 +96,23 @@ def bit_equal_through_ddp_backend(ctx: Context) -> None:
     plan = small_plan(model, communicators=2, size=3)
     ours = DistributedDataParallel(copy.deepcopy(model), plan=plan)
     theirs = DistributedDataParallel(copy.deepcopy(model), plan=plan, reducer="ddp")
+    copied = copy.deepcopy(theirs)
+    if ctx.rank == 0:
+        with torch.no_grad():
+            copied(ctx.data(8, 20, step=0, rank=0))  # one rank alone evaluates a copy
     for step in range(5):
         x = ctx.data(8, 20, step=step, rank=ctx.rank)
-        for wrapped in (ours, theirs):
+        for wrapped in (ours, theirs, copied):
             wrapped.zero_grad()
             wrapped(x).square().mean().backward()
-        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(mine.grad, other.grad), f"step {step} {name}: not bit-equal"
-    sizes = theirs._get_ddp_logging_data().get("rebuilt_bucket_sizes")
-    assert sizes == ours._get_ddp_logging_data()["bucket_sizes"], sizes
+        for (name, mine), *others in zip(
+            ours.named_parameters(), theirs.parameters(), copied.parameters(), strict=True
+        ):
+            for other in others:
+                assert torch.equal(mine.grad, other.grad), f"step {step} {name}: not bit-equal"
+    for wrapped in (theirs, copied):
+        sizes = wrapped._get_ddp_logging_data().get("rebuilt_bucket_sizes")
+        assert sizes == ours._get_ddp_logging_data()["bucket_sizes"], sizes
 
 
 @check

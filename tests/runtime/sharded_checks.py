@@ -503,14 +503,14 @@ def a_checkpoint_goes_on_with_other_ranks(ctx: Context) -> None:
 
 @check
 def recomputed_blocks(ctx: Context) -> None:
-    """A plan's memory and its sharding together give the gradients of either."""
-    names = ("layers.0", "layers.1", "layers.3")
+    """A plan's memory and its sharding together give the gradients of either; a norm counts each batch once."""
+    names = ("layers.0", "layers.1", "layers.3", "norm")
     memory = MemoryPlan(segments=tuple(Segment(blocks=(name,), action="recompute") for name in names))
     units = (("layers.0", "layers.1"), ("layers.2",), ("layers.3",))
     for reshard in (True, False):
         twice(
             ctx,
-            Chain,
+            lambda reshard=reshard: Chain(norm=reshard),
             plan_of(ctx, units, reshard=reshard, memory=memory),
             lambda model, mesh, reshard=reshard: by_hand(model, mesh, units, reshard),
         )

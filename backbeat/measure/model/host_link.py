@@ -16,7 +16,7 @@ _COPIES = 3
 def measure_host_link(device: torch.device, clock: Clock) -> HostLink:
     """Rates of copies to and from pinned memory of the host (on a CPU, within memory), one direction at a time."""
     size = _BYTES.get(device.type, 16 << 20)
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     here = torch.empty(size, dtype=torch.uint8, device=device)
     rates = []
     for target, source in ((host, here), (here, host)):

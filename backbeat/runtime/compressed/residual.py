@@ -103,7 +103,7 @@ class HostBuffers:
         self._sizes = list(sizes)
         self._cuda = device.type == "cuda"
         self._device = device
-        self._host = [torch.zeros(size, dtype=dtype, pin_memory=self._cuda) for size in sizes]
+        self._host = [torch.zeros(size, dtype=dtype, device="cpu", pin_memory=self._cuda) for size in sizes]
         count = min(2, len(sizes))
         self._staging = [torch.empty(max(sizes), dtype=dtype, device=device) for _ in range(count)]
         self._loaded: list[int | None] = [None] * count
@@ -182,7 +182,7 @@ class Scratch:
 def accumulate(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[bool]:
     """On a host: add each gradient to its target unless it has NaN or infinity; returns which had."""
     # One fast pass over each gradient; NaN comes through as both minimum and maximum.
-    ends = [torch.stack(torch.aminmax(gradient)) if gradient.numel() else torch.zeros(2) for gradient in gradients]
+    ends = [torch.stack(torch.aminmax(one)) if one.numel() else torch.zeros(2, device="cpu") for one in gradients]
     faulty = [not math.isfinite(low) or not math.isfinite(high) for low, high in (end.tolist() for end in ends)]
     finite = [position for position, bad in enumerate(faulty) if not bad]
     if finite:

@@ -26,6 +26,7 @@ from backbeat.errors import InputError
 from backbeat.measure.model.chain import find_blocks, tensors_of
 from backbeat.model import MemoryPlan
 from backbeat.model.checks import at_least
+from backbeat.runtime.memory.forward_context import without_autocast_cache
 from backbeat.runtime.memory.offload import (
     AHEAD,
     LAG,
@@ -35,7 +36,7 @@ from backbeat.runtime.memory.offload import (
     movable,
     storage_of,
 )
-from backbeat.runtime.memory.recompute import SegmentRun, without_autocast_cache
+from backbeat.runtime.memory.recompute import SegmentRun
 
 _functorch_level: Any = torch._C._functorch.peek_interpreter_stack
 
@@ -262,6 +263,11 @@ def _resolve(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:
                         f"{where} names {name!r}, which shares modules with {owner[id(inner)]!r}: "
                         "blocks neither hold nor are each other; remove one of the two"
                     )
+            if segment.action == "offload" and any(isinstance(inner, nn.RReLU) for inner in module.modules()):
+                raise InputError(
+                    f"{where} offloads {name!r}, which holds an RReLU: torch saves its noise before it has drawn it; "
+                    "recompute or keep the block"
+                )
             owner.update((id(inner), name) for inner in module.modules())
             named[name] = module
     return named

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version
 
 from backbeat.errors import InputError
 from backbeat.measure.model.chain import version_of
@@ -148,6 +150,16 @@ class OffloadedStorage:
         if self._source is not None and version_of(self._source) != self._version:
             self._changed = True
         return self._changed
+
+    def counts_writes_to(self, tensor: torch.Tensor) -> bool:
+        """Whether writing into this tensor of the storage would count as a change. Parts that `unsafe_chunk` made, as
+        in torch's own GRU and LSTM, each count for themselves: this one may have left before that one was written."""
+        if self._source is None:
+            return False
+        before = self._source._version
+        with _unsafe_preserve_version_counter(tensor):
+            increment_version(tensor)
+            return bool(self._source._version != before)
 
     def keep_on_device(self) -> None:
         """Someone else keeps this storage on the device: releasing it would free nothing."""
@@ -296,7 +308,7 @@ class OffloadSchedule:
         if kept is not None and kept[0]() is not None and kept[1] == version_of(tensor):
             return KeptTensor(tensor, block)
         storage = self._leaving_storage(key)
-        if storage is None:
+        if storage is None or not storage.counts_writes_to(tensor):
             copies = self._copies.get(tensor.device)
             if copies is None:
                 copies = self._copies[tensor.device] = HostCopies(tensor.device)

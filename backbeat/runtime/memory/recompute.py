@@ -6,153 +6,26 @@ placeholders. The first placeholder that backward unpacks runs the whole segment
 all, in the order in which forward packed them. Backward goes on over the original graph, so the hooks of parameters
 fire once, in the user's own backward. A placeholder dies when autograd frees its node, and its tensor with it.
 
-What a block's forward depends on besides its arguments is as it was: random numbers, autocast and train mode are
-restored, and parameters must not have changed. The second run leaves no trace: norms write their running statistics
-elsewhere, and a block that writes other buffers is refused.
+What a block's forward depends on besides its arguments is as it was (`forward_context.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from backbeat.errors import InputError
 from backbeat.measure.model.chain import tensors_of, version_of
+from backbeat.runtime.memory.forward_context import ForwardContext, restored, without_autocast_cache
 from backbeat.runtime.memory.offload import KeptTensor, OffloadedTensor, OffloadSchedule, movable
 
 if TYPE_CHECKING:
     from backbeat.runtime.memory.activations import BlockForward
-
-DeviceRandom = tuple[tuple[torch.device, torch.Tensor], ...]
-Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-
-
-class ForwardContext(NamedTuple):
-    """The state around a block's forward, as it was when the block was called."""
-
-    host_random: torch.Tensor
-    device_random: DeviceRandom
-    autocast: Autocast
-    training: tuple[bool, ...]
-    parameters: tuple[tuple[int, int, int], ...]
-    """Of each parameter: its identity, its version and its address."""
-
-    @classmethod
-    def of(cls, module: nn.Module, tensors: list[torch.Tensor]) -> ForwardContext:
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        return cls(
-            host_random=torch.get_rng_state(),
-            device_random=tuple((device, torch.cuda.get_rng_state(device)) for device in devices),
-            autocast=_autocast(),
-            training=tuple(inner.training for inner in module.modules()),
-            parameters=_parameters(module),
-        )
-
-
-@contextlib.contextmanager
-def without_autocast_cache() -> Iterator[None]:
-    """Autocast's copies of weights die after their use, instead of staying until the end of forward."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-
-
-@contextlib.contextmanager
-def restored(name: str, module: nn.Module, before: ForwardContext) -> Iterator[None]:
-    """Run the block named `name` in here as it ran `before`."""
-    if _parameters(module) != before.parameters:
-        raise InputError(
-            f"parameters of block {name!r} were changed or exchanged between its forward and its backward, which "
-            "recomputes it: step the optimizer after backward, or keep the block"
-        )
-    autocast = _autocast()
-    modules = list(module.modules())
-    training = tuple(inner.training for inner in modules)
-    with torch.random.fork_rng([device for device, _ in before.device_random]):
-        try:
-            torch.set_rng_state(before.host_random)
-            for device, state in before.device_random:
-                torch.cuda.set_rng_state(state, device)
-            _set_autocast(before.autocast)
-            _set_training(modules, training, before.training)
-            with without_autocast_cache(), _buffers_unchanged(name, modules), torch.enable_grad():
-                yield
-        finally:
-            _set_training(modules, before.training, training)
-            _set_autocast(autocast)
-
-
-def _autocast() -> Autocast:
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-def _parameters(module: nn.Module) -> tuple[tuple[int, int, int], ...]:
-    return tuple((id(parameter), parameter._version, _address(parameter)) for parameter in module.parameters())
-
-
-def _address(parameter: nn.Parameter) -> int:
-    try:
-        return parameter.data_ptr()
-    except (NotImplementedError, RuntimeError):
-        # A tensor subclass without memory of its own.
-        return 0
-
-
-def _set_autocast(states: Autocast) -> None:
-    for kind, enabled, dtype in states:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-
-
-def _set_training(modules: list[nn.Module], now: tuple[bool, ...], wanted: tuple[bool, ...]) -> None:
-    if now != wanted:
-        for module, training in zip(modules, wanted, strict=True):
-            module.training = training
-
-
-@functools.cache
-def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-@contextlib.contextmanager
-def _buffers_unchanged(name: str, modules: list[nn.Module]) -> Iterator[None]:
-    """Norms in train mode write their running statistics, which they do not read, into scratch. A change to any other
-    buffer is refused."""
-    norms: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
-    others: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int]] = []
-    for module in modules:
-        buffers = module._buffers
-        if not buffers:
-            continue
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
-            norms.append((module, dict(buffers)))
-            for key, buffer in buffers.items():
-                if buffer is not None:
-                    buffers[key] = _scratch(buffer.shape, buffer.dtype, buffer.device)
-        else:
-            others += [(buffers, key, buffer, buffer._version) for key, buffer in buffers.items() if buffer is not None]
-    try:
-        yield
-    finally:
-        for module, statistics in norms:
-            module._buffers.update(statistics)
-    if any(held.get(key) is not buffer or buffer._version != version for held, key, buffer, version in others):
-        raise InputError(
-            f"block {name!r} writes into a buffer of its own in forward: recomputing it would do so twice; keep it"
-        )
 
 
 class Placeholder:
@@ -257,6 +130,7 @@ class SegmentRun:
                 output = block.original(*args, **kwargs)
         finally:
             self.running = ""
+        call.context.forget_replaced(block.module)
         if any(isinstance(argument, SegmentInput) and argument.saved.changed for argument in arguments):
             raise InputError(
                 f"block {block.name!r} writes into its input: a recomputed segment cannot begin with it; "

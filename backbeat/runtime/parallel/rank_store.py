@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import DistStoreError, ProcessGroup
+from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup
 
-from backbeat.errors import BackbeatError, CommunicationError, InputError
+from backbeat.errors import BackbeatError, CommunicationError, InputError, first_line
 from backbeat.measure.model.training_step import where_raised
 
 if TYPE_CHECKING:
@@ -76,6 +76,19 @@ def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, BackbeatError) else where_raised(error)
 
 
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Says who is lost where the store is: one of the ranks keeps it, unless torchrun does."""
+    try:
+        yield
+    except DistNetworkError as error:
+        raise CommunicationError(
+            f"parallelize: the job's store does not answer ({first_line(error)}): the rank that keeps it, mostly "
+            "rank 0, is gone; look at what it printed last, and start again on every rank"
+        ) from error
+
+
+@_answering()
 def _every(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
     keys = [f"{key}/{other}" for other in range(size)]
     store.set(keys[rank], json.dumps(value))
@@ -109,6 +122,7 @@ class RankStore:
         """What every rank gave, in the order of ranks, on all of them."""
         return _every(self.communicators.store, self._next(), self.rank, self.size, value)
 
+    @_answering()
     def first(self, value: Any) -> Any:
         """What rank 0 gave."""
         key, store = self._next(), self.communicators.store
@@ -166,6 +180,7 @@ class RankStore:
             thread = threading.Thread(target=_abort_on_alarm, args=(shared.clone(), key, backends, done), daemon=True)
             thread.start()
 
+        @_answering()
         def alarm() -> int:
             # Before the thread could hear it.
             done.set()

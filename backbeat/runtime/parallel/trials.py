@@ -235,7 +235,7 @@ class TrialGroups:
         self.mesh: DeviceMesh | None = None
         mesh = plan.sharding.mesh if plan.sharding is not None else None
         if mesh is not None and mesh.replicate > 1:
-            ranks = torch.arange(mesh.replicate * mesh.shard).view(mesh.replicate, mesh.shard)
+            ranks = torch.arange(mesh.replicate * mesh.shard, device="cpu").view(mesh.replicate, mesh.shard)
             self._groups = [
                 dist.new_subgroups_by_enumeration(one.tolist(), timeout=timeout)[0] for one in (ranks.t(), ranks)
             ]

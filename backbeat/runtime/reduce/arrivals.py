@@ -100,14 +100,23 @@ class GraphReach:
     def __init__(self) -> None:
         self._hidden = False
         self._passed = False
+        self._forwarded = True
+        """A forward has begun since a backward was last announced, or none ever was announced."""
         self._leaf: Any = None
 
     def forward_begins(self) -> None:
         self._passed = False
+        self._forwarded = True
 
-    def unannounced(self) -> None:
-        """A gradient arrived though no output announced it."""
-        self._hidden = self._hidden or self._passed
+    def announced(self) -> None:
+        """An output has announced a backward that ends in our parameters."""
+        self._forwarded = False
+
+    def unannounced(self) -> bool:
+        """A gradient arrived though no output announced it. False: it is of no forward of the wrapper's, as where one
+        rank takes gradients of the model inside by itself."""
+        self._hidden = self._hidden or (self._passed and self._forwarded)
+        return self._forwarded
 
     def includes(self, parameters: Sequence[Parameter]) -> bool:
         if self._hidden or (self._leaf is not None and _will_execute(self._leaf)):

@@ -164,7 +164,7 @@ class BucketBuffer:
             # Torch makes a tensor of a number at every call, which takes longer than a short product. Formats narrower
             # than fp32 would round it.
             kept = self.device.type == "cpu" and self.dtype in (torch.float32, torch.float64)
-            self._factor = torch.tensor(scale, dtype=self.dtype) if kept else scale
+            self._factor = torch.tensor(scale, dtype=self.dtype, device="cpu") if kept else scale
         return self._factor
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
@@ -249,8 +249,8 @@ class SparseBucket(BucketBuffer):
         if gradient is not None:
             message = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce() * scale
         else:
-            indices = torch.empty((1, 0), dtype=torch.long)
-            rows = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
+            indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
+            rows = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
             empty = torch.sparse_coo_tensor(
                 indices, rows, parameter.shape, device=parameter.device, check_invariants=False
             )

@@ -1,9 +1,9 @@
 """Runs steps: hears of a backward, sends its buckets while it runs, and puts the sums in place when it ends.
 
 One backward is one step (`step.Step`). It opens when autograd reaches an output of the wrapper, or the first gradient
-of a loss that passes through no output. It ends in a callback that the engine runs when the graph is done. So whatever
-follows `backward()` sees reduced gradients. If autograd raises, the next forward finds the step broken, and tells the
-other ranks.
+of a loss that passes through no output. Without a forward of the wrapper before it, it only accumulates. It ends in a
+callback that the engine runs when the graph is done. So whatever follows `backward()` sees reduced gradients. If
+autograd raises, the next forward finds the step broken, and tells the other ranks.
 
 At the end of a step, for each parameter that any rank used since the last one, `.grad` is the mean over ranks of what
 each held. All rules follow from that: those of accumulation, of `no_sync`, of several backwards for one forward, and of
@@ -79,6 +79,7 @@ class StepRunner:
         self._sender = Sender(self.context, exchange(self.context), self.status)
         self._reach = GraphReach()
         self._default_sync = True
+        self._told_local = False
         self._backward = Backward()
         self.weak = weakref.ref(self)
         self.install(partition)
@@ -172,6 +173,7 @@ class StepRunner:
         """Called when autograd reaches an output of a forward that ran with or without synchronisation."""
         if not self._backward.running:
             if self._reach.includes(self.context.parameters):
+                self._reach.announced()
                 self._begin(sync)
             elif (unreached := self.unreached()) is not None:
                 unreached()
@@ -197,8 +199,10 @@ class StepRunner:
         arrivals, recorder = self._arrivals, self.context.recorder
         arrivals.mark(index)
         if not self._backward.running:
-            self._reach.unannounced()
-            self._begin(self._default_sync)
+            ours = self._reach.unannounced()
+            if not ours:
+                self._tell_local()
+            self._begin(self._default_sync and ours)
         if recorder is not None:
             recorder.gradient(index)
         bucket = arrivals.bucket_of[index]
@@ -211,6 +215,15 @@ class StepRunner:
                 self.context.bucket_set.keep(bucket)
             elif arrivals.may_leave(bucket):
                 self._sender.send_ready()
+
+    def _tell_local(self) -> None:
+        if not self._told_local:
+            self._told_local = True
+            logger.warning(
+                "rank %d: a backward that passed through no forward of the wrapper keeps its gradients on this rank, "
+                "as with torch's own; call the wrapper, not the model inside, to send them",
+                self.context.communicators.rank,
+            )
 
     def _begin(self, sync: bool) -> None:
         context = self.context

@@ -130,7 +130,7 @@ class StatusMessage:
             numbers[1 + index] = 1.0
         numbers[offsets.stamps_at + self._rank] = float(-stamp_of(step) if told.broken else stamp_of(step))
         numbers[offsets.used_at :] = [float(bool(flag)) for flag in told.used]
-        return torch.tensor(numbers)
+        return torch.tensor(numbers, device="cpu")
 
     def write_alone(self, told: RankStatus, step: int) -> torch.Tensor:
         """As a message of its own."""
@@ -216,11 +216,11 @@ class _RegularNumbers:
         self.offsets = offsets
         self.dtype = dtype
         self.device = device
-        stamps = torch.arange(1, STAMPS + 1, dtype=torch.float32)
-        mine = torch.zeros(STAMPS, offsets.length)
+        stamps = torch.arange(1, STAMPS + 1, dtype=torch.float32, device="cpu")
+        mine = torch.zeros(STAMPS, offsets.length, device="cpu")
         mine[:, offsets.used_at :] = 1.0
         mine[:, offsets.stamps_at + rank] = stamps
-        sums = torch.zeros(STAMPS, offsets.length)
+        sums = torch.zeros(STAMPS, offsets.length, device="cpu")
         sums[:, offsets.used_at :] = float(offsets.ranks)
         sums[:, offsets.stamps_at : offsets.faults_at] = stamps[:, None]
         # On the device, so that the regular step copies nothing from the host.
@@ -247,7 +247,7 @@ class _DeferredReader:
         kinds = {(tensor.dtype, tensor.device) for tensor in sums}
         self._sums = [(*kind, [t for t in sums if (t.dtype, t.device) == kind]) for kind in sorted(kinds, key=str)]
         self._cuda = device.type == "cuda"
-        self._host = torch.empty(offsets.length, dtype=regular.dtype, pin_memory=self._cuda)
+        self._host = torch.empty(offsets.length, dtype=regular.dtype, device="cpu", pin_memory=self._cuda)
         self._event: Any = torch.cuda.Event() if self._cuda else None
         self._step: int | None = None
 

@@ -13,7 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import Plan
 from backbeat.runtime.compressed.updates import check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
-from backbeat.runtime.reduce.partition import check_fits, claim
+from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits, claim
 from backbeat.runtime.reduce.settings import (
     TORCH_SIGNATURE,
     TorchDDP,
@@ -33,6 +33,8 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
     Torch takes a list of bucket sizes and fills its buckets in ready order, so they come out as planned where the plan
     follows the ready order. A communication hook spreads them over the communicators.
     """
+
+    bucket_bytes_cap: int
 
     def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         own, kwargs = split_options(kwargs)
@@ -55,17 +57,25 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
         claim(self, list(trained), list(trained.values()))
         super().__init__(**arguments)
+        if plan is not None:
+            # torch.compile splits the graph where such a bucket would end, and refuses less than the first bucket.
+            self.bucket_bytes_cap = max(FIRST_BUCKET_BYTES, self.bucket_bytes_cap)
         self._frozen = [pair for pair in module.named_parameters() if pair[0] not in trained]
         count = settings.communicators or (plan.communicators if plan is not None else 1)
-        if count > 1 or settings.reduce_dtype is not None:
-            set_nccl_launch_order(self.process_group, self.device)
-            communicators = Communicators(self.process_group, self.device, count)
-            self.register_comm_hook((communicators, settings.reduce_dtype), _spread)
+        self._spreads = (count, settings.reduce_dtype) if count > 1 or settings.reduce_dtype is not None else None
+        self._spread_buckets()
         # Last: a wrapper that was refused must leave the model as it was.
         self.memory = apply_memory(self, module, memory)
         self._budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)
 
     compressed = False
+
+    def _spread_buckets(self) -> None:
+        """Open communicators, as every rank must together, and send each bucket on its own; once."""
+        if self._spreads is not None and all(hook is not _spread for hook, _ in self._comm_hooks):
+            count, reduce_dtype = self._spreads
+            set_nccl_launch_order(self.process_group, self.device)
+            self.register_comm_hook((Communicators(self.process_group, self.device, count), reduce_dtype), _spread)
 
     def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None, **_: Any) -> None:
         """Updates stay in `step()`, as where no bucket of the plan is compressed."""
@@ -77,6 +87,7 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
             refuse_inside(TorchDDP._active_ddp_module, self)
         if torch.is_grad_enabled():
             self._refuse_unfrozen()
+            self._spread_buckets()
             if self._budget_check is not None:
                 self._budget_check.after_step()
         return super()._pre_forward(*inputs, **kwargs)
@@ -94,6 +105,13 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     def report(self) -> NoReturn:
         raise InputError("report() needs backbeat's reducer: use reducer='backbeat' and run a step")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        # Torch's copies lose their hooks. Ours, with its communicators, comes back in the first forward that trains: a
+        # copy kept for evaluation never needs them.
+        state["_comm_hooks"] = [each for each in self._comm_hooks if each[0] is not _spread]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

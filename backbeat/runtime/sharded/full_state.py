@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -25,22 +26,35 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     """Load a plain state dict into a parallel model of any kind, on any number of ranks.
 
     Every rank calls it; rank 0's counts, the others may give an empty one. Names that do not fit raise on every rank
-    before anything is loaded, unless not `strict`.
+    before anything is loaded, unless not `strict`; so do shapes in any case.
     """
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
+    given: list[Any] = [{name: _shape(value) for name, value in state.items()}]
+    dist.broadcast_object_list(given)
+    shapes = given[0]
+    own = get_model_state_dict(model)
     if strict:
-        given: list[Any] = [list(state)]
-        dist.broadcast_object_list(given)
-        own = get_model_state_dict(model)
-        missing = [name for name in own if name not in set(given[0])]
-        unknown = [name for name in given[0] if name not in own]
+        missing = [name for name in own if name not in shapes]
+        unknown = [name for name in shapes if name not in own]
         if missing or unknown:
             raise InputError(
                 f"the state dict does not fit the model: missing {_few(missing)}, unknown {_few(unknown)}; "
                 "give strict=False to load what fits"
             )
+    # Torch copies shard by shard: it would repeat a dimension of one, or raise on some ranks only.
+    others = [
+        f"{name} is {shapes[name]} and the model's is {_shape(value)}"
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor) and name in shapes and shapes[name] != _shape(value)
+    ]
+    if others:
+        raise InputError(f"the state dict does not fit the model: {_few(others)}; load one of the same shapes")
     # torch takes the names of wrapped models from rank 0's alone, and finds the others' unknown.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
     set_model_state_dict(model, dict(state) if dist.get_rank() == 0 else {}, options=options)
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _few(names: list[str]) -> str:

@@ -1,5 +1,5 @@
 """A sharded plan on a model: torch's own `fully_shard`, unit by unit. Nothing of ours runs in a training step, but for
-BatchNorm in lower precision (`batch_norm`).
+BatchNorm that is in lower precision (`batch_norm`) or recomputed.
 
     from backbeat.runtime import fully_shard
 
@@ -15,7 +15,7 @@ different parameters.
   values with `load_full_state_dict`.
 - Buffers are not synchronised in training. Each rank has its own running statistics, and rank 0's are those that DDP
   would have: DDP gives rank 0's to all before each forward. Evaluate with `SyncBatchNorm`, or load rank 0's state dict.
-- Blocks that the plan recomputes are, by torch's own activation checkpointing.
+- Blocks that the plan recomputes are, by torch's own activation checkpointing; norms in them count each batch once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +39,10 @@ from torch.distributed.utils import _sync_params_and_buffers
 
 from backbeat.comm.agreement import agree
 from backbeat.comm.communicators import Communicators
-from backbeat.errors import InputError
+from backbeat.errors import CommunicationError, InputError, first_line
 from backbeat.model import Plan, Sharding
 from backbeat.model.files import encode
+from backbeat.runtime.memory.forward_context import statistics_unchanged
 from backbeat.runtime.reduce.settings import TorchDDP, check_model
 from backbeat.runtime.sharded.batch_norm import keep_statistics_dtype
 from backbeat.runtime.sharded.meshes import all_ranks, device_of, mesh_of
@@ -68,7 +71,7 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
     with all_ranks(mesh) as group:
         _compare(model, loaded, group, device_of(mesh))
         for block in recomputed:
-            checkpoint(block)
+            checkpoint(block, context_fn=partial(_contexts, block))
         for unit in units:
             _synchronise(unit.modules, group, device_of(mesh))
             modules = unit.modules if len(unit.modules) > 1 else unit.modules[0]
@@ -144,13 +147,25 @@ def _recomputed(model: nn.Module, plan: Plan) -> list[nn.Module]:
     return found
 
 
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around a block's forward, and around its second run, in which torch alone would count each batch again."""
+    return nullcontext(), statistics_unchanged(block.modules())
+
+
 def _compare(model: nn.Module, plan: Plan, group: Any, device: torch.device) -> None:
     """Raise where ranks have different models or plans: they would wait for each other for ever."""
     lines = [f"plan {encode(plan).decode()}"]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} trained {parameter.requires_grad}")
-    communicators = Communicators(group, device, 1)
-    agree(communicators, "sharded", lines, "the model or its plan")
+    try:
+        communicators = Communicators(group, device, 1)
+        agree(communicators, "sharded", lines, "the model or its plan")
+    except dist.DistStoreError as error:
+        raise CommunicationError(
+            f"rank {dist.get_rank()}: fully_shard waited for the other ranks of the mesh in vain: one ended, hangs, or "
+            "did not call it; look at what each printed last, and start again on every rank (the library says: "
+            f"{first_line(error)})"
+        ) from error
     communicators.close()
 
 

@@ -311,6 +311,41 @@ def test_a_block_used_several_times_in_one_forward(action, where, together):
     assert same(train(model, batch, memory_plan), train(model, batch))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("action", "where"), POLICIES[1:])
+def test_weights_that_hooks_compute_are_those_of_their_own_forward(action, where):
+    """`spectral_norm`'s hook computes another weight in every forward, and runs outside of the block's."""
+
+    class Discriminator(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) - super().forward(1 - x)
+
+    torch.manual_seed(0)
+    layers = [nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.utils.spectral_norm(nn.Linear(8, 10))]
+    model, batch = Discriminator(*layers), (torch.randn(4, 8), torch.randint(0, 10, (4,)))
+    assert same(train(model, batch, plan((["0", "1", "2"], action, where))), train(model, batch))
+
+
+class Recurrent(nn.Module):
+    """On a CPU torch writes the gates of a GRU one by one into one storage, each counting its writes for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.GRU(8, 8)
+        self.second = nn.LSTM(8, 10, 2, dropout=0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, _ = self.second(self.first(x)[0])
+        return output
+
+
+@pytest.mark.parametrize(("action", "where"), POLICIES[1:])
+def test_recurrent_blocks(action, where):
+    torch.manual_seed(0)
+    model, batch = Recurrent(), (torch.randn(4, 8), torch.randint(0, 10, (4,)))
+    assert same(train(model, batch, plan((["first", "second"], action, where))), train(model, batch))
+
+
 class Broken(nn.Module):
     """Blocks whose inputs are not the outputs before them: scaled in between, written into in between, skipped over."""
 

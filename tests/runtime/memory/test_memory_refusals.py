@@ -32,6 +32,13 @@ def test_blocks_and_messages_for_bad_plans():
         apply(model, alone(["layer1.1"], "recompute"))
 
 
+def test_noise_that_is_saved_before_it_is_drawn_is_not_offloaded():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.RReLU()))
+    with pytest.raises(InputError, match="offloads '1', which holds an RReLU"):
+        apply(model, alone(["1"], "offload"))
+    apply(model, plan((["0"], "offload", "keep"), (["1"], "recompute", "offload")))
+
+
 def test_compiled_models_are_refused():
     model, _ = resnet_case()
     model._compiled_call_impl = lambda: None

@@ -71,6 +71,18 @@ def test_tensors_come_back_as_many_units_early_as_is_said(monkeypatch):
     assert len(fetched) == 5
 
 
+def test_parts_that_are_written_into_one_by_one_leave_one_by_one():
+    schedule = OffloadSchedule()
+    schedule.begin_block()
+    parts = torch.zeros(2, 6).unsafe_chunk(3, dim=1)
+    saved = [offloaded(schedule, part.add_(number)) for number, part in enumerate(parts)]
+    assert [part._version for part in parts] == [1, 1, 1]
+    for _ in range(3):
+        schedule.begin_block()
+    for part, one in zip(parts, saved, strict=True):
+        assert torch.equal(one.tensor(), part)
+
+
 def test_an_address_used_again_is_another_tensor():
     schedule = OffloadSchedule(lag=1)
     found = []

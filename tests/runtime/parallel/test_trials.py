@@ -221,6 +221,18 @@ def test_ranks_line_up_and_go_on_without_one_that_failed(monkeypatch: pytest.Mon
     late.line_up()
 
 
+def test_a_store_that_is_gone_says_who_kept_it() -> None:
+    keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", keeper.port, is_master=False)
+    ranks = RankStore(SimpleNamespace(rank=1, size=2, device=None, store=store, backend="gloo"))  # type: ignore[arg-type]
+    del keeper
+    for ask in (ranks.every, ranks.first):
+        with pytest.raises(CommunicationError, match=r"does not answer .* mostly rank 0, is gone"):
+            ask(None)
+    with ranks.released([]) as alarm, pytest.raises(CommunicationError, match="does not answer"):
+        alarm()
+
+
 def test_an_alarm_ends_collectives_and_silence_does_not() -> None:
     ended: list[str] = []
     backends = [SimpleNamespace(abort=lambda name=name: ended.append(name)) for name in ("one", "two")]

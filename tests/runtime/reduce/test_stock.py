@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -41,16 +42,28 @@ def test_it_is_torchs_wrapper_and_reducer() -> None:
     assert alike(gradients(wrapped), gradients(made()))
 
 
-def test_copies_train_too() -> None:
-    plain = DistributedDataParallel(mlp(), reducer="ddp")
-    expected = gradients(plain)
-    assert alike(gradients(copy.deepcopy(plain)), expected)
+@pytest.mark.parametrize("options", [{}, {"communicators": 2}, {"reduce_dtype": torch.bfloat16}], ids=str)
+def test_copies_train_too(options: dict[str, Any]) -> None:
+    wrapped = DistributedDataParallel(mlp(), reducer="ddp", **options)
+    expected = gradients(wrapped)
+    copied = copy.deepcopy(wrapped)
+    assert alike(gradients(copied), expected)
+    assert alike(gradients(copy.deepcopy(copied)), expected)
+    assert [hook for hook, _ in copied._comm_hooks] == [hook for hook, _ in wrapped._comm_hooks]
     file = io.BytesIO()
-    torch.save(plain, file)
+    torch.save(wrapped, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    assert type(loaded) is type(plain)
+    assert type(loaded) is type(wrapped)
     assert alike(gradients(loaded), expected)
+
+
+def test_buckets_below_torchs_first_can_be_compiled() -> None:
+    wrapped = made()
+    expected = gradients(wrapped)
+    wrapped.compile(backend="eager")
+    assert alike(gradients(wrapped), expected)
+    torch._dynamo.reset()
 
 
 def test_what_needs_our_reducer_is_refused() -> None:

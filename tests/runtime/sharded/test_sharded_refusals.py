@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 from scenario_rig import Context
 from sharded_checks import LAYERS, Chain, plan_of, sharding_of
@@ -15,10 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from backbeat.errors import InputError
+from backbeat.errors import CommunicationError, InputError
 from backbeat.model import Bucket, MemoryPlan, Mesh, Plan, PlanPrediction, Segment, ShardUnit
 from backbeat.runtime import full_state_dict, fully_shard
-from backbeat.runtime.sharded import torch_fsdp
+from backbeat.runtime.sharded import shard, torch_fsdp
 from backbeat.runtime.sharded.unit_modules import find_units
 
 
@@ -127,6 +128,15 @@ def test_wrapped_and_scalar_models_are_refused(alone: Context) -> None:
 def test_memory_that_torch_does_not_run_is_refused(segment: Segment, message: str, alone: Context) -> None:
     with pytest.raises(InputError, match=message):
         fully_shard(Chain(), plan=plan_of(alone, memory=MemoryPlan(segments=(segment,))))
+
+
+def test_waiting_in_vain_is_said(alone: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> None:
+        raise dist.DistStoreError("wait timeout after 6000ms")
+
+    monkeypatch.setattr(shard, "agree", never)
+    with pytest.raises(CommunicationError, match=r"rank 0: fully_shard waited .* wait timeout after 6000ms"):
+        fully_shard(Chain(), plan=plan_of(alone))
 
 
 def test_what_the_loop_has_to_do_is_said(alone: Context, caplog: pytest.LogCaptureFixture) -> None:
