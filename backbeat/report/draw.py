@@ -12,6 +12,7 @@ from backbeat.report import canvas
 from backbeat.report.canvas import COLOURS, Drawing, axis, bar, curve, dots, drawn, mark, ms, translucent, upright
 from backbeat.report.figures import Compared, CostCurve, Exposed, GradientSizes, MemoryUse, Scaling, ScalingLine
 from backbeat.report.figures.exposed import PARTS
+from backbeat.report.tables import format_number
 from backbeat.units import format_bytes, format_seconds
 
 PART_COLOURS = {
@@ -53,7 +54,7 @@ def scaling(data: Scaling, *, view: str = "scaling") -> Drawing:
                     [
                         format_seconds(point.iteration_s),
                         f"{point.scaling_factor:.1%}",
-                        f"{point.samples_per_s:,.0f}",
+                        format_number(point.samples_per_s),
                         point.bottleneck,
                         " (extrapolated)" if point.extrapolated else "",
                     ]

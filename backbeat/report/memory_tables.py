@@ -10,7 +10,7 @@ from rich.table import Table
 
 from backbeat.model import MemoryPlan, Profile, Segment
 from backbeat.planners.max_batch import Point
-from backbeat.report.tables import WINNER, table_of
+from backbeat.report.tables import WINNER, format_number, table_of
 from backbeat.simulate.memory_timeline import MemoryTimeline
 from backbeat.units import counted, format_bytes, format_seconds, printable
 
@@ -60,7 +60,7 @@ def growth_table(points: Sequence[Point]) -> Table:
             *(("all", "", "") if point.kept else map(str, mixture(point.plan.memory))),
             format_bytes(point.prediction.peak_bytes or 0),
             format_seconds(point.prediction.iteration_s),
-            f"{point.prediction.samples_per_s:,.0f}" + (" ◀" if point is best else ""),
+            format_number(point.prediction.samples_per_s) + (" ◀" if point is best else ""),
         )
         for point in points
     ]

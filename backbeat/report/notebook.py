@@ -10,7 +10,7 @@ from backbeat.errors import MissingPartError
 from backbeat.model import Prediction
 from backbeat.report import canvas, draw_timeline, plot
 from backbeat.report.figures import timeline
-from backbeat.report.tables import over_bound, scaling_range
+from backbeat.report.tables import format_number, over_bound, scaling_range
 from backbeat.units import counted, format_seconds
 
 _MOST_BARS = 300
@@ -22,7 +22,7 @@ def prediction_html(prediction: Prediction) -> str:
         "iteration": f"{format_seconds(prediction.iteration_s)} ({format_seconds(prediction.single_s)} alone)",
         "scaling": f"{prediction.scaling_factor:.1%}"
         + (f", {edges} from a busy to a quiet cluster" if (edges := scaling_range(prediction)) else ""),
-        "samples/s": f"{prediction.samples_per_s:,.0f}",
+        "samples/s": format_number(prediction.samples_per_s),
         "exposed": f"{format_seconds(prediction.exposed_s)}, limited by {prediction.bottleneck}",
         "over bound": f"{over_bound(prediction):.1%}",
         "buckets": f"{prediction.buckets} on {counted(prediction.communicators, 'communicator')}",

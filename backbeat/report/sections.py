@@ -12,7 +12,7 @@ from backbeat.report.figures import StepMemory, Timeline
 from backbeat.report.figures.exposed import PARTS
 from backbeat.report.limits import knee_sentence
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import gpu_hours, over_bound, scaling_range
+from backbeat.report.tables import format_number, gpu_hours, over_bound, scaling_range
 from backbeat.report.ways import Way, way_headline, way_sentences
 from backbeat.simulate.sharded_levels import memory_levels
 from backbeat.units import format_bytes, format_seconds
@@ -71,7 +71,7 @@ def scaling_section(study: Study, samples: int) -> Section:
             label,
             (f"{point.scaling_factor:.1%}", point.scaling_factor),
             *([(scaling_range(point, 1), point.on_busy.scaling_factor)] if data.best.load_band else []),
-            (f"{point.samples_per_s:,.0f}", point.samples_per_s),
+            (format_number(point.samples_per_s), point.samples_per_s),
             (f"{gpu_hours(point, samples):,.2f}", gpu_hours(point, samples)),
             _seconds(point.iteration_s),
             _seconds(point.exposed_s),
@@ -161,7 +161,7 @@ def ways_section(study: Study) -> Section | None:
             *([_bytes(way.fit.peak_bytes)] if way.fit is not None else [("", 0.0)]),
             _seconds(way.prediction.iteration_s),
             (f"{way.prediction.scaling_factor:.1%}", way.prediction.scaling_factor),
-            (f"{way.prediction.samples_per_s:,.0f}", way.prediction.samples_per_s),
+            (format_number(way.prediction.samples_per_s), way.prediction.samples_per_s),
             _seconds(way.prediction.exposed_s),
             way.prediction.bottleneck,
         )

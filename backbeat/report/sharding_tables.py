@@ -11,7 +11,7 @@ from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import Plan, Prediction, Profile
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.report.figures.memory_use import SHARDED_KINDS
-from backbeat.report.tables import scaling_range, table_of
+from backbeat.report.tables import format_number, scaling_range, table_of
 from backbeat.report.ways import Way
 from backbeat.simulate.sharded_memory import ShardedMemory
 from backbeat.simulate.sharded_units import ROOT, chain_of
@@ -93,7 +93,7 @@ def strategies_table(ways: Sequence[Way], cost: tuple[str, Callable[[Prediction]
                 printable(row.strategy),
                 format_seconds(row.iteration_s),
                 f"{row.scaling_factor:.1%}",
-                scaling_range(row) if ranged else f"{row.samples_per_s:,.0f}",
+                scaling_range(row) if ranged else format_number(row.samples_per_s),
                 _bytes(peak),
                 "" if peak is None else "yes" if way.fits else "no",
                 row.bottleneck if cost is None else cost[1](row),

@@ -142,7 +142,7 @@ def _cells(prediction: Prediction, samples: int) -> tuple[str, ...]:
         format_seconds(prediction.exposed_s),
         f"{over_bound(prediction):+.1%}",
         _three_figures(gpu_hours(prediction, samples)),
-        f"{prediction.samples_per_s:,.0f}",
+        format_number(prediction.samples_per_s),
         prediction.bottleneck,
     )
 

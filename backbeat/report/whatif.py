@@ -19,6 +19,7 @@ from backbeat.report.draw_timeline import timeline_parts
 from backbeat.report.page import PageSettings, command_line, timelines
 from backbeat.report.sections import step_memories
 from backbeat.report.study import STOCK, Study, instead_of_ddp, labelled_study
+from backbeat.report.tables import format_number
 from backbeat.report.ways import chosen_way, way_headline, way_sentences
 from backbeat.report.whatif_inputs import read_state, scaled_network
 from backbeat.simulate import at_batch
@@ -120,7 +121,7 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
         "tiles": [
             [f"{best.scaling_factor:.1%}", "of perfect scaling", f"stock DDP {study.stock.scaling_factor:.1%}"],
             [format_seconds(best.iteration_s), "per iteration", f"alone {format_seconds(best.single_s)}"],
-            [f"{best.samples_per_s:,.0f}", "samples a second", f"with {study.best_label}"],
+            [format_number(best.samples_per_s), "samples a second", f"with {study.best_label}"],
             [format_seconds(best.exposed_s), "lost in each iteration", f"limited by {best.bottleneck}"],
         ],
         "figures": drawings,

@@ -111,6 +111,14 @@ def larger_than_its_device() -> Profile:
     return replace(bb.Profile.load(LLAMA), device="NVIDIA L4")
 
 
+def test_slow_jobs_have_a_rate_too() -> None:
+    words = ("predict", "llama-8b-b1-bf16-adamw-h200", "10gbe", "-n", "8")
+    rows = {row["strategy"]: row["samples_per_s"] for row in json.loads(run(*words, "--json"))["rows"]}
+    assert 0 < rows["sharded"] < 1
+    for more in ((), ("--wide",)):
+        assert f" {rows['sharded']:.2f} " in run(*words, *more)
+
+
 def test_one_gpu_has_no_verdict() -> None:
     text = joined(run("predict", "gpt2-b8-bf16-h200", "25gbe", "-n", "1", "-s", "fsdp,sharded"))
     assert "With DDP, 1 GPU does the work of 1.00" in text

@@ -15,6 +15,8 @@ from backbeat.errors import BackbeatError, MeasurementError, MissingPartError
 
 torch = pytest.importorskip("torch", reason="calibration needs PyTorch")
 
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+
 from backbeat.comm.communicators import Communicators  # noqa: E402
 from backbeat.measure.network import sharded_host  # noqa: E402
 from backbeat.measure.network.bench import Bench  # noqa: E402
@@ -51,6 +53,8 @@ def test_small_models_are_stepped_plain_and_sharded(monkeypatch: pytest.MonkeyPa
         shards = [one for one in weights if type(one).__name__ != "Parameter"]
         assert len(shards) in (0, len(weights))
         assert {id(one) for one in optimizer.param_groups[0]["params"]} == {id(one) for one in weights}
+        # Each unit, and the model, which holds none of the parameters itself.
+        assert sum(isinstance(one, FSDPModule) for one in model.modules()) == (len(model) + 1 if shards else 0)
         stepped.add((bool(shards), len(weights)))
         return 7.0 * len(weights) + (3.0 * len(model) + 2.0 * len(weights) if shards else 0.0)
 

@@ -24,9 +24,11 @@ from backbeat.runtime.memory import room
 from backbeat.runtime.memory.room import room_for
 from backbeat.runtime.parallel import rank_store, trials
 from backbeat.runtime.parallel.plan_file import conditions
+from backbeat.runtime.parallel.prepare import ParallelSearch
 from backbeat.runtime.parallel.preserve import copy_of, without_original
 from backbeat.runtime.parallel.rank_store import RankStore, _abort_on_alarm
 from backbeat.runtime.parallel.trials import ExampleStep, take_turns, try_plan
+from backbeat.simulate.stragglers import between_ranks
 from tests.problems import make_profile
 
 ALONE: Any = SimpleNamespace(size=2, first=lambda value: value, communicators=SimpleNamespace(backend="gloo"))
@@ -251,6 +253,25 @@ def test_a_copy_starts_without_gradients_and_leaves_the_models() -> None:
     assert all(one.grad is None for one in copied.parameters())
     assert all(one.grad is not None for one in model.parameters())
     torch.testing.assert_close(copied.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("others", [[3.0, 9.0], [3.0]], ids=["as many", "fewer"])
+def test_the_profile_has_the_spread_between_ranks(others: list[float]) -> None:
+    """Where one timed fewer iterations, they cannot be compared one by one, and rank 0's stand for all."""
+    own = make_profile([8, 8], [1.0, 2.0], forward=1.0, iteration_s=(3.0, 5.0))
+    search: Any = object.__new__(ParallelSearch)
+    search.model, search._measured, search._say = nn.Linear(2, 2), lambda: own, lambda text: None
+    search.ranks = SimpleNamespace(
+        together=lambda call, what: call(),
+        every=lambda value: [list(value), others] if isinstance(value, tuple) else [value, value],
+        first=lambda value: value,
+    )
+    found, unused = search._profile()
+    # The profile's gradients are none of the model's.
+    assert unused
+    expected = between_ranks([[3.0, 5.0], others]) if len(others) == 2 else own.iteration_s
+    assert found.iteration_s == pytest.approx(expected)
+    assert msgspec.structs.replace(found, iteration_s=own.iteration_s) == own
 
 
 def test_without_a_gpu_the_original_is_not_counted_in_the_first_place() -> None:
