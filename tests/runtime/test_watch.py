@@ -149,13 +149,15 @@ def test_units_are_timed_from_outside_and_only_in_the_steps_of_a_sample(units: A
 
 def test_a_rank_waits_where_units_become_whole_or_go(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Around torch's own hooks: a wait begins before what it waits for, and ends behind it."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    mesh = init_device_mesh("cpu", (1,))
     for layer in net:
-        fully_shard(layer)
-    fully_shard(net)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
     names = {net: "all", net[0]: "first", net[1]: "middle", net[2]: "last"}
     seen: list[str] = []
 

@@ -2,8 +2,7 @@
 
 Each kind of work runs alone and beside collectives in a row (all-reduces, or all-gathers and reduce-scatters), in
 turns, on every rank at once. The slowdown is the median over pairs, of the rank that is slowed down most: a synchronous
-step waits for it. Nothing of the host counts: launches queue after a spin. Ranks that share a GPU, as in the lab, all
-compute and all communicate at once, as they do in training.
+step waits for it. Nothing of the host counts: launches queue after a spin.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
 
 from backbeat.comm.communicators import Communicator
@@ -33,6 +33,15 @@ _LEAD_S = 4e-3
 _PAIRS = 7
 _COVERED = 4
 """All-reduces last for this many times what the work takes alone."""
+
+
+def shared_devices(group: Any, device: torch.device) -> bool:
+    """Whether two ranks compute on one GPU, as in the lab. Collective."""
+    properties = cuda.get_device_properties(device)
+    identity = str(getattr(properties, "uuid", None) or f"{properties.name} {device}")
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, identity, group=group)
+    return len(set(found)) < len(found)
 
 
 def measure_slowdown(

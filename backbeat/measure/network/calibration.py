@@ -23,7 +23,7 @@ from backbeat.comm.machine import today, versions
 from backbeat.cost.collectives import Collective
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.bench import Bench, explained
-from backbeat.measure.network.beside_compute import measure_slowdown
+from backbeat.measure.network.beside_compute import measure_slowdown, shared_devices
 from backbeat.measure.network.case import COLLECTIVES, SIZES, held_out_cases, series_of
 from backbeat.measure.network.findings import (
     MeasuredCluster,
@@ -72,7 +72,7 @@ def measure_cluster(
     `sharded` spends most of the budget on all-gather and reduce-scatter, and measures on GPUs what FSDP2 costs the
     host.
     `slowdown` measures on GPUs how much longer computation takes beside an all-reduce, and beside all-gathers and
-    reduce-scatters.
+    reduce-scatters; where two ranks share a GPU, as in the lab, it is left out.
 
     `brief` is for a job that waits: every size a few times before any gets more, so that larger messages are reached,
     and nothing is held out to check the curve.
@@ -122,7 +122,7 @@ def measure_cluster(
         notes=notes,
     )
     network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network), *sharing_unknown(network)))
-    if slowdown and where.type == "cuda":
+    if slowdown and where.type == "cuda" and not shared_devices(group, where):
         show("computation beside collectives", 1.0)
         with explained("computation beside collectives"):
             network = _with_slowdowns(network, links[0], where, timeout_s)

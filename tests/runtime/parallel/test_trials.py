@@ -295,8 +295,9 @@ def test_the_profile_of_a_copy_holds_one_model() -> None:
     beside = without_original(profiled(copy_of(model)), model).memory
     assert alone is not None
     assert beside is not None
-    assert beside.steady_bytes == pytest.approx(alone.steady_bytes, abs=1e5)
-    assert beside.peak_bytes == pytest.approx(alone.peak_bytes, abs=1e5)
+    # The model has 8 MB; the allocator rounds.
+    assert beside.steady_bytes == pytest.approx(alone.steady_bytes, abs=2e6)
+    assert beside.peak_bytes == pytest.approx(alone.peak_bytes, abs=2e6)
 
 
 class Trained(nn.Linear):
