@@ -14,9 +14,10 @@ from backbeat.api import predict as predict_sent
 from backbeat.cli.common import prose
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
 from backbeat.report import tables
-from backbeat.report.answer import decision, frontier, judged, stock_name, unmeasured
+from backbeat.report.answer import unmeasured
 from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.limits import knee_sentence, limit
+from backbeat.report.renting import decision, frontier, judged, stock_name
 from backbeat.report.running_cost import costs, format_money, per_billion, tokens_per_s, unit, units_line, utilisation
 from backbeat.report.study import PLANNED, STOCK
 from backbeat.simulate.sweep import knee

@@ -11,9 +11,9 @@ from backbeat.cli.predict_output import Asked, Schedule, caveats, command_for, c
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED
-from backbeat.report.answer import partly, worth_it
 from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.limits import above_linear, limit
+from backbeat.report.renting import partly, worth_it
 from backbeat.report.running_cost import units_line
 from backbeat.report.sharding_tables import strategies_table
 from backbeat.report.ways import Way, chosen_way, way_decision, way_sentences, work_headline

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backbeat.report import draw, draw_sharded, figures
-from backbeat.report.answer import frontier
 from backbeat.report.canvas import Drawing
 from backbeat.report.figures import StepMemory, Timeline
 from backbeat.report.figures.exposed import PARTS
 from backbeat.report.limits import knee_sentence
+from backbeat.report.renting import frontier
 from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import format_number, gpu_hours, over_bound, scaling_range
 from backbeat.report.ways import Way, way_headline, way_sentences

@@ -16,7 +16,8 @@ from backbeat.cli.zoo import variants
 from backbeat.errors import InputError
 from backbeat.model import Fabric, Network, Profile, Topology
 from backbeat.model.prediction import Breakdown, NetworkBand, Prediction
-from backbeat.report.answer import answer, decision, judged
+from backbeat.report.answer import answer
+from backbeat.report.renting import decision, judged
 from backbeat.report.study import study
 from tests.problems import affine, make_profile
 

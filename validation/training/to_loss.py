@@ -3,11 +3,14 @@
     python validation/training/to_loss.py FOLDER --task text --size 100M --backend nccl --nodes 4 --bandwidth 10gbit \
         --precision bf16 --limit 4min
     python validation/training/to_loss.py FOLDER --task images --size small --nodes 2 --bandwidth 200mbit --limit 8min
+    python validation/training/to_loss.py FOLDER --sides ddp,again,drop_in --steps 500 --bandwidth 200mbit --limit 20min
 
 A decoder learns Python's own sources byte by byte, or a convolutional network the direction of stripes. Data comes from
 a DataLoader with workers; all sides see the same samples from the same weights. Sides advance by turns, `--block` steps
 each, and a side's clock runs only in its own turns, waiting for data included. What `auto` searches and a bucket size
-takes to tune is counted apart. FOLDER/<task>-<size>-<lab>.json is written after every round. Needs root.
+takes to tune is counted apart. `drop_in` is `DistributedDataParallel(model, plan="auto")`, which measures and plans in
+its first steps; `again` is stock DDP once more, to see what the same thing differs by.
+FOLDER/<task>-<size>-<lab>.json is written after every round. Needs root.
 """
 
 from __future__ import annotations
@@ -35,11 +38,14 @@ from backbeat.lab.setting import Setting
 from backbeat.measure.model.batches import to_device
 from backbeat.measure.model.precision import autocast
 from backbeat.model.files import write
+from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.parallel.preserve import free
 from backbeat.units import parse_duration, parse_rate
 
 HERE = Path(__file__).resolve().parent
 SIDES = ("ddp", "tuned", "fsdp2", "auto")
+OTHERS = ("again", "drop_in")
+"""Sides that only run where they are asked for."""
 COMMUNICATORS = 2
 PREPARE_S = 900.0
 """What building all sides may take at most."""
@@ -130,20 +136,23 @@ class Race:
         self.prepared_s: dict[str, float] = {}
         self.words: dict[str, str] = {}
         built: dict[str, torch.nn.Module] = {}
-        trained, seen, self.prepared_s["auto"] = rig.auto(given["budget_s"])
-        self.words["auto"] = seen.taken.words
+        if "auto" in given["sides"]:
+            # First, in ranks that have trained nothing.
+            built["auto"], seen, self.prepared_s["auto"] = rig.auto(given["budget_s"])
+            self.words["auto"] = seen.taken.words
         for name in given["sides"]:
             began = time.monotonic()
             if name == "auto":
-                built[name] = trained
                 continue
             if name == "tuned":
                 caps = rig.tuned(sorted({*CAPS_MB, 25}))
                 cap = int(min(caps, key=lambda one: caps[one]))
                 self.words[name] = f"{cap} MiB"
                 built[name] = ddp(rig.copy(), cap)
-            elif name == "ddp":
+            elif name in ("ddp", "again"):
                 built[name] = ddp(rig.copy())
+            elif name == "drop_in":
+                built[name] = DistributedDataParallel(rig.copy(), plan="auto")
             else:
                 built[name] = rig.fsdp2(rig.copy())
             self.prepared_s[name] = time.monotonic() - began
@@ -214,7 +223,8 @@ def run(given: argparse.Namespace) -> None:
         record |= session.ask("describe", 60)[0]
         session.ask("call", PREPARE_S, function="to_loss:prepare", arguments=arguments)
         round_s = 0.0
-        while not round_s or time.monotonic() + round_s < ends:
+        steps = 0
+        while not round_s or (time.monotonic() + round_s < ends and steps < given.steps):
             began = time.monotonic()
             asked = {"function": "to_loss:advance", "arguments": {"steps": given.block}}
             record["sides"] = session.ask("call", max(10 * round_s, PREPARE_S), **asked)[0]
@@ -252,13 +262,14 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="of each loader")
     parser.add_argument("--block", type=int, default=10, help="steps of one turn")
     parser.add_argument("--window", type=int, default=20, help="steps that a loss is averaged over")
+    parser.add_argument("--steps", type=int, default=10**6, help="of each side, at most")
     parser.add_argument("--budget", default="50s", help="of `auto`")
     parser.add_argument("--limit", default="10min", help="begin no round but the first that would pass it")
     given = parser.parse_args(arguments)
     given.sides = given.sides.split(",")
-    unknown = [side for side in given.sides if side not in SIDES]
+    unknown = [side for side in given.sides if side not in SIDES + OTHERS]
     if unknown:
-        raise InputError(f"{unknown[0]!r} is no side: there are {', '.join(SIDES)}")
+        raise InputError(f"{unknown[0]!r} is no side: there are {', '.join(SIDES + OTHERS)}")
     model_of(given.task, given.size)
     given.bandwidth = parse_rate(given.bandwidth)
     for option in ("budget", "limit"):

@@ -75,7 +75,8 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if self._spreads is not None and all(hook is not _spread for hook, _ in self._comm_hooks):
             count, reduce_dtype = self._spreads
             set_nccl_launch_order(self.process_group, self.device)
-            self.register_comm_hook((Communicators(self.process_group, self.device, count), reduce_dtype), _spread)
+            opened = Communicators(self.process_group, self.device, count)
+            self.register_comm_hook((opened, reduce_dtype), _spread)
 
     def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None, **_: Any) -> None:
         """Updates stay in `step()`, as where no bucket of the plan is compressed."""
