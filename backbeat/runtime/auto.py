@@ -19,11 +19,14 @@ import torch
 from backbeat.comm.agreement import share, total
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
+from backbeat.measure.network.calibration import calibrate
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.model.files import decode, encode
+from backbeat.planners import plan as make_plan
 from backbeat.runtime.reduce.partition import BUCKET_BYTES, Partition, plan_partition
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.timing import TimedStep, median
+from backbeat.simulate import predict
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -39,10 +42,10 @@ DRIFT_FLOOR = 0.02
 WORTH_TELLING = 0.03
 """Units are mentioned where they are predicted to save more than this share of an iteration."""
 WATCH_EVERY = 200
-CALIBRATE_S = (0.25, 2.0)
+CALIBRATE_S = (0.2, 2.0)
 """Training stands still while the network is measured: so long at least and at most."""
-CALIBRATE_STEPS = 3.0
-"""And for as long as so many iterations: 0.6 % of the first 500."""
+CALIBRATE_STEPS = 2.0
+"""And for as long as so many iterations: 0.4 % of the first 500."""
 CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20, BUCKET_BYTES, 64 * 2**20)
 """Up to DDP's own buckets, and beyond what any latency shows in."""
 
@@ -291,8 +294,6 @@ class Tuner:
         if self._network is not None and self._given:
             fits = self._network.workers == communicators.size
             return self._network if fits else self._network.at(workers=communicators.size)
-        from backbeat.measure.network.calibration import calibrate
-
         wanted = self._communicators or 2
         counts = tuple(sorted({1, communicators.allowed(wanted)}))
         self._network = calibrate(
@@ -310,8 +311,6 @@ class Tuner:
         """Rank 0's plan as text, or what went wrong."""
         if self._reducer.communicators.rank != 0:
             return None
-        from backbeat.planners import plan as make_plan
-
         try:
             limit = self._reducer.communicators.limit
             wanted = min(self._communicators, limit) if self._communicators else (None if limit > 1 else 1)
@@ -327,8 +326,6 @@ class Tuner:
         """
         if self._reducer.communicators.rank != 0:
             return
-        from backbeat.planners import plan as make_plan
-
         bare = msgspec.structs.replace(profile, update_s=0.0)
         try:
             now, units = (make_plan(bare, network, strategy).predicted for strategy in ("ddp", "zero2"))
@@ -345,8 +342,6 @@ class Tuner:
 
     def _present_plan(self, profile: Profile, network: Network) -> Plan:
         """The buckets that run now as a plan, with their prediction."""
-        from backbeat.simulate import predict
-
         names, partition = self._reducer.managed.names, self._reducer.partition
         plan = Plan(
             strategy=partition.strategy,
