@@ -94,10 +94,11 @@ def save(plan: Plan, path: str) -> None:
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest of the model's class and of its parameters: names, shapes, dtypes, and which are trained."""
-    parameters = model.named_parameters()
-    lines = [f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}" for name, one in parameters]
-    return digest([type(model).__name__, *lines])
+    """A digest of the model's modules, by name and class, and of its parameters and buffers: names, shapes, dtypes, and
+    which are trained."""
+    modules = [f"{name} {type(one).__name__}" for name, one in model.named_modules()]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return digest([*modules, *(f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}" for name, one in tensors)])
 
 
 def digest(lines: list[str]) -> str:

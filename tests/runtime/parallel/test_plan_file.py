@@ -9,10 +9,11 @@ from unittest import mock
 import msgspec
 import pytest
 from test_candidates import candidate
+from torch import nn
 
 from backbeat.errors import InputError
 from backbeat.runtime.parallel.apply_plan import is_stock
-from backbeat.runtime.parallel.plan_file import kept_plan, save, with_note
+from backbeat.runtime.parallel.plan_file import kept_plan, model_digest, save, with_note
 
 NOW: dict[str, Any] = {"ranks": 2, "model": "ab", "batch": "cd", "network": "gloo", "message_s": 1e-3}
 
@@ -31,6 +32,22 @@ def test_read_again(path: str) -> None:
     given = with_note(plan, {**NOW, "message_s": None})
     save(given, path)
     assert kept_plan(path, NOW)[1] == ""
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU()),
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.ReLU()),
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GELU()),
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).double(), nn.ReLU()),
+        nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.BatchNorm1d(4), nn.ReLU()),
+    ],
+    ids=["norm", "buffers", "activation", "dtype", "frozen"],
+)
+def test_models_with_the_same_names_and_shapes_are_told_apart(other: nn.Module) -> None:
+    one, same = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(2))
+    assert model_digest(one) == model_digest(same) != model_digest(other)
 
 
 @pytest.mark.parametrize(
