@@ -118,6 +118,14 @@ def test_errors_and_auto_against_the_best_of_stock_and_tuned(
     assert "two kept: auto keeps up, 1.000 times as fast as tuned" in out
     assert "two slower: auto is slower, 0.833 times as fast as tuned" in out
     assert "buckets: 6 cases: median 8.3%" in out
+    # Without the profile what was predicted then counts.
+    (tmp_path / "profiles" / "p.json.gz").unlink()
+    for case in cases[:2]:
+        for one in case["sides"]:
+            one |= {"predicted_s": 2 * predicted_s, "bound_s": predicted_s}
+    (tmp_path / "two.json").write_text(json.dumps(record))
+    errors.show(tmp_path)
+    assert "buckets: 6 cases: median 83.3%" in capsys.readouterr().out
     # What repeats within 25 % is not slower for 20 %.
     found = [
         {"lab": "l", "model": "m", "side": name, "measured_s": seconds, "repeat": 0.25}

@@ -64,7 +64,8 @@ def rows(folder: Path, record: dict[str, Any]) -> Iterator[Row]:
     for case in record["cases"]:
         if "error" in case:
             continue
-        profile = Profile.load(folder / "profiles" / f"{case['profile']}.json.gz")
+        file = folder / "profiles" / f"{case['profile']}.json.gz"
+        profile = Profile.load(file) if file.exists() else None
         network = msgspec.convert(case["network"], Network)
         for side in case["sides"]:
             if not side["turns_s"]:
@@ -86,12 +87,12 @@ def predict_side(profile: Profile, network: Network, plan: Plan) -> Prediction:
     return predict(profile, network, plan, reduction=REDUCTIONS["torch-ddp"] if plan.strategy == "ddp" else None)
 
 
-def _predicted(side: dict[str, Any], profile: Profile, network: Network) -> Row:
-    """Anew from the plan; as it was where the side had a profile of its own."""
+def _predicted(side: dict[str, Any], profile: Profile | None, network: Network) -> Row:
+    """Anew from the plan; as it was where the side had a profile of its own, or none was kept."""
     if "plan" not in side:
         return {"kind": "", "predicted_s": None, "bound_s": None}
     kind = kind_of(side["plan"])
-    if kind == "memory":
+    if kind == "memory" or profile is None:
         return {"kind": kind, "predicted_s": side.get("predicted_s"), "bound_s": side.get("bound_s")}
     try:
         found = predict_side(profile, network, msgspec.convert(side["plan"], Plan))
