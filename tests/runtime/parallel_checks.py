@@ -25,10 +25,11 @@ from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network
 from backbeat.runtime import DistributedDataParallel, fully_shard, parallelize
-from backbeat.runtime.parallel import candidates, plan_file, prepare, trials
+from backbeat.runtime.parallel import candidates, plan_file, prepare, step_slowdown, trials
 from backbeat.runtime.parallel.candidates import Candidate
 from backbeat.runtime.parallel.rank_store import RankStore
 from backbeat.runtime.parallel.request import ParallelRequest
+from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
 from backbeat.runtime.parallel.trials import ExampleStep, try_plan
 from backbeat.runtime.reduce import failures
 
@@ -125,6 +126,28 @@ def auto_leaves_everything_as_it_was(ctx: Context) -> str:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert len(set(gathered(ctx, (taken.plan, taken.words)))) == 1
     return taken.words
+
+
+@check
+def a_slowdown_is_the_same_on_all_ranks(ctx: Context) -> str:
+    model = ctx.build(Chain)
+    world: Any = dist.group.WORLD
+    ranks = RankStore(Communicators(world, ctx.device, 1))
+    quick = Network(name="quick", workers=ctx.size, all_reduce=CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-9))
+    found = measure_step_slowdown(model, example(ctx), ranks, quick, 0.02, 0.1)
+    assert found is not None
+    assert found.matmul >= 1
+    assert set(gathered(ctx, found)) == {found}
+
+    # A rank that has no room for a copy: there is none on any.
+    def no_room(model: nn.Module) -> nn.Module:
+        if ctx.rank == 1:
+            raise torch.OutOfMemoryError("no room")
+        return copy.deepcopy(model)
+
+    with mock.patch.object(step_slowdown, "copy_of", no_room):
+        assert measure_step_slowdown(model, example(ctx), ranks, quick, 0.02, 0.1) is None
+    return f"{found.matmul:.2f}"
 
 
 @check

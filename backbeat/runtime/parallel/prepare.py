@@ -45,6 +45,7 @@ from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, m
 from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state, without_original
 from backbeat.runtime.parallel.rank_store import RankStore, asked_alike
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
+from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
 from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
 from backbeat.simulate.stragglers import between_ranks
 
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from backbeat.measure.model.training_step import Loss
 
 BUDGET_S = 50.0
-CALIBRATE_SHARE, PROFILE_SHARE = 0.12, 0.2
+CALIBRATE_SHARE, SLOWDOWN_SHARE, PROFILE_SHARE = 0.12, 0.06, 0.2
 """Of the budget; trials have the rest."""
 
 
@@ -283,7 +284,7 @@ class ParallelSearch:
             return self.network if self.network.workers == size else self.network.at(workers=size)
         self._say("measuring the network")
         links = self.ranks.communicators
-        return calibrate(
+        network = calibrate(
             group=links.process_group,
             device=links.device,
             budget_s=self.budget_s * CALIBRATE_SHARE,
@@ -296,9 +297,12 @@ class ParallelSearch:
             ),
             communicators=tuple(sorted({1, links.allowed(2)})),
             sharded=True,
-            slowdown=links.device.type == "cuda",
             brief=True,
         )
+        self._say("timing steps beside communication")
+        step_s, limit_s = max(profile.forward_s + profile.backward_s, 1e-4), self.budget_s * SLOWDOWN_SHARE
+        slowdown = measure_step_slowdown(self.model, self.example, self.ranks, network, step_s, limit_s)
+        return msgspec.structs.replace(network, slowdown=slowdown)
 
     def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> list[Candidate]:
         """Rank 0's candidates, each with a note of what it was made for."""

@@ -1,0 +1,110 @@
+"""How much longer this job's own step takes beside communication.
+
+Steps of a copy of the model run alone and beside all-reduces in a row, by turns, on every rank at once. What slows them
+counts wherever it is: multiprocessors and memory that collectives use, and the host's cores.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+from typing import TYPE_CHECKING
+
+import torch
+
+from backbeat.measure.model.training_step import where_raised
+from backbeat.measure.network.beside_compute import message_bytes
+from backbeat.model import Slowdown
+from backbeat.runtime.parallel.preserve import copy_of, free
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from backbeat.measure.model.training_step import Training
+    from backbeat.model import Network
+    from backbeat.runtime.parallel.rank_store import RankStore
+    from backbeat.runtime.parallel.trials import ExampleStep
+
+_WARMUP = 2
+_SAMPLE_S = 0.03
+"""Short steps are timed several at once."""
+_COVERED = 1.5
+"""All-reduces last for this many times what the steps take alone."""
+_LEAST_PAIRS, _MOST_PAIRS = 3, 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairs:
+    """What is timed: `steps` steps alone, then as many beside `messages` all-reduces, `count` times over."""
+
+    count: int
+    steps: int
+    messages: int
+
+    @classmethod
+    def within(cls, limit_s: float, step_s: float, message_s: float) -> Pairs:
+        """
+        >>> Pairs.within(3.0, 0.1, 0.02)
+        Pairs(count=9, steps=1, messages=9)
+        >>> Pairs.within(1.0, 0.5, 0.01).count, Pairs.within(3.0, 0.001, 0.01).steps
+        (3, 30)
+        """
+        steps = max(1, math.ceil(_SAMPLE_S / step_s))
+        messages = 1 + math.ceil(_COVERED * steps * step_s / max(message_s, 1e-5))
+        fitting = int(limit_s / (steps * step_s + messages * message_s))
+        return cls(count=min(max(fitting, _LEAST_PAIRS), _MOST_PAIRS), steps=steps, messages=messages)
+
+
+def measure_step_slowdown(
+    model: nn.Module, example: ExampleStep, ranks: RankStore, network: Network, step_s: float, limit_s: float
+) -> Slowdown | None:
+    """The same on every rank, which all call it; None where some rank cannot train another copy.
+
+    `step_s` is what a step takes alone.
+    """
+    seconds_of = network.all_reduce.curve.at
+    size = ranks.first(message_bytes(seconds_of))
+    pairs = Pairs(**ranks.first(asdict(Pairs.within(limit_s, step_s, seconds_of(size)))))
+    error: str | None = None
+    ratios: list[float] = []
+    try:
+        copied = copy_of(model)
+        timed = _Timed(example.training(copied, example.make_optimizer(copied)), ranks)
+        timed.seconds(_WARMUP)
+        message = torch.zeros(size // 4, device=ranks.device)
+    except Exception as raised:
+        error = where_raised(raised)
+    while ranks.failure(error) is None and len(ratios) < pairs.count:
+        try:
+            alone = timed.seconds(pairs.steps)
+            ratios.append(timed.seconds(pairs.steps, [message] * pairs.messages) / alone)
+        except Exception as raised:
+            error = where_raised(raised)
+    copied = timed = None  # type: ignore[assignment]
+    free(ranks.device)
+    if len(ratios) < pairs.count:
+        return None
+    factor = max(mean(ranks.every(median(ratios))), 1.0)
+    return Slowdown(matmul=factor, attention=factor, memory=factor)
+
+
+class _Timed:
+    """Steps of one model."""
+
+    def __init__(self, training: Training, ranks: RankStore) -> None:
+        self.training, self.ranks = training, ranks
+
+    def seconds(self, steps: int, messages: Sequence[torch.Tensor] = ()) -> float:
+        """From the beginning of the first step to the end of the last, while these are reduced."""
+        clock = self.training.clock
+        clock.reserve(5 * steps)
+        self.ranks.line_up()
+        sent = [self.ranks.communicators[0].all_reduce(one) for one in messages]
+        marks = [self.training.iterate() for _ in range(steps)]
+        for one in sent:
+            one.wait()
+        clock.synchronize()
+        return clock.between(marks[0].begin, marks[-1].end)

@@ -1,0 +1,18 @@
+"""What is timed to see how much longer a step takes beside communication."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backbeat.runtime.parallel.step_slowdown import Pairs
+
+seconds = st.floats(1e-5, 10.0)
+
+
+@given(limit_s=st.floats(0.1, 10.0), step_s=seconds, message_s=seconds)
+def test_all_reduces_outlast_the_steps_beside_them(limit_s: float, step_s: float, message_s: float) -> None:
+    pairs = Pairs.within(limit_s, step_s, message_s)
+    assert pairs.messages * message_s > 1.4 * pairs.steps * step_s
+    assert pairs.steps * step_s >= 0.0299
+    assert 3 <= pairs.count <= 9
