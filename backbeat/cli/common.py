@@ -1,4 +1,4 @@
-"""What several verbs share: arguments, completion, and where output goes."""
+"""What several verbs share: reading what they were given, and where output goes."""
 
 from __future__ import annotations
 
@@ -6,101 +6,20 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
 from rich.console import Console
 
 from backbeat.errors import InputError, MissingPartError
-from backbeat.model import Network, Profile
-from backbeat.model.files import bundled
-from backbeat.model.reduction import REDUCTIONS
-from backbeat.planners import STRATEGIES
+from backbeat.model import Network
 from backbeat.units import parse_bytes, parse_workers, printable
 
 _FEWEST_BYTES = 2**16
 """Sizes below this are believed only with a unit."""
-
-
-def _profile_names(incomplete: str) -> list[str]:
-    return _starting(incomplete, bundled(Profile))
-
-
-def _network_names(incomplete: str) -> list[str]:
-    return _starting(incomplete, bundled(Network))
-
-
-def bundled_names(incomplete: str) -> list[str]:
-    return [*_network_names(incomplete), *_profile_names(incomplete)]
-
-
-def strategy_names(incomplete: str) -> list[str]:
-    return _starting(incomplete, STRATEGIES)
-
-
-def _framework_names(incomplete: str) -> list[str]:
-    return _starting(incomplete, REDUCTIONS)
-
-
-def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
-
-
-ProfileArgument = Annotated[
-    str,
-    typer.Argument(metavar="PROFILE", help="A profile file, or a bundled name.", autocompletion=_profile_names),
-]
-NetworkArgument = Annotated[
-    str,
-    typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=_network_names),
-]
-StrategyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--strategy", "-s", help=f"Comma-separated, of {', '.join(STRATEGIES)}.", autocompletion=strategy_names
-    ),
-]
-LabStrategyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--strategy", "-s", help="Comma-separated, like wfbp,ddp:5MB,random:8,best/2.", autocompletion=strategy_names
-    ),
-]
-FrameworkOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--framework",
-        help=f"What the job runs today, comma-separated, of {', '.join(REDUCTIONS)}.",
-        autocompletion=_framework_names,
-    ),
-]
-OneCountOption = Annotated[
-    str | None, typer.Option("--workers", "-n", help="One number, like 64. Default: the network's own.")
-]
-PlanFilesOption = Annotated[list[str] | None, typer.Option("--plan", help="Plan files to compare, comma-separated.")]
-TraceFilesOption = Annotated[
-    list[str] | None, typer.Option("--trace", help="Kineto traces of the real job, comma-separated.")
-]
-AccumulationOption = Annotated[int | None, typer.Option(help="Micro-batches per iteration.")]
-CommunicatorsOption = Annotated[int | None, typer.Option(help="Communicators to use (for best: at most).")]
-BucketOption = Annotated[str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")]
-AcrossOption = Annotated[
-    str | None,
-    typer.Option(help="What joins the nodes, where NETWORK was measured inside one: a network file or a bundled name."),
-]
-LinksOption = Annotated[
-    int, typer.Option("--nics-per-node", help="Links that each node has to what --across names.", min=1)
-]
-ReduceOption = Annotated[
-    str | None, typer.Option("--reduce-dtype", help="Send fp32 gradients as bf16 or fp16, two bytes each.")
-]
-PriceOption = Annotated[str | None, typer.Option(help="Money for one GPU-hour, like 2.5/gpu-h.")]
-EpochOption = Annotated[int | None, typer.Option(help="Samples of one epoch, to price it.", min=1)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the same content as JSON.")]
 
 
 def one_count(text: str) -> int:

@@ -9,7 +9,8 @@ import msgspec
 import typer
 
 from backbeat import api
-from backbeat.cli.common import JsonOption, check_page, console, print_json, say
+from backbeat.cli import options
+from backbeat.cli.common import check_page, console, print_json, say
 from backbeat.cli.plan import plan
 from backbeat.cli.predict import predict
 from backbeat.cli.predict_output import Asked, content
@@ -29,7 +30,7 @@ STRATEGIES = ("ddp", "best")
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan is written.")] = Path("plan.json"),
     page: Annotated[Path, typer.Option("--report", help="Where the report is written.")] = Path("report.html"),
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Predict how ResNet-50 scales to 2048 GPUs and a Llama on AWS to 512, plan the best schedule, and report on it."""
     check_page(page)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from backbeat.cli.common import JsonOption, LabStrategyOption, _profile_names, console, print_json, prose, say, split
+from backbeat.cli import options
+from backbeat.cli.common import console, print_json, prose, say, split
 from backbeat.errors import InputError
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
@@ -28,7 +29,7 @@ _SECONDS_EACH = 5.0
 def lab(
     profile: Annotated[
         str | None,
-        typer.Option(help="The profile to replay: a file, or a bundled name.", autocompletion=_profile_names),
+        typer.Option(help="The profile to replay: a file, or a bundled name.", autocompletion=options.profile_names),
     ] = None,
     nodes: Annotated[int, typer.Option(help="How many nodes.")] = 2,
     bandwidth: Annotated[str, typer.Option(help="Of every node's link, like 10gbit.")] = "1gbit",
@@ -37,7 +38,15 @@ def lab(
     inside: Annotated[
         str | None, typer.Option(help="Of each rank's link inside its node, like 25gbit, where a node has several.")
     ] = None,
-    strategy: LabStrategyOption = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="Comma-separated, like wfbp,ddp:5MB,random:8,best/2.",
+            autocompletion=options.strategy_names,
+        ),
+    ] = None,
     communicators: Annotated[
         str | None, typer.Option(help="Numbers of communicators to try with each strategy.")
     ] = None,
@@ -76,7 +85,7 @@ def lab(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write everything measured here, every iteration included.")
     ] = None,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Build N nodes with shaped links on this machine, replay a profile under each strategy, compare with prediction.
 

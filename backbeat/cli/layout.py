@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from backbeat.cli.common import AcrossOption, JsonOption, LinksOption, NetworkArgument
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from rich.console import Console
-
-    from backbeat.layouts import LayoutPrediction
-    from backbeat.model import Network
-
-FRAMEWORK_NAMES = (
-    "megatron, megatron-tp-overlap, megatron-deepep, megatron-no-overlap, megatron-2021, megatron-deepspeed, nanotron, "
-    "deepspeed, torchtitan"
+from backbeat import layouts
+from backbeat.cli import options
+from backbeat.cli.common import check_page, console, load_network, print_json, prose
+from backbeat.cli.report import write_page
+from backbeat.errors import InputError
+from backbeat.layouts import LayoutPrediction, transformer
+from backbeat.layouts.conventions import CONVENTIONS
+from backbeat.model import Network
+from backbeat.report.framework_flags import flag_lines, megatron_flags
+from backbeat.report.layout_page import layout_content, layout_report
+from backbeat.report.layout_tables import (
+    answer,
+    breakdown_table,
+    cheapest,
+    compared,
+    drawn_batch,
+    memory_table,
+    nothing_fits,
+    ranked_table,
+    stage_lines,
 )
+from backbeat.units import counted, format_seconds, parse_workers
 
 
 def layout(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A Hugging Face config.json, or a bundled name like llama-3-70b.")
     ],
-    cluster: NetworkArgument,
+    cluster: options.Network,
     gpus: Annotated[str | None, typer.Option(help="64; or 64,128 or 64..512 to compare the best of each.")] = None,
     global_batch: Annotated[int, typer.Option(help="Sequences of one step, over all GPUs.", min=1)] = 512,
     sequence: Annotated[int, typer.Option(help="Tokens of one sequence.", min=1)] = 4096,
@@ -39,7 +49,7 @@ def layout(
     ] = None,
     accelerator: Annotated[str | None, typer.Option(help="The GPUs, like h100. Default: the network's own.")] = None,
     precision: Annotated[str, typer.Option(help="Of the matrix products: bf16, fp16 or fp8.")] = "bf16",
-    framework: Annotated[str, typer.Option(help=f"Whose overlap and kernels: {FRAMEWORK_NAMES}.")] = "megatron",
+    framework: Annotated[str, typer.Option(help=f"Whose overlap and kernels: {', '.join(CONVENTIONS)}.")] = "megatron",
     zero: Annotated[str, typer.Option(help="ZeRO stages to try, comma-separated.")] = "1",
     imbalance: Annotated[
         float, typer.Option(help="Tokens of the busiest expert rank over the average.", min=1.0)
@@ -60,21 +70,15 @@ def layout(
     ] = None,
     family: Annotated[str, typer.Option(help="With --layout: events, or closed-form.")] = "events",
     most: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
-    across: AcrossOption = None,
-    nics_per_node: LinksOption = 1,
+    across: options.Across = None,
+    nics_per_node: options.Links = 1,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write a page instead, like layout.html."),
     ] = None,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Rank the layouts of a language model on a cluster, or show one in full."""
-    from backbeat import layouts
-    from backbeat.cli.common import check_page, console, load_network, print_json, prose
-    from backbeat.errors import InputError
-    from backbeat.report.layout_tables import answer, cheapest, compared, drawn_batch, nothing_fits, ranked_table
-    from backbeat.units import parse_workers
-
     if output is not None:
         check_page(output)
     network = load_network(cluster, across, nics_per_node)
@@ -128,8 +132,6 @@ def layout(
 
 
 def _one(text: str, counts: list[int]) -> int:
-    from backbeat.errors import InputError
-
     if len(counts) > 1:
         raise InputError(f"--gpus {text} with --layout: one layout has one number of GPUs; leave --gpus out")
     return counts[0]
@@ -140,8 +142,6 @@ def slow_ranks(texts: list[str], per_node: int) -> dict[int, float]:
     >>> slow_ranks(["rank=5,slowdown=1.2", "slowdown=2,node=1"], 2)
     {5: 1.2, 2: 2.0, 3: 2.0}
     """
-    from backbeat.errors import InputError
-
     found: dict[int, float] = {}
     for text in texts:
         parts = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
@@ -156,8 +156,6 @@ def slow_ranks(texts: list[str], per_node: int) -> dict[int, float]:
 
 
 def _stages(zero: str) -> tuple[int, ...]:
-    from backbeat.errors import InputError
-
     if not zero or any(part.strip() not in ("0", "1", "2", "3") for part in zero.split(",")):
         raise InputError(f"--zero {zero}: ZeRO stages are 0, 1, 2 and 3, like --zero 1,3")
     return tuple(int(part) for part in zero.split(","))
@@ -171,36 +169,17 @@ def _write(
     job: dict[str, Any],
     zero: tuple[int, ...] = (1,),
 ) -> None:
-    from backbeat.cli.common import say
-    from backbeat.layouts import transformer
-    from backbeat.model import files
-    from backbeat.report.layout_page import layout_content, layout_report
-    from backbeat.report.page import MOST_BYTES
-    from backbeat.units import format_bytes
-
     content = {count: layout_content(model, network, count, found, job, zero) for count, found in ranked.items()}
-    page = layout_report(content, f"{transformer(model).name} on {network.name}").encode()
-    if len(page) > MOST_BYTES:
-        say(f"note: the page is {format_bytes(len(page))}; fewer numbers of GPUs or a smaller --most make it smaller")
-    files.write(output, page)
-    say(f"wrote {output} ({format_bytes(len(page))})")
+    page = layout_report(content, f"{transformer(model).name} on {network.name}")
+    write_page(output, page, "fewer numbers of GPUs or a smaller --most")
 
 
 def _print_flags(out: Console, model: str, found: LayoutPrediction, framework: str) -> None:
-    from backbeat.cli.common import prose
-    from backbeat.layouts import transformer
-    from backbeat.report.framework_flags import flag_lines, megatron_flags
-    from backbeat.units import counted
-
     if flags := megatron_flags(transformer(model), found.layout, found.job, framework):
         prose(out, f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}")
 
 
 def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framework: str) -> None:
-    from backbeat.cli.common import console, prose
-    from backbeat.report.layout_tables import answer, breakdown_table, memory_table, stage_lines
-    from backbeat.units import format_seconds
-
     out = console()
     out.print(breakdown_table(found))
     out.print(memory_table(found))

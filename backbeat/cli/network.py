@@ -9,7 +9,8 @@ from typing import Annotated, Any, get_args
 import typer
 from msgspec.structs import replace
 
-from backbeat.cli.common import JsonOption, console, print_json, prose, say, split
+from backbeat.cli import options
+from backbeat.cli.common import console, print_json, prose, say, split
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.cost.fabric import Kind
 from backbeat.cost.protocols import INFINIBAND_HOP_S, NicLatency
@@ -78,7 +79,7 @@ def network(
     ] = None,
     name: Annotated[str | None, typer.Option(help="The network's name; the file's by default.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The network file to write.")] = None,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Describe a cluster that you cannot measure. From specifications: --gpus-per-node, --inside, --nic and
     --nics-per-node. From measurements, also other people's: --inside and --across with files. Or from both: --inside

@@ -14,26 +14,8 @@ from rich.console import Console
 
 from backbeat.api import plan as make_plan
 from backbeat.api import predict
-from backbeat.cli.common import (
-    AccumulationOption,
-    AcrossOption,
-    BucketOption,
-    CommunicatorsOption,
-    JsonOption,
-    LinksOption,
-    NetworkArgument,
-    OneCountOption,
-    ProfileArgument,
-    ReduceOption,
-    console,
-    load_network,
-    one_count,
-    print_json,
-    prose,
-    say,
-    size,
-    strategy_names,
-)
+from backbeat.cli import options
+from backbeat.cli.common import console, load_network, one_count, print_json, prose, say, size
 from backbeat.cli.predict_output import caveats
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
@@ -56,22 +38,22 @@ from backbeat.units import counted, format_bytes, format_seconds, parse_duration
 
 
 def plan(
-    profile: ProfileArgument,
-    network: NetworkArgument,
-    workers: OneCountOption = None,
+    profile: options.Profile,
+    network: options.Network,
+    workers: options.OneCount = None,
     strategy: Annotated[
         str | None,
         typer.Option(
             "--strategy",
             "-s",
             help=f"One of {', '.join(STRATEGIES)}. Default: best; with --density compressed.",
-            autocompletion=strategy_names,
+            autocompletion=options.strategy_names,
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here.")] = None,
-    accumulation: AccumulationOption = None,
-    communicators: CommunicatorsOption = None,
-    bucket: BucketOption = None,
+    accumulation: options.Accumulation = None,
+    communicators: options.Communicators = None,
+    bucket: options.Bucket = None,
     budget: Annotated[str | None, typer.Option(help="Stop improving after this long, like 2s (best only).")] = None,
     memory: Annotated[
         str | None,
@@ -91,19 +73,19 @@ def plan(
         str | None,
         typer.Option(help="Where residuals of compressed buckets live: device or host. Default: device if it fits."),
     ] = None,
-    reduce_dtype: ReduceOption = None,
+    reduce_dtype: options.ReduceDtype = None,
     torch: Annotated[
         str | None, typer.Option(help="What a sharded plan will run on, like 2.13. Default: what torch 2.6 has.")
     ] = None,
-    across: AcrossOption = None,
-    nics_per_node: LinksOption = 1,
+    across: options.Across = None,
+    nics_per_node: options.Links = 1,
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="How far the batch can grow within --memory, and what that gives.")
     ] = False,
     other_batch: Annotated[
         str | None, typer.Option(help="With --max-batch: a second profile of the model, at another batch size.")
     ] = None,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Choose which gradients travel together, in which order and on which communicator, and what memory is spent on."""
     memory_bytes = size("--memory", memory) if memory is not None else None

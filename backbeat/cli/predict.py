@@ -9,29 +9,8 @@ import typer
 from msgspec.structs import replace
 
 from backbeat.api import predict as predict_sent
-from backbeat.cli.common import (
-    AccumulationOption,
-    AcrossOption,
-    BucketOption,
-    CommunicatorsOption,
-    EpochOption,
-    FrameworkOption,
-    JsonOption,
-    LinksOption,
-    NetworkArgument,
-    PlanFilesOption,
-    PriceOption,
-    ProfileArgument,
-    ReduceOption,
-    StrategyOption,
-    console,
-    load_network,
-    plan_options,
-    print_json,
-    say,
-    size,
-    split,
-)
+from backbeat.cli import options
+from backbeat.cli.common import console, load_network, plan_options, print_json, say, size, split
 from backbeat.cli.predict_output import Asked, Schedule, content, curves_of, show
 from backbeat.cli.predict_sharded import is_sharded, sharded_headline, sharded_strategies, show_sharded, ways_of
 from backbeat.errors import InputError
@@ -46,33 +25,33 @@ from backbeat.units import parse_price, parse_workers
 
 
 def predict(
-    profile: ProfileArgument,
-    network: NetworkArgument,
+    profile: options.Profile,
+    network: options.Network,
     workers: Annotated[
         str | None,
         typer.Option("--workers", "-n", help="64, 4..2048 (doubling) or 8,16,48. Default: the network's own."),
     ] = None,
-    strategy: StrategyOption = None,
-    framework: FrameworkOption = None,
-    plan: PlanFilesOption = None,
-    accumulation: AccumulationOption = None,
+    strategy: options.Strategies = None,
+    framework: options.Frameworks = None,
+    plan: options.PlanFiles = None,
+    accumulation: options.Accumulation = None,
     global_batch: Annotated[
         int | None, typer.Option(help="Strong scaling: this many samples per iteration over all workers.")
     ] = None,
     other_batch: Annotated[
         str | None, typer.Option(help="With --global-batch: a second profile of the model, at another batch size.")
     ] = None,
-    communicators: CommunicatorsOption = None,
-    bucket: BucketOption = None,
-    reduce_dtype: ReduceOption = None,
-    price: PriceOption = None,
-    epoch_samples: EpochOption = None,
+    communicators: options.Communicators = None,
+    bucket: options.Bucket = None,
+    reduce_dtype: options.ReduceDtype = None,
+    price: options.Price = None,
+    epoch_samples: options.EpochSamples = None,
     samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = 1_000_000,
-    across: AcrossOption = None,
-    nics_per_node: LinksOption = 1,
+    across: options.Across = None,
+    nics_per_node: options.Links = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve: scaling.png, .svg, .pdf or .html.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="Every strategy in a row, with every figure.")] = False,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """Predict how the job scales, what limits it and what it costs, and say what to do."""
     one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)

@@ -3,138 +3,103 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from backbeat.cli.common import (
-    AcrossOption,
-    EpochOption,
-    LinksOption,
-    NetworkArgument,
-    PlanFilesOption,
-    PriceOption,
-    ProfileArgument,
-    ReduceOption,
-    StrategyOption,
-    TraceFilesOption,
-    check_page,
-    load_network,
-    plan_options,
-    say,
-    size,
-    split,
-)
-from backbeat.model import Plan, Profile, files
-from backbeat.report import redact as redact_names
+from backbeat.cli import options
+from backbeat.cli.common import check_page, load_network, plan_options, say, size, split
+from backbeat.model import Network, Plan, Profile, files
 from backbeat.report.measured import read_lab, read_trace
 from backbeat.report.page import MOST_BYTES, PageSettings
 from backbeat.report.page import report as make_page
+from backbeat.report.redact import redacted
 from backbeat.report.study import Study, curve_workers, study
 from backbeat.units import format_bytes, parse_price, parse_workers
 
-LabOption = Annotated[
-    list[str] | None, typer.Option("--lab", help="Results that `backbeat lab -o` wrote, comma-separated.")
-]
-RedactOption = Annotated[bool, typer.Option("--redact", help="Leave out model, parameter, file and host names.")]
-
 
 def report(
-    profile: ProfileArgument,
-    network: NetworkArgument,
+    profile: options.Profile,
+    network: options.Network,
     workers: Annotated[
         str | None,
         typer.Option("--workers", "-n", help="64 (a curve from 4 to it), 4..2048 or 8,16,48. Default: the network's."),
     ] = None,
-    strategy: StrategyOption = None,
-    plan: PlanFilesOption = None,
-    lab: LabOption = None,
-    trace: TraceFilesOption = None,
-    reduce_dtype: ReduceOption = None,
-    price: PriceOption = None,
-    epoch_samples: EpochOption = None,
+    strategy: options.Strategies = None,
+    plan: options.PlanFiles = None,
+    lab: options.LabFiles = None,
+    trace: options.TraceFiles = None,
+    reduce_dtype: options.ReduceDtype = None,
+    price: options.Price = None,
+    epoch_samples: options.EpochSamples = None,
     samples: Annotated[
         int | None, typer.Option(help="Samples of the run to price. Default: what stock DDP does in a day.", min=1)
     ] = None,
-    across: AcrossOption = None,
-    nics_per_node: LinksOption = 1,
+    across: options.Across = None,
+    nics_per_node: options.Links = 1,
     memory_budget: Annotated[str | None, typer.Option(help="Device memory to stay within, like 80GB.")] = None,
-    redact: RedactOption = False,
+    redact: options.Redact = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML file that says how the job scales, what limits it, what to do and what that is worth."""
     check_page(output)
-    budget = size("--memory-budget", memory_budget) if memory_budget is not None else None
+    plans = split(plan)
     made = gather(
-        profile,
-        network,
+        Profile.load(profile),
+        load_network(network, across, nics_per_node),
         workers,
-        split(strategy),
-        split(plan),
-        split(lab),
-        split(trace),
+        plans=plans,
+        labs=split(lab),
+        traces=split(trace),
         redact=redact,
-        across=across,
-        nics_per_node=nics_per_node,
+        strategies=split(strategy) or None,
+        memory_budget=size("--memory-budget", memory_budget) if memory_budget is not None else None,
         reduce_dtype=reduce_dtype,
-        memory_budget=budget,
     )
     settings = PageSettings(
         samples=samples,
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
-        memory_budget=budget,
         profile_argument="PROFILE" if redact else profile,
         network_argument="NETWORK" if redact else network,
         plan_options=() if redact else tuple(plan_options(across, nics_per_node, reduce_dtype)),
-        plan_files={} if redact else {plan_label(path, Plan.load(path)): path for path in split(plan)},
+        plan_files={} if redact else {plan_label(path, Plan.load(path)): path for path in plans},
     )
-    page = make_page(made, settings).encode()
-    if len(page) > MOST_BYTES:
-        say(f"note: the report is {format_bytes(len(page))}; fewer strategies or plans make it smaller")
-    files.write(output, page)
-    say(f"wrote {output} ({format_bytes(len(page))})")
+    write_page(output, make_page(made, settings), "fewer strategies or plans")
 
 
 def gather(
-    profile: str,
-    network: str,
+    profile: Profile,
+    network: Network,
     workers: str | None,
-    strategies: list[str],
+    *,
     plans: list[str],
     labs: list[str],
     traces: list[str],
-    *,
-    redact: bool = False,
+    redact: bool,
     curve: bool = True,
-    across: str | None = None,
-    nics_per_node: int = 1,
-    reduce_dtype: str | None = None,
-    memory_budget: int | None = None,
+    **chosen: Any,
 ) -> Study:
-    """Read everything that was named, and predict; without `curve` at the last number of workers only."""
-    one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
-    asked = parse_workers(workers) if workers is not None else [cluster.workers]
+    """Read everything that was named, and study it with these options of `study`; without `curve` at the last number
+    of workers only."""
+    asked = parse_workers(workers) if workers is not None else [network.workers]
     counts = curve_workers(asked) if curve else [asked[-1]]
     loaded = {plan_label(path, made): made for path in plans for made in [Plan.load(path)]}
-    measured = [row for path in labs for row in read_lab(path, one)]
+    measured = [row for path in labs for row in read_lab(path, profile)]
     measured += [row for path in traces for row in read_trace(path)]
     if redact:
-        loaded, measured = redact_names.redacted_plans(loaded, one), redact_names.redacted_measured(measured, one)
-        one, cluster = redact_names.redacted_profile(one), redact_names.redacted_network(cluster)
-    chosen = strategies or ([] if plans and not curve else None)
-    return study(
-        one,
-        cluster,
-        counts,
-        strategies=chosen,
-        plans=loaded,
-        measured=measured,
-        sweep=curve,
-        memory_budget=memory_budget,
-        reduce_dtype=reduce_dtype,
-    )
+        profile, network, loaded, measured = redacted(profile, network, loaded, measured)
+    return study(profile, network, counts, plans=loaded, measured=measured, sweep=curve, **chosen)
 
 
 def plan_label(path: str, plan: Plan) -> str:
     return f"{plan.strategy} ({Path(path).name})"
+
+
+def write_page(output: Path, page: str, fewer: str) -> None:
+    """`fewer` says what would make it smaller."""
+    raw = page.encode()
+    if len(raw) > MOST_BYTES:
+        say(f"note: the page is {format_bytes(len(raw))}; {fewer} make it smaller")
+    files.write(output, raw)
+    say(f"wrote {output} ({format_bytes(len(raw))})")

@@ -7,47 +7,38 @@ from typing import Annotated
 
 import typer
 
-from backbeat.cli.common import (
-    NetworkArgument,
-    OneCountOption,
-    PlanFilesOption,
-    ProfileArgument,
-    StrategyOption,
-    TraceFilesOption,
-    one_count,
-    say,
-    split,
-)
-from backbeat.cli.report import LabOption, RedactOption, gather
-from backbeat.model import files
+from backbeat.cli import options
+from backbeat.cli.common import one_count, say, split
+from backbeat.cli.report import gather
+from backbeat.model import Network, Profile, files
 from backbeat.report import perfetto
 from backbeat.report.study import STOCK
 
 
 def trace(
-    profile: ProfileArgument,
-    network: NetworkArgument,
-    workers: OneCountOption = None,
-    strategy: StrategyOption = None,
-    plan: PlanFilesOption = None,
-    lab: LabOption = None,
-    kineto: TraceFilesOption = None,
-    redact: RedactOption = False,
+    profile: options.Profile,
+    network: options.Network,
+    workers: options.OneCount = None,
+    strategy: options.Strategies = None,
+    plan: options.PlanFiles = None,
+    lab: options.LabFiles = None,
+    kineto: options.TraceFiles = None,
+    redact: options.Redact = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
 ) -> None:
     """Write predicted iterations, and measured ones beside them, as a trace for ui.perfetto.dev or chrome://tracing."""
-    strategies, plans = split(strategy), split(plan)
-    chosen = strategies or ([] if plans else [STOCK, "best"])
+    plans = split(plan)
+    chosen = split(strategy) or ([] if plans else [STOCK, "best"])
     made = gather(
-        profile,
-        network,
+        Profile.load(profile),
+        Network.load(network),
         str(one_count(workers)) if workers is not None else None,
-        chosen,
-        plans,
-        split(lab),
-        split(kineto),
+        plans=plans,
+        labs=split(lab),
+        traces=split(kineto),
         redact=redact,
         curve=False,
+        strategies=chosen,
     )
     # The study adds stock DDP to compare with; a trace holds what was asked for.
     iterations = made.iterations(label for label in made.curves if label != STOCK or STOCK in chosen)

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from backbeat.cli.common import JsonOption, bundled_names, console, print_json, prose
+from backbeat.cli import options
+from backbeat.cli.common import console, print_json, prose
 from backbeat.cli.network import row_at
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile, Source
@@ -23,9 +24,9 @@ _SHOWN = 256
 def zoo(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="One of them, in full.", autocompletion=bundled_names),
+        typer.Argument(metavar="NAME", help="One of them, in full.", autocompletion=options.bundled_names),
     ] = None,
-    json: JsonOption = False,
+    json: options.Json = False,
 ) -> None:
     """List the bundled models with their variants, and the networks; or one by its NAME, with where its figures come
     from."""

@@ -35,7 +35,6 @@ class PageSettings:
     """The run to price; without it, what stock DDP does in a day."""
     price: float | None = None
     epoch_samples: int | None = None
-    memory_budget: int | None = None
     profile_argument: str = "PROFILE"
     network_argument: str = "NETWORK"
     """As given on the command line, for the commands that the report advises."""
@@ -102,7 +101,7 @@ def _page(study: Study, settings: PageSettings, bars: int) -> str:
     from backbeat import __version__
 
     answered = _answer(study, settings)
-    parts = sections(study, samples=settings.samples or 1_000_000, memory_budget=settings.memory_budget)
+    parts = sections(study, samples=settings.samples or 1_000_000)
     drawings = {part.anchor: [drawing for _, drawing in part.views] for part in parts if part.views}
     shown = timeline_parts(timelines(study, most=bars))
     pair = _pair(list(shown), study)

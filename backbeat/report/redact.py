@@ -1,12 +1,12 @@
-"""A study without names: model, parameters, hosts and files, for reports that leave the house."""
+"""What a report is made of, without names: model, parameters, hosts and files, for reports that leave the house."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.model import Network, Plan, Profile, Source, Span
 from backbeat.planners import STRATEGIES
@@ -14,45 +14,28 @@ from backbeat.report.measured import Measured
 from backbeat.simulate.sharded_units import innermost, repeated
 
 
-def redacted_profile(profile: Profile) -> Profile:
-    """Sizes and times stay; every name becomes a number: gradients in ready order, blocks in the order of forward."""
-    blocks, gradients = _block_names(profile), _gradient_names(profile)
-    return msgspec.structs.replace(
+def redacted(
+    profile: Profile, network: Network, plans: Mapping[str, Plan], measured: Sequence[Measured]
+) -> tuple[Profile, Network, dict[str, Plan], list[Measured]]:
+    """Sizes and times stay; every name becomes a number: gradients in ready order, blocks in the order of forward,
+    plans and what was measured as they are listed."""
+    blocks = _block_names(profile)
+    gradients = _gradient_names(profile, blocks)
+    unnamed = replace(
         profile,
         name="profile",
         model="model",
-        gradients=tuple(
-            msgspec.structs.replace(gradient, name=gradients[gradient.name]) for gradient in profile.gradients
-        ),
-        blocks=tuple(msgspec.structs.replace(block, name=blocks[block.name]) for block in profile.blocks),
+        gradients=tuple(replace(gradient, name=gradients[gradient.name]) for gradient in profile.gradients),
+        blocks=tuple(replace(block, name=blocks[block.name]) for block in profile.blocks),
         source=_method(profile),
         notes=(),
     )
-
-
-def redacted_network(network: Network) -> Network:
-    return msgspec.structs.replace(network, name="network", source=_method(network), notes=())
-
-
-def redacted_plans(plans: Mapping[str, Plan], profile: Profile) -> dict[str, Plan]:
-    """Plans of the profile as it was, for the redacted one; labels become numbers."""
-    names = _gradient_names(profile)
-    found = {}
-    for number, plan in enumerate(plans.values(), start=1):
-        plan.need_buckets("a redacted report")
-        plan.check(profile)
-        found[f"plan {number}"] = msgspec.structs.replace(
-            plan,
-            model="model",
-            strategy=plan.strategy if plan.strategy in STRATEGIES else "custom",
-            buckets=tuple(
-                msgspec.structs.replace(bucket, gradients=tuple(names[name] for name in bucket.gradients))
-                for bucket in plan.buckets
-            ),
-            predicted=None,
-            notes=(),
-        )
-    return found
+    return (
+        unnamed,
+        replace(network, name="network", source=_method(network), notes=()),
+        {f"plan {number}": _plan(plan, profile, gradients) for number, plan in enumerate(plans.values(), start=1)},
+        [_measured(one, number, gradients) for number, one in enumerate(measured, start=1)],
+    )
 
 
 def _block_names(profile: Profile) -> dict[str, str]:
@@ -65,9 +48,8 @@ def _block_names(profile: Profile) -> dict[str, str]:
     }
 
 
-def _gradient_names(profile: Profile) -> dict[str, str]:
+def _gradient_names(profile: Profile, blocks: Mapping[str, str]) -> dict[str, str]:
     """A gradient stays its block's."""
-    blocks = _block_names(profile)
     names = {}
     for index, gradient in enumerate(profile.gradients):
         owner = innermost(gradient.name, blocks)
@@ -80,22 +62,31 @@ def _method(document: Profile | Network) -> object:
     return Source(method=document.source.method) if isinstance(document.source, Source) else None
 
 
-def redacted_measured(measured: Sequence[Measured], profile: Profile) -> list[Measured]:
-    """Labels of plans become numbers unless they are a strategy's; buckets are named by their gradients' numbers."""
-    names = _gradient_names(profile)
-    found = []
-    for number, one in enumerate(measured, start=1):
-        strategy = one.label.partition("/")[0].partition(":")[0]
-        found.append(
-            replace(
-                one,
-                label=one.label if strategy in STRATEGIES else f"{one.origin} {number}",
-                buckets=tuple(tuple(names[name] for name in bucket) for bucket in one.buckets),
-                measured_spans=_unnamed(one.measured_spans),
-                predicted_spans=_unnamed(one.predicted_spans),
-            )
-        )
-    return found
+def _plan(plan: Plan, profile: Profile, names: Mapping[str, str]) -> Plan:
+    plan.need_buckets("a redacted report")
+    plan.check(profile)
+    return replace(
+        plan,
+        model="model",
+        strategy=plan.strategy if plan.strategy in STRATEGIES else "custom",
+        buckets=tuple(
+            replace(bucket, gradients=tuple(names[name] for name in bucket.gradients)) for bucket in plan.buckets
+        ),
+        predicted=None,
+        notes=(),
+    )
+
+
+def _measured(one: Measured, number: int, names: Mapping[str, str]) -> Measured:
+    """A strategy's label stays; buckets are named by their gradients' numbers."""
+    strategy = one.label.partition("/")[0].partition(":")[0]
+    return dataclasses.replace(
+        one,
+        label=one.label if strategy in STRATEGIES else f"{one.origin} {number}",
+        buckets=tuple(tuple(names[name] for name in bucket) for bucket in one.buckets),
+        measured_spans=_unnamed(one.measured_spans),
+        predicted_spans=_unnamed(one.predicted_spans),
+    )
 
 
 def _unnamed(spans: tuple[Span, ...]) -> tuple[Span, ...]:

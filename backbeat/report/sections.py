@@ -46,17 +46,17 @@ class Section:
     """The page itself composes the drawing, from timelines that are chosen."""
 
 
-def sections(study: Study, *, samples: int, memory_budget: int | None = None) -> list[Section]:
+def sections(study: Study, *, samples: int) -> list[Section]:
     possible = [
         scaling_section(study, samples),
         ways_section(study),
-        step_memory_section(study, memory_budget),
+        step_memory_section(study),
         timeline_section(study),
         exposed_section(study),
         measured_section(study),
         gradients_section(study),
         cost_section(study),
-        memory_section(study, memory_budget),
+        memory_section(study),
     ]
     return [section for section in possible if section is not None]
 
@@ -185,8 +185,8 @@ def ways_section(study: Study) -> Section | None:
     )
 
 
-def step_memory_section(study: Study, budget: int | None) -> Section | None:
-    found = step_memories(study, budget)
+def step_memory_section(study: Study) -> Section | None:
+    found = step_memories(study)
     if not found:
         return None
     summary = " ".join(
@@ -208,7 +208,7 @@ def step_memory_section(study: Study, budget: int | None) -> Section | None:
     )
 
 
-def step_memories(study: Study, budget: int | None = None) -> list[StepMemory]:
+def step_memories(study: Study) -> list[StepMemory]:
     """Of every sharded way, the fastest first, in no more corners than can be looked at."""
     network = study.network.at(workers=study.top)
 
@@ -216,7 +216,7 @@ def step_memories(study: Study, budget: int | None = None) -> list[StepMemory]:
         if way.plan is None:
             return None
         levels = memory_levels(study.profile, network, way.plan, micro_batches=study.profile.accumulation)
-        limit = budget or (way.fit.device_bytes if way.fit is not None else None)
+        limit = study.memory_budget or (way.fit.device_bytes if way.fit is not None else None)
         return figures.step_memory(way.label, levels, limit) if levels else None
 
     sharded = sorted((way for way in study.ways if way.sharded), key=lambda way: way.prediction.iteration_s)
@@ -336,7 +336,8 @@ def cost_section(study: Study) -> Section:
     )
 
 
-def memory_section(study: Study, budget: int | None) -> Section | None:
+def memory_section(study: Study) -> Section | None:
+    budget = study.memory_budget
     if study.profile.memory is None:
         return None
     data = figures.memory_use(study.profile.memory, budget)

@@ -43,6 +43,8 @@ class Study:
     ways: tuple[Way, ...] = ()
     """DDP, FSDP, HSDP, … at the last number of workers."""
     measured: tuple[Measured, ...] = ()
+    memory_budget: int | None = None
+    """Bytes of the device to stay within, in place of what it has."""
     reduce_dtype: str | None = None
     """What fp32 gradients are sent in, where that is something else; the profile has them as they are sent."""
 
@@ -106,55 +108,34 @@ def study(
     network: Network,
     workers: Sequence[int],
     *,
-    strategies: Sequence[str] | None = None,
+    strategies: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
     plans: Mapping[str, Plan] | None = None,
     measured: Sequence[Measured] = (),
     sweep: bool = True,
     memory_budget: int | None = None,
     reduce_dtype: str | None = None,
 ) -> Study:
-    """Stock DDP is always among the strategies, for everything is compared with it. Without `strategies` they are
-    `STRATEGIES`, and `fsdp` where stock DDP does not fit the device. With `reduce_dtype` fp32 gradients are sent in two
-    bytes each, the study's profile has them so, and nothing that shards is compared."""
+    """`strategies` are names, or what to propose with by label, anew at each number of workers; without them
+    `STRATEGIES`, and `fsdp` where stock DDP does not fit the device. Stock DDP is always among them, for everything is
+    compared with it. `plans` are followed as they are. `sweep` tries DDP's bucket sizes, and the sharded planner among
+    the ways, too.
+
+    With `reduce_dtype` fp32 gradients are sent in two bytes each, and the study's profile has them so. DDP closes its
+    buckets by what they have on the device, and nothing that shards is compared.
+    """
     if not workers:
         raise InputError("a report needs a number of workers: give --workers 64 or 4..64")
+    workers = sorted(set(workers))
     if strategies is None:
         strategies = [*STRATEGIES, *(instead_of_ddp(profile, memory_budget) if reduce_dtype is None else ())]
-    asked = {name: {"strategy": name} for name in (STOCK, *strategies)}
+    if not isinstance(strategies, Mapping):
+        strategies = {name: {"strategy": name} for name in strategies}
+    asked = {STOCK: {"strategy": STOCK}, **strategies}
     for name in asked if reduce_dtype is not None else ():
         if name.partition(":")[0] in SHARDED or name == "compressed":
             raise InputError(
                 f"reduce_dtype is {reduce_dtype!r}, but a report does not have {name!r} with it: leave one of them out"
             )
-    return labelled_study(
-        profile,
-        network,
-        tuple(sorted(set(workers))),
-        asked,
-        plans or {},
-        measured=measured,
-        sweep=sweep,
-        memory_budget=memory_budget,
-        reduce_dtype=reduce_dtype,
-    )
-
-
-def labelled_study(
-    profile: Profile,
-    network: Network,
-    workers: tuple[int, ...],
-    asked: Mapping[str, Mapping[str, Any]],
-    plans: Mapping[str, Plan],
-    *,
-    measured: Sequence[Measured] = (),
-    sweep: bool = True,
-    memory_budget: int | None = None,
-    reduce_dtype: str | None = None,
-) -> Study:
-    """`asked` has what to propose with for each label, STOCK among them, anew at each number of workers; `plans` are
-    followed as they are. `sweep` tries DDP's bucket sizes, and the sharded planner among the ways, too. With
-    `reduce_dtype` gradients are sent in fewer bytes than they have on the device: DDP closes its buckets by the latter,
-    and no ways are found."""
     on_device = profile
     if reduce_dtype is not None:
         profile = profile.with_reduce_dtype(reduce_dtype)
@@ -166,7 +147,7 @@ def labelled_study(
         made = [propose(bucketed, one, **options) for one in moved]
         curves[label] = tuple(predict(profile, one, plan) for one, plan in zip(moved, made, strict=True))
         last[label] = made[-1]
-    for label, plan in plans.items():
+    for label, plan in (plans or {}).items():
         free = _free(label, curves)
         curves[free] = tuple(predict(profile, one, plan) for one in moved)
         last[free] = plan
@@ -176,7 +157,7 @@ def labelled_study(
     return Study(
         profile=profile,
         network=network,
-        workers=workers,
+        workers=tuple(workers),
         curves=curves,
         plans=last,
         buckets=bucket_sweep(profile, moved[-1], on_device) if sweep else (),
@@ -185,6 +166,7 @@ def labelled_study(
         },
         ways=find_ways(profile, moved[-1], weighed, budget_bytes=memory_budget),
         measured=tuple(measured),
+        memory_budget=memory_budget,
         reduce_dtype=reduce_dtype,
     )
 

@@ -18,7 +18,7 @@ from backbeat.report.answer import answer
 from backbeat.report.draw_timeline import timeline_parts
 from backbeat.report.page import PageSettings, command_line, timelines
 from backbeat.report.sections import step_memories
-from backbeat.report.study import STOCK, Study, instead_of_ddp, labelled_study
+from backbeat.report.study import STOCK, Study, instead_of_ddp, study
 from backbeat.report.tables import format_number
 from backbeat.report.ways import chosen_way, way_headline, way_sentences
 from backbeat.report.whatif_inputs import read_state, scaled_network
@@ -83,9 +83,9 @@ def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     if state.batch not in (None, original.batch_size):
         profile = replace(at_batch(original, state.batch, sibling(original)), memory=None)
     network = scaled_network(library.network(state.network), bandwidth=state.bandwidth, latency=state.latency)
-    counts = tuple(parse_workers(f"{min(4, state.workers)}..{state.workers}"))
+    counts = parse_workers(f"{min(4, state.workers)}..{state.workers}")
     many = f", {state.communicators} communicators" if state.communicators > 1 else ""
-    asked: dict[str, dict[str, Any]] = {STOCK: {"strategy": STOCK}}
+    asked: dict[str, dict[str, Any]] = {}
     if state.bucket:
         asked[f"ddp, {state.bucket} MiB"] = {"strategy": STOCK, "bucket_bytes": state.bucket * 2**20}
     asked[f"optimal{many}"] = {"strategy": "optimal", "communicators": state.communicators}
@@ -95,47 +95,47 @@ def study_of(state: State, library: Library, *, thorough: bool) -> Study:
         # Searching at every number of workers would take seconds: the plan for the last one is followed down the curve.
         last = network.at(workers=counts[-1])
         plans[f"best for {counts[-1]}"] = propose(profile, last, "best", communicators=max(state.communicators, 2))
-    return labelled_study(profile, network, counts, asked, plans, sweep=thorough, memory_budget=_budget(state))
+    return study(profile, network, counts, strategies=asked, plans=plans, sweep=thorough, memory_budget=_budget(state))
 
 
 def respond(state: State, library: Library, *, thorough: bool = False) -> dict[str, Any]:
     """What the page shows for a state."""
     original = library.profile(state.profile)
-    study = study_of(state, library, thorough=thorough)
-    words = answer(study, way_command=partial(_plan_command, state, library))
-    best = study.best
-    shown = timelines(study, most=200)
-    memories = step_memories(study, _budget(state))
-    taken = chosen_way(study.ways)
+    found = study_of(state, library, thorough=thorough)
+    words = answer(found, way_command=partial(_plan_command, state, library))
+    best = found.best
+    shown = timelines(found, most=200)
+    memories = step_memories(found)
+    taken = chosen_way(found.ways)
     drawings = {
-        "scaling": draw.scaling(figures.scaling(study.curves)),
-        "exposed": draw.exposed(figures.exposed(study.at_top)),
+        "scaling": draw.scaling(figures.scaling(found.curves)),
+        "exposed": draw.exposed(figures.exposed(found.at_top)),
     }
     # At another batch size than the profile's, memory is not known.
-    if study.profile.memory is not None:
-        drawings["memory"] = draw.memory_use(figures.memory_use(study.profile.memory, _budget(state)))
-    if study.ways:
-        drawings["sharding"] = draw_sharded.way_bars(figures.way_bars(study.ways))
+    if found.profile.memory is not None:
+        drawings["memory"] = draw.memory_use(figures.memory_use(found.profile.memory, found.memory_budget))
+    if found.ways:
+        drawings["sharding"] = draw_sharded.way_bars(figures.way_bars(found.ways))
     return {
         "answer": asdict(words),
         "tiles": [
-            [f"{best.scaling_factor:.1%}", "of perfect scaling", f"stock DDP {study.stock.scaling_factor:.1%}"],
+            [f"{best.scaling_factor:.1%}", "of perfect scaling", f"stock DDP {found.stock.scaling_factor:.1%}"],
             [format_seconds(best.iteration_s), "per iteration", f"alone {format_seconds(best.single_s)}"],
-            [format_number(best.samples_per_s), "samples a second", f"with {study.best_label}"],
+            [format_number(best.samples_per_s), "samples a second", f"with {found.best_label}"],
             [format_seconds(best.exposed_s), "lost in each iteration", f"limited by {best.bottleneck}"],
         ],
         "figures": drawings,
         "timelines": timeline_parts(shown),
-        "ways": " ".join([way_headline(study.ways), *way_sentences(study.ways)]) if study.ways else "",
+        "ways": " ".join([way_headline(found.ways), *way_sentences(found.ways)]) if found.ways else "",
         "memories": {one.label: draw_sharded.step_memory(one) for one in memories},
         "way": taken.label if taken is not None and taken.sharded else memories[0].label if memories else "",
-        "pair": [STOCK, study.best_label if study.best_label != STOCK else shown[-1].label],
+        "pair": [STOCK, found.best_label if found.best_label != STOCK else shown[-1].label],
         "curves": {
             label: [[point.workers, point.iteration_s, point.scaling_factor] for point in curve]
-            for label, curve in study.curves.items()
+            for label, curve in found.curves.items()
         },
-        "readings": readings(study),
-        "notes": [*words.caveats, *(note for note in study.profile.notes if note not in original.notes)],
+        "readings": readings(found),
+        "notes": [*words.caveats, *(note for note in found.profile.notes if note not in original.notes)],
         "thorough": thorough,
     }
 

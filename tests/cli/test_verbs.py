@@ -11,8 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 import backbeat as bb
-from backbeat.cli.layout import FRAMEWORK_NAMES
-from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import STRATEGIES
 from tests.cli.terminal import WIDE, answer, run
@@ -165,10 +163,6 @@ def test_help_names_every_strategy_and_framework() -> None:
     text = " ".join(run("predict", "--help").stdout.split())
     assert ", ".join(STRATEGIES) in text
     assert ", ".join(REDUCTIONS) in text.replace("- ", "-")
-
-
-def test_help_names_every_framework_of_layouts() -> None:
-    assert ", ".join(CONVENTIONS) == FRAMEWORK_NAMES
 
 
 def test_demo_tells_the_whole_story(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import backbeat as bb
 from backbeat.model import Plan, Span
 from backbeat.report.measured import Measured
 from backbeat.report.page import MOST_BYTES, PageSettings, plotly_source, report, script_json
-from backbeat.report.redact import redacted_measured, redacted_network, redacted_plans, redacted_profile
+from backbeat.report.redact import redacted
 from backbeat.report.study import study
 from tests.problems import affine, make_profile
 from tests.report.hostile import MARKUP, NAMES, hostile_network, hostile_profile
@@ -50,8 +50,9 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    made = study(hostile_profile(), hostile_network(), [4, 8, 64], strategies=["optimal", "best"])
-    return report(made, PageSettings(price=2.5, memory_budget=6 * 10**9, profile_argument=MARKUP))
+    counts, budget = [4, 8, 64], 6 * 10**9
+    made = study(hostile_profile(), hostile_network(), counts, strategies=["optimal", "best"], memory_budget=budget)
+    return report(made, PageSettings(price=2.5, profile_argument=MARKUP))
 
 
 def read(page: str) -> Reader:
@@ -130,14 +131,13 @@ def test_redacted_reports_hold_no_names() -> None:
     profile = msgspec.structs.replace(bb.Profile.load("vgg16-b64-bf16-h200"), notes=("on host secret-host",))
     network = msgspec.structs.replace(bb.Network.load("10gbe"), name="secret-cluster")
     plan = msgspec.structs.replace(bb.plan(profile, network, "optimal"), strategy="secret-strategy")
-    plans = redacted_plans({"secret.json": plan}, profile)
     gradient = profile.gradients[0].name
     times = dict.fromkeys(("iteration_s", "low_s", "high_s", "predicted_s"), 1e-3)
     spans = (Span("communicator 0", gradient, 0.0, 1e-3, 4),)
     ran = Measured(label="secret", origin="lab", workers=2, iterations=9, measured_spans=spans, **times)
-    measured = redacted_measured([ran, replace(ran, predicted_spans=spans, buckets=((gradient,),))], profile)
-    there = redacted_network(network)
-    made = study(redacted_profile(profile), there, [8], strategies=["optimal"], plans=plans, measured=measured)
+    measured = [ran, replace(ran, predicted_spans=spans, buckets=((gradient,),))]
+    one, there, plans, unnamed = redacted(profile, network, {"secret.json": plan}, measured)
+    made = study(one, there, [8], strategies=["optimal"], plans=plans, measured=unnamed)
     assert made.at_top["plan 1"].iteration_s == pytest.approx(bb.predict(profile, network, plan).iteration_s)
     page = report(made).replace(plotly_source(), "")
     assert "lab 2, measured" in page

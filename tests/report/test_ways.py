@@ -175,7 +175,7 @@ def test_memory_over_the_step_stays_within_what_fits(llama: Study) -> None:
             assert one.limit_bytes == way.fit.device_bytes
             totals = [sum(sizes) for sizes in zip(*(sizes for _, sizes in one.kinds), strict=True)]
             assert max(totals) == one.peak_bytes
-    assert all(one.limit_bytes == 10**9 for one in step_memories(llama, 10**9))
+    assert all(one.limit_bytes == 10**9 for one in step_memories(replace(llama, memory_budget=10**9)))
 
 
 def test_the_page_has_both_sections_and_says_which_way_to_take(llama: Study) -> None:

@@ -1,0 +1,74 @@
+"""Arguments and options that several verbs share: `options.Profile` is how each of them takes its profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+import typer
+
+from backbeat import model
+from backbeat.model.files import bundled
+from backbeat.model.reduction import REDUCTIONS
+from backbeat.planners import STRATEGIES
+
+
+def _completed(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    def starting(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return starting
+
+
+profile_names = _completed(lambda: bundled(model.Profile))
+network_names = _completed(lambda: bundled(model.Network))
+bundled_names = _completed(lambda: [*bundled(model.Network), *bundled(model.Profile)])
+strategy_names = _completed(lambda: STRATEGIES)
+
+Profile = Annotated[
+    str,
+    typer.Argument(metavar="PROFILE", help="A profile file, or a bundled name.", autocompletion=profile_names),
+]
+Network = Annotated[
+    str,
+    typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=network_names),
+]
+Strategies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy", "-s", help=f"Comma-separated, of {', '.join(STRATEGIES)}.", autocompletion=strategy_names
+    ),
+]
+OneCount = Annotated[
+    str | None, typer.Option("--workers", "-n", help="One number, like 64. Default: the network's own.")
+]
+PlanFiles = Annotated[list[str] | None, typer.Option("--plan", help="Plan files to compare, comma-separated.")]
+LabFiles = Annotated[
+    list[str] | None, typer.Option("--lab", help="Results that `backbeat lab -o` wrote, comma-separated.")
+]
+TraceFiles = Annotated[
+    list[str] | None, typer.Option("--trace", help="Kineto traces of the real job, comma-separated.")
+]
+Redact = Annotated[bool, typer.Option("--redact", help="Leave out model, parameter, file and host names.")]
+Frameworks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--framework",
+        help=f"What the job runs today, comma-separated, of {', '.join(REDUCTIONS)}.",
+        autocompletion=_completed(lambda: REDUCTIONS),
+    ),
+]
+Accumulation = Annotated[int | None, typer.Option(help="Micro-batches per iteration.")]
+Communicators = Annotated[int | None, typer.Option(help="Communicators to use (for best: at most).")]
+Bucket = Annotated[str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")]
+Across = Annotated[
+    str | None,
+    typer.Option(help="What joins the nodes, where NETWORK was measured inside one: a network file or a bundled name."),
+]
+Links = Annotated[int, typer.Option("--nics-per-node", help="Links that each node has to what --across names.", min=1)]
+ReduceDtype = Annotated[
+    str | None, typer.Option("--reduce-dtype", help="Send fp32 gradients as bf16 or fp16, two bytes each.")
+]
+Price = Annotated[str | None, typer.Option(help="Money for one GPU-hour, like 2.5/gpu-h.")]
+EpochSamples = Annotated[int | None, typer.Option(help="Samples of one epoch, to price it.", min=1)]
+Json = Annotated[bool, typer.Option("--json", help="Print the same content as JSON.")]
