@@ -17,8 +17,8 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
 from backbeat.planners import BUCKETED
-from backbeat.report import plot as plots
-from backbeat.report.figures import scaling
+from backbeat.report.figures import plot as plots
+from backbeat.report.figures.scaling_curve import scaling
 from backbeat.report.study import PLANNED, STOCK, STRATEGIES
 from backbeat.simulate import strong_scaling
 from backbeat.units import parse_price, parse_workers

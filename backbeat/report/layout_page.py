@@ -17,7 +17,7 @@ from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.layouts.layout import Precision
 from backbeat.model import Network
 from backbeat.model.files import bundled
-from backbeat.report.draw_layout import memory_bars, stage_timeline, step_bars
+from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.report.layout_tables import drawn_batch, limit_line, nothing_fits, short
 from backbeat.report.page import asset, environment, plotly_source, script_json
 from backbeat.report.sections import Cell

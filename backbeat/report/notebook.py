@@ -8,8 +8,8 @@ from typing import Any
 
 from backbeat.errors import MissingPartError
 from backbeat.model import Prediction
-from backbeat.report import canvas, draw_timeline, plot
-from backbeat.report.figures import timeline
+from backbeat.report.figures import canvas, plot
+from backbeat.report.figures.timeline import draw_timeline, timeline
 from backbeat.report.tables import format_number, over_bound, scaling_range
 from backbeat.units import counted, format_seconds
 
@@ -39,7 +39,7 @@ def prediction_html(prediction: Prediction) -> str:
 def prediction_figure(prediction: Prediction) -> Any:
     """The iteration as a plotly figure."""
     label = f"{prediction.strategy}, {prediction.workers} workers"
-    return canvas.figure(draw_timeline.timeline(timeline(label, prediction.timeline, most=_MOST_BARS)))
+    return canvas.figure(draw_timeline(timeline(label, prediction.timeline, most=_MOST_BARS)))
 
 
 def _picture(prediction: Prediction) -> str:

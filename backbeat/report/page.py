@@ -14,8 +14,7 @@ import msgspec
 from backbeat.model import Source
 from backbeat.report import perfetto
 from backbeat.report.answer import Answer, answer
-from backbeat.report.draw_timeline import timeline_parts
-from backbeat.report.figures.timeline import Timeline, by_collective, timeline
+from backbeat.report.figures.timeline import Timeline, by_collective, timeline, timeline_parts
 from backbeat.report.running_cost import format_count, tokens_per_s, unit
 from backbeat.report.sections import sections
 from backbeat.report.study import STOCK, Study

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backbeat.report import draw, draw_sharded, figures
-from backbeat.report.canvas import Drawing
-from backbeat.report.figures import StepMemory, Timeline
-from backbeat.report.figures.exposed import PARTS
+from backbeat.report.figures.canvas import Drawing
+from backbeat.report.figures.compared import compared, draw_measured, draw_ways
+from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
+from backbeat.report.figures.exposed import PARTS, draw_exposed, exposed
+from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
+from backbeat.report.figures.memory_use import StepMemory, draw_memory_use, draw_step_memory, memory_use, step_memory
+from backbeat.report.figures.scaling_curve import draw_scaling, scaling
+from backbeat.report.figures.timeline import Timeline
 from backbeat.report.limits import knee_sentence
 from backbeat.report.renting import frontier
 from backbeat.report.study import STOCK, Study
@@ -62,7 +66,7 @@ def sections(study: Study, *, samples: int) -> list[Section]:
 
 
 def scaling_section(study: Study, samples: int) -> Section:
-    data = figures.scaling(study.curves)
+    data = scaling(study.curves)
     curve = study.curves[study.best_label]
     knee = knee_sentence(frontier(study.curves))
     rows = [
@@ -95,8 +99,8 @@ def scaling_section(study: Study, samples: int) -> Section:
         + ". The diamond marks the knee: beyond it, an added GPU brings less than half "
         "of what it could do alone.",
         views=[
-            ("share of perfect", draw.scaling(data)),
-            ("samples a second", draw.scaling(data, view="throughput")),
+            ("share of perfect", draw_scaling(data)),
+            ("samples a second", draw_scaling(data, view="throughput")),
         ],
         tables=[Table("scaling", [*headings, "over bound", "limited by"], rows)],
         note=knee,
@@ -152,7 +156,6 @@ def _buckets_table(timeline: Timeline) -> Table:
 def ways_section(study: Study) -> Section | None:
     if not study.ways:
         return None
-    data = figures.way_bars(study.ways)
     rows = [
         (
             way.label,
@@ -179,7 +182,7 @@ def ways_section(study: Study) -> Section | None:
         "backward. `sharded` is what the planner chooses of all that. The upper bars are the time of one iteration, "
         "the lower ones the highest memory of one GPU, with the device's limit as a line. Of those that fit take the "
         "fastest; where two are within 1 %, the simpler.",
-        views=[("", draw_sharded.way_bars(data))],
+        views=[("", draw_ways(study.ways))],
         tables=[Table("ways", headings, rows)],
         note=words,
     )
@@ -203,7 +206,7 @@ def step_memory_section(study: Study) -> Section | None:
         "the time. Activations pile up in forward and go in backward. Gathered parameters, whole gradients and buffers "
         "come and go unit by unit; without resharding (ZeRO-2) gathered parameters stay until their backward. The "
         "dashed line is what the device has, or the budget.",
-        views=[(one.label, draw_sharded.step_memory(one)) for one in found],
+        views=[(one.label, draw_step_memory(one)) for one in found],
         note=summary,
     )
 
@@ -217,7 +220,7 @@ def step_memories(study: Study) -> list[StepMemory]:
             return None
         levels = memory_levels(study.profile, network, way.plan, micro_batches=study.profile.accumulation)
         limit = study.memory_budget or (way.fit.device_bytes if way.fit is not None else None)
-        return figures.step_memory(way.label, levels, limit) if levels else None
+        return step_memory(way.label, levels, limit) if levels else None
 
     sharded = sorted((way for way in study.ways if way.sharded), key=lambda way: way.prediction.iteration_s)
     return [found for way in sharded if (found := of(way)) is not None]
@@ -226,7 +229,7 @@ def step_memories(study: Study) -> list[StepMemory]:
 def exposed_section(study: Study) -> Section | None:
     if study.top == 1:
         return None
-    data = figures.exposed(study.at_top)
+    data = exposed(study.at_top)
     rows = [
         (
             label,
@@ -247,13 +250,13 @@ def exposed_section(study: Study) -> Section | None:
         "Blue (bandwidth) shrinks with a faster network or fewer bytes, orange (latency) with fewer and larger "
         "messages, purple (waiting) with smaller buckets at the end. Grey is the slowest worker of all: no schedule "
         "changes it.",
-        views=[("", draw.exposed(data))],
+        views=[("", draw_exposed(data))],
         tables=[Table("exposed time", ["strategy", *data.parts, "all", "of one iteration alone"], rows)],
     )
 
 
 def measured_section(study: Study) -> Section | None:
-    pairs = figures.compared(study.measured)
+    pairs = compared(study.measured)
     if not pairs:
         return None
     errors = sorted(abs(one.error) for one in pairs)
@@ -275,14 +278,14 @@ def measured_section(study: Study) -> Section | None:
         f"{errors[len(errors) // 2]:.1%}, the largest {errors[-1]:.1%}.",
         how="The dot is what was measured, with the range of most iterations; the upright tick is what was predicted "
         "before. The closer the two, the more the rest of this report can be trusted for this kind of network.",
-        views=[("", draw.measured(pairs))],
+        views=[("", draw_measured(pairs))],
         tables=[Table("measured", ["plan", "nodes", "measured", "predicted", "error", "iterations"], rows)],
     )
 
 
 def gradients_section(study: Study) -> Section:
     profile = study.profile
-    data = figures.gradient_sizes(profile, study.timeline(study.best_label))
+    data = gradient_sizes(profile, study.timeline(study.best_label))
     largest = sorted(profile.gradients, key=lambda gradient: -gradient.bytes)[:_MOST_ROWS]
     count = len(profile.gradients)
     cut = count - len(largest)
@@ -294,7 +297,7 @@ def gradients_section(study: Study) -> Section:
         how="Each dot is the gradient of one parameter, at the moment backward has finished it. Below, orange is how "
         "many bytes are ready to travel, green how many have arrived. The gap between the two is waiting to be sent; "
         "what green still lacks when backward ends is exposed.",
-        views=[("", draw.gradient_sizes(data))],
+        views=[("", draw_gradient_sizes(data))],
         tables=[
             Table(
                 "gradients",
@@ -311,7 +314,7 @@ def gradients_section(study: Study) -> Section:
 
 
 def cost_section(study: Study) -> Section:
-    data = figures.cost_curve(study.network, study.top)
+    data = cost_curve(study.network, study.top)
     straight = (
         f"On {data.measured_workers} workers an all-reduce takes about {format_seconds(data.latency_s)} plus its bytes "
         f"at {format_bytes(data.bytes_per_s)}/s."
@@ -330,7 +333,7 @@ def cost_section(study: Study) -> Section:
         "small messages cost the same whatever they carry, which is why gradients travel in buckets. The slope on the "
         "right is bandwidth. Lines marked as computed are moved to another number of workers. Where points are "
         "given, the bars below say how far a straight line is from them; predictions follow the points themselves.",
-        views=[("", draw.cost_curve(data))],
+        views=[("", draw_cost_curve(data))],
         tables=[Table("all-reduce", ["bytes", "given", "straight line"], rows)] if rows else [],
         note=straight if rows else f"{straight} This network is given by these two numbers, not by points.",
     )
@@ -340,7 +343,7 @@ def memory_section(study: Study) -> Section | None:
     budget = study.memory_budget
     if study.profile.memory is None:
         return None
-    data = figures.memory_use(study.profile.memory, budget)
+    data = memory_use(study.profile.memory, budget)
     if not data.kinds:
         return None
     more = ""
@@ -356,7 +359,7 @@ def memory_section(study: Study) -> Section | None:
         summary=summary,
         how="What fills the GPU's memory during an iteration, by kind. Workspace is what the peak holds beyond the "
         "kinds that were counted. Under DDP more GPUs do not change it: every worker holds the whole model.",
-        views=[("", draw.memory_use(data))],
+        views=[("", draw_memory_use(data))],
         tables=[Table("memory", ["kind", "bytes"], [(kind, _bytes(size)) for kind, size in data.kinds])],
         note=summary,
     )

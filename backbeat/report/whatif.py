@@ -13,9 +13,13 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.model.files import bundled
 from backbeat.planners import propose
-from backbeat.report import draw, draw_sharded, figures
 from backbeat.report.answer import answer
-from backbeat.report.draw_timeline import timeline_parts
+from backbeat.report.figures.compared import draw_ways
+from backbeat.report.figures.cost_curve import cost_curve
+from backbeat.report.figures.exposed import draw_exposed, exposed
+from backbeat.report.figures.memory_use import draw_memory_use, draw_step_memory, memory_use
+from backbeat.report.figures.scaling_curve import draw_scaling, scaling
+from backbeat.report.figures.timeline import timeline_parts
 from backbeat.report.page import PageSettings, command_line, timelines
 from backbeat.report.sections import step_memories
 from backbeat.report.study import STOCK, Study, instead_of_ddp, study
@@ -108,14 +112,14 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
     memories = step_memories(found)
     taken = chosen_way(found.ways)
     drawings = {
-        "scaling": draw.scaling(figures.scaling(found.curves)),
-        "exposed": draw.exposed(figures.exposed(found.at_top)),
+        "scaling": draw_scaling(scaling(found.curves)),
+        "exposed": draw_exposed(exposed(found.at_top)),
     }
     # At another batch size than the profile's, memory is not known.
     if found.profile.memory is not None:
-        drawings["memory"] = draw.memory_use(figures.memory_use(found.profile.memory, found.memory_budget))
+        drawings["memory"] = draw_memory_use(memory_use(found.profile.memory, found.memory_budget))
     if found.ways:
-        drawings["sharding"] = draw_sharded.way_bars(figures.way_bars(found.ways))
+        drawings["sharding"] = draw_ways(found.ways)
     return {
         "answer": asdict(words),
         "tiles": [
@@ -127,7 +131,7 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
         "figures": drawings,
         "timelines": timeline_parts(shown),
         "ways": " ".join([way_headline(found.ways), *way_sentences(found.ways)]) if found.ways else "",
-        "memories": {one.label: draw_sharded.step_memory(one) for one in memories},
+        "memories": {one.label: draw_step_memory(one) for one in memories},
         "way": taken.label if taken is not None and taken.sharded else memories[0].label if memories else "",
         "pair": [STOCK, found.best_label if found.best_label != STOCK else shown[-1].label],
         "curves": {
@@ -155,7 +159,7 @@ def _budget(state: State) -> int | None:
 
 def readings(study: Study) -> dict[str, str]:
     """What the relative controls come to in absolute terms."""
-    data = figures.cost_curve(study.network, study.top)
+    data = cost_curve(study.network, study.top)
     rate = format_rate(data.bytes_per_s * 8) if data.bytes_per_s != float("inf") else "unlimited"
     return {
         "bandwidth": f"all-reduce at {rate} on {data.measured_workers} workers",

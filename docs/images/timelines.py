@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import backbeat as bb
-from backbeat.report import figures, plot
+from backbeat.report.figures import plot
+from backbeat.report.figures.timeline import timeline
 
 MODEL, NETWORK, WORKERS = "densenet201-b32-bf16-h200", "10gbe", 64
 STRATEGIES = ("ddp", "optimal", "asc-wfbp", "best", "halves")
@@ -19,7 +20,7 @@ def main() -> None:
     profile = bb.Profile.load(MODEL)
     network = bb.Network.load(NETWORK).at(workers=WORKERS)
     results = {strategy: bb.predict(profile, network, strategy) for strategy in STRATEGIES}
-    timelines = {strategy: figures.timeline(strategy, result.timeline) for strategy, result in results.items()}
+    timelines = {strategy: timeline(strategy, result.timeline) for strategy, result in results.items()}
     longest = max(data.end_s for data in timelines.values())
     print(f"{MODEL} on {WORKERS} workers of {NETWORK}: computation alone {profile.single_s * 1e3:.1f} ms")
     for strategy, data in timelines.items():

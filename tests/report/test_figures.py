@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.model import LoadBand, Memory, Span
-from backbeat.report import canvas, draw, draw_timeline, figures
-from backbeat.report.figures.timeline import describe_names
+from backbeat.report.figures import canvas
+from backbeat.report.figures.compared import compared, draw_measured
+from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
+from backbeat.report.figures.exposed import draw_exposed, exposed
+from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
+from backbeat.report.figures.memory_use import draw_memory_use, memory_use
+from backbeat.report.figures.scaling_curve import draw_scaling, scaling
+from backbeat.report.figures.timeline import describe_names, draw_timeline, timeline
 from backbeat.report.measured import Measured
 from backbeat.report.notebook import prediction_figure
 from backbeat.report.study import buckets_of, curve_workers, study
@@ -32,7 +38,7 @@ def measured(**known: float) -> Measured:
 
 def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
     made = study(small(), affine(1e-3, 1e-9), [4, 64, 16], strategies=["optimal"])
-    data = figures.scaling(made.curves)
+    data = scaling(made.curves)
     assert [line.label for line in data.lines] == ["ddp", "optimal"]
     for line, points in zip(data.lines, made.curves.values(), strict=True):
         assert line.workers == [4, 16, 64]
@@ -47,20 +53,20 @@ def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
 
 def test_a_network_with_a_band_draws_it_instead_of_single_iterations() -> None:
     network = affine(1e-3, 1e-9, band=LoadBand(quiet=2.0, busy=0.5))
-    data = figures.scaling(study(small(), network, [1, 4, 64], strategies=[]).curves)
+    data = scaling(study(small(), network, [1, 4, 64], strategies=[]).curves)
     assert data.best.load_band
     alone, *others = data.best.band
     assert alone[1] == alone[2]
     for (_, slow, fast), point in zip(others, data.best.points[1:], strict=True):
         assert slow < point.scaling_factor < fast
     assert data.range_percent[0] <= 100 * min(slow for _, slow, _ in data.best.band)
-    names = [trace["name"] for trace in draw.scaling(data)["data"]]
+    names = [trace["name"] for trace in draw_scaling(data)["data"]]
     assert "ddp: busy to quiet cluster" in names
 
 
 def test_without_iteration_times_there_is_no_band() -> None:
     made = study(make_profile([10**6], [1e-3]), affine(1e-3, 1e-9), [4, 8], strategies=[])
-    assert figures.scaling(made.curves).lines[0].band == []
+    assert scaling(made.curves).lines[0].band == []
 
 
 @given(profiles(), networks(), st.integers(1, 12))
@@ -69,7 +75,7 @@ def test_a_timeline_never_draws_more_than_asked_and_loses_no_bytes(
 ) -> None:
     plan = bb.plan(profile, network, "wfbp")
     result = bb.predict(profile, network, plan)
-    data = figures.timeline("wfbp", result.timeline, buckets_of(plan, profile), most=most)
+    data = timeline("wfbp", result.timeline, buckets_of(plan, profile), most=most)
     assert len(data.transfers) <= most
     assert sum(bar.bytes for bar in data.transfers) == sum(span.bytes for span in result.timeline)
     assert sum(bar.buckets for bar in data.transfers) == len(profile.gradients)
@@ -86,7 +92,7 @@ def test_bars_name_their_gradients_and_buffers_do_not_shift_them() -> None:
         Span("communicator 1", "a … b (2)", 2.0, 3.0, 10),
         Span("communicator 0", "c", 2.0, 4.0, 20),
     ]
-    data = figures.timeline("two", spans, [["a", "b"], ["c"]])
+    data = timeline("two", spans, [["a", "b"], ["c"]])
     assert data.lanes == ("compute", "communicator 0", "communicator 1")
     names = {bar.name: bar for bar in data.bars}
     assert names["a, b"].gradients == 2
@@ -97,13 +103,13 @@ def test_bars_name_their_gradients_and_buffers_do_not_shift_them() -> None:
 
 def test_communicators_are_in_order_of_their_number() -> None:
     spans = [Span(f"communicator {number}", "x", 0.0, 1.0, 1) for number in (10, 2, 0)]
-    assert figures.timeline("", spans).lanes == ("communicator 0", "communicator 2", "communicator 10")
+    assert timeline("", spans).lanes == ("communicator 0", "communicator 2", "communicator 10")
 
 
 @given(profiles(), networks())
 def test_exposed_parts_add_up_to_what_is_exposed(profile: bb.Profile, network: bb.Network) -> None:
     rows = {name: bb.predict(profile, network, name) for name in ("wfbp", "ddp", "optimal")}
-    data = figures.exposed(rows)
+    data = exposed(rows)
     for index, label in enumerate(data.labels):
         total = sum(values[index] for values in data.parts.values())
         assert total == pytest.approx(rows[label].exposed_s, abs=1e-12)
@@ -111,7 +117,7 @@ def test_exposed_parts_add_up_to_what_is_exposed(profile: bb.Profile, network: b
 
 @given(profiles(), st.integers(2, 10))
 def test_gradients_left_out_are_counted(profile: bb.Profile, most: int) -> None:
-    data = figures.gradient_sizes(profile, most=most)
+    data = gradient_sizes(profile, most=most)
     assert len(data.drawn) + data.left_out == len(profile.gradients)
     assert sum(one.bytes for one in data.drawn) + data.left_out_bytes == profile.total_bytes
     ready = [size for _, size in data.ready]
@@ -124,36 +130,36 @@ def test_gradients_left_out_are_counted(profile: bb.Profile, most: int) -> None:
 
 def test_arrived_bytes_reach_the_total() -> None:
     made = study(small(), affine(1e-3, 1e-9), [8], strategies=["optimal"])
-    data = figures.gradient_sizes(small(), made.timeline("optimal"))
+    data = gradient_sizes(small(), made.timeline("optimal"))
     assert data.sent[-1][1] == small().total_bytes
     assert list(data.sent) == sorted(data.sent)
 
 
 def test_cost_curve_shows_measured_points_with_residuals_and_the_moved_line() -> None:
     points = [(1024, 1e-3), (2**20, 2e-3), (2**24, 18e-3)]
-    data = figures.cost_curve(curve(points, workers=8), 64)
+    data = cost_curve(curve(points, workers=8), 64)
     assert data.points == tuple(points)
     assert len(data.residuals) == 3
     assert [workers for workers, _, _ in data.lines] == [8, 64]
     assert all(moved >= own for own, moved in zip(data.lines[0][2], data.lines[1][2], strict=True))
-    straight = figures.cost_curve(affine(1e-3, 1e-9), 8)
+    straight = cost_curve(affine(1e-3, 1e-9), 8)
     assert straight.points == ()
     assert straight.bytes_per_s == pytest.approx(1e9)
     assert len(straight.lines) == 1
-    moved = figures.cost_curve(curve(points, workers=8).at(workers=64), 64)
+    moved = cost_curve(curve(points, workers=8).at(workers=64), 64)
     assert moved == data
 
 
 def test_memory_has_a_workspace_and_a_budget() -> None:
-    data = figures.memory_use(Memory(parameter_bytes=10, gradient_bytes=10, peak_bytes=50), 40)
+    data = memory_use(Memory(parameter_bytes=10, gradient_bytes=10, peak_bytes=50), 40)
     assert data.kinds == (("parameters", 10), ("gradients", 10), ("workspace", 30))
     assert data.fits is False
-    assert figures.memory_use(Memory(parameter_bytes=10)).fits is None
+    assert memory_use(Memory(parameter_bytes=10)).fits is None
 
 
 def test_only_what_was_predicted_and_measured_is_compared() -> None:
     rows = [measured(), measured(predicted_s=1.0), measured(predicted_s=1.0, iteration_s=0.8)]
-    (one,) = figures.compared(rows)
+    (one,) = compared(rows)
     assert one.error == pytest.approx(0.25)
     assert (one.low_s, one.measured_s, one.high_s) == (0.8, 0.8, 0.8)
 
@@ -168,14 +174,14 @@ def test_every_drawing_is_a_plotly_figure() -> None:
     made = study(small(), curve([(1024, 1e-3), (2**20, 2e-3)]), [4, 8, 64], strategies=["optimal", "best"])
     best = made.timeline("best")
     drawings = [
-        draw.scaling(figures.scaling(made.curves)),
-        draw.scaling(figures.scaling(made.curves), view="throughput"),
-        draw_timeline.timeline(best),
-        draw.exposed(figures.exposed(made.at_top)),
-        draw.gradient_sizes(figures.gradient_sizes(small(), best)),
-        draw.cost_curve(figures.cost_curve(made.network, 64)),
-        draw.memory_use(figures.memory_use(Memory(parameter_bytes=10, peak_bytes=20), 15)),
-        draw.measured(figures.compared([measured(predicted_s=1.0, iteration_s=1.1, low_s=1.0, high_s=1.2)])),
+        draw_scaling(scaling(made.curves)),
+        draw_scaling(scaling(made.curves), view="throughput"),
+        draw_timeline(best),
+        draw_exposed(exposed(made.at_top)),
+        draw_gradient_sizes(gradient_sizes(small(), best)),
+        draw_cost_curve(cost_curve(made.network, 64)),
+        draw_memory_use(memory_use(Memory(parameter_bytes=10, peak_bytes=20), 15)),
+        draw_measured(compared([measured(predicted_s=1.0, iteration_s=1.1, low_s=1.0, high_s=1.2)])),
     ]
     for drawing in drawings:
         assert canvas.figure(drawing).data
@@ -190,8 +196,8 @@ def test_shades_are_colours(share: float) -> None:
 
 def test_names_in_drawings_are_escaped() -> None:
     hostile = "<img src=x onerror=alert(1)>"
-    data = figures.timeline(hostile, [Span("communicator 0", hostile, 0.0, 1.0, 1)])
-    assert "<img" not in str(draw_timeline.timeline(data))
+    data = timeline(hostile, [Span("communicator 0", hostile, 0.0, 1.0, 1)])
+    assert "<img" not in str(draw_timeline(data))
 
 
 def test_predictions_show_themselves_in_notebooks() -> None:

@@ -13,7 +13,7 @@ import backbeat as bb
 from backbeat import layouts
 from backbeat.layouts import Layout
 from backbeat.layouts.layout import Recompute
-from backbeat.report.draw_layout import memory_bars, stage_timeline, step_bars
+from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.report.layout_page import (
     HEADINGS,
     LayoutState,

@@ -15,7 +15,8 @@ import backbeat as bb
 from backbeat.cli import app
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model import Topology
-from backbeat.report import figures, plot
+from backbeat.report.figures import plot
+from backbeat.report.figures.scaling_curve import scaling
 from backbeat.report.study import study
 from tests.problems import affine, make_profile
 from tests.report.hostile import MARKUP, hostile_network, hostile_profile
@@ -37,7 +38,7 @@ def processes(trace: Path) -> list[str]:
 def test_images_show_names_as_they_are(tmp_path: Path) -> None:
     made = study(hostile_profile(), hostile_network(), [4, 8, 64], strategies=["optimal"])
     labels = (MARKUP, "$x_1$ \x1b[31m", "_hidden")
-    data = figures.scaling(dict.fromkeys(labels, made.curves["ddp"]))
+    data = scaling(dict.fromkeys(labels, made.curves["ddp"]))
     plot.save_scaling(data, tmp_path / "curve.svg", title=MARKUP)
     shown = [text.strip() for text in ElementTree.parse(tmp_path / "curve.svg").getroot().itertext()]
     assert shown.count(MARKUP) == 2
@@ -51,7 +52,7 @@ def test_a_curve_has_its_lines_band_and_knee() -> None:
     times = tuple(0.018 + 0.0001 * index for index in range(20))
     profile = make_profile([4000, 5 * 10**7], [1e-3, 8e-3], forward=6e-3, iteration_s=times)
     ring = affine(1e-3, 1e-11, topology=Topology(algorithm="ring"))
-    data = figures.scaling(study(profile, ring, [4, 8, 64, 2048], strategies=["optimal"]).curves)
+    data = scaling(study(profile, ring, [4, 8, 64, 2048], strategies=["optimal"]).curves)
     figure = Figure()
     plot.scaling(figure, data)
     axes = figure.axes[0]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from backbeat.model import Network
+from backbeat.report.figures import canvas
+from backbeat.report.figures.canvas import COLOURS, Drawing, axis, curve, dots, drawn, ms
+from backbeat.units import format_bytes, format_seconds
 
 _SMALLEST, _LARGEST, _SAMPLES = 2**10, 2**30, 61
 
@@ -45,4 +49,53 @@ def cost_curve(network: Network, workers: int) -> CostCurve:
             (count, tuple(sizes.tolist()), tuple(base.at(workers=count).all_reduce.curve.time(sizes).tolist()))
             for count in counts
         ),
+    )
+
+
+def draw_cost_curve(data: CostCurve) -> Drawing:
+    def shown(points: Sequence[tuple[float, float]]) -> list[list[str]]:
+        return [[format_bytes(size), format_seconds(seconds)] for size, seconds in points]
+
+    traces = [
+        curve(
+            f"{workers} workers{'' if workers == data.measured_workers else ', computed'}",
+            sizes,
+            ms(seconds),
+            colour,
+            mode="lines",
+            customdata=shown(list(zip(sizes, seconds, strict=True))),
+            hovertemplate="%{customdata[0]} on %{fullData.name}: %{customdata[1]}<extra></extra>",
+        )
+        for (workers, sizes, seconds), colour in zip(data.lines, COLOURS[1:], strict=False)
+    ]
+    xaxis = axis("bytes in one all-reduce", type="log", exponentformat="SI")
+    yaxis = axis("milliseconds", type="log")
+    if not data.points:
+        return drawn(traces, xaxis=xaxis, yaxis=yaxis, height=400)
+    sizes = [size for size, _ in data.points]
+    traces += [
+        dots(
+            f"measured on {data.measured_workers}",
+            sizes,
+            ms([seconds for _, seconds in data.points]),
+            {"color": canvas.ORANGE, "size": 8, "symbol": "circle-open", "line": {"width": 2}},
+            customdata=shown(data.points),
+            hovertemplate="%{customdata[0]}: measured %{customdata[1]}<extra></extra>",
+        ),
+        {
+            "type": "bar",
+            "name": "straight line against measured",
+            "x": sizes,
+            "y": [100 * residual for residual in data.residuals],
+            "marker": {"color": canvas.GREY},
+            "yaxis": "y2",
+            "hovertemplate": "straight line %{y:+.1f} % of measured<extra></extra>",
+        },
+    ]
+    return drawn(
+        traces,
+        xaxis={**xaxis, "anchor": "y2"},
+        yaxis={**yaxis, "domain": [0.4, 1]},
+        yaxis2=axis("residual", domain=[0, 0.3], ticksuffix=" %"),
+        height=520,
     )

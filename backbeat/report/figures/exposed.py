@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from backbeat.model import Prediction
+from backbeat.report.figures import canvas
+from backbeat.report.figures.canvas import Drawing, axis, bar, drawn, ms
+from backbeat.units import format_seconds
 
 PARTS = {
     "bandwidth": "the link is too slow for the bytes",
@@ -17,6 +21,17 @@ PARTS = {
     "gather": "gathering updated parameters",
     "copies": "copying into and out of collectives' buffers",
     "host": "waiting for the host to issue work",
+}
+PART_COLOURS = {
+    "bandwidth": canvas.BLUE,
+    "latency": canvas.ORANGE,
+    "waiting": canvas.PURPLE,
+    "stragglers": canvas.GREY,
+    "buffers": canvas.GREEN,
+    "contention": canvas.ROSE,
+    "gather": "#9a8b2f",
+    "copies": "#4f7f8b",
+    "host": "#5aa9c9",
 }
 
 
@@ -38,4 +53,27 @@ def exposed(predictions: Mapping[str, Prediction]) -> Exposed:
         labels=tuple(predictions),
         parts={name: values for name, values in parts.items() if any(value > 0 for value in values)},
         totals=tuple(row.exposed_s for row in rows),
+    )
+
+
+def draw_exposed(data: Exposed) -> Drawing:
+    labels = [html.escape(label) for label in data.labels]
+    hover = "<b>%{y}</b><br>%{fullData.name}: %{customdata}<extra></extra>"
+    traces = [
+        bar(
+            PARTS[part],
+            labels,
+            ms(values),
+            PART_COLOURS[part],
+            customdata=[format_seconds(seconds) for seconds in values],
+            hovertemplate=hover,
+        )
+        for part, values in data.parts.items()
+    ]
+    return drawn(
+        traces,
+        barmode="stack",
+        xaxis=axis("milliseconds added to each iteration", rangemode="tozero"),
+        yaxis={"type": "category", "autorange": "reversed"},
+        height=190 + 34 * len(labels),
     )

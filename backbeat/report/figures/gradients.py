@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import html
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from backbeat.model import Gradient, Profile
+from backbeat.report.figures import canvas
+from backbeat.report.figures.canvas import Drawing, axis, curve, dots, drawn, mark, ms, upright
 from backbeat.report.figures.timeline import Timeline
+from backbeat.units import format_bytes, format_seconds
 
 MOST_POINTS = 1500
 
@@ -50,3 +55,37 @@ def _arrivals(sent: Timeline) -> tuple[tuple[float, float], ...]:
         return ()
     sums = np.cumsum([float(bar.bytes) for bar in bars]).tolist()
     return ((0.0, 0.0), *((bar.end_s - begins[-1], total) for bar, total in zip(bars, sums, strict=True)))
+
+
+def draw_gradient_sizes(data: GradientSizes) -> Drawing:
+    def bytes_over_time(name: str, points: Sequence[tuple[float, float]], colour: str, did: str) -> Drawing:
+        seconds, sizes = zip(*points, strict=True)
+        stroke = {"color": colour, "width": 2, "shape": "hv"}
+        hover = f"%{{y:.3s}}B {did} after %{{x:.1f}} ms<extra></extra>"
+        return curve(name, ms(seconds), sizes, colour, mode="lines", line=stroke, yaxis="y2", hovertemplate=hover)
+
+    traces = [
+        dots(
+            "one gradient",
+            ms([one.ready_s for one in data.drawn]),
+            [one.bytes for one in data.drawn],
+            {"color": canvas.BLUE, "size": 6, "opacity": 0.7},
+            customdata=[
+                [html.escape(one.name), format_bytes(one.bytes), format_seconds(one.ready_s)] for one in data.drawn
+            ],
+            hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]}, ready after %{customdata[2]}<extra></extra>",
+        ),
+        bytes_over_time("bytes ready", data.ready, canvas.ORANGE, "ready"),
+    ]
+    if data.sent:
+        name = f"bytes arrived with {html.escape(data.sent_label)}"
+        traces.append(bytes_over_time(name, data.sent, canvas.GREEN, "arrived"))
+    return drawn(
+        traces,
+        xaxis=axis("milliseconds from the start of backward", anchor="y2"),
+        yaxis=axis("bytes each", type="log", domain=[0.54, 1], exponentformat="SI"),
+        yaxis2=axis("bytes in all", domain=[0, 0.46], exponentformat="SI"),
+        height=520,
+        shapes=[upright(data.backward_s * 1e3)],
+        annotations=[mark(data.backward_s * 1e3, "backward ends")],
+    )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backbeat.model import Memory
+from backbeat.report.figures import canvas
+from backbeat.report.figures.canvas import COLOURS, Drawing, axis, bar, drawn, mark, ms, translucent, upright
 from backbeat.simulate.sharded_levels import MemoryLevel
+from backbeat.units import format_bytes
 
 SHARDED_KINDS = {
     "parameter": "parameter shards",
@@ -20,6 +24,7 @@ SHARDED_KINDS = {
     "scatter_input": "reduce-scatter inputs",
 }
 """From what is there all the time to what comes and goes; the order in which they are piled up."""
+_KIND_COLOURS = (*COLOURS[1:], canvas.GREY, "#4f7f8b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +84,68 @@ def step_memory(label: str, levels: Sequence[MemoryLevel], limit_bytes: int | No
         peak_s=(highest.start_s + highest.end_s) / 2,
         limit_bytes=limit_bytes,
     )
+
+
+def draw_memory_use(data: MemoryUse) -> Drawing:
+    hover = "<b>%{fullData.name}</b>: %{customdata}<extra></extra>"
+    traces = [
+        bar(kind, ["one worker"], [size / 1e9], colour, customdata=[format_bytes(size)], hovertemplate=hover)
+        for (kind, size), colour in zip(data.kinds, COLOURS[1:], strict=False)
+    ]
+    marks = [(data.peak_bytes, "peak")]
+    if data.budget_bytes is not None:
+        marks.append((data.budget_bytes, "budget"))
+    return drawn(
+        traces,
+        barmode="stack",
+        xaxis=axis("GB", rangemode="tozero"),
+        yaxis={"type": "category"},
+        height=250,
+        margin={"l": 64, "r": 24, "t": 72, "b": 56},
+        legend={"orientation": "h", "x": 0, "y": 1.25, "yanchor": "bottom", "traceorder": "normal"},
+        shapes=[upright(size / 1e9) for size, _ in marks],
+        annotations=[mark(size / 1e9, f"{word} {format_bytes(size)}") for size, word in marks],
+    )
+
+
+def draw_step_memory(data: StepMemory) -> Drawing:
+    """Kinds piled up over time."""
+    traces: list[Drawing] = []
+    times = [round(moment, 3) for moment in ms(data.times_s)]
+    for (words, sizes), colour in zip(data.kinds, _KIND_COLOURS, strict=False):
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "stackgroup": "held",
+                "name": words,
+                "x": times,
+                "y": [round(size / 1e9, 3) for size in sizes],
+                "line": {"width": 0.5, "color": colour},
+                "fillcolor": translucent(colour, 0.75),
+                "hovertemplate": "%{y:.2f} GB",
+            }
+        )
+    # One label for all kinds names the block once.
+    traces[0] |= {"text": [html.escape(where) for where in data.where], "hovertemplate": "%{y:.2f} GB (%{text})"}
+    top = max(data.peak_bytes, data.limit_bytes or 0)
+    shapes, notes = [], [_note(data.peak_s * 1e3, data.peak_bytes, f"peak {format_bytes(data.peak_bytes)}")]
+    if data.limit_bytes is not None:
+        level = data.limit_bytes / 1e9
+        shapes.append(upright(0) | {"xref": "paper", "x0": 0, "x1": 1, "yref": "y", "y0": level, "y1": level})
+        notes.append(
+            _note(0, data.limit_bytes, f"limit {format_bytes(data.limit_bytes)}") | {"xref": "paper", "xanchor": "left"}
+        )
+    return drawn(
+        traces,
+        xaxis=axis("milliseconds from the start of the iteration", rangemode="tozero"),
+        yaxis=axis("GB", range=[0, top / 1e9 * 1.12]),
+        height=460,
+        hovermode="x unified",
+        shapes=shapes,
+        annotations=notes,
+    )
+
+
+def _note(x: float, size: int, text: str) -> Drawing:
+    return mark(x, text) | {"yref": "y", "y": size / 1e9}

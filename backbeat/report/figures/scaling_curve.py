@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from backbeat.model import Prediction
-from backbeat.report.tables import load_range
+from backbeat.report.figures import canvas
+from backbeat.report.figures.canvas import COLOURS, Drawing, axis, curve, dots, drawn, translucent
+from backbeat.report.tables import format_number, load_range
 from backbeat.simulate.sweep import knee
+from backbeat.units import format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +84,77 @@ def scaling(curves: Mapping[str, Sequence[Prediction]]) -> Scaling:
     first = next(iter(curves.values()))[0]
     alone = first.samples_per_s / first.workers / first.scaling_factor if first.scaling_factor > 0 else 0.0
     return Scaling(lines=lines, alone_per_s=alone)
+
+
+def draw_scaling(data: Scaling, *, view: str = "scaling") -> Drawing:
+    """`view` is `scaling` (share of perfect) or `throughput` (samples a second)."""
+    throughput = view == "throughput"
+    traces: list[Drawing] = []
+    scale = axis("share of perfect scaling", ticksuffix=" %", range=list(data.range_percent))
+    if throughput:
+        scale = axis("samples a second", type="log")
+        perfect = [count * data.alone_per_s for count in data.counts]
+        stroke = {"color": canvas.GREY, "width": 2.5, "dash": "dot"}
+        traces.append(curve("perfect", data.counts, perfect, canvas.GREY, line=stroke, hoverinfo="skip"))
+    for index, line in enumerate(data.lines):
+        colour = COLOURS[index % len(COLOURS)]
+        values = [point.samples_per_s if throughput else 100 * point.scaling_factor for point in line.points]
+        best = line is data.best
+        if best and len(line.band) > 1:
+            traces.append(_band(line, colour, data.alone_per_s if throughput else None))
+        traces.append(
+            curve(
+                html.escape(line.label),
+                line.workers,
+                values,
+                colour,
+                customdata=[
+                    [
+                        format_seconds(point.iteration_s),
+                        f"{point.scaling_factor:.1%}",
+                        format_number(point.samples_per_s),
+                        point.bottleneck,
+                        " (extrapolated)" if point.extrapolated else "",
+                    ]
+                    for point in line.points
+                ],
+                hovertemplate="<b>%{fullData.name}</b>, %{x} GPUs%{customdata[4]}<br>%{customdata[1]} of perfect "
+                "scaling<br>%{customdata[0]} per iteration<br>%{customdata[2]} samples/s<br>limited by "
+                "%{customdata[3]}<extra></extra>",
+            )
+        )
+        if best and line.knee in line.workers:
+            traces.append(_knee(line.knee, values[line.workers.index(line.knee)], colour))
+    ticks = [str(count) for count in data.counts]
+    return drawn(traces, xaxis=axis("GPUs", type="log", tickvals=data.counts, ticktext=ticks), yaxis=scale, height=420)
+
+
+def _band(line: ScalingLine, colour: str, alone_per_s: float | None) -> Drawing:
+    """The band as one closed outline: a busy to a quiet cluster, or slow and fast iterations."""
+    outline = [(count, fast) for count, _, fast in line.band] + [(count, slow) for count, slow, _ in line.band[::-1]]
+    return {
+        "type": "scatter",
+        "name": f"{html.escape(line.label)}: "
+        + ("busy to quiet cluster" if line.load_band else "10th to 90th percentile"),
+        "x": [count for count, _ in outline],
+        "y": [100 * share if alone_per_s is None else share * count * alone_per_s for count, share in outline],
+        "fill": "toself",
+        "fillcolor": translucent(colour, 0.18),
+        "line": {"width": 0},
+        "mode": "lines",
+        "hoverinfo": "skip",
+    }
+
+
+def _knee(workers: int, value: float, colour: str) -> Drawing:
+    return dots(
+        "knee",
+        [workers],
+        [value],
+        {"symbol": "diamond", "size": 12, "color": colour, "line": {"width": 2, "color": "#fff"}},
+        mode="markers+text",
+        text=["knee"],
+        textposition="top right",
+        hovertemplate="knee: beyond %{x} GPUs an added one brings less than half of its own work<extra></extra>",
+        showlegend=False,
+    )

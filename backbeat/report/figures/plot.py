@@ -11,10 +11,10 @@ from typing import Any
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model.files import write
-from backbeat.report import canvas, draw
-from backbeat.report.canvas import COLOURS, GREY, shade
-from backbeat.report.figures import Scaling, Timeline
-from backbeat.report.figures.timeline import size_scale
+from backbeat.report.figures import canvas
+from backbeat.report.figures.canvas import COLOURS, GREY, shade
+from backbeat.report.figures.scaling_curve import Scaling, draw_scaling
+from backbeat.report.figures.timeline import Timeline, size_scale
 from backbeat.units import format_seconds, printable
 
 IMAGES = (".png", ".svg", ".pdf")
@@ -48,7 +48,7 @@ def check(path: Path) -> None:
 def save_scaling(data: Scaling, path: Path, *, title: str = "") -> None:
     check(path)
     if path.suffix.lower() == ".html":
-        drawing = canvas.figure(draw.scaling(data)).update_layout(title=html.escape(title), margin={"t": 90})
+        drawing = canvas.figure(draw_scaling(data)).update_layout(title=html.escape(title), margin={"t": 90})
         write(path, drawing.to_html(config={"showSendToCloud": False, "plotlyServerURL": ""}).encode())
     else:
         save(path, lambda figure: scaling(figure, data, title=title))
