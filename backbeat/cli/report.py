@@ -86,7 +86,7 @@ def gather(
     counts = curve_workers(asked) if curve else [asked[-1]]
     loaded = {plan_label(path, made): made for path in plans for made in [Plan.load(path)]}
     measured = [row for path in labs for row in read_lab(path, profile)]
-    measured += [row for path in traces for row in read_trace(path)]
+    measured += [read_trace(path) for path in traces]
     if redact:
         profile, network, loaded, measured = redacted(profile, network, loaded, measured)
     return study(profile, network, counts, plans=loaded, measured=measured, sweep=curve, **chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from backbeat.model import Network, Prediction, Profile, Source
+from backbeat.model import Network, Profile, Source
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.limits import limit
 from backbeat.report.renting import Verdict, frontier, gain, judged, percent, stock_name
@@ -86,7 +86,7 @@ def answer(
     `command` makes the plan that is advised, as `plan_file`; it is empty where that file is there already, or no
     command can make it. `way_command` makes that of a strategy, for the way to hold the model.
     """
-    stock, best = study.stock, study.best
+    best = study.best
     # Where stock DDP does not fit, nothing can be compared with it.
     base = STOCK if STOCK in study.fitting else study.best_label
     count = samples or max(round(study.at_top[base].samples_per_s * _DAY_S), 1)
@@ -107,15 +107,17 @@ def answer(
     return Answer(
         verdict=verdict,
         headline=headline,
-        scales=_scales(study, stock, best),
-        limit=_limit(study, stock, best),
+        scales=_scales(study),
+        limit=_limit(study),
         memory=f"One GPU needs {fit}." if fit is not None else "",
-        actions=_all_actions(study, stock, best, command, plan_file, way_command),
+        actions=_all_actions(study, command, plan_file, way_command),
         worth=worth,
         worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {counted(study.top, 'GPU')}: "
         f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
         samples=count,
-        caveats=tuple(dict.fromkeys([*unmeasured(study.profile, study.network), *inside, *best.notes, *stock.notes])),
+        caveats=tuple(
+            dict.fromkeys([*unmeasured(study.profile, study.network), *inside, *best.notes, *study.stock.notes])
+        ),
     )
 
 
@@ -134,7 +136,8 @@ def unmeasured(profile: Profile, network: Network) -> list[str]:
     return lines
 
 
-def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
+def _scales(study: Study) -> str:
+    stock, best = study.stock, study.best
     if study.top == 1:
         return f"An iteration takes {format_seconds(best.iteration_s)}."
     digits = 0 if f"{stock.scaling_factor:.0%}" != f"{best.scaling_factor:.0%}" else 1
@@ -163,8 +166,9 @@ def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
     return text
 
 
-def _limit(study: Study, stock: Prediction, best: Prediction) -> str:
+def _limit(study: Study) -> str:
     """What holds the best plan back, and stock DDP where that is something else."""
+    stock, best = study.stock, study.best
     if study.top == 1:
         return "One worker has nobody to talk to."
     own, other = (limit(one, study.profile, reduce_dtype=study.reduce_dtype) for one in (best, stock))
@@ -178,19 +182,12 @@ def lowered(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
-def _all_actions(
-    study: Study,
-    stock: Prediction,
-    best: Prediction,
-    command: str,
-    plan_file: str,
-    way_command: Callable[[str], str],
-) -> tuple[Action, ...]:
+def _all_actions(study: Study, command: str, plan_file: str, way_command: Callable[[str], str]) -> tuple[Action, ...]:
     """What to do with the gradients, unless DDP does not fit, then how to hold the model."""
     taken = chosen_way(study.ways)
     sharded = taken is not None and taken.sharded
     fits = not study.ways or study.ways[0].fits
-    gradients = _actions(study, stock, best, command, plan_file) if fits else ()
+    gradients = _actions(study, command, plan_file) if fits else ()
     if study.top > 1 and fits and not gradients and not sharded:
         gradients = (_KEEP,)
     if not study.ways:
@@ -208,10 +205,10 @@ def _all_actions(
     return (*gradients, holding)
 
 
-def _actions(study: Study, stock: Prediction, best: Prediction, command: str, plan_file: str) -> tuple[Action, ...]:
+def _actions(study: Study, command: str, plan_file: str) -> tuple[Action, ...]:
     if study.top == 1:
         return ()
-    found = []
+    stock, best, found = study.stock, study.best, []
     faster = gain(stock, best)
     if study.best_label != STOCK and study.plans[study.best_label].sharding is None and faster >= SIMPLER_WITHIN:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""

@@ -19,7 +19,7 @@ from backbeat.model import Network
 from backbeat.model.files import bundled
 from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.report.layout_tables import drawn_batch, limit_line, nothing_fits, short
-from backbeat.report.page import asset, environment, plotly_source, script_json
+from backbeat.report.page import rendered, script_json
 from backbeat.report.sections import Cell
 from backbeat.report.whatif_inputs import read_state
 from backbeat.units import format_bytes, format_seconds
@@ -90,7 +90,7 @@ def layout_content(
 def layout_report(questions: Mapping[int, Mapping[str, Any]], title: str) -> str:
     """One page for all numbers of GPUs, each with its content."""
     data = script_json({str(gpus): one for gpus, one in questions.items()})
-    return _rendered(title, plotly=plotly_source(), data=data)
+    return rendered("layout.html.j2", title=title, headings=HEADINGS, controls={}, data=data)
 
 
 def layout_tab() -> str:
@@ -106,24 +106,8 @@ def layout_tab() -> str:
         "framework": ("Framework", list(CONVENTIONS)),
     }
     state = asdict(LayoutState())
-    return _rendered("what if", controls=controls, state=state, data=script_json(state))
-
-
-def _rendered(title: str, **parts: Any) -> str:
-    from backbeat import __version__
-
-    template = environment().get_template("layout.html.j2")
-    common = {"plotly": "", "controls": {}, "state": {}}
-    page: str = template.render(
-        **{**common, **parts},
-        title=title,
-        headings=HEADINGS,
-        css=asset("page.css"),
-        script=asset("page.js"),
-        layout_script=asset("layout.js"),
-        version=__version__,
-    )
-    return page
+    parts = {"controls": controls, "state": state, "data": script_json(state)}
+    return rendered("layout.html.j2", title="what if", headings=HEADINGS, **parts)
 
 
 def _tiles(best: LayoutPrediction) -> list[tuple[str, str, str]]:

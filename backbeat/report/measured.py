@@ -26,6 +26,24 @@ _JOIN_S = 20e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Iterations as measured beside what was predicted of them."""
+
+    predicted_s: float
+    measured_s: float
+    """The median."""
+    low_s: float
+    high_s: float
+    """The 10th and the 90th percentile; the median where single iterations were not kept."""
+    iterations: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """One plan or run, as measured."""
 
@@ -33,13 +51,8 @@ class Measured:
     origin: str
     """`lab` or `trace`."""
     workers: int
-    iteration_s: float | None
-    """The median of the iterations."""
-    low_s: float | None
-    high_s: float | None
-    """The 10th and the 90th percentile."""
-    predicted_s: float | None
-    iterations: int
+    comparison: Comparison | None = None
+    """None for a trace, which nobody predicted."""
     measured_spans: tuple[Span, ...] = ()
     predicted_spans: tuple[Span, ...] = ()
     buckets: tuple[tuple[str, ...], ...] = ()
@@ -81,7 +94,7 @@ def read_lab(path: str | Path, profile: Profile) -> list[Measured]:
     return [_of_row(row, lab, network, profile) for row in lab.rows]
 
 
-def read_trace(path: str | Path) -> list[Measured]:
+def read_trace(path: str | Path) -> Measured:
     """One iteration of a trace that torch.profiler exported: the last whole one."""
     where = model_files.existing(path, "a trace that torch.profiler exported")
     facts = collect(TraceReader(where))
@@ -108,20 +121,12 @@ def read_trace(path: str | Path) -> list[Measured]:
         if low <= sent.start < high:
             lane_name = sent.kind.replace("_", "-")
             spans.append(Span(lane_name, one.unit, sent.start - low, sent.end - low, sent.bytes or 0))
-    lengths = sorted(end - start for start, end in steps)
-    return [
-        Measured(
-            label=f"trace {where.name}",
-            origin="trace",
-            workers=max((one.workers or 1 for one in facts.transfers), default=1),
-            iteration_s=_percentile(lengths, 50),
-            low_s=_percentile(lengths, 10),
-            high_s=_percentile(lengths, 90),
-            predicted_s=None,
-            iterations=len(lengths),
-            measured_spans=tuple(spans),
-        )
-    ]
+    return Measured(
+        label=f"trace {where.name}",
+        origin="trace",
+        workers=max((one.workers or 1 for one in facts.transfers), default=1),
+        measured_spans=tuple(spans),
+    )
 
 
 def _steps(marks: Sequence[Mark]) -> list[tuple[float, float]]:
@@ -132,6 +137,7 @@ def _steps(marks: Sequence[Mark]) -> list[tuple[float, float]]:
 
 def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measured:
     samples = sorted(sample for series in row.series_s for sample in series)
+    low_s, high_s = (samples[len(samples) * tenths // 10] if samples else row.measured_s for tenths in (1, 9))
     # The nodes' compute was dilated, and all waited for the slowest of them.
     replayed = scaled(profile, lab.dilation * max([1.0, *lab.stragglers.values()]))
     plan = _plan(row, replayed) if profile.name == lab.profile else None
@@ -139,11 +145,15 @@ def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measure
         label=row.plan,
         origin="lab",
         workers=lab.nodes,
-        iteration_s=row.measured_s,
-        low_s=_percentile(samples, 10),
-        high_s=_percentile(samples, 90),
-        predicted_s=row.predicted_s,
-        iterations=len(samples),
+        comparison=Comparison(
+            predicted_s=row.predicted_s,
+            measured_s=row.measured_s,
+            low_s=low_s,
+            high_s=high_s,
+            iterations=len(samples),
+        )
+        if row.measured_s
+        else None,
         measured_spans=finished_spans(replayed, plan, row.finishes_s) if plan else (),
         predicted_spans=predict(replayed, network, plan, broadcast_buffers=False).timeline if plan else (),
         buckets=tuple(bucket.gradients for bucket in plan.buckets) if plan else (),
@@ -202,10 +212,6 @@ def _plan(row: _Row, profile: Profile) -> Plan | None:
             for count, communicator in row.launches
         ),
     )
-
-
-def _percentile(rising: Sequence[float], percent: int) -> float | None:
-    return rising[len(rising) * percent // 100] if rising else None
 
 
 def _lanes(intervals: list[tuple[float, float]]) -> list[int]:

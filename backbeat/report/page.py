@@ -93,20 +93,27 @@ def asset(name: str) -> str:
 def environment() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    return Environment(loader=PackageLoader("backbeat.report"), autoescape=True, undefined=StrictUndefined)
+    from backbeat import __version__
+
+    found = Environment(loader=PackageLoader("backbeat.report"), autoescape=True, undefined=StrictUndefined)
+    found.globals.update(asset=asset, plotly_source=plotly_source, version=__version__)
+    return found
+
+
+def rendered(template: str, **parts: Any) -> str:
+    page: str = environment().get_template(template).render(**parts)
+    return page
 
 
 def _page(study: Study, settings: PageSettings, bars: int) -> str:
-    from backbeat import __version__
-
     answered = _answer(study, settings)
     parts = sections(study, samples=settings.samples or 1_000_000)
     drawings = {part.anchor: [drawing for _, drawing in part.views] for part in parts if part.views}
     shown = timeline_parts(timelines(study, most=bars))
     pair = _pair(list(shown), study)
     trace = perfetto.encode(full_trace(study)).decode()
-    template = environment().get_template("report.html.j2")
-    page: str = template.render(
+    return rendered(
+        "report.html.j2",
         answer=answered,
         study=study,
         facts=_facts(study),
@@ -117,13 +124,8 @@ def _page(study: Study, settings: PageSettings, bars: int) -> str:
         data=script_json({"figures": drawings, "timelines": shown, "pair": pair}),
         trace=script_json(msgspec.json.decode(trace)) if len(trace) <= _MOST_TRACE_BYTES else "",
         trace_command=command_line("trace", settings, study.top, "trace.json"),
-        css=asset("page.css"),
-        script=asset("page.js"),
-        plotly=plotly_source(),
-        version=__version__,
         stock=STOCK,
     )
-    return page
 
 
 def full_trace(study: Study) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backbeat.report.figures.canvas import Drawing
-from backbeat.report.figures.compared import compared, draw_measured, draw_ways
+from backbeat.report.figures.compared import draw_measured, draw_ways
 from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
-from backbeat.report.figures.exposed import PARTS, draw_exposed, exposed
+from backbeat.report.figures.exposed import PARTS, draw_exposed, exposed_parts
 from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
-from backbeat.report.figures.memory_use import StepMemory, draw_memory_use, draw_step_memory, memory_use, step_memory
+from backbeat.report.figures.memory_use import StepMemory, draw_memory_use, draw_step_memory, memory_kinds, step_memory
 from backbeat.report.figures.scaling_curve import draw_scaling, scaling
 from backbeat.report.figures.timeline import Timeline
 from backbeat.report.limits import knee_sentence
@@ -229,47 +229,47 @@ def step_memories(study: Study) -> list[StepMemory]:
 def exposed_section(study: Study) -> Section | None:
     if study.top == 1:
         return None
-    data = exposed(study.at_top)
+    parts = exposed_parts(study.at_top.values())
     rows = [
         (
             label,
-            *(_seconds(data.parts[part][index]) for part in data.parts),
-            _seconds(data.totals[index]),
-            (f"{data.totals[index] / data.single_s:.1%}", data.totals[index] / data.single_s),
+            *(_seconds(values[index]) for values in parts.values()),
+            _seconds(one.exposed_s),
+            (f"{one.exposed_s / one.single_s:.1%}", one.exposed_s / one.single_s),
         )
-        for index, label in enumerate(data.labels)
+        for index, (label, one) in enumerate(study.at_top.items())
     ]
-    index = data.labels.index(study.best_label)
+    index = list(study.at_top).index(study.best_label)
     return Section(
         anchor="exposed",
         title="Where the lost time goes",
-        summary=f"With {study.best_label}, {format_seconds(data.totals[index])} of each iteration are lost: "
-        + ", ".join(f"{format_seconds(values[index])} {PARTS[part]}" for part, values in data.parts.items())
+        summary=f"With {study.best_label}, {format_seconds(study.best.exposed_s)} of each iteration are lost: "
+        + ", ".join(f"{format_seconds(values[index])} {PARTS[part]}" for part, values in parts.items())
         + ".",
         how="Every iteration takes longer on many GPUs than on one; the bar is how much longer, split by cause. "
         "Blue (bandwidth) shrinks with a faster network or fewer bytes, orange (latency) with fewer and larger "
         "messages, purple (waiting) with smaller buckets at the end. Grey is the slowest worker of all: no schedule "
         "changes it.",
-        views=[("", draw_exposed(data))],
-        tables=[Table("exposed time", ["strategy", *data.parts, "all", "of one iteration alone"], rows)],
+        views=[("", draw_exposed(study.at_top))],
+        tables=[Table("exposed time", ["strategy", *parts, "all", "of one iteration alone"], rows)],
     )
 
 
 def measured_section(study: Study) -> Section | None:
-    pairs = compared(study.measured)
+    pairs = [(one, beside) for one in study.measured if (beside := one.comparison) is not None]
     if not pairs:
         return None
-    errors = sorted(abs(one.error) for one in pairs)
+    errors = sorted(abs(beside.error) for _, beside in pairs)
     rows = [
         (
             one.label,
             _number(one.workers),
-            _seconds(one.measured_s),
-            _seconds(one.predicted_s),
-            (f"{one.error:+.1%}", one.error),
-            _number(one.iterations),
+            _seconds(beside.measured_s),
+            _seconds(beside.predicted_s),
+            (f"{beside.error:+.1%}", beside.error),
+            _number(beside.iterations),
         )
-        for one in pairs
+        for one, beside in pairs
     ]
     return Section(
         anchor="measured",
@@ -278,7 +278,7 @@ def measured_section(study: Study) -> Section | None:
         f"{errors[len(errors) // 2]:.1%}, the largest {errors[-1]:.1%}.",
         how="The dot is what was measured, with the range of most iterations; the upright tick is what was predicted "
         "before. The closer the two, the more the rest of this report can be trusted for this kind of network.",
-        views=[("", draw_measured(pairs))],
+        views=[("", draw_measured([(one.label, beside) for one, beside in pairs]))],
         tables=[Table("measured", ["plan", "nodes", "measured", "predicted", "error", "iterations"], rows)],
     )
 
@@ -341,26 +341,25 @@ def cost_section(study: Study) -> Section:
 
 def memory_section(study: Study) -> Section | None:
     budget = study.memory_budget
-    if study.profile.memory is None:
+    memory = study.profile.memory
+    if memory is None or not (kinds := memory_kinds(memory)):
         return None
-    data = memory_use(study.profile.memory, budget)
-    if not data.kinds:
-        return None
+    peak = memory.peak_bytes or sum(kinds.values())
     more = ""
     if budget is not None:
-        more = f" That is {'within' if data.fits else 'above'} the budget of {format_bytes(budget)}."
+        more = f" That is {'within' if peak <= budget else 'above'} the budget of {format_bytes(budget)}."
     fit = study.fits[STOCK]
     if fit is not None:
         more += f" In training, with DDP's buckets: {fit}."
-    summary = f"One worker needs {format_bytes(data.peak_bytes)} at its peak.{more}"
+    summary = f"One worker needs {format_bytes(peak)} at its peak.{more}"
     return Section(
         anchor="memory",
         title="Memory of one worker",
         summary=summary,
         how="What fills the GPU's memory during an iteration, by kind. Workspace is what the peak holds beyond the "
         "kinds that were counted. Under DDP more GPUs do not change it: every worker holds the whole model.",
-        views=[("", draw_memory_use(data))],
-        tables=[Table("memory", ["kind", "bytes"], [(kind, _bytes(size)) for kind, size in data.kinds])],
+        views=[("", draw_memory_use(memory, budget))],
+        tables=[Table("memory", ["kind", "bytes"], [(kind, _bytes(size)) for kind, size in kinds.items()])],
         note=summary,
     )
 

@@ -22,7 +22,7 @@ from backbeat.model import Network, Profile
 from backbeat.model.files import bundled, decode
 from backbeat.report import perfetto
 from backbeat.report.layout_page import LayoutState, layout_tab, respond_layouts
-from backbeat.report.page import asset, environment, full_trace, plotly_source, script_json
+from backbeat.report.page import full_trace, plotly_source, rendered, script_json
 from backbeat.report.whatif import MOST_GRADIENTS, Library, State, respond, study_of
 
 MOST_UPLOAD_BYTES = 16 * 2**20
@@ -167,16 +167,5 @@ def _json(data: Any, status: int = 200) -> Response:
 
 
 def _page() -> str:
-    from backbeat import __version__
-
-    template = environment().get_template("serve.html.j2")
-    page: str = template.render(
-        css=asset("page.css"),
-        script=asset("page.js"),
-        serve_script=asset("serve.js"),
-        profiles=list(bundled(Profile)),
-        networks=list(bundled(Network)),
-        defaults=script_json(msgspec.to_builtins(State())),
-        version=__version__,
-    )
-    return page
+    parts = {"profiles": list(bundled(Profile)), "networks": list(bundled(Network))}
+    return rendered("serve.html.j2", **parts, defaults=script_json(msgspec.to_builtins(State())))

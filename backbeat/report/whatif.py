@@ -16,8 +16,8 @@ from backbeat.planners import propose
 from backbeat.report.answer import answer
 from backbeat.report.figures.compared import draw_ways
 from backbeat.report.figures.cost_curve import cost_curve
-from backbeat.report.figures.exposed import draw_exposed, exposed
-from backbeat.report.figures.memory_use import draw_memory_use, draw_step_memory, memory_use
+from backbeat.report.figures.exposed import draw_exposed
+from backbeat.report.figures.memory_use import draw_memory_use, draw_step_memory
 from backbeat.report.figures.scaling_curve import draw_scaling, scaling
 from backbeat.report.figures.timeline import timeline_parts
 from backbeat.report.page import PageSettings, command_line, timelines
@@ -113,11 +113,11 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
     taken = chosen_way(found.ways)
     drawings = {
         "scaling": draw_scaling(scaling(found.curves)),
-        "exposed": draw_exposed(exposed(found.at_top)),
+        "exposed": draw_exposed(found.at_top),
     }
     # At another batch size than the profile's, memory is not known.
     if found.profile.memory is not None:
-        drawings["memory"] = draw_memory_use(memory_use(found.profile.memory, found.memory_budget))
+        drawings["memory"] = draw_memory_use(found.profile.memory, found.memory_budget)
     if found.ways:
         drawings["sharding"] = draw_ways(found.ways)
     return {

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import LoadBand, Memory, Span
 from backbeat.report.figures import canvas
-from backbeat.report.figures.compared import compared, draw_measured
+from backbeat.report.figures.compared import draw_measured
 from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
-from backbeat.report.figures.exposed import draw_exposed, exposed
+from backbeat.report.figures.exposed import draw_exposed, exposed_parts
 from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
-from backbeat.report.figures.memory_use import draw_memory_use, memory_use
+from backbeat.report.figures.memory_use import draw_memory_use, memory_kinds
 from backbeat.report.figures.scaling_curve import draw_scaling, scaling
 from backbeat.report.figures.timeline import describe_names, draw_timeline, timeline
-from backbeat.report.measured import Measured
+from backbeat.report.measured import Comparison
 from backbeat.report.notebook import prediction_figure
 from backbeat.report.study import buckets_of, curve_workers, study
 from backbeat.simulate.sweep import knee
@@ -29,11 +29,6 @@ def small() -> bb.Profile:
     sizes = [4000, 10**6, 2 * 10**6, 5 * 10**6, 10**5, 9 * 10**6]
     times = tuple(0.018 + 0.0001 * index for index in range(20))
     return make_profile(sizes, [1e-3, 3e-3, 4e-3, 8e-3, 9e-3, 12e-3], forward=6e-3, iteration_s=times)
-
-
-def measured(**known: float) -> Measured:
-    absent = dict.fromkeys(("iteration_s", "low_s", "high_s", "predicted_s"))
-    return Measured(label="a", origin="lab", workers=4, iterations=9, **(absent | known))
 
 
 def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
@@ -109,9 +104,9 @@ def test_communicators_are_in_order_of_their_number() -> None:
 @given(profiles(), networks())
 def test_exposed_parts_add_up_to_what_is_exposed(profile: bb.Profile, network: bb.Network) -> None:
     rows = {name: bb.predict(profile, network, name) for name in ("wfbp", "ddp", "optimal")}
-    data = exposed(rows)
-    for index, label in enumerate(data.labels):
-        total = sum(values[index] for values in data.parts.values())
+    parts = exposed_parts(rows.values())
+    for index, label in enumerate(rows):
+        total = sum(values[index] for values in parts.values())
         assert total == pytest.approx(rows[label].exposed_s, abs=1e-12)
 
 
@@ -151,17 +146,10 @@ def test_cost_curve_shows_measured_points_with_residuals_and_the_moved_line() ->
 
 
 def test_memory_has_a_workspace_and_a_budget() -> None:
-    data = memory_use(Memory(parameter_bytes=10, gradient_bytes=10, peak_bytes=50), 40)
-    assert data.kinds == (("parameters", 10), ("gradients", 10), ("workspace", 30))
-    assert data.fits is False
-    assert memory_use(Memory(parameter_bytes=10)).fits is None
-
-
-def test_only_what_was_predicted_and_measured_is_compared() -> None:
-    rows = [measured(), measured(predicted_s=1.0), measured(predicted_s=1.0, iteration_s=0.8)]
-    (one,) = compared(rows)
-    assert one.error == pytest.approx(0.25)
-    assert (one.low_s, one.measured_s, one.high_s) == (0.8, 0.8, 0.8)
+    memory = Memory(parameter_bytes=10, gradient_bytes=10, peak_bytes=50)
+    assert memory_kinds(memory) == {"parameters": 10, "gradients": 10, "workspace": 30}
+    marks = [note["text"] for note in draw_memory_use(memory, 40)["layout"]["annotations"]]
+    assert marks == ["peak 50 B", "budget 40 B"]
 
 
 def test_a_single_number_of_workers_becomes_a_curve() -> None:
@@ -177,11 +165,11 @@ def test_every_drawing_is_a_plotly_figure() -> None:
         draw_scaling(scaling(made.curves)),
         draw_scaling(scaling(made.curves), view="throughput"),
         draw_timeline(best),
-        draw_exposed(exposed(made.at_top)),
+        draw_exposed(made.at_top),
         draw_gradient_sizes(gradient_sizes(small(), best)),
         draw_cost_curve(cost_curve(made.network, 64)),
-        draw_memory_use(memory_use(Memory(parameter_bytes=10, peak_bytes=20), 15)),
-        draw_measured(compared([measured(predicted_s=1.0, iteration_s=1.1, low_s=1.0, high_s=1.2)])),
+        draw_memory_use(Memory(parameter_bytes=10, peak_bytes=20), 15),
+        draw_measured([("a", Comparison(predicted_s=1.0, measured_s=1.1, low_s=1.0, high_s=1.2, iterations=9))]),
     ]
     for drawing in drawings:
         assert canvas.figure(drawing).data

@@ -64,9 +64,9 @@ def test_lab_rows_become_measured_and_predicted_timelines(tmp_path: Path, profil
     rows = read_lab(lab_file(tmp_path / "lab.json", profile), profile)
     assert [row.label for row in rows] == ["wfbp", "optimal"]
     for row in rows:
-        assert row.predicted_s == pytest.approx(row.iteration_s)
-        assert row.iterations == 10
-        assert row.low_s == row.iteration_s == row.high_s
+        assert row.comparison.error == pytest.approx(0)
+        assert row.comparison.iterations == 10
+        assert row.comparison.low_s == row.comparison.measured_s == row.comparison.high_s
         ends = [span.end_s for span in row.predicted_spans]
         assert [span.end_s for span in row.measured_spans] == pytest.approx(ends)
     made = study(profile, affine(1e-3, 1e-9), [4, 8], strategies=["optimal"], measured=rows)
@@ -82,7 +82,7 @@ def test_another_profile_keeps_the_numbers_and_draws_no_timeline(tmp_path: Path,
     path = lab_file(tmp_path / "lab.json", replace(profile, name="another"))
     rows = read_lab(path, profile)
     assert all(not row.measured_spans and not row.predicted_spans for row in rows)
-    assert all(row.predicted_s == pytest.approx(row.iteration_s) for row in rows)
+    assert all(row.comparison.error == pytest.approx(0) for row in rows)
 
 
 def test_launches_name_the_groups_exactly(tmp_path: Path, profile: bb.Profile) -> None:
@@ -103,13 +103,14 @@ def test_units_and_halves_keep_the_numbers_and_draw_no_timeline(
 ) -> None:
     path = lab_file(tmp_path / "lab.json", profile)
     data = json.loads(path.read_text())
-    del data["rows"][1]["buckets"]
+    del data["rows"][1]["buckets"], data["rows"][1]["series_s"]
     data["rows"][1] |= other
     path.write_text(json.dumps(data))
     buckets, without = read_lab(path, profile)
     assert buckets.measured_spans
     assert not without.measured_spans
-    assert without.predicted_s == pytest.approx(without.iteration_s)
+    assert without.comparison.error == pytest.approx(0)
+    assert without.comparison.low_s == without.comparison.measured_s == without.comparison.high_s
 
 
 def test_finishes_that_do_not_fit_the_plan_draw_nothing(profile: bb.Profile) -> None:
@@ -155,9 +156,8 @@ def test_a_trace_shows_its_last_step_with_kernels_joined_and_collectives_on_lane
         ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    (row,) = read_trace(path)
+    row = read_trace(path)
     assert row.workers == 4
-    assert row.iteration_s == pytest.approx(9e-3)
     computing = [span for span in row.measured_spans if span.lane == "compute"]
     assert [(round(span.start_s * 1e6), round(span.end_s * 1e6)) for span in computing] == [(100, 1105), (4000, 4500)]
     assert [span.lane for span in row.measured_spans if span.lane != "compute"] == ["communicator 0", "communicator 1"]
@@ -177,7 +177,6 @@ def test_without_profiler_steps_an_iteration_lies_between_optimizer_steps(tmp_pa
     events += [event("gemm", "kernel", 10_000 * step + 3_000, 500, stream=7) for step in range(3)]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    (row,) = read_trace(path)
-    assert row.iterations == 2
-    assert row.iteration_s == pytest.approx(10e-3)
+    row = read_trace(path)
+    assert row.comparison is None
     assert [span.start_s for span in row.measured_spans] == pytest.approx([2e-3])

@@ -132,9 +132,8 @@ def test_redacted_reports_hold_no_names() -> None:
     network = msgspec.structs.replace(bb.Network.load("10gbe"), name="secret-cluster")
     plan = msgspec.structs.replace(bb.plan(profile, network, "optimal"), strategy="secret-strategy")
     gradient = profile.gradients[0].name
-    times = dict.fromkeys(("iteration_s", "low_s", "high_s", "predicted_s"), 1e-3)
     spans = (Span("communicator 0", gradient, 0.0, 1e-3, 4),)
-    ran = Measured(label="secret", origin="lab", workers=2, iterations=9, measured_spans=spans, **times)
+    ran = Measured(label="secret", origin="lab", workers=2, measured_spans=spans)
     measured = [ran, replace(ran, predicted_spans=spans, buckets=((gradient,),))]
     one, there, plans, unnamed = redacted(profile, network, {"secret.json": plan}, measured)
     made = study(one, there, [8], strategies=["optimal"], plans=plans, measured=unnamed)

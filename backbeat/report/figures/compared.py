@@ -4,54 +4,20 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import Drawing, axis, bar, dots, drawn, mark, ms, upright
-from backbeat.report.measured import Measured
+from backbeat.report.measured import Comparison
 from backbeat.report.ways import Way, chosen_way
 from backbeat.units import format_bytes, format_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    label: str
-    workers: int
-    iterations: int
-    predicted_s: float
-    measured_s: float
-    """The median."""
-    low_s: float
-    high_s: float
-    """The 10th and the 90th percentile; the median where single iterations were not kept."""
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less one."""
-        return self.predicted_s / self.measured_s - 1
-
-
-def compared(rows: Sequence[Measured]) -> tuple[Compared, ...]:
-    return tuple(
-        Compared(
-            label=row.label,
-            workers=row.workers,
-            iterations=row.iterations,
-            predicted_s=row.predicted_s,
-            measured_s=row.iteration_s,
-            low_s=row.iteration_s if row.low_s is None else row.low_s,
-            high_s=row.iteration_s if row.high_s is None else row.high_s,
-        )
-        for row in rows
-        if row.predicted_s is not None and row.iteration_s
-    )
-
-
-def draw_measured(rows: Sequence[Compared]) -> Drawing:
-    labels = [html.escape(row.label) for row in rows]
+def draw_measured(rows: Sequence[tuple[str, Comparison]]) -> Drawing:
+    """By label, what was measured and what was predicted before."""
+    labels, pairs = [html.escape(label) for label, _ in rows], [pair for _, pair in rows]
     common: Drawing = {
         "customdata": [
-            [format_seconds(row.predicted_s), format_seconds(row.measured_s), f"{row.error:+.1%}"] for row in rows
+            [format_seconds(row.predicted_s), format_seconds(row.measured_s), f"{row.error:+.1%}"] for row in pairs
         ],
         "hovertemplate": "<b>%{y}</b><br>measured %{customdata[1]}<br>predicted %{customdata[0]} "
         "(%{customdata[2]})<extra></extra>",
@@ -59,11 +25,11 @@ def draw_measured(rows: Sequence[Compared]) -> Drawing:
     spread = {
         "type": "data",
         "symmetric": False,
-        "array": ms([row.high_s - row.measured_s for row in rows]),
-        "arrayminus": ms([row.measured_s - row.low_s for row in rows]),
+        "array": ms([row.high_s - row.measured_s for row in pairs]),
+        "arrayminus": ms([row.measured_s - row.low_s for row in pairs]),
         "color": canvas.ORANGE,
     }
-    seen, said = ms([row.measured_s for row in rows]), ms([row.predicted_s for row in rows])
+    seen, said = ms([row.measured_s for row in pairs]), ms([row.predicted_s for row in pairs])
     dot = {"color": canvas.ORANGE, "size": 11}
     tick = {"color": canvas.BLUE, "size": 13, "symbol": "line-ns-open", "line": {"width": 3}}
     return drawn(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from backbeat.model import Prediction
 from backbeat.report.figures import canvas
@@ -35,29 +34,17 @@ PART_COLOURS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exposed:
-    single_s: float
-    labels: tuple[str, ...]
-    parts: Mapping[str, tuple[float, ...]]
-    """Seconds of each part, one for each label. Parts that are nowhere present are left out."""
-    totals: tuple[float, ...]
-
-
-def exposed(predictions: Mapping[str, Prediction]) -> Exposed:
-    rows = list(predictions.values())
+def exposed_parts(predictions: Iterable[Prediction]) -> dict[str, list[float]]:
+    """Seconds of each part, one for each prediction. Parts that are nowhere present are left out."""
+    rows = list(predictions)
     # The host's is negative where communication takes the place of waiting for it.
-    parts = {name: tuple(max(getattr(row.breakdown, f"{name}_s"), 0.0) for row in rows) for name in PARTS}
-    return Exposed(
-        single_s=rows[0].single_s,
-        labels=tuple(predictions),
-        parts={name: values for name, values in parts.items() if any(value > 0 for value in values)},
-        totals=tuple(row.exposed_s for row in rows),
-    )
+    parts = {name: [max(getattr(row.breakdown, f"{name}_s"), 0.0) for row in rows] for name in PARTS}
+    return {name: values for name, values in parts.items() if any(values)}
 
 
-def draw_exposed(data: Exposed) -> Drawing:
-    labels = [html.escape(label) for label in data.labels]
+def draw_exposed(predictions: Mapping[str, Prediction]) -> Drawing:
+    """Parts piled up, a bar for each label."""
+    labels = [html.escape(label) for label in predictions]
     hover = "<b>%{y}</b><br>%{fullData.name}: %{customdata}<extra></extra>"
     traces = [
         bar(
@@ -68,7 +55,7 @@ def draw_exposed(data: Exposed) -> Drawing:
             customdata=[format_seconds(seconds) for seconds in values],
             hovertemplate=hover,
         )
-        for part, values in data.parts.items()
+        for part, values in exposed_parts(predictions.values()).items()
     ]
     return drawn(
         traces,

@@ -27,20 +27,8 @@ SHARDED_KINDS = {
 _KIND_COLOURS = (*COLOURS[1:], canvas.GREY, "#4f7f8b")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
-    kinds: tuple[tuple[str, int], ...]
-    """(kind, bytes), present ones only; `workspace` is what the peak holds beyond all kinds that were counted."""
-    peak_bytes: int
-    budget_bytes: int | None
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the peak stays within the budget; None without one."""
-        return None if self.budget_bytes is None else self.peak_bytes <= self.budget_bytes
-
-
-def memory_use(memory: Memory, budget_bytes: int | None = None) -> MemoryUse:
+def memory_kinds(memory: Memory) -> dict[str, int]:
+    """Bytes by kind, present ones only; `workspace` is what the peak holds beyond all kinds that were counted."""
     counted = {
         "parameters": memory.parameter_bytes,
         "gradients": memory.gradient_bytes,
@@ -48,10 +36,8 @@ def memory_use(memory: Memory, budget_bytes: int | None = None) -> MemoryUse:
         "buffers": memory.buffer_bytes,
         "activations": memory.activation_bytes,
     }
-    known = sum(counted.values())
-    kinds = {**counted, "workspace": memory.peak_bytes - known}
-    present = tuple((kind, size) for kind, size in kinds.items() if size > 0)
-    return MemoryUse(kinds=present, peak_bytes=memory.peak_bytes or known, budget_bytes=budget_bytes)
+    kinds = {**counted, "workspace": memory.peak_bytes - sum(counted.values())}
+    return {kind: size for kind, size in kinds.items() if size > 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +72,16 @@ def step_memory(label: str, levels: Sequence[MemoryLevel], limit_bytes: int | No
     )
 
 
-def draw_memory_use(data: MemoryUse) -> Drawing:
+def draw_memory_use(memory: Memory, budget_bytes: int | None = None) -> Drawing:
+    kinds = memory_kinds(memory)
     hover = "<b>%{fullData.name}</b>: %{customdata}<extra></extra>"
     traces = [
         bar(kind, ["one worker"], [size / 1e9], colour, customdata=[format_bytes(size)], hovertemplate=hover)
-        for (kind, size), colour in zip(data.kinds, COLOURS[1:], strict=False)
+        for (kind, size), colour in zip(kinds.items(), COLOURS[1:], strict=False)
     ]
-    marks = [(data.peak_bytes, "peak")]
-    if data.budget_bytes is not None:
-        marks.append((data.budget_bytes, "budget"))
+    marks = [(memory.peak_bytes or sum(kinds.values()), "peak")]
+    if budget_bytes is not None:
+        marks.append((budget_bytes, "budget"))
     return drawn(
         traces,
         barmode="stack",
