@@ -13,7 +13,7 @@ from backbeat.cli import options
 from backbeat.cli.common import check_page, console, print_json, say
 from backbeat.cli.plan import plan
 from backbeat.cli.predict import predict
-from backbeat.cli.predict_output import Asked, content
+from backbeat.cli.predict_output import Asked, Predicted, content
 from backbeat.cli.report import report
 from backbeat.model import Network, Profile
 from backbeat.units import parse_workers
@@ -57,7 +57,7 @@ def _as_data(output: Path, page: Path) -> None:
         profile, network = Profile.load(model), Network.load(cluster)
         sizes = [network.at(workers=count) for count in parse_workers(counts)]
         rows = [api.predict(profile, size, strategy) for size in sizes for strategy in STRATEGIES]
-        tables.append(content(profile, network, rows, Asked(), STRATEGIES))
+        tables.append(content(Predicted(profile, network, Asked(), STRATEGIES, rows)))
     made = api.plan(Profile.load(MODEL), Network.load(NETWORK).at(workers=64))
     made.save(output)
     say(f"wrote {output}")

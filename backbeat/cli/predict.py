@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from backbeat.api import predict as predict_sent
 from backbeat.cli import options
 from backbeat.cli.common import console, load_network, plan_options, print_json, say, size, split
-from backbeat.cli.predict_output import Asked, Schedule, content, curves_of, show
+from backbeat.cli.predict_output import Asked, Predicted, Schedule, content, curves_of, show
 from backbeat.cli.predict_sharded import is_sharded, sharded_headline, sharded_strategies, show_sharded, ways_of
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
@@ -117,16 +117,15 @@ def predict(
     if plot is not None:
         plots.save_scaling(scaling(curves_of(rows)), plot, title=f"{one.name} on {cluster.name}")
         say(f"wrote {plot}")
+    found = Predicted(one, cluster, asked, schedules, rows)
     sharded = any(map(is_sharded, schedules))
     if json:
-        data = content(one, cluster, rows, asked, schedules)
-        if sharded:
-            data["headline"] = sharded_headline(ways_of(one, rows, schedules, asked))
-        print_json(data)
+        headline = {"headline": sharded_headline(ways_of(found))} if sharded else {}
+        print_json(content(found) | headline)
     elif sharded and not wide and not frameworks:
-        show_sharded(console(), one, cluster, rows, schedules, asked)
+        show_sharded(console(), found)
     else:
-        show(console(), one, cluster, rows, schedules, asked, wide=wide)
+        show(console(), found, wide=wide)
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:

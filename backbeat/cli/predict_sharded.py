@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from rich.console import Console
 
 from backbeat.cli.common import prose
-from backbeat.cli.predict_output import Asked, Schedule, caveats, command_for, cost_column, fits_of, sent_by, title_of
+from backbeat.cli.predict_output import Predicted, Schedule, caveats, cost_column
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED
 from backbeat.report.device_memory import DeviceFit, device_fit
-from backbeat.report.limits import above_linear, limit
+from backbeat.report.limits import above_linear
 from backbeat.report.renting import partly, worth_it
-from backbeat.report.running_cost import units_line
 from backbeat.report.sharding_tables import strategies_table
 from backbeat.report.ways import Way, chosen_way, way_decision, way_sentences, work_headline
 from backbeat.simulate.sweep import knee
-from backbeat.units import counted
 
 
 def is_sharded(schedule: Schedule) -> bool:
@@ -37,17 +33,17 @@ def sharded_strategies(profile: Profile, network: Network, counts: list[int]) ->
     return ["fsdp", *([f"hsdp:{node}"] if groups else []), "sharded"]
 
 
-def ways_of(profile: Profile, rows: list[Prediction], schedules: list[Schedule], asked: Asked) -> list[Way]:
+def ways_of(found: Predicted) -> list[Way]:
     """Every row with what it takes of the device's memory; under DDP that does not depend on the workers."""
-    device, fits = accelerator(profile.device), fits_of(profile, asked, schedules, rows)
-    plans = {schedule.strategy: schedule for schedule in schedules if isinstance(schedule, Plan)}
+    device = accelerator(found.profile.device)
+    plans = {schedule.strategy: schedule for schedule in found.schedules if isinstance(schedule, Plan)}
 
     def fit(row: Prediction) -> DeviceFit | None:
         if device is None or row.peak_bytes is None:
-            return fits.get(row.strategy)
+            return found.fits.get(row.strategy)
         return DeviceFit(peak_bytes=row.peak_bytes, device=device.name, device_bytes=device.memory_bytes)
 
-    return [Way(label=row.strategy, plan=plans.get(row.strategy), prediction=row, fit=fit(row)) for row in rows]
+    return [Way(label=row.strategy, plan=plans.get(row.strategy), prediction=row, fit=fit(row)) for row in found.rows]
 
 
 def _at_most_workers(ways: list[Way]) -> list[Way]:
@@ -69,38 +65,29 @@ def sharded_headline(every: list[Way]) -> str:
     return work_headline(_at_most_workers(every), worth_it(curve)[1] if several else "")
 
 
-def show_sharded(
-    out: Console,
-    profile: Profile,
-    network: Network,
-    rows: list[Prediction],
-    schedules: list[Schedule],
-    asked: Asked,
-) -> None:
+def show_sharded(out: Console, found: Predicted) -> None:
     """The answer in 80 columns, which ends in a decision and the lines to write."""
-    every = ways_of(profile, rows, schedules, asked)
+    every = ways_of(found)
     ways = _at_most_workers(every)
     taken = chosen_way(ways)
-    prose(out, title_of(profile, network, asked))
+    prose(out, found.title())
     out.print()
     prose(out, sharded_headline(every))
     out.print()
-    out.print(strategies_table(every, cost_column(profile, asked.price)))
+    out.print(strategies_table(every, cost_column(found.profile, found.asked.price)))
     out.print()
-    if why := above_linear([way.prediction for way in every]):
+    if why := above_linear(found.rows):
         prose(out, why)
     if taken is not None:
         chosen = taken.prediction
-        figures = units_line(chosen, profile, price=asked.price, epoch_samples=asked.epoch_samples)
-        prose(out, f"At {counted(chosen.workers, 'GPU')} with {chosen.strategy}: {figures}.")
-        prose(out, f"Limit: {limit(chosen, sent_by(profile, asked), reduce_dtype=asked.reduce_dtype)}")
-        for line in (*way_sentences(ways), *caveats(chosen, network, profile)):
+        prose(out, found.figures(chosen, f" with {chosen.strategy}"))
+        for line in (found.limit(chosen), *way_sentences(ways), *caveats(chosen, found.network, found.profile)):
             prose(out, line)
         out.print()
-    prose(out, _decision(every, profile, asked))
+    prose(out, _decision(every, found))
 
 
-def _decision(every: list[Way], profile: Profile, asked: Asked) -> str:
+def _decision(every: list[Way], found: Predicted) -> str:
     """What to do on the most GPUs, or on as many as are worth it."""
     ways, curve, only = _at_most_workers(every), chosen_curve(every), ""
     if chosen_way(ways) is not None and curve[-1].workers > 1:
@@ -113,6 +100,6 @@ def _decision(every: list[Way], profile: Profile, asked: Asked) -> str:
         elif verdict == "partly":
             only = f": {partly(curve)}"
     taken = chosen_way(ways)
-    file = asked.plan_files.get(taken.prediction.strategy) if taken is not None and taken.sharded else None
-    command = partial(command_for, profile, asked) if file is None else lambda chosen: ""
-    return way_decision(ways, command, file or "plan.json", profile.optimizer, only)
+    file = found.asked.plan_files.get(taken.prediction.strategy) if taken is not None and taken.sharded else None
+    command = found.command_for if file is None else lambda chosen: ""
+    return way_decision(ways, command, file or "plan.json", found.profile.optimizer, only)

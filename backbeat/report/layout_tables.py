@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from rich.table import Table
@@ -12,11 +12,9 @@ from backbeat.layouts.layout import Layout, job_of
 from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import least_memory
 from backbeat.layouts.predict_layout import predictor_of
+from backbeat.model import Network, Span
+from backbeat.report.tables import fill
 from backbeat.units import counted, format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from backbeat.model import Network
-    from backbeat.model.prediction import Span
 
 _COLUMNS = 64
 """Of a drawn timeline."""
@@ -65,23 +63,21 @@ HELP = {
 
 def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool = False) -> Table:
     """One row a layout, best first; with `counts`, one row a number of GPUs."""
-    banded = any(one.band_s is not None for one in found)
-    table = _plain(title)
-    if counts:
-        table.add_column("GPUs", justify="right")
-    width = (34 if banded else 46) - 6 * counts
-    table.add_column("layout", max_width=width)
-    for heading in ("tok/s/GPU", *(["range"] if banded else []), "MFU", "memory", "limit"):
-        table.add_column(heading, justify="left" if heading == "limit" else "right")
-    for one in found:
-        cells = [str(one.gpus)] if counts else []
-        cells += [
+    width = (34 if any(one.band_s is not None for one in found) else 46) - 6 * counts
+    rows = [
+        (
+            str(one.gpus) if counts else "",
             _folded(short(one.layout), width),
             f"{one.tokens_per_s_per_gpu:.0f}",
-            *([_band(one)] if banded else []),
-        ]
-        table.add_row(*cells, f"{one.mfu:.0%}", format_bytes(one.memory_bytes), one.limited_by)
-    return table
+            _band(one),
+            f"{one.mfu:.0%}",
+            format_bytes(one.memory_bytes),
+            one.limited_by,
+        )
+        for one in found
+    ]
+    headings = ("GPUs", "layout", "tok/s/GPU", "range", "MFU", "memory", "limit")
+    return fill(_plain(title), headings, rows, left={"layout", "limit"})
 
 
 def short(layout: Layout) -> str:
@@ -108,29 +104,23 @@ def _band(one: LayoutPrediction) -> str:
 
 
 def breakdown_table(one: LayoutPrediction) -> Table:
-    table = _plain("one step")
-    table.add_column("part")
-    table.add_column("time", justify="right")
-    table.add_column("share", justify="right")
-    for name, seconds in one.breakdown.parts.items():
-        if seconds > 0.0005 * one.step_s:
-            table.add_row(PART_WORDS[name], format_seconds(seconds), f"{seconds / one.step_s:.1%}")
-    table.add_row("step", format_seconds(one.step_s), "")
-    return table
+    rows = [
+        (PART_WORDS[name], format_seconds(seconds), f"{seconds / one.step_s:.1%}")
+        for name, seconds in one.breakdown.parts.items()
+        if seconds > 0.0005 * one.step_s
+    ]
+    rows.append(("step", format_seconds(one.step_s), ""))
+    return fill(_plain("one step"), ("part", "time", "share"), rows, left={"part"})
 
 
 def memory_table(one: LayoutPrediction) -> Table:
-    table = _plain("memory of one GPU, in the stage that holds most")
-    table.add_column("kind")
-    table.add_column("bytes", justify="right")
-    table.add_column("")
     limit = max(one.limit_bytes, one.memory_bytes)
-    for name, size in msgspec.structs.asdict(one.memory).items():
-        if size:
-            table.add_row(name, format_bytes(size), "█" * round(40 * size / limit))
+    sizes = msgspec.structs.asdict(one.memory)
+    rows = [(name, format_bytes(size), "█" * round(40 * size / limit)) for name, size in sizes.items() if size]
     fits = "fits" if one.fits else f"does not fit: {format_bytes(one.memory_bytes - one.limit_bytes)} too much"
-    table.add_row("all", format_bytes(one.memory_bytes), f"of {format_bytes(one.limit_bytes)}, {fits}")
-    return table
+    rows.append(("all", format_bytes(one.memory_bytes), f"of {format_bytes(one.limit_bytes)}, {fits}"))
+    title = "memory of one GPU, in the stage that holds most"
+    return fill(_plain(title), ("kind", "bytes", ""), rows, left={"kind", ""})
 
 
 def stage_lines(timeline: Sequence[Span]) -> list[str]:

@@ -291,8 +291,12 @@ def table_of(
     *,
     left: Set[str] = frozenset(),
 ) -> Table:
+    """As `fill` has it, in the plain style."""
+    return fill(plain_table(title), headings, rows, left=left)
+
+
+def fill(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: Set[str]) -> Table:
     """Figures stand to the right, what is in `left` to the left. A column with nothing in it is left out."""
-    table = plain_table(title)
     shown = [index for index, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
     for index in shown:
         table.add_column(headings[index], justify="left" if headings[index] in left else "right")
