@@ -6,20 +6,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import msgspec
 import typer
+from rich.table import Table
 
-from backbeat.cli import options
+from backbeat.cli import lab_layouts, options
 from backbeat.cli.common import console, print_json, prose, say, split
 from backbeat.errors import InputError
+from backbeat.lab.jobs import seconds_of
+from backbeat.lab.plans import Choice, parse, shorthand
+from backbeat.lab.requirements import check
+from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
+from backbeat.model import Profile, files
+from backbeat.report.tables import WINNER, table_of
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
-    from backbeat.lab.plans import Choice
-    from backbeat.lab.setting import Setting
-    from backbeat.model import Profile
 
 _STRATEGIES = ("wfbp", "ddp", "mg-wfbp", "optimal")
 _BUDGET_S = 15.0
@@ -91,12 +94,6 @@ def lab(
 
     Needs root and Linux; leaves nothing behind.
     """
-    from backbeat.cli import lab_layouts
-    from backbeat.lab import plans
-    from backbeat.lab.requirements import check
-    from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
-    from backbeat.model import Profile, files
-
     delay_s, delay_jitter_s = parse_delay(delay)
     setting = Setting(
         nodes=nodes,
@@ -119,7 +116,7 @@ def lab(
         check(backend)
         lab_layouts.run_layouts(setting, cases, seconds_each, budget_s, output, json)
         return
-    choices = plans.parse(split(strategy) or _STRATEGIES, _counts(communicators))
+    choices = parse(split(strategy) or _STRATEGIES, _counts(communicators))
     if train is not None:
         _check_training(setting, choices, profile)
     elif profile is None:
@@ -167,7 +164,6 @@ def _run(
 ) -> _Ran:
     """Replay a profile; without one, train the model that `spec` names."""
     from backbeat.lab import experiment
-    from backbeat.lab.jobs import seconds_of
 
     say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
     with experiment.open_lab(setting, max(choice.widest(setting.backend) for choice in choices)) as session:
@@ -209,8 +205,6 @@ def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | 
 
 
 def _answer(setting: Setting, ran: _Ran) -> dict[str, Any]:
-    import msgspec
-
     rows = [_row(result) for result in ran.results]
     for one, losses in zip(rows, ran.losses, strict=False):
         one |= {"first_loss": losses[0], "last_loss": losses[-1], "steps": len(losses)}
@@ -254,10 +248,6 @@ def _row(result: MeasuredPlan) -> dict[str, Any]:
 
 
 def _file(answer: dict[str, Any], ran: _Ran) -> bytes:
-    import msgspec
-
-    from backbeat.lab.plans import shorthand
-
     rows = [
         {**one, "launches": shorthand(result.plan), "series_s": result.series, "finishes_s": result.finishes}
         for one, result in zip(answer["rows"], ran.results, strict=True)
@@ -269,8 +259,6 @@ def _file(answer: dict[str, Any], ran: _Ran) -> bytes:
 
 
 def _table(setting: Setting, ran: _Ran) -> Table:
-    from backbeat.report.tables import WINNER, table_of
-
     rate = format_rate(setting.rate_bits)
     dilated = f", compute × {setting.dilation:g}" if setting.dilation != 1 else ""
     sharded = [result.plan.sharding is not None for result in ran.results]

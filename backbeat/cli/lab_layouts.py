@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.table import Table
 
 from backbeat.cli.common import console, print_json, say
 from backbeat.errors import InputError
+from backbeat.lab.jobs import seconds_of
+from backbeat.lab.setting import Setting
+from backbeat.layouts.architectures import transformer
+from backbeat.layouts.cluster import gpu_named
+from backbeat.layouts.layout import Layout, job_of
+from backbeat.model import files
+from backbeat.report.tables import table_of
 from backbeat.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from rich.table import Table
-
     from backbeat.lab.layout_lab import ExecutedLayout, LayoutCase
-    from backbeat.lab.setting import Setting
 
 
 def cases_of(
@@ -23,9 +29,6 @@ def cases_of(
 ) -> list[LayoutCase]:
     """What the options ask for."""
     from backbeat.lab.layout_lab import LayoutCase
-    from backbeat.layouts.architectures import transformer
-    from backbeat.layouts.cluster import gpu_named
-    from backbeat.layouts.layout import Layout, job_of
 
     if model is None:
         raise InputError("--layout needs a model to lay out: give --model, a config.json or a name like gpt3-1.3b")
@@ -58,8 +61,6 @@ def run_layouts(
 ) -> None:
     """Run, print, write."""
     from backbeat.lab import experiment, layout_lab
-    from backbeat.lab.jobs import seconds_of
-    from backbeat.model import files
 
     say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
     with experiment.open_lab(setting, layout_lab.communicators(cases)) as session:
@@ -79,8 +80,6 @@ def run_layouts(
         **facts,
     }
     if output is not None:
-        import msgspec
-
         whole = {"schema": "backbeat.lab-layouts/1", **answer, "transfers": timed}
         files.write(output, msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
         say(f"wrote {output}")
@@ -91,8 +90,6 @@ def run_layouts(
 
 
 def _table(setting: Setting, results: Sequence[ExecutedLayout]) -> Table:
-    from backbeat.report.tables import table_of
-
     ran = results[0].answers["execution"]
     rows = []
     for result in results:
