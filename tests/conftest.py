@@ -30,7 +30,7 @@ LONGEST = (
     "tests/runtime/test_frameworks.py",
     "tests/validation/test_lab_errors.py",
     "tests/measure/network/test_calibration_ranks.py",
-    "tests/report/test_browser.py",
+    "tests/report/pages/test_browser.py",
     "tests/cli/test_memory_verb.py",
     "tests/runtime/compressed/test_convergence.py",
     "tests/test_docs.py",

@@ -17,9 +17,8 @@ from backbeat.errors import InputError
 from backbeat.layouts import LayoutPrediction, transformer
 from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.model import Network
-from backbeat.report.framework_flags import flag_lines, megatron_flags
-from backbeat.report.layout_page import layout_content, layout_report
-from backbeat.report.layout_tables import (
+from backbeat.report.pages.layout_page import layout_content, layout_report
+from backbeat.report.tables.layout_tables import (
     answer,
     breakdown_table,
     cheapest,
@@ -30,6 +29,7 @@ from backbeat.report.layout_tables import (
     ranked_table,
     stage_lines,
 )
+from backbeat.report.words.framework_flags import flag_lines, megatron_flags
 from backbeat.units import counted, format_seconds, parse_workers
 
 

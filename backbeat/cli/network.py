@@ -19,7 +19,7 @@ from backbeat.importers.composition import compose, read
 from backbeat.model import CollectiveTimes, Fabric, Network, Source
 from backbeat.model.slowdown import CHANNELS, Transport
 from backbeat.model.specification import Specification, reached_inside
-from backbeat.report.tables import network_table
+from backbeat.report.tables.scaling_tables import network_table
 from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
 
 _SHOWN_BYTES = 2**28

@@ -23,12 +23,20 @@ from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.planners.max_batch import Point, growth, largest_looked_at
 from backbeat.planners.memory_moves import uniform
-from backbeat.report.device_memory import DeviceFit, device_fit
-from backbeat.report.limits import above_linear
-from backbeat.report.memory_tables import Policy, growth_table, mixture, peak_line, policies_table, segments_table
-from backbeat.report.sharding_tables import memory_table, units_table
-from backbeat.report.tables import describe, over_bound, plan_table, scaling_range
-from backbeat.report.ways import sharding_lines, wrapping_lines
+from backbeat.report.tables.memory_tables import (
+    Policy,
+    growth_table,
+    mixture,
+    peak_line,
+    policies_table,
+    segments_table,
+)
+from backbeat.report.tables.scaling_tables import plan_table
+from backbeat.report.tables.sharding_tables import memory_table, units_table
+from backbeat.report.words.device_memory import DeviceFit, device_fit
+from backbeat.report.words.limits import above_linear
+from backbeat.report.words.numbers import describe, over_bound, scaling_range
+from backbeat.report.words.ways import sharding_lines, wrapping_lines
 from backbeat.simulate.actions import segments_of
 from backbeat.simulate.batch import same_blocks, sibling
 from backbeat.simulate.memory_timeline import Chain, memory_timeline

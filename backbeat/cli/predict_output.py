@@ -13,13 +13,22 @@ from rich.console import Console
 from backbeat.api import predict as predict_sent
 from backbeat.cli.common import prose
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
-from backbeat.report import tables
-from backbeat.report.answer import unmeasured
-from backbeat.report.device_memory import DeviceFit, device_fit
-from backbeat.report.limits import knee_sentence, limit
-from backbeat.report.renting import decision, frontier, judged, stock_name
-from backbeat.report.running_cost import costs, format_money, per_billion, tokens_per_s, unit, units_line, utilisation
 from backbeat.report.study import PLANNED, STOCK
+from backbeat.report.tables import scaling_tables as tables
+from backbeat.report.words.answer import unmeasured
+from backbeat.report.words.device_memory import DeviceFit, device_fit
+from backbeat.report.words.limits import knee_sentence, limit
+from backbeat.report.words.numbers import describe
+from backbeat.report.words.renting import decision, frontier, judged, stock_name
+from backbeat.report.words.running_cost import (
+    costs,
+    format_money,
+    per_billion,
+    tokens_per_s,
+    unit,
+    units_line,
+    utilisation,
+)
 from backbeat.simulate.sweep import knee
 from backbeat.units import counted, format_bytes
 
@@ -111,7 +120,7 @@ class Predicted:
     def title(self) -> str:
         asked = self.asked
         sized = "" if asked.bucket_bytes is None else f"; DDP with buckets of {format_bytes(asked.bucket_bytes)}"
-        described = tables.describe(
+        described = describe(
             self.profile,
             self.network,
             accumulation=asked.accumulation,

@@ -9,11 +9,11 @@ from backbeat.cli.predict_output import Predicted, Schedule, caveats, cost_colum
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED
-from backbeat.report.device_memory import DeviceFit, device_fit
-from backbeat.report.limits import above_linear
-from backbeat.report.renting import partly, worth_it
-from backbeat.report.sharding_tables import strategies_table
-from backbeat.report.ways import Way, chosen_way, way_decision, way_sentences, work_headline
+from backbeat.report.tables.sharding_tables import strategies_table
+from backbeat.report.words.device_memory import DeviceFit, device_fit
+from backbeat.report.words.limits import above_linear
+from backbeat.report.words.renting import partly, worth_it
+from backbeat.report.words.ways import Way, chosen_way, way_decision, way_sentences, work_headline
 from backbeat.simulate.sweep import knee
 
 

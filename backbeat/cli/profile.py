@@ -16,7 +16,7 @@ from backbeat.errors import InputError
 from backbeat.measure.model.noise import band
 from backbeat.model import Profile
 from backbeat.model.files import encode
-from backbeat.report.tables import format_number
+from backbeat.report.words.numbers import format_number
 from backbeat.units import format_bytes, format_seconds, parse_duration
 
 

@@ -11,8 +11,8 @@ from backbeat.cli import options
 from backbeat.cli.common import check_page, load_network, plan_options, say, size, split
 from backbeat.model import Network, Plan, Profile, files
 from backbeat.report.measured import read_lab, read_trace
-from backbeat.report.page import MOST_BYTES, PageSettings
-from backbeat.report.page import report as make_page
+from backbeat.report.pages.report_page import MOST_BYTES, PageSettings
+from backbeat.report.pages.report_page import report as make_page
 from backbeat.report.redact import redacted
 from backbeat.report.study import Study, curve_workers, study
 from backbeat.units import format_bytes, parse_price, parse_workers

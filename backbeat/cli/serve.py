@@ -20,7 +20,7 @@ def serve(
     try:
         import uvicorn
 
-        from backbeat.report.server import make_app
+        from backbeat.report.pages.server import make_app
     except ImportError as error:
         raise MissingPartError(f"serve needs {error.name}: pip install 'backbeat[serve]'") from None
     listener = socket.socket()

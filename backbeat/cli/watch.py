@@ -23,7 +23,7 @@ def watch(
     from rich.live import Live
     from rich.text import Text
 
-    from backbeat.report.watch_table import read_samples, watch_table
+    from backbeat.report.tables.watch_table import read_samples, watch_table
 
     out = console()
     shown = watch_table(read_samples(log))

@@ -14,7 +14,8 @@ from backbeat.cli.network import row_at
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile, Source
 from backbeat.model.files import bundled
-from backbeat.report.tables import bus_rates, describe, network_table, zoo_table
+from backbeat.report.tables.scaling_tables import bus_rates, network_table, zoo_table
+from backbeat.report.words.numbers import describe
 from backbeat.units import counted
 
 _SHOWN = 256

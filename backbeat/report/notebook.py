@@ -10,7 +10,7 @@ from backbeat.errors import MissingPartError
 from backbeat.model import Prediction
 from backbeat.report.figures import canvas, plot
 from backbeat.report.figures.timeline import draw_timeline, timeline
-from backbeat.report.tables import format_number, over_bound, scaling_range
+from backbeat.report.words.numbers import format_number, over_bound, scaling_range
 from backbeat.units import counted, format_seconds
 
 _MOST_BARS = 300

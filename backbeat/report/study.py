@@ -10,12 +10,12 @@ from typing import Any
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
 from backbeat.planners import SHARDED, propose
-from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.report.measured import Measured
 from backbeat.report.perfetto import Iteration
-from backbeat.report.tables import fastest
-from backbeat.report.ways import Way, find_ways, way_labels
+from backbeat.report.words.device_memory import DeviceFit, device_fit
+from backbeat.report.words.numbers import fastest
+from backbeat.report.words.ways import Way, find_ways, way_labels
 from backbeat.simulate import predict
 from backbeat.units import parse_workers
 

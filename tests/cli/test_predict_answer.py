@@ -16,9 +16,9 @@ from backbeat.cli.zoo import variants
 from backbeat.errors import InputError
 from backbeat.model import Fabric, Network, Profile, Topology
 from backbeat.model.prediction import Breakdown, NetworkBand, Prediction
-from backbeat.report.answer import answer
-from backbeat.report.renting import decision, judged
 from backbeat.report.study import study
+from backbeat.report.words.answer import answer
+from backbeat.report.words.renting import decision, judged
 from tests.problems import affine, make_profile
 
 LLAMA = "llama-1b-b4-bf16-h200"
@@ -233,7 +233,7 @@ def test_a_plan_that_keeps_less_fits() -> None:
     less = bb.plan(model, network, memory_bytes=16 * 10**9)
     assert kept.verdict == "memory"
     found = study(model, network, [8], strategies=[], plans={"less": less})
-    from backbeat.report.device_memory import device_fit
+    from backbeat.report.words.device_memory import device_fit
 
     fit = device_fit(model, found.plans["less"], 8)
     assert fit is not None
@@ -301,7 +301,7 @@ def test_tokens_utilisation_and_money() -> None:
     profile = replace(bb.Profile.load(LLAMA), flops_per_sample=8e12)
     network = bb.Network.load("nvlink-ib400")
     result = bb.predict(profile, network, "ddp")
-    from backbeat.report.running_cost import costs, tokens_per_s, utilisation
+    from backbeat.report.words.running_cost import costs, tokens_per_s, utilisation
 
     assert tokens_per_s(result, profile) == pytest.approx(1024 * result.samples_per_s)
     assert utilisation(result, profile) == pytest.approx(8e12 * result.samples_per_s / 16 / 989.4e12)

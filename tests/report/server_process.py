@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from backbeat.report.server import make_app
+from backbeat.report.pages.server import make_app
 
 
 @contextlib.contextmanager

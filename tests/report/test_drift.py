@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.report.drift import IN_A_ROW, LEARNT, Drift, StepSample
-from backbeat.report.watch_table import read_samples, watch_table
+from backbeat.report.tables.watch_table import read_samples, watch_table
 
 NOISE = st.floats(0.0, 0.02)
 EVERY = 50

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.report.measured import finished_spans, read_lab, read_trace
-from backbeat.report.page import report, timelines
+from backbeat.report.pages.report_page import report, timelines
 from backbeat.report.study import study
 from tests.problems import affine, make_profile
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointError
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, PlanPrediction, Segment
 from backbeat.report.drift import StepSample
-from backbeat.report.watch_table import watch_table
+from backbeat.report.tables.watch_table import watch_table
 from backbeat.runtime import Watch, full_state_dict, load_full_state_dict, no_sync, parallelize
 from backbeat.runtime import watch as watching
 from backbeat.runtime.parallel.apply_plan import NOTE, apply_plan

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import Drawing, axis, bar, dots, drawn, mark, ms, upright
 from backbeat.report.measured import Comparison
-from backbeat.report.ways import Way, chosen_way
+from backbeat.report.words.ways import Way, chosen_way
 from backbeat.units import format_bytes, format_seconds
 
 

@@ -9,7 +9,7 @@ from backbeat.layouts import LayoutPrediction
 from backbeat.model import Span
 from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import Drawing, axis, bar, drawn, mark, upright
-from backbeat.report.layout_tables import PART_WORDS
+from backbeat.report.tables.layout_tables import PART_WORDS
 from backbeat.units import format_bytes, format_seconds
 
 _WORK = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from backbeat.model import Prediction
 from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import COLOURS, Drawing, axis, curve, dots, drawn, translucent
-from backbeat.report.tables import format_number, load_range
+from backbeat.report.words.numbers import format_number, load_range
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
 

@@ -14,7 +14,7 @@ import pytest
 
 from backbeat.errors import InputError
 from backbeat.model import files
-from backbeat.report.server import MOST_UPLOAD_BYTES
+from backbeat.report.pages.server import MOST_UPLOAD_BYTES
 from tests.report.hostile import MARKUP, hostile_profile
 from tests.report.server_process import running
 
@@ -107,6 +107,6 @@ def test_a_port_in_use_is_said() -> None:
 
 
 def test_states_survive_json() -> None:
-    from backbeat.report.whatif import State
+    from backbeat.report.pages.whatif import State
 
     assert msgspec.to_builtins(State())["workers"] == 64

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from backbeat.model import Network, Profile, Source
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.limits import limit
-from backbeat.report.renting import Verdict, frontier, gain, judged, percent, stock_name
-from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import SAME, format_number, gpu_hours, over_bound, scaling_range
-from backbeat.report.ways import chosen_way, sharding_lines, way_headline, way_sentences, wrapping_lines
+from backbeat.report.words.limits import limit
+from backbeat.report.words.numbers import SAME, format_number, gpu_hours, over_bound, scaling_range
+from backbeat.report.words.renting import Verdict, frontier, gain, judged, percent, stock_name
+from backbeat.report.words.running_cost import units_line
+from backbeat.report.words.ways import chosen_way, sharding_lines, way_headline, way_sentences, wrapping_lines
 from backbeat.simulate.sweep import knee
 from backbeat.units import counted, format_seconds
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 from backbeat.model import Prediction
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.device_memory import DeviceFit
 from backbeat.report.study import STOCK
-from backbeat.report.tables import fastest, format_number, work_range
+from backbeat.report.words.device_memory import DeviceFit
+from backbeat.report.words.numbers import fastest, format_number, work_range
 from backbeat.simulate.sweep import knee
 from backbeat.units import counted
 

@@ -13,19 +13,19 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.model.files import bundled
 from backbeat.planners import propose
-from backbeat.report.answer import answer
 from backbeat.report.figures.compared import draw_ways
 from backbeat.report.figures.cost_curve import cost_curve
 from backbeat.report.figures.exposed import draw_exposed
 from backbeat.report.figures.memory_use import draw_memory_use, draw_step_memory
 from backbeat.report.figures.scaling_curve import draw_scaling, scaling
 from backbeat.report.figures.timeline import timeline_parts
-from backbeat.report.page import PageSettings, command_line, timelines
-from backbeat.report.sections import step_memories
+from backbeat.report.pages.report_page import PageSettings, command_line, timelines
+from backbeat.report.pages.sections import step_memories
+from backbeat.report.pages.whatif_inputs import read_state, scaled_network
 from backbeat.report.study import STOCK, Study, instead_of_ddp, study
-from backbeat.report.tables import format_number
-from backbeat.report.ways import chosen_way, way_headline, way_sentences
-from backbeat.report.whatif_inputs import read_state, scaled_network
+from backbeat.report.words.answer import answer
+from backbeat.report.words.numbers import format_number
+from backbeat.report.words.ways import chosen_way, way_headline, way_sentences
 from backbeat.simulate import at_batch
 from backbeat.simulate.batch import sibling
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_workers

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from backbeat.model import MemoryPlan, Profile, Segment
 from backbeat.planners.max_batch import Point
-from backbeat.report.tables import WINNER, format_number, table_of
+from backbeat.report.tables.scaling_tables import WINNER, table_of
+from backbeat.report.words.numbers import format_number
 from backbeat.simulate.memory_timeline import MemoryTimeline
 from backbeat.units import counted, format_bytes, format_seconds, printable
 

@@ -18,10 +18,10 @@ from backbeat.layouts.layout import Precision
 from backbeat.model import Network
 from backbeat.model.files import bundled
 from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, step_bars
-from backbeat.report.layout_tables import drawn_batch, limit_line, nothing_fits, short
-from backbeat.report.page import rendered, script_json
-from backbeat.report.sections import Cell
-from backbeat.report.whatif_inputs import read_state
+from backbeat.report.pages.report_page import rendered, script_json
+from backbeat.report.pages.sections import Cell
+from backbeat.report.pages.whatif_inputs import read_state
+from backbeat.report.tables.layout_tables import drawn_batch, limit_line, nothing_fits, short
 from backbeat.units import format_bytes, format_seconds
 
 _LIMITS = {"gpus": (1, 2048), "global_batch": (1, 65536), "sequence": (128, 1 << 20)}

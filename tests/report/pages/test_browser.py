@@ -15,8 +15,8 @@ import pytest
 import backbeat as bb
 from backbeat import layouts
 from backbeat.model import files
-from backbeat.report.layout_page import layout_content, layout_report
-from backbeat.report.page import report
+from backbeat.report.pages.layout_page import layout_content, layout_report
+from backbeat.report.pages.report_page import report
 from backbeat.report.study import study
 from backbeat.units import format_bytes, format_seconds
 from tests.report.hostile import MARKUP, hostile_network, hostile_profile

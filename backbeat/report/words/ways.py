@@ -12,8 +12,8 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED, propose
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.device_memory import DeviceFit, device_fit
-from backbeat.report.tables import SAME, work_range
+from backbeat.report.words.device_memory import DeviceFit, device_fit
+from backbeat.report.words.numbers import SAME, work_range
 from backbeat.simulate import predict
 from backbeat.simulate.sharded_units import ModelPieces, repeated
 from backbeat.units import counted, format_bytes, format_seconds

@@ -13,11 +13,11 @@ import msgspec
 
 from backbeat.model import Source
 from backbeat.report import perfetto
-from backbeat.report.answer import Answer, answer
 from backbeat.report.figures.timeline import Timeline, by_collective, timeline, timeline_parts
-from backbeat.report.running_cost import format_count, tokens_per_s, unit
-from backbeat.report.sections import sections
+from backbeat.report.pages.sections import sections
 from backbeat.report.study import STOCK, Study
+from backbeat.report.words.answer import Answer, answer
+from backbeat.report.words.running_cost import format_count, tokens_per_s, unit
 from backbeat.units import format_bytes, format_seconds
 
 MOST_BYTES = 6_000_000
@@ -86,7 +86,7 @@ def script_json(data: Any) -> str:
 
 
 def asset(name: str) -> str:
-    return (resources.files("backbeat.report") / "templates" / name).read_text(encoding="utf-8")
+    return (resources.files("backbeat.report.pages") / "templates" / name).read_text(encoding="utf-8")
 
 
 @cache
@@ -95,7 +95,7 @@ def environment() -> Any:
 
     from backbeat import __version__
 
-    found = Environment(loader=PackageLoader("backbeat.report"), autoescape=True, undefined=StrictUndefined)
+    found = Environment(loader=PackageLoader("backbeat.report.pages"), autoescape=True, undefined=StrictUndefined)
     found.globals.update(asset=asset, plotly_source=plotly_source, version=__version__)
     return found
 

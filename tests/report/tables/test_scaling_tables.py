@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 import backbeat as bb
-from backbeat.report.tables import describe
+from backbeat.report.words.numbers import describe
 
 
 def test_an_analytic_profile_is_called_so_once() -> None:

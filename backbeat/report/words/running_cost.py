@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Prediction, Profile
-from backbeat.report.tables import gpu_hours
+from backbeat.report.words.numbers import gpu_hours
 from backbeat.units import format_seconds
 
 

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import files
-from backbeat.report.server import keep, unpacked
-from backbeat.report.whatif import Library, State, respond
-from backbeat.report.whatif_inputs import scaled_network
+from backbeat.report.pages.server import keep, unpacked
+from backbeat.report.pages.whatif import Library, State, respond
+from backbeat.report.pages.whatif_inputs import scaled_network
 from tests.problems import affine, curve, networks
 from tests.report.hostile import hostile_network, hostile_profile
 

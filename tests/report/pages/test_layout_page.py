@@ -14,7 +14,7 @@ from backbeat import layouts
 from backbeat.layouts import Layout
 from backbeat.layouts.layout import Recompute
 from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, step_bars
-from backbeat.report.layout_page import (
+from backbeat.report.pages.layout_page import (
     HEADINGS,
     LayoutState,
     layout_content,
@@ -22,7 +22,7 @@ from backbeat.report.layout_page import (
     layout_tab,
     respond_layouts,
 )
-from backbeat.report.layout_tables import drawn_batch, short
+from backbeat.report.tables.layout_tables import drawn_batch, short
 from tests.report.hostile import MARKUP
 
 JOB: dict[str, Any] = {"global_batch": 32, "sequence": 2048, "precision": "bf16", "framework": "megatron"}

@@ -13,7 +13,7 @@ from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import least_memory
 from backbeat.layouts.predict_layout import predictor_of
 from backbeat.model import Network, Span
-from backbeat.report.tables import fill
+from backbeat.report.tables.scaling_tables import fill
 from backbeat.units import counted, format_bytes, format_seconds
 
 _COLUMNS = 64

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from backbeat.report.draw import PART_COLOURS
 from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
-from backbeat.report.answer import answer, unmeasured
-from backbeat.report.draw import PART_COLOURS
 from backbeat.report.figures.exposed import PARTS
-from backbeat.report.limits import LIMITS, limit
 from backbeat.report.study import study
+from backbeat.report.words.answer import answer, unmeasured
+from backbeat.report.words.limits import LIMITS, limit
 from tests.problems import affine, make_profile
 
 

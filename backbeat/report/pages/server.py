@@ -21,9 +21,9 @@ from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Network, Profile
 from backbeat.model.files import bundled, decode
 from backbeat.report import perfetto
-from backbeat.report.layout_page import LayoutState, layout_tab, respond_layouts
-from backbeat.report.page import full_trace, plotly_source, rendered, script_json
-from backbeat.report.whatif import MOST_GRADIENTS, Library, State, respond, study_of
+from backbeat.report.pages.layout_page import LayoutState, layout_tab, respond_layouts
+from backbeat.report.pages.report_page import full_trace, plotly_source, rendered, script_json
+from backbeat.report.pages.whatif import MOST_GRADIENTS, Library, State, respond, study_of
 
 MOST_UPLOAD_BYTES = 16 * 2**20
 _MOST_UNPACKED_BYTES = 64 * 2**20

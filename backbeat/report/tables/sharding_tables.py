@@ -11,8 +11,9 @@ from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import Plan, Prediction, Profile
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.report.figures.memory_use import SHARDED_KINDS
-from backbeat.report.tables import format_number, scaling_range, table_of
-from backbeat.report.ways import Way
+from backbeat.report.tables.scaling_tables import table_of
+from backbeat.report.words.numbers import format_number, scaling_range
+from backbeat.report.words.ways import Way
 from backbeat.simulate.sharded_memory import ShardedMemory
 from backbeat.simulate.sharded_units import ROOT, chain_of
 from backbeat.units import counted, format_bytes, format_seconds, printable

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import Plan, Span
 from backbeat.report.measured import Measured
-from backbeat.report.page import MOST_BYTES, PageSettings, plotly_source, report, script_json
+from backbeat.report.pages.report_page import MOST_BYTES, PageSettings, plotly_source, report, script_json
 from backbeat.report.redact import redacted
 from backbeat.report.study import study
 from tests.problems import affine, make_profile
@@ -152,7 +152,7 @@ def test_plans_with_one_label_are_kept_apart() -> None:
 
 
 def test_templates_are_packaged() -> None:
-    folder = Path(bb.__file__).parent / "report" / "templates"
+    folder = Path(bb.__file__).parent / "report" / "pages" / "templates"
     assert {"page.css", "page.js", "serve.js", "report.html.j2", "serve.html.j2"} <= {
         one.name for one in folder.iterdir()
     }

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.answer import answer
-from backbeat.report.device_memory import DeviceFit
-from backbeat.report.page import PageSettings, report
-from backbeat.report.sections import sections, step_memories
+from backbeat.report.pages.report_page import PageSettings, report
+from backbeat.report.pages.sections import sections, step_memories
 from backbeat.report.study import Study, study
-from backbeat.report.ways import (
+from backbeat.report.words.answer import answer
+from backbeat.report.words.device_memory import DeviceFit
+from backbeat.report.words.ways import (
     Way,
     chosen_way,
     find_ways,

@@ -1,0 +1,1 @@
+"""Tables of 80 columns for the terminal, and the plain data behind some of them."""
