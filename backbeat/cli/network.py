@@ -116,10 +116,11 @@ def network(
         if transport is None and made.topology.transport is None and made.topology.gpus_per_node > 1:
             made = _noted(made, "computation is taken not to slow down beside messages; give --transport, and it does")
     if transport is not None:
-        made = _carried_by(made, transport)
+        known = _one_of("--transport", transport, tuple(CHANNELS))
+        made = replace(made, topology=replace(made.topology, transport=known))
     if output is not None:
         made.save(output)
-    rows = [row_at(made, count) for count in sorted([made.workers, *(row.workers for row in made.rows)])]
+    rows = every_row(made)
     if json:
         print_json({"network": made.name, "source": made.source, "notes": made.notes, "rows": rows})
     else:
@@ -136,12 +137,6 @@ def network(
 
 def _noted(network: Network, note: str) -> Network:
     return replace(network, notes=(*network.notes, note))
-
-
-def _carried_by(network: Network, transport: str) -> Network:
-    known = _one_of("--transport", transport, tuple(CHANNELS))
-    topology = replace(network.topology, transport=known)
-    return replace(network, topology=topology)
 
 
 def _fabric(kind: str | None, oversubscription: float) -> Fabric | None:
@@ -201,6 +196,11 @@ def _composed(
             "give it with --across"
         )
     return compose(name, measured, gpus_per_node=gpus_per_node, fabric=fabric)
+
+
+def every_row(network: Network) -> list[dict[str, Any]]:
+    """`row_at` each number of GPUs that the network's file has."""
+    return [row_at(network, count) for count in sorted([network.workers, *(row.workers for row in network.rows)])]
 
 
 def row_at(network: Network, workers: int) -> dict[str, Any]:

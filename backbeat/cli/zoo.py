@@ -10,7 +10,7 @@ import typer
 
 from backbeat.cli import options
 from backbeat.cli.common import console, print_json, prose
-from backbeat.cli.network import row_at
+from backbeat.cli.network import every_row, row_at
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile, Source
 from backbeat.model.files import bundled
@@ -80,10 +80,8 @@ def _one(name: str, *, json: bool) -> None:
     if name not in {**bundled(Network), **bundled(Profile)}:
         raise InputError(f"{name!r} is not in the zoo: `backbeat zoo` lists what is")
     if name in bundled(Network):
-        network = Network.load(name)
-        counts = sorted([network.workers, *(row.workers for row in network.rows)])
-        data: dict[str, Any] = {"network": name, "rows": [row_at(network, count) for count in counts]}
-        found: Network | Profile = network
+        found: Network | Profile = (network := Network.load(name))
+        data: dict[str, Any] = {"network": name, "rows": every_row(network)}
     else:
         found = profile = Profile.load(name)
         shown = ("model", "device", "precision", "batch_size", "sequence_length", "optimizer", "compiled")

@@ -17,8 +17,9 @@ from backbeat.importers.fsdp_units import unit_collectives
 from backbeat.importers.trace_clock import arrays, union
 from backbeat.importers.trace_events import TraceReader
 from backbeat.importers.trace_facts import Mark, collect
-from backbeat.model import Bucket, Network, Plan, Profile, Span
+from backbeat.model import Network, Plan, Profile, Span
 from backbeat.model import files as model_files
+from backbeat.planners.draft import Draft
 from backbeat.simulate import predict
 
 _JOIN_S = 20e-6
@@ -140,7 +141,7 @@ def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measure
     low_s, high_s = (samples[len(samples) * tenths // 10] if samples else row.measured_s for tenths in (1, 9))
     # The nodes' compute was dilated, and all waited for the slowest of them.
     replayed = scaled(profile, lab.dilation * max([1.0, *lab.stragglers.values()]))
-    plan = _plan(row, replayed) if profile.name == lab.profile else None
+    plan = _plan(row, replayed, network.workers) if profile.name == lab.profile else None
     return Measured(
         label=row.plan,
         origin="lab",
@@ -196,22 +197,15 @@ def scaled(profile: Profile, factor: float) -> Profile:
     )
 
 
-def _plan(row: _Row, profile: Profile) -> Plan | None:
+def _plan(row: _Row, profile: Profile, workers: int) -> Plan | None:
     """The plan that ran; None where it has no buckets of this profile's gradients: units, halves, another model."""
     if row.units is not None or any(len(launch) != 2 for launch in row.launches):
         return None
-    if sum(count for count, _ in row.launches) != len(profile.gradients):
+    counts, communicators = zip(*row.launches, strict=True) if row.launches else ((), ())
+    if sum(counts) != len(profile.gradients):
         return None
-    names = iter([gradient.name for gradient in profile.gradients])
-    return Plan(
-        strategy=row.strategy,
-        model=profile.model,
-        communicators=row.communicators,
-        buckets=tuple(
-            Bucket(gradients=tuple(next(names) for _ in range(count)), communicator=communicator)
-            for count, communicator in row.launches
-        ),
-    )
+    draft = Draft(np.cumsum(counts).tolist(), row.communicators, list(communicators))
+    return draft.named(profile, row.strategy, workers)
 
 
 def _lanes(intervals: list[tuple[float, float]]) -> list[int]:

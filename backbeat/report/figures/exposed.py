@@ -11,27 +11,17 @@ from backbeat.report.figures.canvas import Drawing, axis, bar, drawn, ms
 from backbeat.units import format_seconds
 
 PARTS = {
-    "bandwidth": "the link is too slow for the bytes",
-    "latency": "latency of messages",
-    "waiting": "held back by late gradients",
-    "stragglers": "waiting for the slowest worker",
-    "buffers": "broadcasting buffers",
-    "contention": "computation slowed down by communication",
-    "gather": "gathering updated parameters",
-    "copies": "copying into and out of collectives' buffers",
-    "host": "waiting for the host to issue work",
+    "bandwidth": ("the link is too slow for the bytes", canvas.BLUE),
+    "latency": ("latency of messages", canvas.ORANGE),
+    "waiting": ("held back by late gradients", canvas.PURPLE),
+    "stragglers": ("waiting for the slowest worker", canvas.GREY),
+    "buffers": ("broadcasting buffers", canvas.GREEN),
+    "contention": ("computation slowed down by communication", canvas.ROSE),
+    "gather": ("gathering updated parameters", "#9a8b2f"),
+    "copies": ("copying into and out of collectives' buffers", "#4f7f8b"),
+    "host": ("waiting for the host to issue work", "#5aa9c9"),
 }
-PART_COLOURS = {
-    "bandwidth": canvas.BLUE,
-    "latency": canvas.ORANGE,
-    "waiting": canvas.PURPLE,
-    "stragglers": canvas.GREY,
-    "buffers": canvas.GREEN,
-    "contention": canvas.ROSE,
-    "gather": "#9a8b2f",
-    "copies": "#4f7f8b",
-    "host": "#5aa9c9",
-}
+"""In words, and the colour of each."""
 
 
 def exposed_parts(predictions: Iterable[Prediction]) -> dict[str, list[float]]:
@@ -48,10 +38,10 @@ def draw_exposed(predictions: Mapping[str, Prediction]) -> Drawing:
     hover = "<b>%{y}</b><br>%{fullData.name}: %{customdata}<extra></extra>"
     traces = [
         bar(
-            PARTS[part],
+            PARTS[part][0],
             labels,
             ms(values),
-            PART_COLOURS[part],
+            PARTS[part][1],
             customdata=[format_seconds(seconds) for seconds in values],
             hovertemplate=hover,
         )

@@ -47,7 +47,8 @@ def stage_timeline(one: LayoutPrediction) -> Drawing:
     for work, spans in named.items():
         if not spans:
             continue
-        which = [_which(span.name.removeprefix(work).strip()) for span in spans]
+        # `3 chunk 1` as a bar has room for.
+        which = [span.name.removeprefix(work).strip().replace(" chunk ", "·") for span in spans]
         traces.append(
             {
                 "type": "bar",
@@ -55,7 +56,7 @@ def stage_timeline(one: LayoutPrediction) -> Drawing:
                 "name": work,
                 "base": [_short(span.start_s * scale) for span in spans],
                 "x": [_short((span.end_s - span.start_s) * scale) for span in spans],
-                "y": [_stage(span) for span in spans],
+                "y": [int(span.lane.removeprefix("stage ")) for span in spans],
                 "width": 0.8,
                 "customdata": which,
                 "hovertemplate": f"<b>stage %{{y}}: {work}</b> %{{customdata}}<br>from %{{base:.4~g}} for %{{x:.4~g}} "
@@ -152,15 +153,6 @@ def _waits(timeline: Sequence[Span], end: float) -> list[Span]:
             if after.start_s - before.end_s > _SHOWN * end
         ]
     return found
-
-
-def _which(rest: str) -> str:
-    """`3 chunk 1` as a bar has room for."""
-    return rest.replace(" chunk ", "·")
-
-
-def _stage(span: Span) -> int:
-    return int(span.lane.removeprefix("stage "))
 
 
 def _short(value: float) -> float:

@@ -6,8 +6,9 @@ Both show the same content: a page that is written holds it for each number of G
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Annotated, Any, Self, get_args
+
+from msgspec import Meta, to_builtins
 
 from backbeat import layouts
 from backbeat.errors import InputError, nearest
@@ -20,30 +21,27 @@ from backbeat.model.files import bundled
 from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.report.pages.report_page import rendered, script_json
 from backbeat.report.pages.sections import Cell
-from backbeat.report.pages.whatif_inputs import read_state
+from backbeat.report.pages.whatif_inputs import Controls
 from backbeat.report.tables.layout_tables import drawn_batch, limit_line, nothing_fits, short
 from backbeat.units import format_bytes, format_seconds
 
-_LIMITS = {"gpus": (1, 2048), "global_batch": (1, 65536), "sequence": (128, 1 << 20)}
+_GPUS, _BATCH, _TOKENS = Meta(ge=1, le=2048), Meta(ge=1, le=65536), Meta(ge=128, le=1 << 20)
 HEADINGS = ("rank", "layout", "step", "tokens/s/GPU", "least", "most", "MFU", "memory", "bubble", "limited by")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutState:
-    """What the controls of the tab say. It travels in the address of the page."""
-
+class LayoutState(Controls, frozen=True, kw_only=True):
     model: str = "llama-3-70b"
     cluster: str = "dgx-h100"
-    gpus: int = 64
-    global_batch: int = 512
-    sequence: int = 8192
+    gpus: Annotated[int, _GPUS] = 64
+    global_batch: Annotated[int, _BATCH] = 512
+    sequence: Annotated[int, _TOKENS] = 8192
     precision: str = "bf16"
     framework: str = "megatron"
 
     @classmethod
-    def parse(cls, fields: Mapping[str, str]) -> LayoutState:
-        """From the address. A model is a bundled one: the page reads no files."""
-        found = read_state(cls, fields, _LIMITS)
+    def parse(cls, fields: Mapping[str, str]) -> Self:
+        """A model is a bundled one: the page reads no files."""
+        found = super().parse(fields)
         if found.model not in MODELS:
             raise InputError(f"there is no model {found.model[:80]!r}{nearest(found.model, MODELS)}")
         return found
@@ -99,13 +97,13 @@ def layout_tab() -> str:
     controls = {
         "model": ("Model", list(MODELS)),
         "cluster": ("Cluster", with_gpus),
-        "gpus": ("GPUs", _LIMITS["gpus"]),
-        "global_batch": ("Global batch, sequences", _LIMITS["global_batch"]),
-        "sequence": ("Sequence, tokens", _LIMITS["sequence"]),
+        "gpus": ("GPUs", (_GPUS.ge, _GPUS.le)),
+        "global_batch": ("Global batch, sequences", (_BATCH.ge, _BATCH.le)),
+        "sequence": ("Sequence, tokens", (_TOKENS.ge, _TOKENS.le)),
         "precision": ("Precision", list(get_args(Precision))),
         "framework": ("Framework", list(CONVENTIONS)),
     }
-    state = asdict(LayoutState())
+    state = to_builtins(LayoutState())
     parts = {"controls": controls, "state": state, "data": script_json(state)}
     return rendered("layout.html.j2", title="what if", headings=HEADINGS, **parts)
 

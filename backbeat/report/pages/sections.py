@@ -244,7 +244,7 @@ def exposed_section(study: Study) -> Section | None:
         anchor="exposed",
         title="Where the lost time goes",
         summary=f"With {study.best_label}, {format_seconds(study.best.exposed_s)} of each iteration are lost: "
-        + ", ".join(f"{format_seconds(values[index])} {PARTS[part]}" for part, values in parts.items())
+        + ", ".join(f"{format_seconds(values[index])} {PARTS[part][0]}" for part, values in parts.items())
         + ".",
         how="Every iteration takes longer on many GPUs than on one; the bar is how much longer, split by cause. "
         "Blue (bandwidth) shrinks with a faster network or fewer bytes, orange (latency) with fewer and larger "

@@ -45,7 +45,8 @@ def make_app() -> Starlette:
     plotly = plotly_source()
 
     async def page(request: Request) -> Response:
-        return HTMLResponse(_page())
+        names = {"profiles": list(bundled(Profile)), "networks": list(bundled(Network))}
+        return HTMLResponse(rendered("serve.html.j2", **names, defaults=script_json(msgspec.to_builtins(State()))))
 
     async def plotly_js(request: Request) -> Response:
         return Response(plotly, media_type="text/javascript", headers={"Cache-Control": "max-age=86400"})
@@ -164,8 +165,3 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 def _json(data: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(data), status_code=status, media_type="application/json")
-
-
-def _page() -> str:
-    parts = {"profiles": list(bundled(Profile)), "networks": list(bundled(Network))}
-    return rendered("serve.html.j2", **parts, defaults=script_json(msgspec.to_builtins(State())))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
@@ -21,7 +21,7 @@ from backbeat.report.figures.scaling_curve import draw_scaling, scaling
 from backbeat.report.figures.timeline import timeline_parts
 from backbeat.report.pages.report_page import PageSettings, command_line, timelines
 from backbeat.report.pages.sections import step_memories
-from backbeat.report.pages.whatif_inputs import read_state, scaled_network
+from backbeat.report.pages.whatif_inputs import Controls, scaled_network
 from backbeat.report.study import STOCK, Study, instead_of_ddp, study
 from backbeat.report.words.answer import answer
 from backbeat.report.words.numbers import format_number
@@ -31,39 +31,26 @@ from backbeat.simulate.batch import sibling
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_workers
 
 MOST_GRADIENTS = 20_000
-_LIMITS = {
-    "workers": (2, 4096),
-    "bandwidth": (0.01, 100.0),
-    "latency": (0.01, 100.0),
-    "batch": (1, 1_000_000),
-    "bucket": (0, 4096),
-    "communicators": (1, 8),
-    "budget": (0, 4096),
-}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What the controls say. It travels in the address of the page."""
-
+class State(Controls, frozen=True, kw_only=True):
     profile: str = "resnet50-b64-bf16-h200"
     network: str = "100gbe"
-    workers: int = 64
-    bandwidth: float = 1.0
+    workers: Annotated[int, Meta(ge=2, le=4096)] = 64
+    bandwidth: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     """Times the network's own."""
-    latency: float = 1.0
-    batch: int | None = None
+    latency: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    batch: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     """None: the profile's own."""
-    bucket: int = 0
+    bucket: Annotated[int, Meta(ge=0, le=4096)] = 0
     """MiB for DDP's `bucket_cap_mb`; 0 leaves it unset."""
-    communicators: int = 1
-    budget: float = 0.0
+    communicators: Annotated[int, Meta(ge=1, le=8)] = 1
+    budget: Annotated[float, Meta(ge=0, le=4096)] = 0.0
     """GB of device memory; 0: none."""
 
-    @classmethod
-    def parse(cls, fields: Mapping[str, str]) -> State:
-        """From the address."""
-        return read_state(cls, fields, _LIMITS)
+    @property
+    def budget_bytes(self) -> int | None:
+        return round(self.budget * 1e9) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +80,15 @@ def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     if state.bucket:
         asked[f"ddp, {state.bucket} MiB"] = {"strategy": STOCK, "bucket_bytes": state.bucket * 2**20}
     asked[f"optimal{many}"] = {"strategy": "optimal", "communicators": state.communicators}
-    asked |= {name: {"strategy": name} for name in instead_of_ddp(profile, _budget(state))}
+    asked |= {name: {"strategy": name} for name in instead_of_ddp(profile, state.budget_bytes)}
     plans = {}
     if thorough:
         # Searching at every number of workers would take seconds: the plan for the last one is followed down the curve.
         last = network.at(workers=counts[-1])
         plans[f"best for {counts[-1]}"] = propose(profile, last, "best", communicators=max(state.communicators, 2))
-    return study(profile, network, counts, strategies=asked, plans=plans, sweep=thorough, memory_budget=_budget(state))
+    return study(
+        profile, network, counts, strategies=asked, plans=plans, sweep=thorough, memory_budget=state.budget_bytes
+    )
 
 
 def respond(state: State, library: Library, *, thorough: bool = False) -> dict[str, Any]:
@@ -151,10 +140,6 @@ def _plan_command(state: State, library: Library, strategy: str) -> str:
         return ""
     settings = PageSettings(profile_argument=state.profile, network_argument=state.network)
     return command_line("plan", settings, state.workers, "plan.json", strategy)
-
-
-def _budget(state: State) -> int | None:
-    return round(state.budget * 1e9) if state.budget else None
 
 
 def readings(study: Study) -> dict[str, str]:

@@ -4,10 +4,10 @@ latency."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields as fields_of
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -17,38 +17,25 @@ from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network
 from backbeat.model.network import COLLECTIVES
 
-_MOST_TEXT = 300
 
-S = TypeVar("S")
+class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the controls of a page say. It travels in the page's address."""
 
-
-def read_state(kind: type[S], given: Mapping[str, str], limits: Mapping[str, tuple[float, float]]) -> S:
-    """A dataclass of controls from the fields of an address. Those with limits are numbers, whole ones unless their
-    default is a fraction; values out of range and fields nobody defined are refused by name."""
-    defaults = {one.name: one.default for one in fields_of(kind)}  # type: ignore[arg-type]
-    known: dict[str, Any] = {}
-    for name, text in given.items():
-        if name not in defaults:
-            raise InputError(f"{name[:40]!r} is not a control: there are {', '.join(defaults)}")
-        if name not in limits:
-            known[name] = text[:_MOST_TEXT]
-        elif text != "":
-            value = _number(name, text, limits[name])
-            if not isinstance(defaults[name], float) and value != int(value):
-                raise InputError(f"{name} is {text[:40]}: it must be a whole number")
-            known[name] = value if isinstance(defaults[name], float) else int(value)
-    return kind(**known)
-
-
-def _number(name: str, text: str, limits: tuple[float, float]) -> float:
-    low, high = limits
-    try:
-        value = float(text)
-    except ValueError:
-        raise InputError(f"{name} is {text[:40]!r}: it must be a number from {low} to {high}") from None
-    if not low <= value <= high:
-        raise InputError(f"{name} is {text[:40]}: it must be from {low} to {high}")
-    return value
+    @classmethod
+    def parse(cls, fields: Mapping[str, str]) -> Self:
+        """From the fields of an address. Values out of range and fields nobody defined are refused by name."""
+        given = {name: text for name, text in fields.items() if text}
+        try:
+            return msgspec.convert(given, cls, strict=False)
+        except msgspec.ValidationError as error:
+            rule, _, field = str(error).partition(" - at `$.")
+            name = field.rstrip("`")
+            if name not in given:
+                raise InputError(
+                    f"{rule}: that is not a control; there are {', '.join(cls.__struct_fields__)}"
+                ) from None
+            allowed = rule.removeprefix("Expected ").partition(",")[0]
+            raise InputError(f"{name} is {given[name][:40]!r}: it must be {allowed}") from None
 
 
 def scaled_network(network: Network, *, bandwidth: float = 1.0, latency: float = 1.0) -> Network:

@@ -94,11 +94,11 @@ def test_where_nothing_fits_the_least_is_shown_beyond_the_limit() -> None:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"gpus": "0"}, "gpus is 0: it must be from 1"),
-        ({"gpus": "2.5"}, "whole number"),
+        ({"gpus": "0"}, "gpus is '0': it must be `int` >= 1"),
+        ({"gpus": "2.5"}, "gpus is '2.5': it must be `int`"),
         ({"sequence": "many"}, "sequence is 'many'"),
         ({"model": "/etc/passwd"}, "there is no model '/etc/passwd'"),
-        ({"zero": "3"}, "'zero' is not a control"),
+        ({"zero": "3"}, "`zero`: that is not a control"),
         ({"model": "llama-3-7b"}, "nearest: 'llama-3-70b'"),
     ],
 )

@@ -86,12 +86,12 @@ def test_inside_a_node_nothing_changes() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"workers": "1"}, "workers is 1"),
-        ({"workers": "1e99"}, "workers is 1e99"),
-        ({"workers": "nan"}, "workers is nan"),
-        ({"workers": "2.5"}, "whole number"),
+        ({"workers": "1"}, "workers is '1': it must be `int` >= 2"),
+        ({"workers": "1e99"}, "workers is '1e99'"),
+        ({"workers": "nan"}, "workers is 'nan'"),
+        ({"workers": "2.5"}, "workers is '2.5': it must be `int`"),
         ({"communicators": "many"}, "communicators is 'many'"),
-        ({"__class__": "1"}, "is not a control"),
+        ({"__class__": "1"}, "`__class__`: that is not a control"),
         ({"profile": "../../etc/passwd"}, "there is no profile"),
         ({"network": "/etc/passwd"}, "there is no network"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from backbeat.report.draw import PART_COLOURS
 from msgspec.structs import replace
 
 import backbeat as bb
@@ -21,7 +20,6 @@ def many_small() -> bb.Profile:
 
 def test_every_bottleneck_has_words() -> None:
     assert set(LIMITS) == {"compute", *PARTS}
-    assert set(PART_COLOURS) == set(PARTS)
 
 
 def test_a_job_that_scales_well_is_worth_it_and_needs_no_change() -> None:
