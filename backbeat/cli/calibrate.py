@@ -14,7 +14,7 @@ import typer
 from rich import progress as bars
 from rich.console import Console
 
-from backbeat.cli.common import check_writable, need_torch, print_json, say
+from backbeat.cli.common import check_writable, communicator_counts, need_torch, print_json, say
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.case import SIZES
 from backbeat.measure.network.findings import MeasuredCluster, summary_lines, summary_of
@@ -22,7 +22,6 @@ from backbeat.measure.network.sampling import Progress
 from backbeat.units import doubling, parse_bytes, parse_duration
 
 _BACKENDS = ("gloo", "nccl", "mpi")
-_MOST_COMMUNICATORS = 16
 _START_S = 300
 
 
@@ -52,7 +51,7 @@ def calibrate(
     try:
         options: dict[str, Any] = {
             "sizes": list(SIZES) if sizes is None else parse_sizes(sizes),
-            "communicators": _parse_communicators(communicators),
+            "communicators": communicator_counts(communicators, most=16),
             "budget_s": parse_duration(budget),
             "name": name,
             "settle": settle,
@@ -91,16 +90,6 @@ def parse_sizes(text: str) -> list[int]:
     if len(found) < 2:
         raise InputError(f"--sizes is {text!r}: a curve needs two sizes or more, like 1KB..256MB")
     return sorted(found)
-
-
-def _parse_communicators(text: str) -> list[int]:
-    try:
-        counts = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise InputError(f"--communicators is {text!r}: write numbers, like 1,2,4") from None
-    if counts[0] < 1 or counts[-1] > _MOST_COMMUNICATORS:
-        raise InputError(f"--communicators is {text!r}: each must be from 1 to {_MOST_COMMUNICATORS}, like 1,2,4")
-    return counts
 
 
 def _rank_and_world() -> tuple[int, int]:

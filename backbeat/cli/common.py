@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 
 from backbeat.errors import InputError, MissingPartError
-from backbeat.model import Network
+from backbeat.model import Network, files
 from backbeat.units import parse_bytes, parse_workers, printable
 
 _FEWEST_BYTES = 2**16
@@ -38,6 +39,24 @@ def size(option: str, text: str, unit: str = "GB", least: int = 1) -> int:
     if 0 < count < _FEWEST_BYTES and text.strip().replace(".", "", 1).isdigit():
         raise InputError(f"{option} {text.strip()} would be {count} bytes: did you mean {text.strip()}{unit}?")
     return count
+
+
+def communicator_counts(text: str, most: int) -> list[int]:
+    """
+    >>> communicator_counts("4,1, 2", most=8)
+    [1, 2, 4]
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= most for part in parts):
+        raise InputError(f"--communicators is {text!r}: write numbers from 1 to {most}, like 1,2")
+    return sorted({int(part) for part in parts})
+
+
+def refuse(options: Mapping[str, bool], why: str) -> None:
+    """The first of these options that was given."""
+    for option, given in options.items():
+        if given:
+            raise InputError(f"{option} {why}")
 
 
 def need_torch(verb: str) -> None:
@@ -104,4 +123,13 @@ def say(text: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(data), indent=1).decode())
+    typer.echo(_indented(data).decode())
+
+
+def write_json(output: Path, data: Any) -> None:
+    files.write(output, _indented(data) + b"\n")
+    say(f"wrote {output}")
+
+
+def _indented(data: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(data), indent=1)

@@ -11,13 +11,13 @@ import typer
 from rich.table import Table
 
 from backbeat.cli import lab_layouts, options
-from backbeat.cli.common import console, print_json, prose, say, split
+from backbeat.cli.common import communicator_counts, console, print_json, prose, refuse, say, split, write_json
 from backbeat.errors import InputError
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import Choice, parse, shorthand
 from backbeat.lab.requirements import check
 from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
-from backbeat.model import Profile, files
+from backbeat.model import Profile
 from backbeat.report.tables.scaling_tables import WINNER, table_of
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
@@ -116,7 +116,9 @@ def lab(
         check(backend)
         lab_layouts.run_layouts(setting, cases, seconds_each, budget_s, output, json)
         return
-    choices = parse(split(strategy) or _STRATEGIES, _counts(communicators))
+    choices = parse(
+        split(strategy) or _STRATEGIES, [] if communicators is None else communicator_counts(communicators, most=8)
+    )
     if train is not None:
         _check_training(setting, choices, profile)
     elif profile is None:
@@ -129,8 +131,7 @@ def lab(
     ran = _run(setting, choices, replayed, train or "", batch_size, seconds_each, budget_s)
     answer = _answer(setting, ran)
     if output is not None:
-        files.write(output, _file(answer, ran))
-        say(f"wrote {output}")
+        write_json(output, _file(answer, ran))
     if json:
         print_json(answer)
         return
@@ -187,14 +188,13 @@ def _run(
 
 
 def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | None) -> None:
-    for option, given in (
-        ("--profile", profile is not None),
-        ("--dilation", setting.dilation != 1),
-        ("--straggler", bool(setting.slowdowns)),
-        ("--jitter", setting.jitter > 0),
-    ):
-        if given:
-            raise InputError(f"{option} changes a replayed profile, and --train computes for real: leave one out")
+    given = {
+        "--profile": profile is not None,
+        "--dilation": setting.dilation != 1,
+        "--straggler": bool(setting.slowdowns),
+        "--jitter": setting.jitter > 0,
+    }
+    refuse(given, "changes a replayed profile, and --train computes for real: leave one out")
     if not any(choice.name in ("ddp", "fsdp") for choice in choices):
         raise InputError("--train compares with stock DDP or stock FSDP2: add ddp or fsdp to --strategy")
     if any(choice.strategy == "halves" for choice in choices):
@@ -247,15 +247,14 @@ def _row(result: MeasuredPlan) -> dict[str, Any]:
     }
 
 
-def _file(answer: dict[str, Any], ran: _Ran) -> bytes:
+def _file(answer: dict[str, Any], ran: _Ran) -> dict[str, Any]:
     rows = [
         {**one, "launches": shorthand(result.plan), "series_s": result.series, "finishes_s": result.finishes}
         for one, result in zip(answer["rows"], ran.results, strict=True)
     ]
     for one, losses in zip(rows, ran.losses, strict=False):
         one["losses"] = losses
-    whole = {"schema": "backbeat.lab/1", **answer, "rows": rows, "timings": ran.calibrated.timings}
-    return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
+    return {"schema": "backbeat.lab/1", **answer, "rows": rows, "timings": ran.calibrated.timings}
 
 
 def _table(setting: Setting, ran: _Ran) -> Table:
@@ -299,12 +298,3 @@ def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
         f"Fastest as measured: {fastest['plan']}, {format_seconds(fastest['measured_s'])}. "
         f"Predictions are off by up to {error:.1%}, and plans repeat within {repeat:.1%}."
     )
-
-
-def _counts(text: str | None) -> list[int]:
-    if text is None:
-        return []
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and 1 <= int(part) <= 8 for part in parts):
-        raise InputError(f"--communicators is {text!r}: write numbers from 1 to 8, like 1,2")
-    return sorted({int(part) for part in parts})

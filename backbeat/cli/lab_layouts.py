@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from rich.table import Table
 
-from backbeat.cli.common import console, print_json, say
+from backbeat.cli.common import console, print_json, refuse, say, write_json
 from backbeat.errors import InputError
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.setting import Setting
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import gpu_named
 from backbeat.layouts.layout import Layout, job_of
-from backbeat.model import files
 from backbeat.report.tables.scaling_tables import table_of
 from backbeat.units import format_rate, format_seconds
 
@@ -32,14 +30,13 @@ def cases_of(
 
     if model is None:
         raise InputError("--layout needs a model to lay out: give --model, a config.json or a name like gpt3-1.3b")
-    for option, given in (
-        ("--straggler", bool(setting.slowdowns)),
-        ("--jitter", setting.jitter > 0),
-        ("--link", bool(setting.rates)),
-        ("--ranks-per-node", setting.ranks_per_node > 1),
-    ):
-        if given:
-            raise InputError(f"{option} is not predicted of layouts yet: leave it out, or replay a --profile")
+    given = {
+        "--straggler": bool(setting.slowdowns),
+        "--jitter": setting.jitter > 0,
+        "--link": bool(setting.rates),
+        "--ranks-per-node": setting.ranks_per_node > 1,
+    }
+    refuse(given, "is not predicted of layouts yet: leave it out, or replay a --profile")
     found = [
         LayoutCase(
             model=transformer(model),
@@ -80,9 +77,7 @@ def run_layouts(
         **facts,
     }
     if output is not None:
-        whole = {"schema": "backbeat.lab-layouts/1", **answer, "transfers": timed}
-        files.write(output, msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
-        say(f"wrote {output}")
+        write_json(output, {"schema": "backbeat.lab-layouts/1", **answer, "transfers": timed})
     if json:
         print_json(answer)
         return

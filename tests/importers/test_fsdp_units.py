@@ -182,7 +182,7 @@ def test_the_command_prints_the_units(tmp_path: Path) -> None:
 
 
 def test_a_report_puts_its_collectives_on_lanes_by_unit(tmp_path: Path) -> None:
-    (measured,) = read_trace(Made(copies=True).write(tmp_path))
+    measured = read_trace(Made(copies=True).write(tmp_path))
     lanes = {span.lane for span in measured.measured_spans}
     assert lanes == {"compute", "all-gather", "reduce-scatter", "all-reduce"}
     assert {span.name for span in measured.measured_spans if span.lane == "all-gather"} == {
