@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,10 @@ def run(given: argparse.Namespace) -> bool:
         record = opened(path, setting)
         known = {one["model"] for one in record["cases"] if "error" not in one and not given.again}
         left = [name for name in given.models if name not in known]
-        with experiment.Nodes(setting, COMMUNICATORS) if left else nullcontext() as nodes:
+        with ExitStack() as entered:
+            nodes = entered.enter_context(experiment.Nodes(setting, COMMUNICATORS)) if left else None
             for name in left:
+                assert nodes is not None
                 began = time.monotonic()
                 if began + slowest_s > ends:
                     print(f"{setting.name}: no time for {name}", file=sys.stderr)
