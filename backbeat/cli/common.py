@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model import Network, files
@@ -92,16 +93,25 @@ def plan_options(across: str | None, links: int, reduce_dtype: str | None) -> li
     return [*joined, *wide, *(["--reduce-dtype", reduce_dtype] if reduce_dtype else [])]
 
 
-def prose(out: Console, text: str) -> None:
-    """Sentences in 80 columns, whatever the terminal. What is indented is to be copied, and stays one line."""
-    for line in text.splitlines():
-        line = printable(line)
-        if not line.startswith(" "):
-            # A number keeps its unit.
-            kept = re.sub(r"(?<=\d) (?=(?:[mµn]?s|[kMGT]?B|GPUs?)\b)", "\0", line)
-            kept = textwrap.fill(kept, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-            line = kept.replace("\0", " ")
-        out.print(line, soft_wrap=True)
+def print_answer(*parts: Table | str | None) -> None:
+    """Answers go to stdout: tables, sentences in 80 columns whatever the terminal, and empty lines. What is indented is
+    to be copied, and stays one line."""
+    out = console()
+    for part in parts:
+        if isinstance(part, str):
+            for line in part.splitlines() or [""]:
+                out.print(_wrapped(printable(line)), soft_wrap=True)
+        elif part is not None:
+            out.print(part)
+
+
+def _wrapped(line: str) -> str:
+    if line.startswith(" "):
+        return line
+    # A number keeps its unit.
+    kept = re.sub(r"(?<=\d) (?=(?:[mµn]?s|[kMGT]?B|GPUs?)\b)", "\0", line)
+    kept = textwrap.fill(kept, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return kept.replace("\0", " ")
 
 
 def split(values: list[str] | None) -> list[str]:
@@ -113,7 +123,7 @@ def split(values: list[str] | None) -> list[str]:
 
 
 def console() -> Console:
-    """Answers go to stdout; a pipe gets the whole width of a table. Names are never read as rich's markup."""
+    """Stdout; a pipe gets the whole width of a table. Names are never read as rich's markup."""
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from backbeat.cli.common import console, say
+from backbeat.cli.common import print_answer, say
 from backbeat.importers import chakra, kineto, nccl_tests
 from backbeat.model import Network, Profile
 from backbeat.report.tables.sharding_tables import measured_units_table
@@ -53,7 +53,7 @@ def from_kineto(
     alike = Profile.load(like) if like is not None else None
     trace = kineto.load(file, batch_size=batch_size, model=model, name=name, like=alike)
     if trace.units:
-        console().print(measured_units_table(trace.units))
+        print_answer(measured_units_table(trace.units))
     _save(trace.profile, output)
 
 

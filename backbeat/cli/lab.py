@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from backbeat.cli import lab_layouts, options
-from backbeat.cli.common import communicator_counts, console, print_json, prose, refuse, say, split, write_json
+from backbeat.cli.common import communicator_counts, print_answer, print_json, refuse, say, split, write_json
 from backbeat.errors import InputError
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import Choice, parse, shorthand
@@ -135,11 +135,8 @@ def lab(
     if json:
         print_json(answer)
         return
-    out = console()
-    out.print(_table(setting, ran))
-    for note in ran.calibrated.network.notes:
-        prose(out, f"* {note}")
-    prose(out, conclusion(answer["rows"]))
+    notes = (f"* {note}" for note in ran.calibrated.network.notes)
+    print_answer(_table(setting, ran), *notes, conclusion(answer["rows"]))
 
 
 class _Ran(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from backbeat.cli.common import console, print_json, refuse, say, write_json
+from backbeat.cli.common import print_answer, print_json, refuse, say, write_json
 from backbeat.errors import InputError
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.setting import Setting
@@ -81,7 +81,7 @@ def run_layouts(
     if json:
         print_json(answer)
         return
-    console().print(_table(setting, results))
+    print_answer(_table(setting, results))
 
 
 def _table(setting: Setting, results: Sequence[ExecutedLayout]) -> Table:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from backbeat import layouts
 from backbeat.cli import options
-from backbeat.cli.common import check_page, console, load_network, print_json, prose
+from backbeat.cli.common import check_page, load_network, print_answer, print_json
 from backbeat.cli.report import write_page
 from backbeat.errors import InputError
 from backbeat.layouts import LayoutPrediction, transformer
@@ -118,17 +117,16 @@ def layout(
     if output is not None:
         _write(output, model, network, dict(zip(counts, ranked, strict=True)), job, stages)
         return
-    out = console()
-    missing = [count for count, rows in zip(counts, ranked, strict=True) if not rows]
-    shown = ranked[0] if len(counts) == 1 else [rows[0] for rows in ranked if rows]
+    several = len(counts) > 1
+    shown = [rows[0] for rows in ranked if rows] if several else ranked[0]
     if shown:
         title = f"{shown[0].model} on {shown[0].cluster}: {global_batch} x {sequence} tokens, {precision}, {framework}"
-        out.print(ranked_table(shown, title=title, counts=len(counts) > 1))
-    for count in missing:
-        prose(out, nothing_fits(model, network, count, job, stages)[1])
+        print_answer(ranked_table(shown, title=title, counts=several))
+    missing = [count for count, rows in zip(counts, ranked, strict=True) if not rows]
+    print_answer(*(nothing_fits(model, network, count, job, stages)[1] for count in missing))
     if shown:
-        prose(out, answer(shown) if len(counts) == 1 else compared(shown))
-        _print_flags(out, model, cheapest(shown) if len(counts) > 1 else shown[0], framework)
+        best = cheapest(shown) if several else shown[0]
+        print_answer(compared(shown) if several else answer(shown), _flags(model, best, framework))
 
 
 def _one(text: str, counts: list[int]) -> int:
@@ -174,27 +172,26 @@ def _write(
     write_page(output, page, "fewer numbers of GPUs or a smaller --most")
 
 
-def _print_flags(out: Console, model: str, found: LayoutPrediction, framework: str) -> None:
-    if flags := megatron_flags(transformer(model), found.layout, found.job, framework):
-        prose(out, f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}")
+def _flags(model: str, found: LayoutPrediction, framework: str) -> str | None:
+    flags = megatron_flags(transformer(model), found.layout, found.job, framework)
+    return f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}" if flags else None
 
 
 def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framework: str) -> None:
-    out = console()
-    out.print(breakdown_table(found))
-    out.print(memory_table(found))
     count = drawn.job.global_batch // (drawn.layout.dp * drawn.layout.micro_batch)
-    if drawn.job != found.job:
-        out.print(f"The stages in a step of {count} micro-batches:")
-    for line in stage_lines(drawn.timeline):
-        out.print(line)
-    for note in found.notes:
-        prose(out, f"* {note}")
+    spread = None
     if found.spread_s is not None:
         low, high = (format_seconds(edge) for edge in found.spread_s)
-        prose(out, f"Single steps vary from {low} to {high} (10th to 90th percentile).")
-    if not found.fits:
-        prose(out, "It does not fit: recompute more, shard more (zero), or add stages.")
-        return
-    prose(out, answer([found]))
-    _print_flags(out, model, found, framework)
+        spread = f"Single steps vary from {low} to {high} (10th to 90th percentile)."
+    print_answer(
+        breakdown_table(found),
+        memory_table(found),
+        f"The stages in a step of {count} micro-batches:" if drawn.job != found.job else None,
+        *stage_lines(drawn.timeline),
+        *(f"* {note}" for note in found.notes),
+        spread,
+    )
+    if found.fits:
+        print_answer(answer([found]), _flags(model, found, framework))
+    else:
+        print_answer("It does not fit: recompute more, shard more (zero), or add stages.")

@@ -10,7 +10,7 @@ import typer
 from msgspec.structs import replace
 
 from backbeat.cli import options
-from backbeat.cli.common import console, print_json, prose, say, split
+from backbeat.cli.common import print_answer, print_json, say, split
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.cost.fabric import Kind
 from backbeat.cost.protocols import INFINIBAND_HOP_S, NicLatency
@@ -124,13 +124,9 @@ def network(
     if json:
         print_json({"network": made.name, "source": made.source, "notes": made.notes, "rows": rows})
     else:
-        out = console()
-        out.print(network_table(rows))
-        out.print()
-        if isinstance(made.source, Source) and made.source.reference:
-            prose(out, f"From: {made.source.reference}.")
-        for note in made.notes:
-            prose(out, f"* {note}")
+        origin = made.source.reference if isinstance(made.source, Source) else None
+        said = [f"From: {origin}."] if origin else []
+        print_answer(network_table(rows), "", *said, *(f"* {note}" for note in made.notes))
     if output is not None:
         say(f"wrote {output}")
 

@@ -10,15 +10,15 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 import typer
 from msgspec.structs import replace
-from rich.console import Console
+from rich.table import Table
 
 from backbeat.api import plan as make_plan
 from backbeat.api import predict
 from backbeat.cli import options
-from backbeat.cli.common import console, load_network, one_count, print_json, prose, say, size
+from backbeat.cli.common import load_network, one_count, print_answer, print_json, say, size
 from backbeat.cli.predict_output import caveats
 from backbeat.errors import InputError
-from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
+from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile, Sharding
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.planners.max_batch import Point, growth, largest_looked_at
@@ -175,20 +175,20 @@ def _show(
     sent = one if reduce_dtype is None else one.with_reduce_dtype(reduce_dtype)
     result = predict(one, cluster, made, reduce_dtype=reduce_dtype, accumulation=accumulation)
     stock = predict(one, cluster, "ddp", reduce_dtype=reduce_dtype, accumulation=accumulation)
-    out = console()
-    prose(out, describe(one, cluster, reduce_dtype=reduce_dtype, accumulation=accumulation))
-    out.print()
     if result.workers == 1:
-        out.print("One worker sends nothing: the plan's buckets never leave.")
+        shown: list[Table | str] = ["One worker sends nothing: the plan's buckets never leave."]
     elif made.sharding is not None:
-        _show_sharding(out, one, made, accumulation)
+        shown = _sharding(one, made, made.sharding, accumulation)
     else:
-        out.print(plan_table(made, result))
+        shown = [plan_table(made, result)]
     if made.memory is not None and one.blocks and made.sharding is None:
-        _show_memory(out, sent, cluster, made, result, accumulation)
+        shown += _memory(sent, cluster, made, made.memory, result, accumulation)
     edges = scaling_range(result)
-    prose(
-        out,
+    fit = device_fit(sent, made, cluster.workers)
+    print_answer(
+        describe(one, cluster, reduce_dtype=reduce_dtype, accumulation=accumulation),
+        "",
+        *shown,
         f"{made.strategy} at {counted(result.workers, 'worker')}: "
         f"{format_seconds(result.iteration_s)} per iteration, scaling "
         f"{result.scaling_factor:.1%}{f' ({edges} from a busy to a quiet cluster)' if edges else ''}, "
@@ -196,16 +196,12 @@ def _show(
         f"bound; stock DDP {'' if made.memory is None else 'with everything kept '}"
         f"{format_seconds(stock.iteration_s)}"
         + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),
+        above_linear([result]) or None,
+        f"Memory: {fit}." if fit is not None else None,
+        *dict.fromkeys([*(f"* {note}" for note in made.notes), *caveats(result, cluster, one)]),
+        "",
+        _next(made, result, stock, fit, output, one.optimizer, reduce_dtype),
     )
-    if why := above_linear([result]):
-        prose(out, why)
-    fit = device_fit(sent, made, cluster.workers)
-    if fit is not None:
-        prose(out, f"Memory: {fit}.")
-    for line in dict.fromkeys([*(f"* {note}" for note in made.notes), *caveats(result, cluster, one)]):
-        prose(out, line)
-    out.print()
-    prose(out, _next(made, result, stock, fit, output, one.optimizer, reduce_dtype))
 
 
 def _next(
@@ -235,14 +231,9 @@ def _next(
     return f"Decision: {what}. {first} the training script:\n{indent(lines, '  ')}"
 
 
-def _show_sharding(out: Console, one: Profile, made: Plan, accumulation: int | None) -> None:
-    sharding = made.sharding
-    assert sharding is not None
-    out.print(units_table(one, made))
+def _sharding(one: Profile, made: Plan, sharding: Sharding, accumulation: int | None) -> list[Table | str]:
+    """Units, what they take of the device's memory, and how they travel."""
     held = sharded_memory(one, made, micro_batches=accumulation or one.accumulation)
-    if held is not None:
-        out.print(memory_table(held))
-    out.print()
     again = [segment.blocks[0] for segment in made.memory.segments] if made.memory else []
     knobs = [
         f"parameters travel in {sharding.param_dtype}, gradients in {sharding.reduce_dtype}",
@@ -252,27 +243,26 @@ def _show_sharding(out: Console, one: Profile, made: Plan, accumulation: int | N
         *(["gradients are reduced with the last micro-batch"] if sharding.gradient_sync == "last" else []),
     ]
     line = "; ".join(knobs)
-    prose(out, f"{line[:1].upper()}{line[1:]}.")
+    shown: list[Table | str] = [units_table(one, made)]
+    if held is not None:
+        shown.append(memory_table(held))
+    shown += ["", f"{line[:1].upper()}{line[1:]}."]
     if held is not None and made.memory is not None and made.memory.budget_bytes is not None:
-        prose(out, f"Budget: {format_bytes(held.peak_bytes)} of {format_bytes(made.memory.budget_bytes)}.")
+        shown.append(f"Budget: {format_bytes(held.peak_bytes)} of {format_bytes(made.memory.budget_bytes)}.")
+    return shown
 
 
-def _show_memory(
-    out: Console, one: Profile, cluster: Network, made: Plan, result: Prediction, accumulation: int | None
-) -> None:
-    memory = made.memory
-    assert memory is not None
-    out.print()
+def _memory(
+    one: Profile, cluster: Network, made: Plan, memory: MemoryPlan, result: Prediction, accumulation: int | None
+) -> list[Table | str]:
+    """What is done with which blocks, and what treating all alike would give."""
+    budget = memory.budget_bytes
+    shown: list[Table | str] = ["", "Everything is kept: it fits."]
     if memory.segments:
-        out.print(segments_table(one, memory))
-        out.print()
-    else:
-        out.print("Everything is kept: it fits.")
-    if memory.budget_bytes is not None:
-        out.print(policies_table(_policies(one, cluster, made, result, accumulation), memory.budget_bytes))
-    kept = memory_timeline(one, memory, made, workers=cluster.workers)
-    out.print()
-    prose(out, peak_line(kept, memory.budget_bytes))
+        shown = ["", segments_table(one, memory), ""]
+    if budget is not None:
+        shown.append(policies_table(_policies(one, cluster, made, result, accumulation), budget))
+    return [*shown, "", peak_line(memory_timeline(one, memory, made, workers=cluster.workers), budget)]
 
 
 def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction, accumulation: int | None) -> list[Policy]:
@@ -301,7 +291,6 @@ def _show_growth(
         two = None
     points = growth(one, cluster, memory_bytes, make, two, reserve)
     capped = points[-1].batch_size >= largest_looked_at(one)
-    basis = f"batch {one.batch_size} in proportion" if two is None else f"batch {one.batch_size} and {two.batch_size}"
     if json:
         print_json(
             {
@@ -315,10 +304,6 @@ def _show_growth(
             }
         )
         return
-    out = console()
-    prose(out, describe(one, cluster))
-    out.print()
-    out.print(growth_table(points))
     kept_whole = [point for point in points if point.kept]
     fastest = max(points, key=lambda point: point.prediction.samples_per_s)
     line = f"In {format_bytes(memory_bytes)} the batch can grow to {points[-1].batch_size} a worker"
@@ -329,15 +314,16 @@ def _show_growth(
         line += f", {gain:+.1%} against that." if fastest is not largest else "."
     else:
         line += "; with everything kept no batch fits."
-    prose(out, line)
-    if capped:
-        times = points[-1].batch_size // one.batch_size
-        prose(
-            out,
-            f"* the search ended there, at {times:,} times the profile's batch, and all up to it fits: the largest may "
-            "be larger",
-        )
-    prose(out, f"* sizes and times of other batches are extrapolated from {basis}")
+    times = points[-1].batch_size // one.batch_size
+    further = (
+        f"* the search ended there, at {times:,} times the profile's batch, and all up to it fits: the largest may "
+        "be larger"
+    )
+    basis = f"batch {one.batch_size} in proportion" if two is None else f"batch {one.batch_size} and {two.batch_size}"
+    print_answer(
+        *(describe(one, cluster), "", growth_table(points), line, further if capped else None),
+        f"* sizes and times of other batches are extrapolated from {basis}",
+    )
 
 
 def _growth_row(profile: Profile, point: Point) -> dict[str, Any]:

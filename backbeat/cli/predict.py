@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from backbeat.api import predict as predict_sent
 from backbeat.cli import options
-from backbeat.cli.common import console, load_network, plan_options, print_json, say, size, split
+from backbeat.cli.common import load_network, plan_options, print_json, say, size, split
 from backbeat.cli.predict_output import Asked, Predicted, Schedule, content, curves_of, show
 from backbeat.cli.predict_sharded import is_sharded, sharded_headline, sharded_strategies, show_sharded, ways_of
 from backbeat.errors import InputError
@@ -123,9 +123,9 @@ def predict(
         headline = {"headline": sharded_headline(ways_of(found))} if sharded else {}
         print_json(content(found) | headline)
     elif sharded and not wide and not frameworks:
-        show_sharded(console(), found)
+        show_sharded(found)
     else:
-        show(console(), found, wide=wide)
+        show(found, wide=wide)
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:

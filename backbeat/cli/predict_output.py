@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rich.console import Console
-
 from backbeat.api import predict as predict_sent
-from backbeat.cli.common import prose
+from backbeat.cli.common import console, print_answer
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
 from backbeat.report.study import PLANNED, STOCK
 from backbeat.report.tables import scaling_tables as tables
@@ -190,39 +188,30 @@ def content(found: Predicted) -> dict[str, Any]:
     }
 
 
-def show(out: Console, found: Predicted, *, wide: bool) -> None:
+def show(found: Predicted, *, wide: bool) -> None:
     """The answer in 80 columns, which ends in a decision. With `wide`, or where strategies beside each other take more
     columns, each has a row of its own with every figure."""
     profile, asked, curves, too_big, best = found.profile, found.asked, found.curves, found.too_big, found.best
     fit, stock = found.fits.get(best.strategy), asked.baseline
-    prose(out, found.title())
-    out.print()
-    prose(out, found.headline)
-    out.print()
     cost = cost_column(profile, asked.price)
-    shown = None if wide else tables.answer_table(curves, stock=stock, cost=cost, too_big=too_big)
-    if shown is not None and tables.natural_width(shown) <= _SCREEN:
-        out.print(shown)
-    else:
+    shown = [tables.answer_table(curves, stock=stock, cost=cost, too_big=too_big)] if not wide else []
+    if wide or tables.natural_width(shown[0]) > _SCREEN:
         wide = True
-        several = tables.scaling_tables(found.rows, samples=asked.samples, width=out.width)
-        for index, table in enumerate(several):
-            out.print(*([""] if index else []), table, sep="\n")
-    out.print()
-    prose(out, found.figures(best, f" with {best.strategy}" if wide and len(curves) > 1 else ""))
-    if best.workers > 1:
-        prose(out, found.limit(best))
-    if wide:
-        prose(out, knee_sentence(curves[best.strategy]))
-    if fit is not None and fit.fits:
-        prose(out, f"Memory: {fit}.")
-    for name in sorted(too_big):
-        large = "the plan" if name == PLANNED else stock_name(name)
-        prose(out, f"Too big: {large}, {format_bytes(found.fits[name].peak_bytes)}.")
-    for line in (*_peaks(found), *caveats(best, found.network, profile, every=wide)):
-        prose(out, line)
-    out.print()
-    prose(out, decision(curves, fit, found.command_for, halved=_halved(found), stock=stock, too_big=too_big))
+        shown = tables.scaling_tables(found.rows, samples=asked.samples, width=console().width)
+    large = {name: "the plan" if name == PLANNED else stock_name(name) for name in sorted(too_big)}
+    print_answer(
+        *(found.title(), "", found.headline, ""),
+        *(part for table in shown for part in (table, "")),
+        found.figures(best, f" with {best.strategy}" if wide and len(curves) > 1 else ""),
+        found.limit(best) if best.workers > 1 else None,
+        knee_sentence(curves[best.strategy]) if wide else None,
+        f"Memory: {fit}." if fit is not None and fit.fits else None,
+        *(f"Too big: {words}, {format_bytes(found.fits[name].peak_bytes)}." for name, words in large.items()),
+        *_peaks(found),
+        *caveats(best, found.network, profile, every=wide),
+        "",
+        decision(curves, fit, found.command_for, halved=_halved(found), stock=stock, too_big=too_big),
+    )
 
 
 def cost_column(profile: Profile, price: float | None) -> tuple[str, Callable[[Prediction], str]] | None:

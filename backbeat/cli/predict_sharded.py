@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
-from backbeat.cli.common import prose
+from backbeat.cli.common import print_answer
 from backbeat.cli.predict_output import Predicted, Schedule, caveats, cost_column
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Plan, Prediction, Profile
@@ -65,26 +63,24 @@ def sharded_headline(every: list[Way]) -> str:
     return work_headline(_at_most_workers(every), worth_it(curve)[1] if several else "")
 
 
-def show_sharded(out: Console, found: Predicted) -> None:
+def show_sharded(found: Predicted) -> None:
     """The answer in 80 columns, which ends in a decision and the lines to write."""
     every = ways_of(found)
     ways = _at_most_workers(every)
     taken = chosen_way(ways)
-    prose(out, found.title())
-    out.print()
-    prose(out, sharded_headline(every))
-    out.print()
-    out.print(strategies_table(every, cost_column(found.profile, found.asked.price)))
-    out.print()
-    if why := above_linear(found.rows):
-        prose(out, why)
+    why: list[str] = []
     if taken is not None:
         chosen = taken.prediction
-        prose(out, found.figures(chosen, f" with {chosen.strategy}"))
-        for line in (found.limit(chosen), *way_sentences(ways), *caveats(chosen, found.network, found.profile)):
-            prose(out, line)
-        out.print()
-    prose(out, _decision(every, found))
+        why = [found.figures(chosen, f" with {chosen.strategy}"), found.limit(chosen)]
+        why += [*way_sentences(ways), *caveats(chosen, found.network, found.profile), ""]
+    print_answer(
+        *(found.title(), "", sharded_headline(every), ""),
+        strategies_table(every, cost_column(found.profile, found.asked.price)),
+        "",
+        above_linear(found.rows) or None,
+        *why,
+        _decision(every, found),
+    )
 
 
 def _decision(every: list[Way], found: Predicted) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from backbeat.cli import options
-from backbeat.cli.common import console, print_json, prose
+from backbeat.cli.common import print_answer, print_json
 from backbeat.cli.network import every_row, row_at
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile, Source
@@ -59,55 +60,50 @@ def zoo(
         )
         for (model, device), found in models.items()
     ]
-    out = console()
-    headings = ("model", "tokens", *ways)
-    out.print(zoo_table(f"{len(profiles)} profiles of {len(models)} models", headings, rows))
+    links = [
+        (one.name, str(one.topology.gpus_per_node), *bus_rates(row_at(one, _SHOWN)), what(one)) for one in networks
+    ]
     first = next((one for one in profiles if one.compiled), profiles[0])
-    prose(
-        out,
+    print_answer(
+        zoo_table(f"{len(profiles)} profiles of {len(models)} models", ("model", "tokens", *ways), rows),
         f"Batch sizes stand below the optimizer, or below compiled (torch.compile). A profile's name says all of that: "
         f"{first.name}. Measured on {', '.join(devices)}.",
+        "",
+        zoo_table(
+            f"{len(networks)} networks: GPUs a node, all-reduce bus bandwidth on {_SHOWN} GPUs",
+            ("name", "a node", "GB/s", "busy–quiet", "what"),
+            links,
+        ),
+        "Computed from specifications or published, none measured. In full, with sources: backbeat zoo NAME.",
     )
-    out.print()
-    rows = [(one.name, str(one.topology.gpus_per_node), *bus_rates(row_at(one, _SHOWN)), what(one)) for one in networks]
-    title = f"{len(networks)} networks: GPUs a node, all-reduce bus bandwidth on {_SHOWN} GPUs"
-    out.print(zoo_table(title, ("name", "a node", "GB/s", "busy–quiet", "what"), rows))
-    prose(out, "Computed from specifications or published, none measured. In full, with sources: backbeat zoo NAME.")
 
 
 def _one(name: str, *, json: bool) -> None:
     """All that is known of one of them."""
     if name not in {**bundled(Network), **bundled(Profile)}:
         raise InputError(f"{name!r} is not in the zoo: `backbeat zoo` lists what is")
+    shown: list[Table | str | None]
     if name in bundled(Network):
         found: Network | Profile = (network := Network.load(name))
         data: dict[str, Any] = {"network": name, "rows": every_row(network)}
+        gpus = counted(network.topology.gpus_per_node, "GPU")
+        shown = [network_table(data["rows"]), "", f"{name}: {what(network)}, {gpus} a node."]
     else:
         found = profile = Profile.load(name)
-        shown = ("model", "device", "precision", "batch_size", "sequence_length", "optimizer", "compiled")
-        data = {"profile": name, **{field: getattr(profile, field) for field in shown}}
+        fields = ("model", "device", "precision", "batch_size", "sequence_length", "optimizer", "compiled")
+        data = {"profile": name, **{field: getattr(profile, field) for field in fields}}
         data |= {"flops_per_sample": profile.flops_per_sample, "gradients": len(profile.gradients)}
         data |= {"gradient_bytes": profile.total_bytes}
+        compiled = ", torch.compile" if profile.compiled else ""
+        shown = [f"{describe(profile)}.", f"Optimizer: {profile.optimizer}{compiled}." if profile.optimizer else None]
     if json:
         print_json({**data, "source": found.source, "notes": found.notes})
         return
-    out = console()
-    if isinstance(found, Network):
-        out.print(network_table(data["rows"]))
-        out.print()
-        prose(out, f"{found.name}: {what(found)}, {counted(found.topology.gpus_per_node, 'GPU')} a node.")
-    else:
-        prose(out, f"{describe(found)}.")
-        if found.optimizer:
-            prose(out, f"Optimizer: {found.optimizer}{', torch.compile' if found.compiled else ''}.")
-    if isinstance(found.source, Source):
-        parts = {"From": found.source.reference, "Made by": found.source.command, "On": found.source.machine}
-        prose(out, f"Figures: {found.source.method}{f', {found.source.date}' if found.source.date else ''}.")
-        for heading, part in parts.items():
-            if part:
-                prose(out, f"{heading}: {part}.")
-    for note in found.notes:
-        prose(out, f"* {note}")
+    if isinstance(source := found.source, Source):
+        shown.append(f"Figures: {source.method}{f', {source.date}' if source.date else ''}.")
+        parts = {"From": source.reference, "Made by": source.command, "On": source.machine}
+        shown += [f"{heading}: {part}." for heading, part in parts.items() if part]
+    print_answer(*shown, *(f"* {note}" for note in found.notes))
 
 
 def what(network: Network) -> str:
