@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-
-class Verb(NamedTuple):
-    """Where a verb lives in `backbeat.cli`, and its line in the help."""
-
-    module: str
-    name: str
-    """A typed function, or a typer app with verbs of its own."""
-    help: str
-
-
 VERBS = {
-    "demo": Verb("demo", "demo", "The whole story on bundled data."),
-    "predict": Verb("predict", "predict", "Predict how a job scales."),
-    "plan": Verb("plan", "plan", "Choose which gradients travel together, and save it."),
-    "layout": Verb("layout", "layout", "Rank layouts: tensor, pipeline, context, expert and data parallelism."),
-    "report": Verb("report", "report", "The whole answer with figures, as one HTML file."),
-    "trace": Verb("trace", "trace", "One iteration for Perfetto, predicted and measured."),
-    "serve": Verb("serve", "serve", "A local page to try what-ifs on."),
-    "zoo": Verb("zoo", "zoo", "List the bundled profiles and networks."),
-    "network": Verb("network", "network", "Describe a cluster from specifications or measurements."),
-    "calibrate": Verb("calibrate", "calibrate", "Measure a cluster's collectives, under torchrun."),
-    "profile": Verb("profile", "profile", "Measure a model's computation and gradients."),
-    "import": Verb("imports", "app", "Read files of other tools."),
-    "watch": Verb("watch", "watch", "A running job in the terminal: exposed time, straggler, drift."),
-    "lab": Verb("lab", "lab", "A virtual cluster on this machine, measured beside predicted."),
+    "demo": "The whole story on bundled data.",
+    "predict": "Predict how a job scales.",
+    "plan": "Choose which gradients travel together, and save it.",
+    "layout": "Rank layouts: tensor, pipeline, context, expert and data parallelism.",
+    "report": "The whole answer with figures, as one HTML file.",
+    "trace": "One iteration for Perfetto, predicted and measured.",
+    "serve": "A local page to try what-ifs on.",
+    "zoo": "List the bundled profiles and networks.",
+    "network": "Describe a cluster from specifications or measurements.",
+    "calibrate": "Measure a cluster's collectives, under torchrun.",
+    "profile": "Measure a model's computation and gradients.",
+    "import": "Read files of other tools.",
+    "watch": "A running job in the terminal: exposed time, straggler, drift.",
+    "lab": "A virtual cluster on this machine, measured beside predicted.",
 }
+"""Each with its line in the help."""
 
 
 class Verbs(TyperGroup):
@@ -53,13 +44,15 @@ class Verbs(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
+            formatter.write_dl(list(VERBS.items()))
 
 
 def load(name: str) -> Any:
-    """One verb as typer builds it inside an app."""
-    verb = VERBS[name]
-    made = getattr(import_module(f"backbeat.cli.{verb.module}"), verb.name)
+    """One verb as typer builds it inside an app: its module's function of the same name, or `app` with verbs of its
+    own."""
+    # `import` is no name for a module.
+    module = import_module(f"backbeat.cli.{'imports' if name == 'import' else name}")
+    made = getattr(module, name, None) or module.app
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     app.callback()(lambda: None)
     if isinstance(made, typer.Typer):

@@ -79,7 +79,7 @@ def measured_units(
         if not mine:
             continue
         talking = sum(one.end - one.start for one in mine)
-        exposed = _exposed(mine, clock) if clock.on_device else None
+        exposed = float(np.diff(_waits(mine, clock)).sum()) if clock.on_device else None
         found.append(
             MeasuredUnit(
                 name=name,
@@ -177,7 +177,7 @@ class Computing:
         self.clock = clock
         self.gaps = np.zeros((0, 2))
         if clock.on_device and facts.transfers:
-            self.gaps = _without(union(np.array([[one.start, one.end] for one in facts.transfers])), clock.busy)
+            self.gaps = _waits(facts.transfers, clock)
 
     def done(self, moment: float) -> float:
         moment = self.clock.done(moment)
@@ -229,9 +229,9 @@ def _by_order(transfers: Sequence[Transfer], issues: Sequence[tuple[str, Mark, s
     return sorted(found, key=lambda one: one.transfer.start)
 
 
-def _exposed(transfers: Sequence[Transfer], clock: DeviceClock) -> float:
-    gaps = _without(union(np.array([[one.start, one.end] for one in transfers])), clock.busy)
-    return float((gaps[:, 1] - gaps[:, 0]).sum()) if gaps.size else 0.0
+def _waits(transfers: Sequence[Transfer], clock: DeviceClock) -> NDArray[np.float64]:
+    """Intervals in which the device communicates and computes nothing."""
+    return _without(union(np.array([[one.start, one.end] for one in transfers])), clock.busy)
 
 
 def _without(intervals: NDArray[np.float64], busy: NDArray[np.float64]) -> NDArray[np.float64]:

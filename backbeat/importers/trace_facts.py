@@ -125,10 +125,10 @@ def _sort(facts: Facts, event: dict[str, Any], name: str, args: dict[str, Any], 
         if kind == "kernel" and ("Collective name" in args or name.startswith("nccl")):
             facts.transfers.append(_nccl(name, args, start, end))
         else:
-            facts.kernels.add(start, end, _integer(args.get("stream"), -1))
-            facts.kernel_ids.append(_integer(args.get("correlation"), -1))
+            facts.kernels.add(start, end, _integer(args.get("stream")))
+            facts.kernel_ids.append(_integer(args.get("correlation")))
     elif kind in _LAUNCHERS:
-        if (correlation := _integer(args.get("correlation"), -1)) >= 0:
+        if (correlation := _integer(args.get("correlation"))) >= 0:
             facts.launches.add(start, end, correlation)
     elif name.startswith("gloo:"):
         facts.transfers.append(Transfer(name.removeprefix("gloo:"), start, end, _bytes(args), None))
@@ -140,9 +140,9 @@ def _sort(facts: Facts, event: dict[str, Any], name: str, args: dict[str, Any], 
 
 
 def _operator(facts: Facts, event: dict[str, Any], name: str, args: dict[str, Any], start: float, end: float) -> None:
-    thread = _integer(event.get("tid"), -1)
+    thread = _integer(event.get("tid"))
     if name.startswith(_NODE):
-        facts.nodes.add(start, end, _integer(args.get("Sequence number"), -1))
+        facts.nodes.add(start, end, _integer(args.get("Sequence number")))
         facts.node_threads.append(thread)
         if name.removeprefix(_NODE) in _ACCUMULATE:
             facts.outer_ready.append(Ready(start, end, None))
@@ -160,17 +160,17 @@ def _operator(facts: Facts, event: dict[str, Any], name: str, args: dict[str, An
 
 
 def _nccl(name: str, args: dict[str, Any], start: float, end: float) -> Transfer:
-    elements = _integer(args.get("In msg nelems"), -1)
+    elements = _integer(args.get("In msg nelems"))
     each = _DTYPE_BYTES.get(str(args.get("dtype")).lower())
     collective = args.get("Collective name")
-    workers = _integer(args.get("Group size"), -1)
+    workers = _integer(args.get("Group size"))
     return Transfer(
         name=collective if isinstance(collective, str) and len(collective) < 60 else name[:60],
         start=start,
         end=end,
         bytes=elements * each if elements >= 0 and each else None,
         workers=workers if workers > 0 else None,
-        correlation=_integer(args.get("correlation"), -1),
+        correlation=_integer(args.get("correlation")),
     )
 
 
@@ -208,7 +208,8 @@ def _number(value: object) -> float | None:
     return number if math.isfinite(number) and abs(number) < 1e18 else None
 
 
-def _integer(value: object, otherwise: int) -> int:
+def _integer(value: object) -> int:
+    """-1 for what is none."""
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 2**62:
-        return otherwise
+        return -1
     return value

@@ -30,9 +30,9 @@ def test_help_names_every_verb_and_imports_none_of_them() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "heavy: []" in done.stdout
-    for name, verb in VERBS.items():
+    for name, line in VERBS.items():
         assert f"  {name}" in done.stdout
-        assert verb.help.split()[0] in done.stdout
+        assert line.split()[0] in done.stdout
 
 
 def test_a_mistyped_verb_is_answered_with_the_nearest() -> None:

@@ -17,7 +17,7 @@ from backbeat.report.study import STOCK, Study
 from backbeat.report.words.limits import knee_sentence
 from backbeat.report.words.numbers import format_number, gpu_hours, over_bound, scaling_range
 from backbeat.report.words.renting import frontier
-from backbeat.report.words.ways import Way, way_headline, way_sentences
+from backbeat.report.words.ways import way_headline, way_sentences
 from backbeat.simulate.sharded_levels import memory_levels
 from backbeat.units import format_bytes, format_seconds
 
@@ -213,17 +213,16 @@ def step_memory_section(study: Study) -> Section | None:
 
 def step_memories(study: Study) -> list[StepMemory]:
     """Of every sharded way, the fastest first, in no more corners than can be looked at."""
-    network = study.network.at(workers=study.top)
-
-    def of(way: Way) -> StepMemory | None:
-        if way.plan is None:
-            return None
-        levels = memory_levels(study.profile, network, way.plan, micro_batches=study.profile.accumulation)
+    network, micro_batches = study.network.at(workers=study.top), study.profile.accumulation
+    found = []
+    for way in sorted(study.ways, key=lambda way: way.prediction.iteration_s):
+        if way.plan is None or way.plan.sharding is None:
+            continue
+        levels = memory_levels(study.profile, network, way.plan, micro_batches=micro_batches)
         limit = study.memory_budget or (way.fit.device_bytes if way.fit is not None else None)
-        return step_memory(way.label, levels, limit) if levels else None
-
-    sharded = sorted((way for way in study.ways if way.sharded), key=lambda way: way.prediction.iteration_s)
-    return [found for way in sharded if (found := of(way)) is not None]
+        if levels:
+            found.append(step_memory(way.label, levels, limit))
+    return found
 
 
 def exposed_section(study: Study) -> Section | None:
