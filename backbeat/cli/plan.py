@@ -321,7 +321,11 @@ def _show_growth(
     )
     basis = f"batch {one.batch_size} in proportion" if two is None else f"batch {one.batch_size} and {two.batch_size}"
     print_answer(
-        *(describe(one, cluster), "", growth_table(points), line, further if capped else None),
+        describe(one, cluster),
+        "",
+        growth_table(points),
+        line,
+        further if capped else None,
         f"* sizes and times of other batches are extrapolated from {basis}",
     )
 

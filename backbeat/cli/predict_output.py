@@ -200,7 +200,10 @@ def show(found: Predicted, *, wide: bool) -> None:
         shown = tables.scaling_tables(found.rows, samples=asked.samples, width=console().width)
     large = {name: "the plan" if name == PLANNED else stock_name(name) for name in sorted(too_big)}
     print_answer(
-        *(found.title(), "", found.headline, ""),
+        found.title(),
+        "",
+        found.headline,
+        "",
         *(part for table in shown for part in (table, "")),
         found.figures(best, f" with {best.strategy}" if wide and len(curves) > 1 else ""),
         found.limit(best) if best.workers > 1 else None,

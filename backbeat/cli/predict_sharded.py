@@ -74,7 +74,10 @@ def show_sharded(found: Predicted) -> None:
         why = [found.figures(chosen, f" with {chosen.strategy}"), found.limit(chosen)]
         why += [*way_sentences(ways), *caveats(chosen, found.network, found.profile), ""]
     print_answer(
-        *(found.title(), "", sharded_headline(every), ""),
+        found.title(),
+        "",
+        sharded_headline(every),
+        "",
         strategies_table(every, cost_column(found.profile, found.asked.price)),
         "",
         above_linear(found.rows) or None,
