@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from backbeat.api import predict as predict_sent
 from backbeat.cli import options
 from backbeat.cli.common import load_network, plan_options, print_json, say, size, split
-from backbeat.cli.predict_output import Asked, Predicted, Schedule, content, curves_of, show
+from backbeat.cli.predict_output import Asked, Predicted, Schedule, content, show
 from backbeat.cli.predict_sharded import is_sharded, sharded_headline, sharded_strategies, show_sharded, ways_of
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
@@ -114,10 +114,10 @@ def predict(
                 rows = [row for row in rows if row.strategy != schedule]
                 continue
             rows.append(row if here is one else _at_another_batch(row, here.notes[-1]))
-    if plot is not None:
-        plots.save_scaling(scaling(curves_of(rows)), plot, title=f"{one.name} on {cluster.name}")
-        say(f"wrote {plot}")
     found = Predicted(one, cluster, asked, schedules, rows)
+    if plot is not None:
+        plots.save_scaling(scaling(found.curves), plot, title=f"{one.name} on {cluster.name}")
+        say(f"wrote {plot}")
     sharded = any(map(is_sharded, schedules))
     if json:
         headline = {"headline": sharded_headline(ways_of(found))} if sharded else {}

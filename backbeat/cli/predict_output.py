@@ -72,7 +72,11 @@ class Predicted:
 
     @cached_property
     def curves(self) -> dict[str, list[Prediction]]:
-        return curves_of(self.rows)
+        """By strategy, the rows of all numbers of workers."""
+        curves: dict[str, list[Prediction]] = {}
+        for row in self.rows:
+            curves.setdefault(row.strategy, []).append(row)
+        return curves
 
     @cached_property
     def fits(self) -> dict[str, DeviceFit]:
@@ -152,13 +156,6 @@ class Predicted:
                 words[2] = f"PROFILE_AT_BATCH_{batch}"
         strategy = () if chosen.strategy == "best" else ("--strategy", chosen.strategy)
         return shlex.join((*words, "--workers", str(chosen.workers), *strategy, "-o", "plan.json"))
-
-
-def curves_of(rows: Sequence[Prediction]) -> dict[str, list[Prediction]]:
-    curves: dict[str, list[Prediction]] = {}
-    for row in rows:
-        curves.setdefault(row.strategy, []).append(row)
-    return curves
 
 
 def content(found: Predicted) -> dict[str, Any]:
