@@ -41,10 +41,7 @@ def from_kineto(
     batch_size: Annotated[int | None, typer.Option(help="Samples per worker; guessed otherwise.")] = None,
     model: Annotated[str | None, typer.Option(help="The model's name; the file's by default.")] = None,
     name: Annotated[str | None, typer.Option(help="The profile's name; the file's by default.")] = None,
-    like: Annotated[
-        str | None,
-        typer.Option(help="A profile of the same model, for its names."),
-    ] = None,
+    like: Annotated[str | None, typer.Option(help="A profile of the same model, for its names.")] = None,
 ) -> None:
     """A profile from a trace that torch.profiler exported, .json or .json.gz, of one worker, a DDP or an FSDP2 run.
 

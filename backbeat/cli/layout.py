@@ -64,16 +64,14 @@ def layout(
         typer.Option(help="A slow GPU or node: rank=13,slowdown=1.3 or node=3,slowdown=1.3. May be repeated."),
     ] = None,
     contention: Annotated[
-        bool | None,
-        typer.Option(help="Computation takes longer beside communication. Default: with --block only."),
+        bool | None, typer.Option(help="Computation takes longer beside communication. Default: with --block only.")
     ] = None,
     family: Annotated[str, typer.Option(help="With --layout: events, or closed-form.")] = "events",
     most: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
     across: options.Across = None,
     nics_per_node: options.Links = 1,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write a page instead, like layout.html."),
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a page instead, like layout.html.")
     ] = None,
     json: options.Json = False,
 ) -> None:

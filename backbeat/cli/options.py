@@ -26,12 +26,10 @@ bundled_names = _completed(lambda: [*bundled(model.Network), *bundled(model.Prof
 strategy_names = _completed(lambda: STRATEGIES)
 
 Profile = Annotated[
-    str,
-    typer.Argument(metavar="PROFILE", help="A profile file, or a bundled name.", autocompletion=profile_names),
+    str, typer.Argument(metavar="PROFILE", help="A profile file, or a bundled name.", autocompletion=profile_names)
 ]
 Network = Annotated[
-    str,
-    typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=network_names),
+    str, typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=network_names)
 ]
 Strategies = Annotated[
     list[str] | None,

@@ -43,8 +43,7 @@ def profile(
         typer.Option(help="sgd (with momentum), adam or adamw (both fused), for a factory that returns none."),
     ] = None,
     compile_blocks: Annotated[
-        bool,
-        typer.Option("--compile", help="Run under torch.compile: a graph for each block and all between."),
+        bool, typer.Option("--compile", help="Run under torch.compile: a graph for each block and all between.")
     ] = False,
     from_layers: Annotated[
         str | None,

@@ -25,8 +25,7 @@ _SHOWN = 256
 
 def zoo(
     name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="One of them, in full.", autocompletion=options.bundled_names),
+        str | None, typer.Argument(metavar="NAME", help="One of them, in full.", autocompletion=options.bundled_names)
     ] = None,
     json: options.Json = False,
 ) -> None:

@@ -24,14 +24,7 @@ from typing import Any
 import msgspec
 
 from backbeat.cost.collectives import Collective, traffic
-from backbeat.cost.protocols import (
-    INFINIBAND_HOP_S,
-    NicLatency,
-    all_reduce_lines,
-    fastest_s,
-    rate_through,
-    ring_lines,
-)
+from backbeat.cost.protocols import INFINIBAND_HOP_S, NicLatency, all_reduce_lines, fastest_s, rate_through, ring_lines
 from backbeat.errors import InputError
 from backbeat.model import files
 from backbeat.model.collective_times import CollectiveTimes

@@ -147,11 +147,7 @@ def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measure
         origin="lab",
         workers=lab.nodes,
         comparison=Comparison(
-            predicted_s=row.predicted_s,
-            measured_s=row.measured_s,
-            low_s=low_s,
-            high_s=high_s,
-            iterations=len(samples),
+            predicted_s=row.predicted_s, measured_s=row.measured_s, low_s=low_s, high_s=high_s, iterations=len(samples)
         )
         if row.measured_s
         else None,

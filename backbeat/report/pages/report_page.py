@@ -183,11 +183,7 @@ def _tiles(study: Study, answered: Answer, settings: PageSettings) -> list[tuple
             f"{best.scaling_factor:.0%}",
             f"on {study.top} GPUs" if unplanned else f"on {study.top} GPUs with {study.best_label}; {beside}",
         ),
-        (
-            "per iteration",
-            format_seconds(best.iteration_s),
-            f"alone {format_seconds(best.single_s)}{speed}",
-        ),
+        ("per iteration", format_seconds(best.iteration_s), f"alone {format_seconds(best.single_s)}{speed}"),
         (f"{unit(study.profile)} a second", format_count(rate), f"{format_count(rate / study.top)} on each GPU"),
         ("GPU-hours", f"{cheapest.gpu_hours:,.1f}", run),
     ]

@@ -98,10 +98,7 @@ def scaling_section(study: Study, samples: int) -> Section:
         + ("a busy to a quiet cluster" if data.best.load_band else "how much single iterations differ")
         + ". The diamond marks the knee: beyond it, an added GPU brings less than half "
         "of what it could do alone.",
-        views=[
-            ("share of perfect", draw_scaling(data)),
-            ("samples a second", draw_scaling(data, view="throughput")),
-        ],
+        views=[("share of perfect", draw_scaling(data)), ("samples a second", draw_scaling(data, view="throughput"))],
         tables=[Table("scaling", [*headings, "over bound", "limited by"], rows)],
         note=knee,
     )

@@ -100,10 +100,7 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
     shown = timelines(found, most=200)
     memories = step_memories(found)
     taken = chosen_way(found.ways)
-    drawings = {
-        "scaling": draw_scaling(scaling(found.curves)),
-        "exposed": draw_exposed(found.at_top),
-    }
+    drawings = {"scaling": draw_scaling(scaling(found.curves)), "exposed": draw_exposed(found.at_top)}
     # At another batch size than the profile's, memory is not known.
     if found.profile.memory is not None:
         drawings["memory"] = draw_memory_use(found.profile.memory, found.memory_budget)

@@ -188,11 +188,7 @@ def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def table_of(
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    title: str | None = None,
-    *,
-    left: Set[str] = frozenset(),
+    headings: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None, *, left: Set[str] = frozenset()
 ) -> Table:
     """As `fill` has it, in the plain style."""
     return fill(plain_table(title), headings, rows, left=left)

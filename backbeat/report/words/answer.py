@@ -198,9 +198,7 @@ def _all_actions(study: Study, command: str, plan_file: str, way_command: Callab
         lines = sharding_lines("plan.json", study.profile.optimizer)
         code = f"{_MAKE.format(command=made) if made else ''}{_CODE}{lines}"
     holding = Action(
-        title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}",
-        text=" ".join(way_sentences(study.ways)),
-        code=code,
+        title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}", text=" ".join(way_sentences(study.ways)), code=code
     )
     return (*gradients, holding)
 
