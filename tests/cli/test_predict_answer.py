@@ -513,7 +513,8 @@ def test_every_figure_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     narrow = Console(file=io.StringIO(), width=80, height=25)
-    monkeypatch.setattr("backbeat.cli.predict.console", lambda: narrow)
+    for module in ("common", "predict_output"):
+        monkeypatch.setattr(f"backbeat.cli.{module}.console", lambda: narrow)
     run("predict", LLAMA, "aws-p5", "-n", "64,256", "--wide")
     assert isinstance(narrow.file, io.StringIO)
     lines = narrow.file.getvalue().splitlines()
