@@ -38,9 +38,9 @@ class LinkCost:
     """The cost model of one network at its own number of workers."""
 
     isolated: Curve
-    busy: Curve | None
+    busy: Curve | None = None
     """Time a message adds when it follows another on its communicator without a gap; None where it was not measured."""
-    efficiencies: Mapping[int, float]
+    efficiencies: Mapping[int, float] = field(default_factory=dict)
     """e(n) by number of messages on the link, as fitted."""
     stretches: Mapping[int, float] = field(default_factory=dict)
     """u(n), how much longer a latency takes when n messages start at once, as fitted."""

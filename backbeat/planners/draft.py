@@ -10,7 +10,8 @@ from backbeat.errors import InputError
 from backbeat.model import Profile
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
 from backbeat.model.sharding import Dtype
-from backbeat.simulate.iteration import communicate, communicate_beside
+from backbeat.simulate.engine import communicate
+from backbeat.simulate.iteration import communicate_beside
 from backbeat.simulate.schedule import Schedule
 
 

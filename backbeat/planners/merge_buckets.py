@@ -100,7 +100,7 @@ def merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
     first three are done at 2, 4 and 6 ms; as one at 4. Either way the last is done at 12.
 
     >>> from backbeat.cost import Curve, LinkCost
-    >>> cost = LinkCost(Curve.affine(1e-3, 1e-9), None, {})
+    >>> cost = LinkCost(Curve.affine(1e-3, 1e-9))
     >>> case = Conditions(sums=np.arange(5) * 1e6, cost=cost, ready=np.array([0, 0, 0, 1e-2]))
     >>> merged([1, 2, 3, 4], [case])
     [3, 4]

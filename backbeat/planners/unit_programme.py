@@ -103,7 +103,7 @@ def unit_ends(
     >>> from backbeat.cost import Curve, LinkCost
     >>> from backbeat.simulate.sharded_cost import ShardedCost
     >>> line = Curve.affine(0.5, 1.0)
-    >>> cost = ShardedCost(gather=line, scatter=line, replicate=None, one_link=True, sharing=LinkCost(line, None, {}),
+    >>> cost = ShardedCost(gather=line, scatter=line, replicate=None, one_link=True, sharing=LinkCost(line),
     ...                    copy_s_per_byte=0.0, shards=2, param_bytes=1, reduce_bytes=1)
     >>> ones, gaps = np.ones(2), np.zeros(3)
     >>> two = Atoms(ones, ones, ones, gaps, gaps, np.array([False, True]), 0.0, False)
@@ -125,7 +125,7 @@ class _Programme:
         self.in_s_per_element = cost.gather_in_s(whole) / cost.shards
         smallest, most = float(atoms.elements.min(initial=np.inf)), float(self.sums[-1])
         gather, scatter = (
-            LinkCost(curve, None, {}).cheapest(smallest * width, most * width)[1] * width
+            LinkCost(curve).cheapest(smallest * width, most * width)[1] * width
             for curve, width in ((cost.gather, cost.param_bytes), (cost.scatter, cost.reduce_bytes))
         )
         self.link_s_per_element = (2 if reshard else 1) * gather + scatter

@@ -19,11 +19,11 @@ from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import UNDISTURBED, least_s
+from backbeat.simulate.engine import communicate
 from backbeat.simulate.gather_scatter import Halves
 from backbeat.simulate.halves_step import Layers
 from backbeat.simulate.iteration import (
     Iteration,
-    communicate,
     communicate_beside,
     exposed_breakdown,
     least_link_s,
@@ -38,7 +38,7 @@ def framework_iteration(
     """The plan's buckets, reduced as the framework does it. The profile's gradients are as large as they travel."""
     cost = network.cost
     if reduction.collective == "reduce_scatter":
-        cost = LinkCost(Halves.of(network).scatter, None, {})
+        cost = LinkCost(Halves.of(network).scatter)
     communicators = plan.communicators
     schedule, names = Schedule.of_plan(profile, plan)
     if reduction.overlap == "none":

@@ -12,9 +12,8 @@ from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, exposed_parts, pieces_of, spans
 from backbeat.simulate.contention import ComputeClock, contended, least_s
 from backbeat.simulate.dynamic import fuse
-from backbeat.simulate.engine import simulate
+from backbeat.simulate.engine import communicate
 from backbeat.simulate.halves_step import halves_bound, link_s, period
-from backbeat.simulate.recursion import one_communicator
 from backbeat.simulate.schedule import Flow, Schedule, covered_s
 
 
@@ -150,11 +149,6 @@ def communicate_beside(
     return contended(
         lambda ready: communicate(replace(schedule, ready=ready), cost, communicators), schedule.ready, slowdown
     )
-
-
-def communicate(schedule: Schedule, cost: LinkCost, communicators: int) -> Flow:
-    """The recursion where one communicator is used, the event engine otherwise."""
-    return one_communicator(schedule, cost) if communicators == 1 else simulate(schedule, cost)
 
 
 def exposed_breakdown(

@@ -16,7 +16,7 @@ from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_memory import MOST_MICRO_BATCHES, Kinds, step_moments
+from backbeat.simulate.sharded_memory import MOST_MICRO_BATCHES, Kinds, always_held, step_moments
 from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import ShardedChain, chain_of
 from backbeat.simulate.slowdowns import slowdown_of
@@ -58,11 +58,7 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
         ]
     )
     resident = ResidentMemory.of(profile)
-    always: Kinds = Counter(
-        parameter=-(-resident.parameter_bytes // sharding.mesh.shard),
-        optimizer=-(-resident.optimizer_bytes // sharding.mesh.shard),
-        other=resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes,
-    )
+    always = always_held(resident, sharding.mesh.shard)
     activations = _Activations.of(profile, plan, chain, resident)
     tied = bool(profile.blocks) and tied_block(profile, chain) is not None
     levels: list[MemoryLevel] = []

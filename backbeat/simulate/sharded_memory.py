@@ -16,7 +16,7 @@ Counted in the order in which the host issues work, as the device's allocator co
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from backbeat.model import MemoryPlan, Plan, Profile, Sharding
@@ -56,21 +56,21 @@ class ShardedMemory:
 
     @property
     def peak_bytes(self) -> int:
-        return (
-            self.parameter_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.gathered_bytes
-            + self.gather_buffer_bytes
-            + self.whole_gradient_bytes
-            + self.scatter_input_bytes
-            + self.activation_bytes
-            + self.other_bytes
-        )
+        return sum(getattr(self, field.name) for field in fields(self) if field.name.endswith("_bytes"))
 
 
 Kinds = Counter[str]
-"""Bytes beside the resident ones: gathered, gather_buffer, whole_gradient, scatter_input, gradient."""
+"""Bytes by kind, as `ShardedMemory` names them; beside what is always there: gathered, gather_buffer, whole_gradient,
+scatter_input, gradient."""
+
+
+def always_held(resident: ResidentMemory, shards: int) -> Kinds:
+    """What is there all the time: shards, and what is not sharded."""
+    return Counter(
+        parameter=-(-resident.parameter_bytes // shards),
+        optimizer=-(-resident.optimizer_bytes // shards),
+        other=resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,7 @@ def sharded_memory(
         return None
     chain = chain or chain_of(profile, plan)
     assert plan.sharding is not None
-    shards = plan.sharding.mesh.shard
     resident = ResidentMemory.of(profile)
-    parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
-    other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
     tied = bool(profile.blocks) and tied_block(profile, chain) is not None
     moments = step_moments(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
     if profile.blocks:
@@ -104,18 +101,11 @@ def sharded_memory(
     else:
         most = max((one for moment in moments for one in (moment.before, moment.during)), key=Counter.total)
         peak = _Peak(most, profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward")
-    return ShardedMemory(
-        parameter_bytes=parameters,
-        optimizer_bytes=optimizer,
-        other_bytes=other,
-        activation_bytes=peak.activation_bytes,
-        where=peak.where,
-        phase=peak.phase,
-        **{f"{kind}_bytes": peak.held[kind] for kind in _KINDS},
-    )
-
-
-_KINDS = ("gathered", "gather_buffer", "whole_gradient", "scatter_input", "gradient")
+    held = Counter(activation=peak.activation_bytes, **peak.held)
+    held.update(always_held(resident, plan.sharding.mesh.shard))
+    kinds = [field.name for field in fields(ShardedMemory) if field.name.endswith("_bytes")]
+    sizes = {kind: held[kind.removesuffix("_bytes")] for kind in kinds}
+    return ShardedMemory(**sizes, where=peak.where, phase=peak.phase)
 
 
 class _Held:

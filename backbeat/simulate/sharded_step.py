@@ -28,11 +28,13 @@ reduced only once a step (`gradient_sync`). Each rank updates its own shard: the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from backbeat.model import Network, Plan, Profile, Sharding
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.iteration import Iteration
+from backbeat.simulate.schedule import busy_periods
 from backbeat.simulate.sharded_bound import sharded_bound
 from backbeat.simulate.sharded_calls import Call, call_order, calls
 from backbeat.simulate.sharded_cost import ShardedCost
@@ -134,13 +136,13 @@ class _Building:
         self.gathers: dict[int, int] = {}
         self.scatters: dict[int, int] = {}
         self.open: list[int] = []  # reductions that the end of the micro-batch waits for
-        self.links: dict[str, dict[int, tuple[float, float]]] = {}
+        self.links: dict[tuple[str, int], tuple[float, float]] = {}
 
     def add(self, call: Call, update_s: float) -> None:
         event, unit = call.event, call.unit
         content = self.chain.units[unit]
         if event == "all_gather":
-            copied = self._put(call, _COPY_IN, self.cost.gather_in_s(content), after=self.floor)
+            copied = self._put(call, StreamTask(_COPY_IN, self.cost.gather_in_s(content), after=self.floor))
             self.gathers[unit] = self._send(call, _GATHER, (copied,))
         elif event == "copy_out":
             out = self._compute(call, self.cost.copy_out_s(content), self.gathers[unit])
@@ -169,19 +171,16 @@ class _Building:
 
     def _compute(self, call: Call, seconds: float, *after: int) -> int:
         waits, self.waits = self.waits, []
-        return self._put(call, COMPUTE, seconds, after=(*after, *waits))
+        return self._put(call, StreamTask(COMPUTE, seconds, after=(*after, *waits)))
 
     def _send(self, call: Call, stream: int, after: tuple[int, ...]) -> int:
         seconds, work = self._split(call.event, call.unit)
         link = _REPLICA_LINK if stream == _REPLICATE and not self.cost.one_link else _SHARD_LINK
-        self.tasks.append(StreamTask(stream, seconds, work, link, after))
-        self.calls.append(call)
-        return len(self.tasks) - 1
+        return self._put(call, StreamTask(stream, seconds, work, link, after))
 
     def _split(self, event: str, unit: int) -> tuple[float, float]:
         """Latency and link work of a unit's collective: the same in every micro-batch."""
-        known = self.links.setdefault(event, {})
-        if unit not in known:
+        if (event, unit) not in self.links:
             content = self.chain.units[unit]
             if event == "all_gather":
                 curve, size = self.cost.gather, self.cost.gather_bytes(content)
@@ -190,11 +189,11 @@ class _Building:
                 size = self.cost.scatter_bytes(content)
             seconds = curve.at(size)
             work = min(curve.gradient_s_per_byte * size, seconds)
-            known[unit] = seconds - work, work
-        return known[unit]
+            self.links[event, unit] = seconds - work, work
+        return self.links[event, unit]
 
-    def _put(self, call: Call, stream: int, seconds: float, *, after: tuple[int, ...]) -> int:
-        self.tasks.append(StreamTask(stream, seconds, after=after))
+    def _put(self, call: Call, task: StreamTask) -> int:
+        self.tasks.append(task)
         self.calls.append(call)
         return len(self.tasks) - 1
 
@@ -220,8 +219,10 @@ def _breakdown(run: ShardedRun, compute_s: float, update_s: float, own_update_s:
         reached = end
     idle = sum(end - start for start, end in gaps)
     collectives = [k for k, task in enumerate(run.tasks) if task.link is not None]
-    moving = _overlap(gaps, [(times.on_link[k], times.ends[k]) for k in collectives])
-    holding = _overlap(gaps, [(times.starts[k], times.ends[k]) for k in collectives])
+    ends = [times.ends[k] for k in collectives]
+    moving, holding = (
+        _overlap(gaps, busy_periods([begins[k] for k in collectives], ends)) for begins in (times.on_link, times.starts)
+    )
     work = sum(run.tasks[k].work_s for k in collectives if run.tasks[k].link == _SHARD_LINK)
     computed = compute_s + own_update_s + copies
     bandwidth = min(moving, max(work - computed, 0.0))
@@ -235,22 +236,16 @@ def _breakdown(run: ShardedRun, compute_s: float, update_s: float, own_update_s:
     )
 
 
-def _overlap(gaps: Sequence[tuple[float, float]], intervals: list[tuple[float, float]]) -> float:
-    """How long of the gaps lies within some interval."""
+def _overlap(gaps: Sequence[tuple[float, float]], periods: Sequence[tuple[float, float]]) -> float:
+    """How long of the gaps lies within some period; both are in order."""
     total, index = 0.0, 0
-    joined: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
     for low, high in gaps:
-        while index < len(joined) and joined[index][1] <= low:
+        while index < len(periods) and periods[index][1] <= low:
             index += 1
-        k = index
-        while k < len(joined) and joined[k][0] < high:
-            total += max(min(high, joined[k][1]) - max(low, joined[k][0]), 0.0)
-            k += 1
+        for start, end in islice(periods, index, None):
+            if start >= high:
+                break
+            total += max(min(high, end) - max(low, start), 0.0)
     return total
 
 
