@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator, accelerator_named
+from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
@@ -190,10 +190,8 @@ def cluster_of(network: GpuCluster | Network | str | os.PathLike[str], gpu: str 
 
 def gpu_named(text: str) -> Accelerator:
     """By its short name (h100), or by its driver's (NVIDIA A100-SXM4-40GB)."""
-    found = accelerator(text)
-    if found is not None:
-        return found
-    if any(one.short_name == text.lower() for one in ACCELERATORS):
-        return accelerator_named(text)
-    known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
-    raise InputError(f"{text!r} is no accelerator known here: there are {known}")
+    found = accelerator(text) or next((one for one in ACCELERATORS if one.short_name == text.lower()), None)
+    if found is None:
+        known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
+        raise InputError(f"{text!r} is no accelerator known here: there are {known}")
+    return found

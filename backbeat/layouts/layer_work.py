@@ -39,9 +39,6 @@ class PhaseSeconds:
             self.waiting + other.waiting,
         )
 
-    def slower_attention(self, share: float) -> PhaseSeconds:
-        return self if share == 1 else replace(self, attention=self.attention / share)
-
     def times(self, factor: float) -> PhaseSeconds:
         return PhaseSeconds(self.matmul * factor, self.attention * factor, self.memory * factor, self.waiting * factor)
 
@@ -106,10 +103,7 @@ class LayerBuilder:
         self.model, self.layout, self.job, self.conventions = model, layout, job, conventions
         self.imbalance = imbalance
         """Tokens of the busiest rank over those of the average."""
-        self.tokens = layout.micro_batch * job.sequence / layout.cp
-        """Tokens of one micro-batch in a group of `tp` ranks."""
-        self.own_tokens = self.tokens / layout.tp if layout.shards_sequence else self.tokens
-        """Tokens of one rank between the matrices that tp shares."""
+        self.tokens, self.own_tokens = layout.tokens(job), layout.own_tokens(job)
         self._half = "fp16" if job.precision == "fp16" else "bf16"
 
     def layer(self, *, sparse: bool) -> LayerWork:

@@ -72,7 +72,7 @@ def _stage(
     shared = dense / replicas + expert / expert_replicas
     whole = dense + expert
     zero = layout.zero
-    tokens = layout.micro_batch * job.sequence / layout.cp
+    tokens = layout.tokens(job)
     kept, working = 0.0, 0.0
     for chunk in own:
         for layers, sparse in ((chunk.dense, False), (chunk.sparse, True)):
@@ -83,13 +83,11 @@ def _stage(
     activations = waiting * kept
     if layout.recompute == "full":
         activations += working
-    between = tokens / layout.tp if layout.shards_sequence else tokens
-    last = any(chunk.last for chunk in own)
     logits = 0.0
-    if last:
+    if any(chunk.last for chunk in own):
         # Those of one micro-batch, their softmax in fp32, and one gradient.
         logits = (2 + sum(conventions.loss_bytes) // 6) * tokens * model.vocab / layout.tp
-        activations += 4 * between * model.hidden
+        activations += 4 * layout.own_tokens(job) * model.hidden
     buffers = 2 * 2 * tokens * model.hidden if layout.tp > 1 else 0.0
     if zero == 3:
         # A stage may have the head alone, or nothing.
@@ -118,10 +116,8 @@ def layer_bytes(
     >>> round(kept / (2048 * 12288), 2)
     4.25
     """
-    tokens = layout.micro_batch * job.sequence / layout.cp
-    between = tokens / layout.tp if layout.shards_sequence else tokens
     if layout.recompute == "full":
-        return 2 * between * model.hidden
+        return 2 * layout.own_tokens(job) * model.hidden
     kept = _everything(model, layout, job, conventions, sparse, imbalance)
     return kept - _scores(model, layout, job, conventions) if layout.recompute == "selective" else kept
 
@@ -137,9 +133,7 @@ def _scores(model: Transformer, layout: Layout, job: Job, conventions: Conventio
 def _everything(
     model: Transformer, layout: Layout, job: Job, conventions: Conventions, sparse: bool, imbalance: float
 ) -> float:
-    tp = layout.tp
-    tokens = layout.micro_batch * job.sequence / layout.cp
-    between = tokens / tp if layout.shards_sequence else tokens
+    tp, tokens, between = layout.tp, layout.tokens(job), layout.own_tokens(job)
     # Both norms' inputs and what they give, and two dropout masks of a byte.
     kept = between * model.hidden * (4 * 2 + (2 if model.dropout else 0))
     wide = model.heads * (model.width + model.out_width) + model.key_heads * (model.width + model.out_width)

@@ -6,7 +6,7 @@ framework (`conventions`); the rest adds to the stage's time, here. So does what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PhaseSeconds, seconds_of
@@ -246,7 +246,8 @@ class StageTimer:
 
     def _seconds(self, works: list[Work], *, backward: bool = False, parameters: int = 0) -> PhaseSeconds:
         found = seconds_of(works, self.operators, backward=backward, parameters=parameters)
-        return found.slower_attention(self.conventions.attention_share).times(self.compute_factor)
+        attention = found.attention / self.conventions.attention_share
+        return replace(found, attention=attention).times(self.compute_factor)
 
     def _group(self, kind: Kind, size: float) -> float:
         return self.cluster.waited_s(kind, size, self.layout.tp)

@@ -20,6 +20,7 @@ import msgspec
 
 from backbeat.errors import InputError
 
+S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T", bound="Document")
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo"
@@ -131,10 +132,15 @@ def decode(raw: bytes, kind: type[T], where: str) -> T:
         raise InputError(f'{where}: the field "schema" is missing: add "schema": "{wanted}"')
     if found != wanted:
         raise InputError(f"{where}: schema is {found!r}, but {wanted!r} is needed here{_schema_advice(found, wanted)}")
+    return checked(data, kind, f"{where}: ", "correct it, or write the file again")
+
+
+def checked(data: Any, kind: type[S], where: str, advice: str = "correct it", *, strict: bool = True) -> S:
+    """Plain data as a checked value; a refusal begins with `where` and names the field."""
     try:
-        return msgspec.convert(data, kind, strict=True)
+        return msgspec.convert(data, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise InputError(f"{where}: {field_error(error, kind)}") from None
+        raise InputError(where + _field_error(error, kind, advice)) from None
 
 
 def encode(document: Document) -> bytes:
@@ -223,11 +229,7 @@ def _json(raw: bytes, where: str, wanted: str) -> Any:
         raise InputError(f"{where}, line {line} column {column}: {why}") from None
 
 
-def field_error(
-    error: msgspec.ValidationError,
-    kind: type[msgspec.Struct],
-    advice: str = "correct it, or write the file again",
-) -> str:
+def _field_error(error: msgspec.ValidationError, kind: type[msgspec.Struct], advice: str) -> str:
     """msgspec's `what - at `$.field`` as `field: what`, with advice where the rule is known."""
     what, _, field = str(error).partition(" - at `")
     field = field.rstrip("`").removeprefix("$").removeprefix(".")

@@ -16,12 +16,13 @@ Counted in the order in which the host issues work, as the device's allocator co
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from backbeat.model import MemoryPlan, Plan, Profile, Sharding
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.simulate.actions import BlockRange, ranges_of
+from backbeat.simulate.actions import ranges_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
@@ -95,12 +96,8 @@ def sharded_memory(
     resident = ResidentMemory.of(profile)
     tied = bool(profile.blocks) and tied_block(profile, chain) is not None
     moments = step_moments(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
-    if profile.blocks:
-        blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
-        peak = _with_blocks(blocks, ranges_of(profile, plan.memory or MemoryPlan()), chain, moments)
-    else:
-        most = max((one for moment in moments for one in (moment.before, moment.during)), key=Counter.total)
-        peak = _Peak(most, profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward")
+    activations = Activations(profile, plan, chain, resident)
+    peak = max(_levels(chain, moments, activations), key=lambda level: level.total_bytes)
     held = Counter(activation=peak.activation_bytes, **peak.held)
     held.update(always_held(resident, plan.sharding.mesh.shard))
     kinds = [field.name for field in fields(ShardedMemory) if field.name.endswith("_bytes")]
@@ -200,46 +197,73 @@ def _free(held: _Held, sharding: Sharding, unit: int, *, last: bool) -> None:
         held.take("gathered", unit)
 
 
-class _Peak(NamedTuple):
-    """The highest moment: what sharding holds then, the activations beside it, and where it is."""
+class Activations(Tally):
+    """The level at every block of forward and backward, and the most above it."""
+
+    __slots__ = ("at_loss", "levels", "loss_bytes", "names")
+
+    def __init__(self, profile: Profile, plan: Plan, chain: ShardedChain, resident: ResidentMemory) -> None:
+        super().__init__(0)
+        assert plan.sharding is not None
+        assert profile.memory is not None
+        self.names = [block.name for block in profile.blocks]
+        self.levels: dict[tuple[str, int], tuple[int, int, Phase]] = {}
+        # Without blocks all activations are there all the time.
+        constant = 0 if self.names else profile.memory.activation_bytes + resident.loss_bytes
+        self.at_loss = self.loss_bytes = constant
+        """Kept at the end of forward, and the most at the loss."""
+        if self.names:
+            blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
+            blocks.run(ranges_of(profile, plan.memory or MemoryPlan()), self)
+
+    def see(self, above: int, block: int, phase: Phase) -> None:
+        if phase == "loss":
+            self.at_loss, self.loss_bytes = self.level, self.level + above
+            return
+        key = "forward" if phase == "forward" else "backward", block
+        low, high, highest = self.levels.get(key, (0, -1, phase))
+        if self.level + above > high:
+            high, highest = self.level + above, phase
+        self.levels[key] = max(low, self.level), high, highest
+
+    def between(self, block: int | None, phase: Phase) -> int:
+        """Before a block runs."""
+        return self.at_loss if block is None else self.levels[phase, block][0]
+
+    def at(self, block: int | None, phase: Phase) -> tuple[str, int]:
+        """The block's name and the most while it runs."""
+        return ("the rest", self.at_loss) if block is None else (self.names[block], self.levels[phase, block][1])
+
+
+class _Level(NamedTuple):
+    """What sharding holds at some moment, the activations beside it, and where that is."""
 
     held: Kinds
     activation_bytes: int
     where: str
     phase: Phase
 
-
-class _ShardedTally(Tally):
-    """Counts, beside activations, what sharding holds at each block."""
-
-    __slots__ = ("beside", "held")
-
-    def __init__(self, base: int, beside: dict[tuple[str, int], Moment]) -> None:
-        super().__init__(base)
-        self.beside = beside
-        self.held: Kinds = Counter()
-
-    def see(self, above: int, block: int, phase: Phase) -> None:
-        moment = self.beside[phase if phase in ("forward", "loss") else "backward", block]
-        for more, kinds in ((0, moment.before), (above, moment.during)):
-            level = self.level + more + kinds.total()
-            if level > self.peak:
-                self.peak, self.block, self.phase, self.held = level, block, phase, kinds
+    @property
+    def total_bytes(self) -> int:
+        return self.held.total() + self.activation_bytes
 
 
-def _with_blocks(blocks: Chain, actions: list[BlockRange], chain: ShardedChain, moments: list[Moment]) -> _Peak:
-    peaks: list[_Peak] = []
-    beside: dict[tuple[str, int], Moment] = {}
+def _levels(chain: ShardedChain, moments: list[Moment], activations: Activations) -> Iterator[_Level]:
+    """Every level of a step, those between two blocks included."""
+    if not activations.names:
+        for held in (one for moment in moments for one in (moment.before, moment.during)):
+            yield _Level(held, activations.at_loss, "loss", "backward")
+        return
     for moment in moments:
-        if moment.call.event != "end":
-            at_loss = moment.call.event == "loss"
-            ran = (blocks.count - 1,) if at_loss else chain.stretches[moment.call.stretch].blocks
-            beside.update(((moment.call.event, block), moment) for block in ran)
-            continue
-        tally = _ShardedTally(0, beside)
-        blocks.run(actions, tally)
-        where = blocks.names[tally.block] if tally.phase != "loss" else "loss"
-        peaks.append(_Peak(tally.held, tally.peak - tally.held.total(), where, tally.phase))
-        # What is reduced when backward is done has no activations beside it.
-        peaks.append(_Peak(moment.before, 0, blocks.names[0], "backward"))
-    return max(peaks, key=lambda one: one.held.total() + one.activation_bytes)
+        event = moment.call.event
+        if event == "end":
+            # What is reduced when backward is done has no activations beside it.
+            yield _Level(moment.before, 0, activations.names[0], "backward")
+        elif event == "loss":
+            yield _Level(moment.before, activations.at_loss, "loss", "loss")
+            yield _Level(moment.during, activations.loss_bytes, "loss", "loss")
+        else:
+            for block in chain.stretches[moment.call.stretch].blocks:
+                low, high, phase = activations.levels[event, block]
+                yield _Level(moment.before, low, activations.names[block], phase)
+                yield _Level(moment.during, high, activations.names[block], phase)
