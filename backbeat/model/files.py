@@ -14,7 +14,7 @@ import re
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -48,6 +48,19 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file whole or not at all."""
         write(path, encode(self))
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a profile or a network was obtained: every bundled file carries one of these."""
+
+    method: Literal["measured", "composed", "analytic", "imported", "published", "assumed"]
+    """`composed`: added up from measurements of parts."""
+    command: str | None = None
+    machine: str | None = None
+    date: str | None = None
+    versions: dict[str, str] = {}
+    reference: str | None = None
+    """The paper, table or vendor figure that the numbers are taken from."""
 
 
 def find(name: str | os.PathLike[str], kind: type[Document]) -> Path:

@@ -80,14 +80,15 @@ def earliest(profile: Profile, network: Network) -> tuple[list[int], list[int]]:
     """Where scatters and gathers end in the two programmes, before any are merged."""
     halves, layers = Halves.of(network), Layers.of(profile)
     scatter_ends = queue_programme(profile.ready.tolist(), profile.sizes.tolist(), halves.scatter)
-    scatters = Conditions.during_backward(profile, LinkCost(halves.scatter))
-    free_s = scatters.finishes(scatter_ends)[-1] - profile.backward_s
-    return scatter_ends, gather_programme(layers, halves.gather, free_s)
+    scattered_s = Conditions.during_backward(profile, LinkCost(halves.scatter)).finishes(scatter_ends)[-1]
+    return scatter_ends, gather_programme(layers, halves.gather, scattered_s - profile.backward_s)
 
 
 def _during_forward(layers: Layers, cost: LinkCost, ends: list[int], free_s: float) -> Conditions:
     """These gathers, and when each layer must have its own for forward to end as early as it does with them."""
-    conditions = Conditions(sums=running_sums(layers.sizes), cost=cost, free_s=free_s)
+    # All are ready, whenever the communicator is free.
+    ready = np.full(len(layers.sizes), -np.inf)
+    conditions = Conditions(sums=running_sums(layers.sizes), cost=cost, ready=ready, free_s=free_s)
     # What each layer and those after it compute.
     after = np.cumsum(layers.compute_s[::-1])[::-1]
     waits = [finish + float(after[first]) for first, finish in zip([0, *ends], conditions.finishes(ends), strict=False)]

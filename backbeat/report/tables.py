@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from backbeat.model import Network, Plan, Prediction, Profile
-from backbeat.model.source import Source
+from backbeat.model.files import Source
 from backbeat.units import counted, format_bytes, format_seconds, printable
 
 WINNER = "bold green"

@@ -76,6 +76,12 @@ class Piece:
     bytes: int
     compression: Compression | None
 
+    @classmethod
+    def of(cls, profile: Profile, members: Sequence[int], compression: Compression | None) -> Piece:
+        """Of the gradients with these indices."""
+        held = [profile.gradients[index] for index in members]
+        return cls(max(one.ready_s for one in held), sum(one.bytes for one in held), compression)
+
 
 @dataclass(frozen=True, slots=True)
 class CompressedFlow:
@@ -138,14 +144,7 @@ def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str
     if missing := plan.missing(profile):
         buckets.append((tuple(missing), None))
     index = profile.index
-    pieces = [
-        Piece(
-            max(profile.gradients[index[name]].ready_s for name in names),
-            sum(profile.gradients[index[name]].bytes for name in names),
-            compression,
-        )
-        for names, compression in buckets
-    ]
+    pieces = [Piece.of(profile, [index[name] for name in names], compression) for names, compression in buckets]
     return pieces, [names for names, _ in buckets]
 
 

@@ -87,7 +87,7 @@ def sharded_iteration(
         _breakdown(run, micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s), profile.update_s, update_s),
         _timeline(run, chain, cost),
         chain.count + chain.has_root,
-        float(max(max(cost.gather_bytes(unit), cost.scatter_bytes(unit)) for unit in chain.units)),
+        float(max(cost.param_bytes, cost.reduce_bytes) * max(unit.elements for unit in chain.units)),
     )
 
 
@@ -140,12 +140,12 @@ class _Building:
 
     def add(self, call: Call, update_s: float) -> None:
         event, unit = call.event, call.unit
-        content = self.chain.units[unit]
+        elements = self.chain.units[unit].elements
         if event == "all_gather":
-            copied = self._put(call, StreamTask(_COPY_IN, self.cost.gather_in_s(content), after=self.floor))
+            copied = self._put(call, StreamTask(_COPY_IN, self.cost.gather_in_s(elements), after=self.floor))
             self.gathers[unit] = self._send(call, _GATHER, (copied,))
         elif event == "copy_out":
-            out = self._compute(call, self.cost.copy_out_s(content), self.gathers[unit])
+            out = self._compute(call, self.cost.copy_out_s(elements), self.gathers[unit])
             self.floor, self.copied = (self.copied or self.floor, (out,)) if self.forward else ((out,), ())
         elif event == "forward":
             self._compute(call, self.chain.stretches[call.stretch].forward_s)
@@ -154,7 +154,7 @@ class _Building:
         elif event == "wait":
             self.waits.append(self.scatters[unit])
         elif event == "reduce_scatter":
-            copied = self._compute(call, self.cost.scatter_in_s(content))
+            copied = self._compute(call, self.cost.scatter_in_s(elements))
             self.scatters[unit] = self._send(call, self.scatter_stream, (copied,))
             self.open.append(self.scatters[unit])
         elif event == "all_reduce":
@@ -181,12 +181,8 @@ class _Building:
     def _split(self, event: str, unit: int) -> tuple[float, float]:
         """Latency and link work of a unit's collective: the same in every micro-batch."""
         if (event, unit) not in self.links:
-            content = self.chain.units[unit]
-            if event == "all_gather":
-                curve, size = self.cost.gather, self.cost.gather_bytes(content)
-            else:
-                curve = self.cost.scatter if event == "reduce_scatter" else self.cost.replicate or self.cost.scatter
-                size = self.cost.scatter_bytes(content)
+            curve, width = self.cost.collective(event)
+            size = self.chain.units[unit].elements * width
             seconds = curve.at(size)
             work = min(curve.gradient_s_per_byte * size, seconds)
             self.links[event, unit] = seconds - work, work
@@ -262,8 +258,7 @@ def _timeline(run: ShardedRun, chain: ShardedChain, cost: ShardedCost) -> tuple[
             word = "copy in"
         size = 0
         if task.link is not None:
-            content = chain.units[call.unit]
-            size = cost.gather_bytes(content) if call.event == "all_gather" else cost.scatter_bytes(content)
+            size = chain.units[call.unit].elements * cost.collective(call.event)[1]
         label = "update" if call.event == "update" else f"{word} {name}"
         spans.append(Span(lanes[task.stream], label, start, end, size))
     return tuple(spans)

@@ -15,6 +15,7 @@ import numpy as np
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile, Sharding
+from backbeat.model.sharding import enclosing
 from backbeat.simulate.actions import FETCH, RECOMPUTE, ranges_of
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -161,8 +162,7 @@ def _owners(names: Sequence[str], sharding: Sharding) -> list[int]:
     owner = []
     found: set[str] = set()
     for name in names:
-        parts = name.split(".")
-        module = next((m for n in range(1, len(parts) + 1) if (m := ".".join(parts[:n])) in of_module), None)
+        module = next((outer for outer in enclosing(name) if outer in of_module), None)
         owner.append(ROOT if module is None else of_module[module])
         if module is not None:
             found.add(module)
@@ -244,8 +244,7 @@ def innermost(name: str, modules: Container[str]) -> str | None:
     >>> innermost("layers.0.attn.weight", {"layers", "layers.0"})
     'layers.0'
     """
-    parts = name.split(".")
-    return next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in modules), None)
+    return next((module for module in reversed(enclosing(name)) if module in modules), None)
 
 
 def repeated(names: Sequence[str]) -> list[str]:
@@ -264,11 +263,8 @@ def owning_module(name: str) -> str:
     >>> owning_module("transformer.h.3.attn.c_proj.weight"), owning_module("lm_head.weight")
     ('transformer.h.3', 'lm_head')
     """
-    parts = name.split(".")[:-1]
-    for count, part in enumerate(parts, start=1):
-        if re.search(r"\d+$", part):
-            return ".".join(parts[:count])
-    return ".".join(parts) or name
+    modules = enclosing(name)[:-1]
+    return next((module for module in modules if re.search(r"\d+$", module)), modules[-1] if modules else name)
 
 
 def _of_gradients(profile: Profile) -> ModelPieces:

@@ -92,7 +92,8 @@ def test_a_bucket_does_not_outgrow_what_was_measured() -> None:
 
 def test_gathers_are_merged_as_far_as_their_first_layers_can_wait() -> None:
     cost = LinkCost(Curve.affine(0.0, 1e-3))
-    conditions = Conditions(sums=np.arange(4.0), cost=cost, free_s=0.0, due=np.array([1e-3, 3e-3, 4e-3]))
+    ready = np.full(3, -np.inf)
+    conditions = Conditions(sums=np.arange(4.0), cost=cost, ready=ready, free_s=0.0, due=np.array([1e-3, 3e-3, 4e-3]))
     # The first must be there after 1 ms; the second can wait for the third.
     assert merged([1, 2, 3], [conditions]) == [1, 3]
 

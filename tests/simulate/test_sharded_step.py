@@ -212,10 +212,10 @@ def test_parameters_that_are_gathered_narrower_are_cast_first(param: str, reduce
     plan = one_each(profile, param_dtype=param, reduce_dtype=reduced)
     assert plan.sharding is not None
     cost = ShardedCost.of(profile, affine(0.0, 0.0), plan.sharding, copy_bytes_per_s=1000.0)
-    unit, width = chain_of(profile, plan).units[0], 4 if param == "fp32" else 2
-    assert cost.gather_in_s(unit) == pytest.approx(gather_in / 8)
-    assert cost.copy_out_s(unit) == pytest.approx(2 * width)
-    assert cost.scatter_in_s(unit) == pytest.approx(width + 4)
+    elements, width = chain_of(profile, plan).units[0].elements, 4 if param == "fp32" else 2
+    assert cost.gather_in_s(elements) == pytest.approx(gather_in / 8)
+    assert cost.copy_out_s(elements) == pytest.approx(2 * width)
+    assert cost.scatter_in_s(elements) == pytest.approx(width + 4)
 
 
 def test_copies_are_reduced_on_the_shards_link_where_shards_span_nodes() -> None:
