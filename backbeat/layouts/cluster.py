@@ -83,13 +83,12 @@ class GpuCluster:
             return 1.0
         return traffic(kind, "ring", workers) / traffic(kind, "ring", filled)
 
-    def waited_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
-        """The same where every rank waits for it, in the middle of a layer."""
+    def waited_s(self, kind: Kind, size: float, workers: int) -> float:
+        """The same in groups of neighbours where every rank waits for it, in the middle of a layer."""
         if workers == 1 or size <= 0:
             return 0.0
-        seconds = self.collective_s(kind, size, workers, stride)
         least = CALL_S + RANK_S * (workers - 1)
-        return seconds + max(0.0, least - self.collective_s(kind, 1.0, workers, stride))
+        return self.collective_s(kind, size, workers) + max(0.0, least - self.collective_s(kind, 1.0, workers))
 
     def send_s(self, size: float, workers: int, stride: int) -> float:
         """Seconds to send from each rank to the next of its group, `stride` further on, all at once. The pairs that

@@ -59,10 +59,10 @@ class LayerWork:
     column_weight: list[Work] = field(default_factory=list)
     """Of `weight`: those of column-parallel matrices, which hide communication."""
 
-    def moves(self, forward_bytes: float, backward_bytes: float, kind: str = "pointwise") -> None:
+    def moves(self, forward_bytes: float, backward_bytes: float) -> None:
         """Memory-bound work."""
-        self.forward.append(Traffic(kind, forward_bytes, 2))
-        self.input.append(Traffic(kind, backward_bytes, 2))
+        self.forward.append(Traffic("pointwise", forward_bytes, 2))
+        self.input.append(Traffic("pointwise", backward_bytes, 2))
 
 
 SUSTAINED = {

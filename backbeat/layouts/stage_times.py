@@ -7,6 +7,7 @@ framework (`conventions`); the rest adds to the stage's time, here. So does what
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PhaseSeconds, seconds_of
@@ -144,25 +145,22 @@ def _counts_by_cost(model: Transformer, stages: int) -> tuple[list[int], int]:
     return counts, stage
 
 
+@dataclass(frozen=True)
 class StageTimer:
     """Times of layers and stages, for one model, layout, job and cluster."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        layout: Layout,
-        job: Job,
-        cluster: GpuCluster,
-        operators: OperatorModel,
-        conventions: Conventions,
-        *,
-        imbalance: float = 1.0,
-        compute_factor: float = 1.0,
-    ) -> None:
-        self.model, self.layout, self.job, self.cluster = model, layout, job, cluster
-        self.operators, self.conventions = operators, conventions
-        self.imbalance, self.compute_factor = imbalance, compute_factor
-        self.builder = LayerBuilder(model, layout, job, conventions, imbalance)
+    model: Transformer
+    layout: Layout
+    job: Job
+    cluster: GpuCluster
+    operators: OperatorModel
+    conventions: Conventions
+    imbalance: float = 1.0
+    compute_factor: float = 1.0
+
+    @cached_property
+    def builder(self) -> LayerBuilder:
+        return LayerBuilder(self.model, self.layout, self.job, self.conventions, self.imbalance)
 
     def stages(self) -> list[StageTimes]:
         """Of every chunk, in the order of layers."""

@@ -48,7 +48,7 @@ def test_everything_kept_by_hand() -> None:
     result = memory_timeline(four(), MemoryPlan())
     # Four times 100 saved, three tensors between blocks, the last output (then its gradient), and 20 on top.
     assert result.peak_bytes == BASE + 400 + 30 + 10 + 20
-    assert (result.block, result.phase) == ("b3", "backward")
+    assert (result.where, result.phase) == ("b3", "backward")
     assert (result.forward_s, result.backward_s) == (4.0, 8.0)
     assert [gradient.ready_s for gradient in result.profile.gradients] == [2.0, 4.0, 6.0, 8.0]
 
