@@ -28,19 +28,16 @@ from __future__ import annotations
 import numpy as np
 
 from backbeat.cost import LinkCost
-from backbeat.model import Sharding
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import ShardedChain
 
 
-def sharded_bound(
-    chain: ShardedChain, sharding: Sharding, cost: ShardedCost, update_s: float, micro_batches: int = 1
-) -> float:
+def sharded_bound(chain: ShardedChain, cost: ShardedCost, update_s: float, micro_batches: int = 1) -> float:
     """The least time of one step."""
     pieces = chain.pieces
     elements = np.array([float(sum(piece.elements)) for piece in pieces.pieces])
     total = float(elements.sum() + sum(pieces.loose))
-    gathers = sharding.mesh.shard > 1
+    gathers = chain.sharding.mesh.shard > 1
     gathered, scattered = elements * cost.param_bytes * gathers, elements * cost.reduce_bytes
     holding = elements[elements > 0]
     smallest = float(holding.min()) if holding.size else total

@@ -43,12 +43,11 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
     figures."""
     if profile.memory is None or plan.sharding is None or network.workers == 1:
         return ()
-    chain, sharding = chain_of(profile, plan), plan.sharding
-    count = min(micro_batches, MOST_MICRO_BATCHES)
-    cost = ShardedCost.of(profile, network, sharding)
-    update_s = profile.update_s / sharding.mesh.shard
+    chain = chain_of(profile, plan)
+    shards, count = chain.sharding.mesh.shard, min(micro_batches, MOST_MICRO_BATCHES)
+    cost = ShardedCost.of(profile, network, chain.sharding)
     factor = slowdown_of(profile, network, sharded=True).factor
-    run = run_step(chain, sharding, cost, update_s, micro_batches=count, slowdown=factor)
+    run = run_step(chain, cost, profile.update_s / shards, micro_batches=count, slowdown=factor)
     stretches = iter(
         [
             (start, end)
@@ -57,9 +56,8 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
         ]
     )
     resident = ResidentMemory.of(profile)
-    always = always_held(resident, sharding.mesh.shard)
+    always = always_held(resident, shards)
     activations = Activations(profile, plan, chain, resident)
-    tied = bool(profile.blocks) and tied_block(profile, chain) is not None
     levels: list[MemoryLevel] = []
     now = 0.0
 
@@ -68,7 +66,7 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
         levels.append(MemoryLevel(now, end, where, phase, always + held + Counter(activation=activation)))
         now = end
 
-    moments = step_moments(chain, sharding, count, tied=tied)
+    moments = step_moments(chain, count, tied=tied_block(profile, chain) is not None)
     for moment in moments:
         event = moment.call.event
         phase: Phase = "forward" if event == "forward" else "backward"

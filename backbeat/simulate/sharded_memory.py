@@ -92,14 +92,12 @@ def sharded_memory(
     if profile.memory is None:
         return None
     chain = chain or chain_of(profile, plan)
-    assert plan.sharding is not None
     resident = ResidentMemory.of(profile)
-    tied = bool(profile.blocks) and tied_block(profile, chain) is not None
-    moments = step_moments(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
+    moments = step_moments(chain, min(micro_batches, MOST_MICRO_BATCHES), tied=tied_block(profile, chain) is not None)
     activations = Activations(profile, plan, chain, resident)
     peak = max(_levels(chain, moments, activations), key=lambda level: level.total_bytes)
     held = Counter(activation=peak.activation_bytes, **peak.held)
-    held.update(always_held(resident, plan.sharding.mesh.shard))
+    held.update(always_held(resident, chain.sharding.mesh.shard))
     kinds = [field.name for field in fields(ShardedMemory) if field.name.endswith("_bytes")]
     sizes = {kind: held[kind.removesuffix("_bytes")] for kind in kinds}
     return ShardedMemory(**sizes, where=peak.where, phase=peak.phase)
@@ -129,8 +127,9 @@ class _Held:
         return Moment(call, before, self.totals.copy())
 
 
-def step_moments(chain: ShardedChain, sharding: Sharding, micro_batches: int, *, tied: bool) -> list[Moment]:
+def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list[Moment]:
     """What is held at every stretch, in order of issue. `tied`: the last stretch makes all gradients of the root."""
+    sharding = chain.sharding
     param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
     gradients = [stretch.elements for stretch in chain.stretches]
     if tied:
@@ -143,7 +142,7 @@ def step_moments(chain: ShardedChain, sharding: Sharding, micro_batches: int, *,
     moments: list[Moment] = []
     forward, number = True, 0
     buffer: int | None = None  # in forward: the unit whose gathered buffer is still there
-    for call in calls(chain, sharding, micro_batches):
+    for call in calls(chain, micro_batches):
         event, unit = call.event, call.unit
         content = chain.units[unit]
         if event == "begin":
@@ -204,7 +203,6 @@ class Activations(Tally):
 
     def __init__(self, profile: Profile, plan: Plan, chain: ShardedChain, resident: ResidentMemory) -> None:
         super().__init__(0)
-        assert plan.sharding is not None
         assert profile.memory is not None
         self.names = [block.name for block in profile.blocks]
         self.levels: dict[tuple[str, int], tuple[int, int, Phase]] = {}
@@ -213,7 +211,7 @@ class Activations(Tally):
         self.at_loss = self.loss_bytes = constant
         """Kept at the end of forward, and the most at the loss."""
         if self.names:
-            blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
+            blocks = Chain(sharded_activations(profile, chain), resident)
             blocks.run(ranges_of(profile, plan.memory or MemoryPlan()), self)
 
     def see(self, above: int, block: int, phase: Phase) -> None:

@@ -77,13 +77,12 @@ def sharded_iteration(
     """One step under a sharded plan. Computation takes `slowdown` times as long beside a collective; copies pass at
     `copy_bytes_per_s`, or at the bandwidth of the device's memory."""
     chain = chain_of(profile, plan)
-    assert plan.sharding is not None
-    cost = ShardedCost.of(profile, network, plan.sharding, copy_bytes_per_s=copy_bytes_per_s)
-    update_s = profile.update_s / plan.sharding.mesh.shard
-    run = run_step(chain, plan.sharding, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
+    cost = ShardedCost.of(profile, network, chain.sharding, copy_bytes_per_s=copy_bytes_per_s)
+    update_s = profile.update_s / chain.sharding.mesh.shard
+    run = run_step(chain, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
     return Iteration(
         run.end_s,
-        sharded_bound(chain, plan.sharding, cost, update_s, micro_batches),
+        sharded_bound(chain, cost, update_s, micro_batches),
         _breakdown(run, micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s), profile.update_s, update_s),
         _timeline(run, chain, cost),
         chain.count + chain.has_root,
@@ -104,17 +103,11 @@ def sharded_remarks(profile: Profile, network: Network, sharding: Sharding) -> l
 
 
 def run_step(
-    chain: ShardedChain,
-    sharding: Sharding,
-    cost: ShardedCost,
-    update_s: float,
-    *,
-    micro_batches: int = 1,
-    slowdown: float = 1.0,
+    chain: ShardedChain, cost: ShardedCost, update_s: float, *, micro_batches: int = 1, slowdown: float = 1.0
 ) -> ShardedRun:
-    """Run one step."""
-    building = _Building(chain, cost, _SCATTER if sharding.separate_reduce_scatter else _GATHER)
-    for call in calls(chain, sharding, micro_batches):
+    """Run one step, in which a rank updates its own shard in `update_s`."""
+    building = _Building(chain, cost)
+    for call in calls(chain, micro_batches):
         building.add(call, update_s)
     times = run_streams(building.tasks, slowdown=slowdown, efficiency=cost.sharing.efficiency)
     return ShardedRun(building.tasks, building.calls, times)
@@ -123,10 +116,9 @@ def run_step(
 class _Building:
     """Tasks of the calls so far, and what later ones will wait for."""
 
-    def __init__(self, chain: ShardedChain, cost: ShardedCost, scatter_stream: int) -> None:
-        self.chain = chain
-        self.cost = cost
-        self.scatter_stream = scatter_stream
+    def __init__(self, chain: ShardedChain, cost: ShardedCost) -> None:
+        self.chain, self.cost = chain, cost
+        self.scatter_stream = _SCATTER if chain.sharding.separate_reduce_scatter else _GATHER
         self.tasks: list[StreamTask] = []
         self.calls: list[Call] = []
         self.floor: tuple[int, ...] = ()  # what the next all-gather waits for

@@ -95,6 +95,7 @@ class ShardedChain:
     """Units whose input needs no gradient: autograd never reaches their input, so they are reduced when all of backward
     is done."""
     pieces: ModelPieces
+    sharding: Sharding
 
     @property
     def count(self) -> int:
@@ -140,7 +141,7 @@ class ShardedChain:
         ]
         contents.append(UnitContent("root", padded(held[ROOT], shards), False, 0))
         holding = [unit for unit, piece in zip(owner, pieces.pieces, strict=True) if piece.elements]
-        return cls(tuple(stretches), tuple(contents), frozenset({ROOT, *holding[:1]}), pieces)
+        return cls(tuple(stretches), tuple(contents), frozenset({ROOT, *holding[:1]}), pieces, sharding)
 
 
 def chain_of(profile: Profile, plan: Plan) -> ShardedChain:

@@ -315,7 +315,7 @@ def test_the_engine_of_events_is_the_recursion_where_nothing_shares(
     plan = data.draw(sharded_plans(profile, one_communicator=True))
     assert plan.sharding is not None
     cost = ShardedCost.of(profile, network, plan.sharding, copy_bytes_per_s=1e8)
-    run = run_step(chain_of(profile, plan), plan.sharding, cost, 1e-3, micro_batches=2)
+    run = run_step(chain_of(profile, plan), cost, 1e-3, micro_batches=2)
     one, other = _alone(run.tasks), _together(run.tasks, 1.0, lambda count: 1.0)
     for left, right in ((one.starts, other.starts), (one.on_link, other.on_link), (one.ends, other.ends)):
         assert left == pytest.approx(right, rel=1e-9, abs=1e-12)
