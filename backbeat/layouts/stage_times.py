@@ -197,11 +197,11 @@ class StageTimer:
             backward_s,
             weights,
             forward + inputs + weights,
-            again.total,
-            twice * tensor[0].exposed_s + tensor[1].exposed_s,
-            twice * context[0].exposed_s + context[1].exposed_s,
-            (1 + twice) * expert,
-            twice * (tensor[0].slower_s + context[0].slower_s) + tensor[1].slower_s + context[1].slower_s,
+            recompute=again.total,
+            tensor=twice * tensor[0].exposed_s + tensor[1].exposed_s,
+            context=twice * context[0].exposed_s + context[1].exposed_s,
+            expert=(1 + twice) * expert,
+            contention=twice * (tensor[0].slower_s + context[0].slower_s) + tensor[1].slower_s + context[1].slower_s,
         )
 
     def _ends(self, work: LayerWork, forward_kind: Kind, backward_kind: Kind) -> StageTimes:
@@ -212,28 +212,16 @@ class StageTimer:
         if self.layout.shards_sequence:
             kinds = (forward_kind, backward_kind)
         tensor = [self._group(kind, size) for kind in kinds]
-        return self._made(
-            forward.total + tensor[0],
-            inputs.total + tensor[1],
-            weights,
-            forward + inputs + weights,
-            0.0,
-            sum(tensor),
-            0.0,
-            0.0,
-            0.0,
-        )
+        computed = forward + inputs + weights
+        return self._made(forward.total + tensor[0], inputs.total + tensor[1], weights, computed, tensor=sum(tensor))
 
+    @staticmethod
     def _made(
-        self,
-        forward_s: float,
-        input_s: float,
-        weights: PhaseSeconds,
-        computed: PhaseSeconds,
-        *others: float,
+        forward_s: float, input_s: float, weights: PhaseSeconds, computed: PhaseSeconds, **others: float
     ) -> StageTimes:
-        parts = (computed.matmul, computed.attention, computed.memory, computed.waiting, *others)
-        return StageTimes(forward_s, input_s, weights.total, parts)
+        known = {"matmul": computed.matmul, "attention": computed.attention, "memory": computed.memory, **others}
+        parts = {**known, "host": computed.waiting}
+        return StageTimes(forward_s, input_s, weights.total, tuple(parts.get(name, 0.0) for name in PARTS))
 
     def _compute(self, work: LayerWork) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
         return (
