@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -69,9 +71,9 @@ class Stretch:
     unit: int
     forward_s: float
     backward_s: float
-    elements: int = 0
+    elements: int
     """Whose gradients its backward makes, padded."""
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,29 +117,29 @@ class ShardedChain:
         held[ROOT].extend(pieces.loose)
         shards = sharding.mesh.shard
         stretches: list[Stretch] = []
-        for unit, piece in zip(owner, pieces.pieces, strict=True):
-            held[unit].extend(piece.elements)
-            blocks = () if piece.block is None else (piece.block,)
-            if not stretches or stretches[-1].unit != unit:
-                stretches.append(Stretch(unit, 0.0, 0.0))
-            last = stretches[-1]
-            stretches[-1] = Stretch(
-                unit,
-                last.forward_s + piece.forward_s,
-                last.backward_s + piece.backward_s,
-                last.elements + padded(piece.elements, shards),
-                last.blocks + blocks,
+        for unit, run in groupby(zip(owner, pieces.pieces, strict=True), key=itemgetter(0)):
+            own = [piece for _, piece in run]
+            elements = [count for piece in own for count in piece.elements]
+            held[unit].extend(elements)
+            stretches.append(
+                Stretch(
+                    unit,
+                    sum(piece.forward_s for piece in own),
+                    sum(piece.backward_s for piece in own),
+                    padded(elements, shards),
+                    tuple(piece.block for piece in own if piece.block is not None),
+                )
             )
         _check_order(stretches, sharding)
-        for index, elements in enumerate(held[:ROOT]):
-            if not elements:
+        for index, inside in enumerate(held[:ROOT]):
+            if not inside:
                 raise InputError(
                     f"units[{index}] ({', '.join(sharding.units[index].modules)}) holds no parameter with a gradient: "
                     "remove it, its modules are the root's"
                 )
         contents = [
-            UnitContent(unit.modules[0], padded(elements, shards), unit.reshard, unit.prefetch)
-            for unit, elements in zip(sharding.units, held[:ROOT], strict=True)
+            UnitContent(unit.modules[0], padded(inside, shards), unit.reshard, unit.prefetch)
+            for unit, inside in zip(sharding.units, held[:ROOT], strict=True)
         ]
         contents.append(UnitContent("root", padded(held[ROOT], shards), False, 0))
         holding = [unit for unit, piece in zip(owner, pieces.pieces, strict=True) if piece.elements]
