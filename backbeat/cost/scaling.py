@@ -103,17 +103,17 @@ def mixed(one: Curve, two: Curve, share: float) -> Curve:
     return _through(*_with_slope(sizes, times, slope))
 
 
-def stretched(curve: Curve, *, transfer: float) -> Curve:
-    """Every byte takes that many times as long; latencies stay.
+def stretched(curve: Curve, *, latency: float = 1.0, transfer: float = 1.0) -> Curve:
+    """Every latency takes that many times as long, and every byte.
 
-    >>> stretched(Curve.affine(1e-3, 1e-9), transfer=2.0).line
-    (0.001, 2e-09)
+    >>> stretched(Curve.affine(1e-3, 1e-9), latency=3.0, transfer=2.0).line
+    (0.003, 2e-09)
     """
     slope = curve.gradient_s_per_byte * transfer
     if curve.is_affine:
-        return Curve.affine(float(curve.times[0]), slope)
+        return Curve.affine(float(curve.times[0]) * latency, slope)
     sizes = curve.sizes
-    return _through(*_with_slope(sizes, curve.latency(sizes) + curve.work(sizes) * transfer, slope))
+    return _through(*_with_slope(sizes, curve.latency(sizes) * latency + curve.work(sizes) * transfer, slope))
 
 
 def beside_traffic(curve: Curve, slowdown: float) -> Curve:
