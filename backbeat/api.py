@@ -11,7 +11,7 @@ from backbeat.model import Network, Plan, PlanPrediction, Prediction, Profile, R
 from backbeat.model.reduction import reduction_named
 from backbeat.planners import SHARDED, Choices, propose
 from backbeat.planners import plan as planned
-from backbeat.planners.frameworks import framework_plan
+from backbeat.planners.baselines import framework_plan
 from backbeat.simulate import predict as simulated
 from backbeat.simulate import strong_scaling
 

@@ -33,8 +33,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.model import Bucket, Plan
-from backbeat.model.compression import Compression
 from backbeat.model.files import write
+from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
 
 CLASSES, SIDE = 8, 16

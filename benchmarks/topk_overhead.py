@@ -33,8 +33,8 @@ from torch import nn
 
 from backbeat.model import Bucket, Plan
 from backbeat.model.blocks import MemoryPlan
-from backbeat.model.compression import Compression
 from backbeat.model.files import write
+from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
 from backbeat.zoo import models as zoo
 

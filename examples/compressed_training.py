@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from backbeat.model import Bucket, Plan
-from backbeat.model.compression import Compression
+from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
 
 

@@ -13,8 +13,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from backbeat.cost.fit import relative_line
-
 _BANDWIDTH_BOUND_BYTES = 2**20
 """G is fitted to points of this size and more: below, latency hides the slope."""
 _LARGEST_POINTS = 3
@@ -93,6 +91,16 @@ class Curve:
         """Every message takes that many times as long."""
         return Curve(self.sizes, self.times * factor, self.gradient_s_per_byte * factor)
 
+    def joined(self, other: Curve, how: np.ufunc) -> Curve:
+        """Both costs at the sizes of either, put together: their sum (`np.add`), or the lesser (`np.minimum`).
+
+        >>> Curve.affine(1e-3, 1e-9).joined(Curve.affine(2e-3, 2e-9), np.add).time(1_000_000).item()
+        0.006
+        """
+        sizes = np.union1d(self.sizes, other.sizes)
+        slope = float(how(self.gradient_s_per_byte, other.gradient_s_per_byte))
+        return Curve(sizes, how(self.time(sizes), other.time(sizes)), slope)
+
     def work(self, sizes: ArrayLike) -> NDArray[np.float64]:
         """Seconds of link time in each message, w(M)."""
         m = np.asarray(sizes, dtype=np.float64)
@@ -122,3 +130,20 @@ def _link_slope(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> flo
         if count >= 2 and seconds[-1] > seconds[-count:][0]:
             return max(relative_line(sizes[-count:], seconds[-count:])[1], 0.0)
     return 0.0
+
+
+def relative_line(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
+    """(alpha, beta) that minimise the sum of squared *relative* errors of alpha + beta·size.
+
+    Relative, because the points span six decades: an absolute fit would see the largest alone.
+
+    >>> alpha, beta = relative_line(np.array([1e3, 1e6, 1e8]), 2e-4 + 1e-9 * np.array([1e3, 1e6, 1e8]))
+    >>> round(alpha, 9), round(beta, 15)
+    (0.0002, 1e-09)
+    """
+    weight = 1.0 / np.maximum(seconds, 1e-12)
+    # Columns are scaled to comparable size, or the normal equations lose half their digits.
+    scale = float(sizes.max()) or 1.0
+    columns = np.stack([weight, weight * sizes / scale], axis=1)
+    (alpha, beta), *_ = np.linalg.lstsq(columns, np.ones_like(seconds), rcond=None)
+    return float(alpha), float(beta) / scale

@@ -38,9 +38,9 @@ class LinkCost:
     """The cost model of one network at its own number of workers."""
 
     isolated: Curve
-    busy: Curve | None
+    busy: Curve | None = None
     """Time a message adds when it follows another on its communicator without a gap; None where it was not measured."""
-    efficiencies: Mapping[int, float]
+    efficiencies: Mapping[int, float] = field(default_factory=dict)
     """e(n) by number of messages on the link, as fitted."""
     stretches: Mapping[int, float] = field(default_factory=dict)
     """u(n), how much longer a latency takes when n messages start at once, as fitted."""
@@ -185,7 +185,7 @@ class LinkCost:
                 sizes.setdefault(sharing, set()).add(point.bytes)
         small = only_small_messages(points)
         return {
-            sharing: _fit_stretch(np.array(rows[sharing]), sharing)
+            sharing: (1.0, _stretch(np.array(rows[sharing]), 1.0, sharing))
             if sharing in small
             else _fit_pair(np.array(rows[sharing]), sharing, both=len(sizes[sharing]) > 1)
             for sharing in sorted(rows)
@@ -237,14 +237,6 @@ def only_small_messages(points: Sequence[Batch]) -> dict[int, int]:
     return {sharing: size for sharing, size in sorted(largest.items()) if size <= _SMALL_BYTES}
 
 
-def _fit_stretch(parts: NDArray[np.float64], sharing: int) -> tuple[float, float]:
-    """(1, u): the link is taken to do one second of work a second, and what that leaves is u."""
-    latency, shared, target = parts.T
-    weight = float(latency @ latency)
-    raw = float(latency @ (target - shared)) / weight if weight > 0 else 1.0
-    return 1.0, float(np.clip(raw, 1.0, sharing))
-
-
 def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[float, float]:
     """(e, u) that bring latency·u + shared/e closest to the target in every row (latency, shared, target).
 
@@ -260,12 +252,19 @@ def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[
         if len(linked) and len(rest):
             for _ in range(_ALTERNATIONS):
                 efficiency = _efficiency(linked, stretch, sharing)
-                raw = float(rest[:, 0] @ (rest[:, 2] - rest[:, 1] / efficiency)) / float(rest[:, 0] @ rest[:, 0])
-                stretch = float(np.clip(raw, 1.0, sharing))
+                stretch = _stretch(rest, efficiency, sharing)
             return efficiency, stretch
         (raw, _), *_ = np.linalg.lstsq(parts[:, :2], target, rcond=None)
         stretch = float(np.clip(raw, 1.0, sharing))
     return _efficiency(parts, stretch, sharing), stretch
+
+
+def _stretch(parts: NDArray[np.float64], efficiency: float, sharing: int) -> float:
+    """What is left for u where e is known."""
+    latency, shared, target = parts.T
+    weight = float(latency @ latency)
+    raw = float(latency @ (target - shared / efficiency)) / weight if weight > 0 else 1.0
+    return float(np.clip(raw, 1.0, sharing))
 
 
 def _efficiency(parts: NDArray[np.float64], stretch: float, sharing: int) -> float:

@@ -28,8 +28,8 @@ from backbeat.cost.protocols import INFINIBAND_HOP_S, NicLatency, all_reduce_lin
 from backbeat.errors import InputError
 from backbeat.model import files
 from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.files import Source
 from backbeat.model.network import COLLECTIVES, Network, WorkersRow
-from backbeat.model.source import Source
 from backbeat.model.specification import SIZES
 from backbeat.model.topology import LoadBand, Topology
 from backbeat.units import parse_bytes

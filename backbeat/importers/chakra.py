@@ -18,8 +18,8 @@ from typing import Any
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model import files
 from backbeat.model.checks import at_least
+from backbeat.model.files import Source
 from backbeat.model.profile import Gradient, Profile
-from backbeat.model.source import Source
 
 COMPUTE, COLLECTIVE = 4, 7
 """TraceNode types: COMP_NODE and COMM_COLL_NODE."""

@@ -11,8 +11,8 @@ from backbeat.cost.protocols import INFINIBAND_HOP_S
 from backbeat.errors import InputError
 from backbeat.importers import bandwidth_table, nccl_tests
 from backbeat.model import files
+from backbeat.model.files import Source
 from backbeat.model.network import Network, WorkersRow
-from backbeat.model.source import Source
 from backbeat.model.topology import Fabric, Topology
 
 

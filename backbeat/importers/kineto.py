@@ -22,9 +22,8 @@ from backbeat.importers.trace_clock import DeviceClock, arrays, common, union
 from backbeat.importers.trace_events import TraceReader
 from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
 from backbeat.model.checks import at_least
-from backbeat.model.files import existing
+from backbeat.model.files import Source, existing
 from backbeat.model.profile import Gradient, Profile
-from backbeat.model.source import Source
 from backbeat.units import format_bytes, format_seconds
 
 _IDLE = 0.1

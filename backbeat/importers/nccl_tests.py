@@ -15,8 +15,8 @@ from backbeat.errors import InputError
 from backbeat.importers.nccl_runs import PROGRAM, NcclRun, json_runs, text_runs
 from backbeat.model import files
 from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.files import Source
 from backbeat.model.network import COLLECTIVES, Network
-from backbeat.model.source import Source
 from backbeat.model.topology import Topology
 from backbeat.units import format_bytes
 

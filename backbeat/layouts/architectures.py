@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from backbeat.errors import InputError
 from backbeat.layouts.transformer import Transformer
-from backbeat.model.files import field_error
+from backbeat.model.files import checked
 
 _GPT = {"gated": False, "rms_norm": False, "bias": True, "tied": True, "dropout": True}
 _GPT3_SHAPES = {
@@ -134,10 +132,7 @@ def transformer(model: Transformer | str | os.PathLike[str] | Mapping[str, Any])
 
 def _from_fields(fields: dict[str, Any], where: str) -> Transformer:
     if "layers" in fields and "hidden" in fields:
-        try:
-            return msgspec.convert({"name": "custom", **fields}, Transformer)
-        except msgspec.ValidationError as error:
-            raise InputError(f"{where}: {field_error(error, Transformer, 'correct it')}") from None
+        return checked({"name": "custom", **fields}, Transformer, f"{where}: ")
     return _from_config(fields, where)
 
 

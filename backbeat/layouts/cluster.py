@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator, accelerator_named
+from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
@@ -83,13 +83,12 @@ class GpuCluster:
             return 1.0
         return traffic(kind, "ring", workers) / traffic(kind, "ring", filled)
 
-    def waited_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
-        """The same where every rank waits for it, in the middle of a layer."""
+    def waited_s(self, kind: Kind, size: float, workers: int) -> float:
+        """The same in groups of neighbours where every rank waits for it, in the middle of a layer."""
         if workers == 1 or size <= 0:
             return 0.0
-        seconds = self.collective_s(kind, size, workers, stride)
         least = CALL_S + RANK_S * (workers - 1)
-        return seconds + max(0.0, least - self.collective_s(kind, 1.0, workers, stride))
+        return self.collective_s(kind, size, workers) + max(0.0, least - self.collective_s(kind, 1.0, workers))
 
     def send_s(self, size: float, workers: int, stride: int) -> float:
         """Seconds to send from each rank to the next of its group, `stride` further on, all at once. The pairs that
@@ -190,10 +189,8 @@ def cluster_of(network: GpuCluster | Network | str | os.PathLike[str], gpu: str 
 
 def gpu_named(text: str) -> Accelerator:
     """By its short name (h100), or by its driver's (NVIDIA A100-SXM4-40GB)."""
-    found = accelerator(text)
-    if found is not None:
-        return found
-    if any(one.short_name == text.lower() for one in ACCELERATORS):
-        return accelerator_named(text)
-    known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
-    raise InputError(f"{text!r} is no accelerator known here: there are {known}")
+    found = accelerator(text) or next((one for one in ACCELERATORS if one.short_name == text.lower()), None)
+    if found is None:
+        known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
+        raise InputError(f"{text!r} is no accelerator known here: there are {known}")
+    return found

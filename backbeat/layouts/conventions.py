@@ -112,20 +112,8 @@ CONVENTIONS = {
         replace(_MEGATRON, name="megatron-tp-overlap", tensor_overlap="all"),
         replace(_MEGATRON, name="megatron-deepep", tensor_overlap="all", sends_once=True),
         _NO_OVERLAP,
-        replace(
-            _NO_OVERLAP,
-            name="megatron-2021",
-            flash_attention=False,
-            loss_bytes=(26, 12),
-            gradient_bytes=4,
-        ),
-        replace(
-            _NO_OVERLAP,
-            name="megatron-deepspeed",
-            flash_attention=False,
-            loss_bytes=(26, 12),
-            pass_s=8e-3,
-        ),
+        replace(_NO_OVERLAP, name="megatron-2021", flash_attention=False, loss_bytes=(26, 12)),
+        replace(_NO_OVERLAP, name="megatron-deepspeed", flash_attention=False, loss_bytes=(26, 12), pass_s=8e-3),
         Conventions(
             name="nanotron",
             replicated=REDUCTIONS["nanotron-zero0"],

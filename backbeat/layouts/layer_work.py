@@ -39,9 +39,6 @@ class PhaseSeconds:
             self.waiting + other.waiting,
         )
 
-    def slower_attention(self, share: float) -> PhaseSeconds:
-        return self if share == 1 else replace(self, attention=self.attention / share)
-
     def times(self, factor: float) -> PhaseSeconds:
         return PhaseSeconds(self.matmul * factor, self.attention * factor, self.memory * factor, self.waiting * factor)
 
@@ -62,10 +59,10 @@ class LayerWork:
     column_weight: list[Work] = field(default_factory=list)
     """Of `weight`: those of column-parallel matrices, which hide communication."""
 
-    def moves(self, forward_bytes: float, backward_bytes: float, kind: str = "pointwise") -> None:
+    def moves(self, forward_bytes: float, backward_bytes: float) -> None:
         """Memory-bound work."""
-        self.forward.append(Traffic(kind, forward_bytes, 2))
-        self.input.append(Traffic(kind, backward_bytes, 2))
+        self.forward.append(Traffic("pointwise", forward_bytes, 2))
+        self.input.append(Traffic("pointwise", backward_bytes, 2))
 
 
 SUSTAINED = {
@@ -106,10 +103,7 @@ class LayerBuilder:
         self.model, self.layout, self.job, self.conventions = model, layout, job, conventions
         self.imbalance = imbalance
         """Tokens of the busiest rank over those of the average."""
-        self.tokens = layout.micro_batch * job.sequence / layout.cp
-        """Tokens of one micro-batch in a group of `tp` ranks."""
-        self.own_tokens = self.tokens / layout.tp if layout.shards_sequence else self.tokens
-        """Tokens of one rank between the matrices that tp shares."""
+        self.tokens, self.own_tokens = layout.tokens(job), layout.own_tokens(job)
         self._half = "fp16" if job.precision == "fp16" else "bf16"
 
     def layer(self, *, sparse: bool) -> LayerWork:

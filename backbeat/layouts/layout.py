@@ -10,7 +10,7 @@ from msgspec.structs import force_setattr
 
 from backbeat.errors import InputError, nearest
 from backbeat.layouts.transformer import Transformer
-from backbeat.model.files import field_error
+from backbeat.model.files import checked
 
 Count = Annotated[int, Meta(ge=1)]
 Recompute = Literal["none", "selective", "full"]
@@ -67,10 +67,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     "write it like dp=8,tp=4,pp=2,micro=1,recompute=selective,schedule=1f1b"
                 )
             fields[name] = value
-        try:
-            return msgspec.convert(fields, cls, strict=False)
-        except msgspec.ValidationError as error:
-            raise InputError(f"--layout {text}: {field_error(error, cls, 'correct it')}") from None
+        return checked(fields, cls, f"--layout {text}: ", strict=False)
 
     @property
     def gpus(self) -> int:
@@ -97,6 +94,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def shards_sequence(self) -> bool:
         return self.tp > 1 and self.sequence_parallel
 
+    def tokens(self, job: Job) -> float:
+        """Of one micro-batch, in a group of `tp` ranks."""
+        return self.micro_batch * job.sequence / self.cp
+
+    def own_tokens(self, job: Job) -> float:
+        """Of one rank, between the matrices that `tp` shares."""
+        return self.tokens(job) / self.tp if self.shards_sequence else self.tokens(job)
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What is trained at once, whatever the layout."""
@@ -114,10 +119,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def job_of(global_batch: int, sequence: int, precision: str = "bf16") -> Job:
-    try:
-        return msgspec.convert({"global_batch": global_batch, "sequence": sequence, "precision": precision}, Job)
-    except msgspec.ValidationError as error:
-        raise InputError(field_error(error, Job, "correct it")) from None
+    return checked({"global_batch": global_batch, "sequence": sequence, "precision": precision}, Job, "")
 
 
 def micro_batches(layout: Layout, job: Job) -> int:

@@ -6,6 +6,7 @@ s·b·h·(10 + 24/t) bytes beside the scores, with sequence parallelism 34/t (Ko
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -48,48 +49,37 @@ def memory(
     model: Transformer, layout: Layout, job: Job, conventions: Conventions, count: int, imbalance: float = 1.0
 ) -> MemoryByKind:
     """What a GPU of the fullest stage holds, with `count` micro-batches in a step."""
+    layers = LayerMemory(model, layout, job, conventions, imbalance)
     chunks = split_layers(model, layout, by_cost=conventions.stages_by_cost)
     found = []
     for stage in range(layout.pp):
-        own = chunks[stage :: layout.pp]
         waiting = in_flight(layout.schedule, stage, layout.pp, count, layout.chunks)
-        found.append(_stage(model, layout, job, conventions, own, waiting, imbalance))
+        found.append(_stage(layers, chunks[stage :: layout.pp], waiting))
     return max(found, key=lambda each: each.total)
 
 
-def _stage(
-    model: Transformer,
-    layout: Layout,
-    job: Job,
-    conventions: Conventions,
-    own: Sequence[StageLayers],
-    waiting: float,
-    imbalance: float,
-) -> MemoryByKind:
+def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> MemoryByKind:
+    model, layout, job, conventions = layers.model, layers.layout, layers.job, layers.conventions
     held = [rank_parameters(model, layout, chunk) for chunk in own]
     dense, expert = sum(each.dense for each in held), sum(each.expert for each in held)
     replicas, expert_replicas = layout.dp * layout.cp, layout.tp * layout.cp * layout.dp // layout.ep
     shared = dense / replicas + expert / expert_replicas
     whole = dense + expert
-    zero = layout.zero
-    tokens = layout.micro_batch * job.sequence / layout.cp
+    zero, tokens = layout.zero, layout.tokens(job)
     kept, working = 0.0, 0.0
     for chunk in own:
-        for layers, sparse in ((chunk.dense, False), (chunk.sparse, True)):
-            if layers:
-                each = layer_bytes(model, layout, job, conventions, sparse=sparse, imbalance=imbalance)
-                kept += layers * each
-                working = max(working, _everything(model, layout, job, conventions, sparse, imbalance))
+        for count, sparse in ((chunk.dense, False), (chunk.sparse, True)):
+            if count:
+                kept += count * layers.kept(sparse=sparse)
+                working = max(working, layers.everything(sparse=sparse))
     activations = waiting * kept
     if layout.recompute == "full":
         activations += working
-    between = tokens / layout.tp if layout.shards_sequence else tokens
-    last = any(chunk.last for chunk in own)
     logits = 0.0
-    if last:
+    if any(chunk.last for chunk in own):
         # Those of one micro-batch, their softmax in fp32, and one gradient.
         logits = (2 + sum(conventions.loss_bytes) // 6) * tokens * model.vocab / layout.tp
-        activations += 4 * between * model.hidden
+        activations += 4 * layout.own_tokens(job) * model.hidden
     buffers = 2 * 2 * tokens * model.hidden if layout.tp > 1 else 0.0
     if zero == 3:
         # A stage may have the head alone, or nothing.
@@ -105,49 +95,52 @@ def _stage(
     )
 
 
-def layer_bytes(
-    model: Transformer, layout: Layout, job: Job, conventions: Conventions, *, sparse: bool, imbalance: float = 1.0
-) -> float:
-    """What one layer keeps of one micro-batch until its backward.
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """What one layer has of one micro-batch.
 
     >>> from backbeat.layouts.architectures import transformer
     >>> from backbeat.layouts.conventions import conventions_named
     >>> from backbeat.layouts.layout import Job, Layout
     >>> gpt, flash = transformer("gpt3-175b"), conventions_named("megatron")
-    >>> kept = layer_bytes(gpt, Layout(tp=8), Job(global_batch=1, sequence=2048), flash, sparse=False)
-    >>> round(kept / (2048 * 12288), 2)
+    >>> layer = LayerMemory(gpt, Layout(tp=8), Job(global_batch=1, sequence=2048), flash)
+    >>> round(layer.kept(sparse=False) / (2048 * 12288), 2)
     4.25
     """
-    tokens = layout.micro_batch * job.sequence / layout.cp
-    between = tokens / layout.tp if layout.shards_sequence else tokens
-    if layout.recompute == "full":
-        return 2 * between * model.hidden
-    kept = _everything(model, layout, job, conventions, sparse, imbalance)
-    return kept - _scores(model, layout, job, conventions) if layout.recompute == "selective" else kept
 
+    model: Transformer
+    layout: Layout
+    job: Job
+    conventions: Conventions
+    imbalance: float = 1.0
 
-def _scores(model: Transformer, layout: Layout, job: Job, conventions: Conventions) -> float:
-    """Attention's scores, their softmax and its dropout; flash kernels keep none."""
-    if conventions.flash_attention:
-        return 0.0
-    pairs = layout.micro_batch * model.heads / layout.tp * job.sequence * job.sequence / layout.cp
-    return (5 if model.dropout else 2) * pairs
+    def kept(self, *, sparse: bool) -> float:
+        """Bytes that stay until its backward."""
+        if self.layout.recompute == "full":
+            return 2 * self.layout.own_tokens(self.job) * self.model.hidden
+        return self.everything(sparse=sparse) - (self._scores if self.layout.recompute == "selective" else 0.0)
 
+    def everything(self, *, sparse: bool) -> float:
+        """Bytes that stay where nothing is computed again."""
+        model, tp = self.model, self.layout.tp
+        tokens, between = self.layout.tokens(self.job), self.layout.own_tokens(self.job)
+        # Both norms' inputs and what they give, and two dropout masks of a byte.
+        kept = between * model.hidden * (4 * 2 + (2 if model.dropout else 0))
+        wide = model.heads * (model.width + model.out_width) + model.key_heads * (model.width + model.out_width)
+        kept += 2 * tokens * wide / tp + self._scores
+        kept += 2 * between * (model.query_rank + model.latent_width) * 2
+        inner = 3 if model.gated else 2
+        if not sparse:
+            return kept + 2 * tokens * inner * model.ffn / tp
+        rows = tokens / tp * model.experts_per_token * self.imbalance
+        kept += 2 * rows * (2 * model.hidden + inner * model.expert_ffn)
+        return kept + 2 * tokens * inner * model.shared_ffn / tp
 
-def _everything(
-    model: Transformer, layout: Layout, job: Job, conventions: Conventions, sparse: bool, imbalance: float
-) -> float:
-    tp = layout.tp
-    tokens = layout.micro_batch * job.sequence / layout.cp
-    between = tokens / tp if layout.shards_sequence else tokens
-    # Both norms' inputs and what they give, and two dropout masks of a byte.
-    kept = between * model.hidden * (4 * 2 + (2 if model.dropout else 0))
-    wide = model.heads * (model.width + model.out_width) + model.key_heads * (model.width + model.out_width)
-    kept += 2 * tokens * wide / tp + _scores(model, layout, job, conventions)
-    kept += 2 * between * (model.query_rank + model.latent_width) * 2
-    inner = 3 if model.gated else 2
-    if not sparse:
-        return kept + 2 * tokens * inner * model.ffn / tp
-    rows = tokens / tp * model.experts_per_token * imbalance
-    kept += 2 * rows * (2 * model.hidden + inner * model.expert_ffn)
-    return kept + 2 * tokens * inner * model.shared_ffn / tp
+    @property
+    def _scores(self) -> float:
+        """Attention's scores, their softmax and its dropout; flash kernels keep none."""
+        if self.conventions.flash_attention:
+            return 0.0
+        layout, sequence = self.layout, self.job.sequence
+        pairs = layout.micro_batch * self.model.heads / layout.tp * sequence * sequence / layout.cp
+        return (5 if self.model.dropout else 2) * pairs

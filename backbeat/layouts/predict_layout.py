@@ -21,7 +21,7 @@ from backbeat.layouts.pipeline import PipelineRun, closed_form, run
 from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
 from backbeat.layouts.stage_times import PARTS, StageTimer, StageTimes, split_layers
-from backbeat.model.files import field_error
+from backbeat.model.files import checked
 from backbeat.model.prediction import Span
 
 if TYPE_CHECKING:
@@ -102,10 +102,7 @@ def _changed(layout: Layout, fields: dict[str, Any]) -> Layout:
     unknown = next((name for name in fields if name not in Layout.__struct_fields__), None)
     if unknown is not None:
         raise InputError(f"a layout has no {unknown!r}: it has {', '.join(Layout.__struct_fields__)}")
-    try:
-        return msgspec.convert({**msgspec.to_builtins(layout), **fields}, Layout)
-    except msgspec.ValidationError as error:
-        raise InputError(f"the layout: {field_error(error, Layout, 'correct it')}") from None
+    return checked({**msgspec.to_builtins(layout), **fields}, Layout, "the layout: ")
 
 
 def predictor_of(
@@ -142,9 +139,7 @@ def predictor_of(
     return replace(found, block=measured)
 
 
-@lru_cache(maxsize=32)
-def _operators(short_name: str, precision: str) -> OperatorModel:
-    return operator_model(short_name, precision)
+_operators = lru_cache(maxsize=32)(operator_model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,24 +201,18 @@ class LayoutPredictor:
         """One pipeline, whose stages compute `slowdowns` times as long as healthy ones."""
         kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
-        timers = {
-            slowdown: StageTimer(
-                self.model,
-                layout,
-                self.job,
-                self.cluster,
-                self.operators,
-                self.conventions,
-                imbalance=self.imbalance,
-                compute_factor=self._factor * slowdown,
-            )
-            for slowdown in slowdowns
+        parts = (self.model, layout, self.job, self.cluster, self.operators, self.conventions)
+        every = {
+            slowdown: StageTimer(*parts, imbalance=self.imbalance, compute_factor=self._factor * slowdown).stages()
+            for slowdown in set(slowdowns)
         }
-        every = {slowdown: timer.stages() for slowdown, timer in timers.items()}
         chosen = [every[slowdowns[index % layout.pp]][index] for index in range(len(kinds))]
-        own = [_with_pass(each, self.conventions.pass_s / layout.chunks) for each in chosen]
-        times = [replicas.sharded_passes(each, kind) for each, kind in zip(own, kinds, strict=True)]
-        sent_bytes = 2 * timers[slowdowns[0]].builder.tokens * self.model.hidden
+        # What the framework adds to a micro-batch, half of it in each direction.
+        pass_s = self.conventions.pass_s / layout.chunks
+        host = tuple(pass_s if part == "host" else 0.0 for part in PARTS)
+        added = StageTimes(pass_s / 2, pass_s / 2, 0.0, host)
+        times = [replicas.sharded_passes(each + added, kind) for each, kind in zip(chosen, kinds, strict=True)]
+        sent_bytes = 2 * layout.tokens(self.job) * self.model.hidden
         send = self._send_s(layout, sent_bytes)
         count = micro_batches(layout, self.job)
         if family == "events":
@@ -325,7 +314,7 @@ class LayoutPredictor:
             notes += (
                 f"the slowest of {layout.gpus} GPUs is extrapolated from {len(block.iteration_s)} times of a block",
             )
-        return msgspec.structs.replace(_later(found, waits.mean_s), spread_s=spread, notes=notes)
+        return msgspec.structs.replace(_later(found, waits.wait_s), spread_s=spread, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -381,10 +370,3 @@ def _later(found: LayoutPrediction, wait_s: float) -> LayoutPrediction:
     step = found.step_s + wait_s
     waited = msgspec.structs.replace(found.breakdown, stragglers=found.breakdown.stragglers + wait_s)
     return msgspec.structs.replace(found, step_s=step, mfu=found.mfu * found.step_s / step, breakdown=waited)
-
-
-def _with_pass(times: StageTimes, pass_s: float) -> StageTimes:
-    """A stage's times with what the framework adds to a micro-batch, half of it in each direction."""
-    host = PARTS.index("host")
-    parts = tuple(part + (pass_s if index == host else 0.0) for index, part in enumerate(times.parts))
-    return StageTimes(times.forward_s + pass_s / 2, times.input_s + pass_s / 2, times.weight_s, parts)

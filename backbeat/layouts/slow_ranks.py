@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from backbeat.errors import InputError
-from backbeat.simulate.stragglers import straggling
+from backbeat.simulate.stragglers import Straggling, straggling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,19 +60,9 @@ def slow_pipelines(layout: Layout, stragglers: Mapping[int, float]) -> list[tupl
     return sorted({tuple(factors) for factors in found.values()})
 
 
-class StepWait(NamedTuple):
-    """What a step waits for ranks that are slow now and then."""
-
-    mean_s: float
-    p10_s: float
-    p90_s: float
-    extrapolated: bool
-    """More groups than measured iterations: the tail is fitted, not seen."""
-
-
-def step_wait(block: MeasuredBlock, layout: Layout, compute_s: float, draws: float) -> StepWait | None:
-    """Of a rank that computes for `compute_s` in a step: as long as `draws` blocks. Each is taken to vary as the
-    block's own iterations do; None where these do not say.
+def step_wait(block: MeasuredBlock, layout: Layout, compute_s: float, draws: float) -> Straggling | None:
+    """What a step waits for ranks that are slow now and then, each of which computes for `compute_s` in it: as long as
+    `draws` blocks. Each block is taken to vary as the measured one's iterations do; None where these do not say.
 
     In every block a group waits for its slowest rank; at the end of the step all wait for the slowest group, whose
     blocks are late and early in turn.
@@ -86,4 +76,4 @@ def step_wait(block: MeasuredBlock, layout: Layout, compute_s: float, draws: flo
     each = compute_s / draws / statistics.fmean(block.iteration_s)
     always = draws * inside.wait_s
     mean, low, high = ((always + one) * each for one in (between.wait_s, between.p10_s, between.p90_s))
-    return StepWait(mean, low, high, inside.extrapolated or between.extrapolated)
+    return Straggling(mean, low, high, inside.extrapolated or between.extrapolated)

@@ -6,7 +6,8 @@ framework (`conventions`); the rest adds to the stage's time, here. So does what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PhaseSeconds, seconds_of
@@ -144,25 +145,22 @@ def _counts_by_cost(model: Transformer, stages: int) -> tuple[list[int], int]:
     return counts, stage
 
 
+@dataclass(frozen=True)
 class StageTimer:
     """Times of layers and stages, for one model, layout, job and cluster."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        layout: Layout,
-        job: Job,
-        cluster: GpuCluster,
-        operators: OperatorModel,
-        conventions: Conventions,
-        *,
-        imbalance: float = 1.0,
-        compute_factor: float = 1.0,
-    ) -> None:
-        self.model, self.layout, self.job, self.cluster = model, layout, job, cluster
-        self.operators, self.conventions = operators, conventions
-        self.imbalance, self.compute_factor = imbalance, compute_factor
-        self.builder = LayerBuilder(model, layout, job, conventions, imbalance)
+    model: Transformer
+    layout: Layout
+    job: Job
+    cluster: GpuCluster
+    operators: OperatorModel
+    conventions: Conventions
+    imbalance: float = 1.0
+    compute_factor: float = 1.0
+
+    @cached_property
+    def builder(self) -> LayerBuilder:
+        return LayerBuilder(self.model, self.layout, self.job, self.conventions, self.imbalance)
 
     def stages(self) -> list[StageTimes]:
         """Of every chunk, in the order of layers."""
@@ -199,11 +197,11 @@ class StageTimer:
             backward_s,
             weights,
             forward + inputs + weights,
-            again.total,
-            twice * tensor[0].exposed_s + tensor[1].exposed_s,
-            twice * context[0].exposed_s + context[1].exposed_s,
-            (1 + twice) * expert,
-            twice * (tensor[0].slower_s + context[0].slower_s) + tensor[1].slower_s + context[1].slower_s,
+            recompute=again.total,
+            tensor=twice * tensor[0].exposed_s + tensor[1].exposed_s,
+            context=twice * context[0].exposed_s + context[1].exposed_s,
+            expert=(1 + twice) * expert,
+            contention=twice * (tensor[0].slower_s + context[0].slower_s) + tensor[1].slower_s + context[1].slower_s,
         )
 
     def _ends(self, work: LayerWork, forward_kind: Kind, backward_kind: Kind) -> StageTimes:
@@ -214,28 +212,16 @@ class StageTimer:
         if self.layout.shards_sequence:
             kinds = (forward_kind, backward_kind)
         tensor = [self._group(kind, size) for kind in kinds]
-        return self._made(
-            forward.total + tensor[0],
-            inputs.total + tensor[1],
-            weights,
-            forward + inputs + weights,
-            0.0,
-            sum(tensor),
-            0.0,
-            0.0,
-            0.0,
-        )
+        computed = forward + inputs + weights
+        return self._made(forward.total + tensor[0], inputs.total + tensor[1], weights, computed, tensor=sum(tensor))
 
+    @staticmethod
     def _made(
-        self,
-        forward_s: float,
-        input_s: float,
-        weights: PhaseSeconds,
-        computed: PhaseSeconds,
-        *others: float,
+        forward_s: float, input_s: float, weights: PhaseSeconds, computed: PhaseSeconds, **others: float
     ) -> StageTimes:
-        parts = (computed.matmul, computed.attention, computed.memory, computed.waiting, *others)
-        return StageTimes(forward_s, input_s, weights.total, parts)
+        known = {"matmul": computed.matmul, "attention": computed.attention, "memory": computed.memory, **others}
+        parts = {**known, "host": computed.waiting}
+        return StageTimes(forward_s, input_s, weights.total, tuple(parts.get(name, 0.0) for name in PARTS))
 
     def _compute(self, work: LayerWork) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
         return (
@@ -246,7 +232,8 @@ class StageTimer:
 
     def _seconds(self, works: list[Work], *, backward: bool = False, parameters: int = 0) -> PhaseSeconds:
         found = seconds_of(works, self.operators, backward=backward, parameters=parameters)
-        return found.slower_attention(self.conventions.attention_share).times(self.compute_factor)
+        attention = found.attention / self.conventions.attention_share
+        return replace(found, attention=attention).times(self.compute_factor)
 
     def _group(self, kind: Kind, size: float) -> float:
         return self.cluster.waited_s(kind, size, self.layout.tp)

@@ -2,15 +2,14 @@
 
 from backbeat.model.blocks import Block, HostLink, MemoryPlan, Segment
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
-from backbeat.model.compression import Compression
+from backbeat.model.files import Source
 from backbeat.model.network import Calibration, Network, WorkersRow
-from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
+from backbeat.model.plan import Bucket, Compression, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.model.profile import ComputeShares, Gradient, Memory, Profile
 from backbeat.model.reduction import Reduction
 from backbeat.model.sharding import Mesh, Sharding, ShardUnit
 from backbeat.model.slowdown import Slowdown
-from backbeat.model.source import Source
 from backbeat.model.topology import Fabric, LoadBand, Topology
 
 __all__ = [

@@ -9,7 +9,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from backbeat.errors import InputError
-from backbeat.model.checks import not_negative
+from backbeat.model.checks import named_once, not_negative
 
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
@@ -108,15 +108,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         force_setattr(self, "segments", tuple(self.segments))
-        seen: dict[str, int] = {}
-        for index, segment in enumerate(self.segments):
-            for name in segment.blocks:
-                if name in seen:
-                    raise InputError(
-                        f"memory.segments[{index}] names {name!r}, already in segments[{seen[name]}]: "
-                        "a block is in one segment; remove one of the two"
-                    )
-                seen[name] = index
+        named_once("memory.segments", (segment.blocks for segment in self.segments), "a block is in one segment")
 
     @property
     def keeps_all(self) -> bool:

@@ -34,3 +34,17 @@ def unique(where: str, names: Iterable[str], *, advice: str) -> None:
         if name in seen:
             raise InputError(f"{where}[{index}] repeats {name!r}, already at {where}[{seen[name]}]: {advice}")
         seen[name] = index
+
+
+def named_once(where: str, lists: Iterable[Iterable[str]], rule: str) -> dict[str, int]:
+    """No name is in these lists twice; for each, the index of its list."""
+    seen: dict[str, int] = {}
+    for index, names in enumerate(lists):
+        for name in names:
+            if name in seen:
+                raise InputError(
+                    f"{where}[{index}] names {name!r}, already in {where.rpartition('.')[2]}[{seen[name]}]: {rule}; "
+                    "remove one of the two"
+                )
+            seen[name] = index
+    return seen

@@ -14,12 +14,13 @@ import re
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from backbeat.errors import InputError
 
+S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T", bound="Document")
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo"
@@ -47,6 +48,19 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file whole or not at all."""
         write(path, encode(self))
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a profile or a network was obtained: every bundled file carries one of these."""
+
+    method: Literal["measured", "composed", "analytic", "imported", "published", "assumed"]
+    """`composed`: added up from measurements of parts."""
+    command: str | None = None
+    machine: str | None = None
+    date: str | None = None
+    versions: dict[str, str] = {}
+    reference: str | None = None
+    """The paper, table or vendor figure that the numbers are taken from."""
 
 
 def find(name: str | os.PathLike[str], kind: type[Document]) -> Path:
@@ -131,10 +145,15 @@ def decode(raw: bytes, kind: type[T], where: str) -> T:
         raise InputError(f'{where}: the field "schema" is missing: add "schema": "{wanted}"')
     if found != wanted:
         raise InputError(f"{where}: schema is {found!r}, but {wanted!r} is needed here{_schema_advice(found, wanted)}")
+    return checked(data, kind, f"{where}: ", "correct it, or write the file again")
+
+
+def checked(data: Any, kind: type[S], where: str, advice: str = "correct it", *, strict: bool = True) -> S:
+    """Plain data as a checked value; a refusal begins with `where` and names the field."""
     try:
-        return msgspec.convert(data, kind, strict=True)
+        return msgspec.convert(data, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise InputError(f"{where}: {field_error(error, kind)}") from None
+        raise InputError(where + _field_error(error, kind, advice)) from None
 
 
 def encode(document: Document) -> bytes:
@@ -223,11 +242,7 @@ def _json(raw: bytes, where: str, wanted: str) -> Any:
         raise InputError(f"{where}, line {line} column {column}: {why}") from None
 
 
-def field_error(
-    error: msgspec.ValidationError,
-    kind: type[msgspec.Struct],
-    advice: str = "correct it, or write the file again",
-) -> str:
+def _field_error(error: msgspec.ValidationError, kind: type[msgspec.Struct], advice: str) -> str:
     """msgspec's `what - at `$.field`` as `field: what`, with advice where the rule is known."""
     what, _, field = str(error).partition(" - at `")
     field = field.rstrip("`").removeprefix("$").removeprefix(".")

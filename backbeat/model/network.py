@@ -18,10 +18,9 @@ from backbeat.cost.scaling import beside_traffic, mixed, moved, stretched
 from backbeat.errors import InputError
 from backbeat.model.checks import at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
-from backbeat.model.files import Document
+from backbeat.model.files import Document, Source
 from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.slowdown import Slowdown
-from backbeat.model.source import Source
 from backbeat.model.topology import LoadBand, Topology
 
 _MOST_WORKERS = 10**9

@@ -12,8 +12,7 @@ from msgspec.structs import force_setattr, replace
 
 from backbeat.errors import InputError, nearest
 from backbeat.model.blocks import MemoryPlan
-from backbeat.model.checks import at_least, not_negative
-from backbeat.model.compression import Compression
+from backbeat.model.checks import at_least, named_once, not_negative
 from backbeat.model.files import Document
 from backbeat.model.prediction import Prediction
 from backbeat.model.profile import Profile
@@ -21,6 +20,20 @@ from backbeat.model.sharding import Sharding, check_modules
 
 _UNSAID = -1
 """Communicators of a plan that does not say them; no file can hold this."""
+
+
+class Compression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="topk"):
+    """What a bucket sends instead of its gradients as they are: the largest elements, with error feedback, so that what
+    is not sent now is kept and sent later."""
+
+    density: Annotated[float, Meta(gt=0, le=1)]
+    """Share of the elements that travel."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise InputError(
+                f"density is {self.density}: it is the share of elements to send, above 0 and at most 1, e.g. 0.01"
+            )
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -139,20 +152,15 @@ class Plan(Document, frozen=True, kw_only=True):
             raise InputError(
                 "some buckets have a phase and some have none: a plan is in halves as a whole or not at all"
             )
-        seen: dict[tuple[str | None, str], int] = {}
         for index, bucket in enumerate(self.buckets):
             if bucket.communicator >= self.communicators:
                 raise InputError(
                     f"buckets[{index}].communicator is {bucket.communicator}, but communicators is "
                     f"{self.communicators}: they are numbered 0 to {self.communicators - 1}"
                 )
-            for name in bucket.gradients:
-                if (bucket.phase, name) in seen:
-                    raise InputError(
-                        f"buckets[{index}] names {name!r}, already in buckets[{seen[bucket.phase, name]}]: "
-                        "a gradient travels once; remove one of the two"
-                    )
-                seen[bucket.phase, name] = index
+        for phase in {bucket.phase for bucket in self.buckets}:
+            lists = (bucket.gradients if bucket.phase == phase else () for bucket in self.buckets)
+            named_once("buckets", lists, "a gradient travels once")
         self._check_halves()
         for field in ("launch_s", "done_s") if self.predicted is not None else ():
             times = getattr(self.predicted, field)

@@ -12,8 +12,7 @@ from msgspec.structs import force_setattr, replace
 from backbeat.errors import InputError
 from backbeat.model.blocks import Block, HostLink
 from backbeat.model.checks import at_least, not_negative, unique
-from backbeat.model.files import Document
-from backbeat.model.source import Source, is_analytic
+from backbeat.model.files import Document, Source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -276,4 +275,4 @@ class Profile(Document, frozen=True, kw_only=True):
     @property
     def analytic(self) -> bool:
         """Computed from shapes and peak rates rather than measured."""
-        return is_analytic(self.source)
+        return isinstance(self.source, Source) and self.source.method == "analytic"

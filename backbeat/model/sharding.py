@@ -10,7 +10,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from backbeat.errors import InputError, nearest
-from backbeat.model.checks import at_least
+from backbeat.model.checks import at_least, named_once
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -80,36 +80,36 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for field in ("param_dtype", "reduce_dtype"):
             if getattr(self, field) not in DTYPE_BYTES:
                 raise InputError(f"{field} is {getattr(self, field)!r}: it must be one of {', '.join(DTYPE_BYTES)}")
-        seen: dict[str, int] = {}
-        for index, unit in enumerate(self.units):
-            for name in unit.modules:
-                if not name:
-                    raise InputError(
-                        f"units[{index}] names the root (an empty name): the root takes what no unit holds by itself; "
-                        "remove the name"
-                    )
-                if name in seen:
-                    raise InputError(
-                        f"units[{index}] names {name!r}, already in units[{seen[name]}]: a module is in one unit; "
-                        "remove one of the two"
-                    )
-                seen[name] = index
+        seen = named_once("units", (unit.modules for unit in self.units), "a module is in one unit")
         for name, index in seen.items():
-            parts = name.split(".")
-            for count in range(1, len(parts)):
-                if (outer := ".".join(parts[:count])) in seen:
+            if not name:
+                raise InputError(
+                    f"units[{index}] names the root (an empty name): the root takes what no unit holds by itself; "
+                    "remove the name"
+                )
+            for outer in enclosing(name)[:-1]:
+                if outer in seen:
                     raise InputError(
                         f"units[{index}] names {name!r}, a part of {outer!r} in units[{seen[outer]}]: units do not "
                         "nest; name the whole module or its parts"
                     )
 
 
+def enclosing(name: str) -> list[str]:
+    """The modules that a parameter or a module is in, the outermost first, and itself.
+
+    >>> enclosing("layers.0.attn")
+    ['layers', 'layers.0', 'layers.0.attn']
+    """
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
 def check_modules(sharding: Sharding, names: Iterable[str], model: str) -> None:
     """Refuse units that hold none of these parameters and modules."""
     known: set[str] = set()
     for name in names:
-        parts = name.split(".")
-        known.update(".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        known.update(enclosing(name))
     for index, unit in enumerate(sharding.units):
         for name in unit.modules:
             if name not in known:

@@ -11,9 +11,8 @@ import numpy as np
 from msgspec import Meta
 
 from backbeat.errors import InputError
-from backbeat.model.files import Document
+from backbeat.model.files import Document, Source
 from backbeat.model.profile import ComputeShares
-from backbeat.model.source import Source
 
 Transport = Literal["nvlink", "nvls", "infiniband", "efa", "sockets"]
 Factor = Annotated[float, Meta(ge=1)]

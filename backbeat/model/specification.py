@@ -17,9 +17,9 @@ from backbeat.cost.collectives import Collective, traffic
 from backbeat.cost.protocols import INFINIBAND, NicLatency, all_reduce_lines, fastest_s, ring_lines
 from backbeat.errors import InputError
 from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.files import Source
 from backbeat.model.network import Network, WorkersRow
 from backbeat.model.slowdown import Transport
-from backbeat.model.source import Source
 from backbeat.model.topology import Fabric, LoadBand, Topology
 from backbeat.units import format_rate, format_seconds
 

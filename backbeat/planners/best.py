@@ -88,14 +88,13 @@ def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -
         end, draft = one
         return replace(draft, ends=merged_ends(profile, cost, draft.ends, slack(end)))
     close = [(end, draft) for end, draft in close if draft.communicators == fewest]
-    # Buckets in turn on the communicators can be merged; those assigned one by one stay as they are.
-    in_turn = [(end, draft) for end, draft in close if draft.assignment is None]
-    if not in_turn:
+    if close[0][1].assignment is not None:
+        # Every plan there is was tried.
         return min(close, key=_fewer_buckets)[1]
     return min(
         (
             search.score(simplified(draft, profile, cost, slack=slack(end), deadline=deadline))
-            for end, draft in (min(in_turn, key=search.rank), min(in_turn, key=_fewer_buckets))
+            for end, draft in (min(close, key=search.rank), min(close, key=_fewer_buckets))
         ),
         key=_fewer_buckets,
     )[1]
@@ -189,25 +188,15 @@ class _Search:
 
 
 def _neighbours(draft: Draft, stride: int) -> Iterator[Draft]:
-    """Plans one change away: a boundary moved by `stride`, dropped, or set mid-bucket; a bucket on another
-    communicator."""
+    """Plans one change away: a boundary moved by `stride`, dropped, or set mid-bucket."""
     ends = draft.ends
     for index in reversed(range(len(ends))):
         low = ends[index - 1] if index else 0
         if index + 1 < len(ends):
             for moved in (ends[index] - stride, ends[index] + stride):
                 if low < moved < ends[index + 1]:
-                    yield Draft([*ends[:index], moved, *ends[index + 1 :]], draft.communicators, draft.assignment)
-            if draft.assignment is None:
-                yield Draft([*ends[:index], *ends[index + 1 :]], draft.communicators)
+                    yield Draft([*ends[:index], moved, *ends[index + 1 :]], draft.communicators)
+            yield Draft([*ends[:index], *ends[index + 1 :]], draft.communicators)
         middle = (low + ends[index]) // 2
-        if low < middle < ends[index] and draft.assignment is None:
+        if low < middle < ends[index]:
             yield Draft([*ends[:index], middle, *ends[index:]], draft.communicators)
-    if stride == 1:
-        communicators = draft.communicator_of_buckets()
-        for index in reversed(range(len(ends))):
-            for communicator in range(draft.communicators):
-                if communicator != communicators[index]:
-                    yield Draft(
-                        ends, draft.communicators, [*communicators[:index], communicator, *communicators[index + 1 :]]
-                    )

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backbeat.model import Network, Profile
-from backbeat.model.compression import Compression
-from backbeat.model.plan import Bucket, Plan
+from backbeat.model.plan import Bucket, Compression, Plan
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.optimal import best_ends, quadratic_programme
 from backbeat.simulate.compressed_cost import (
@@ -80,11 +79,7 @@ class Mixed:
 
     def end_s(self, profile: Profile, network: Network, cost: CompressedCost) -> float:
         pieces = [
-            Piece(
-                max(profile.gradients[index].ready_s for index in inside),
-                sum(profile.gradients[index].bytes for index in inside),
-                self.compression if compressed else None,
-            )
+            Piece.of(profile, inside, self.compression if compressed else None)
             for inside, compressed in self.members(profile)
         ]
         return compressed_flow(pieces, profile, network, cost).end_s

@@ -10,7 +10,8 @@ from backbeat.errors import InputError
 from backbeat.model import Profile
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
 from backbeat.model.sharding import Dtype
-from backbeat.simulate.iteration import communicate, communicate_beside
+from backbeat.simulate.engine import communicate
+from backbeat.simulate.iteration import communicate_beside
 from backbeat.simulate.schedule import Schedule
 
 
@@ -65,15 +66,16 @@ class Draft:
             return self.assignment
         return [index % self.communicators for index in range(len(self.ends))]
 
+    def schedule(self, profile: Profile) -> Schedule:
+        return Schedule.of_ends(profile, self.ends, self.communicator_of_buckets())
+
     def end_s(self, profile: Profile, cost: LinkCost) -> float:
         """When the last bucket is done, after backward starts."""
-        schedule = Schedule.of_ends(profile, self.ends, self.communicator_of_buckets())
-        return communicate(schedule, cost, self.communicators).end_s
+        return communicate(self.schedule(profile), cost, self.communicators).end_s
 
     def contended_end_s(self, profile: Profile, cost: LinkCost, slowdown: float) -> float:
         """When the last bucket and backward are done, if computation takes `slowdown` times as long beside buckets."""
-        schedule = Schedule.of_ends(profile, self.ends, self.communicator_of_buckets())
-        flow, clock = communicate_beside(schedule, cost, self.communicators, slowdown)
+        flow, clock = communicate_beside(self.schedule(profile), cost, self.communicators, slowdown)
         return max(flow.end_s, float(clock.when(profile.backward_s)))
 
     def named(self, profile: Profile, strategy: str, workers: int) -> Plan:

@@ -44,10 +44,10 @@ def halves(profile: Profile, network: Network, options: StrategyOptions) -> Plan
     options.need_one_communicator("plans in halves")
     scatter_ends, gather_ends = earliest(profile, network)
     costs, layers = Halves.of(network), Layers.of(profile)
-    scatters = [Conditions.during_backward(profile, cost) for cost in possible_costs(LinkCost(costs.scatter, None, {}))]
+    scatters = [Conditions.during_backward(profile, cost) for cost in possible_costs(LinkCost(costs.scatter))]
     gathers = [
         _during_forward(layers, cost, gather_ends, conditions.finishes(scatter_ends)[-1] - profile.backward_s)
-        for cost, conditions in zip(possible_costs(LinkCost(costs.gather, None, {})), scatters, strict=True)
+        for cost, conditions in zip(possible_costs(LinkCost(costs.gather)), scatters, strict=True)
     ]
     plan = plan_in_halves(profile, merged(scatter_ends, scatters), merged(gather_ends, gathers), network.workers)
     notes = ("forward times are guessed from backward's",) if layers.guessed else ()
@@ -80,14 +80,15 @@ def earliest(profile: Profile, network: Network) -> tuple[list[int], list[int]]:
     """Where scatters and gathers end in the two programmes, before any are merged."""
     halves, layers = Halves.of(network), Layers.of(profile)
     scatter_ends = queue_programme(profile.ready.tolist(), profile.sizes.tolist(), halves.scatter)
-    scatters = Conditions.during_backward(profile, LinkCost(halves.scatter, None, {}))
-    free_s = scatters.finishes(scatter_ends)[-1] - profile.backward_s
-    return scatter_ends, gather_programme(layers, halves.gather, free_s)
+    scattered_s = Conditions.during_backward(profile, LinkCost(halves.scatter)).finishes(scatter_ends)[-1]
+    return scatter_ends, gather_programme(layers, halves.gather, scattered_s - profile.backward_s)
 
 
 def _during_forward(layers: Layers, cost: LinkCost, ends: list[int], free_s: float) -> Conditions:
     """These gathers, and when each layer must have its own for forward to end as early as it does with them."""
-    conditions = Conditions(sums=running_sums(layers.sizes), cost=cost, free_s=free_s)
+    # All are ready, whenever the communicator is free.
+    ready = np.full(len(layers.sizes), -np.inf)
+    conditions = Conditions(sums=running_sums(layers.sizes), cost=cost, ready=ready, free_s=free_s)
     # What each layer and those after it compute.
     after = np.cumsum(layers.compute_s[::-1])[::-1]
     waits = [finish + float(after[first]) for first, finish in zip([0, *ends], conditions.finishes(ends), strict=False)]

@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import product
 from typing import Literal
 
@@ -106,23 +107,14 @@ class Search:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.segmenter = Segmenter(chain)
-        self.known: dict[tuple[BlockRange, ...], ChainRun] = {}
+        self.run: Callable[[tuple[BlockRange, ...]], ChainRun] = cache(chain.run)
         self.every = tuple(every(chain)) if count(chain) <= _FEW else ()
-        self._smallest: Chosen | None = None
 
-    def run(self, ranges: tuple[BlockRange, ...]) -> ChainRun:
-        found = self.known.get(ranges)
-        if found is None:
-            found = self.known[ranges] = self.chain.run(ranges)
-        return found
-
-    @property
+    @cached_property
     def smallest(self) -> Chosen:
         """The least peak there is, however slow."""
-        if self._smallest is None:
-            ranges = LeastPeak(self.chain).ranges()
-            self._smallest = Chosen(ranges, self.run(ranges))
-        return self._smallest
+        ranges = LeastPeak(self.chain).ranges()
+        return Chosen(ranges, self.run(ranges))
 
     def fastest(self, budget: int) -> Chosen | None:
         """The fastest ranges found with a peak within the budget; None where the least peak is above it."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from backbeat.cost import LinkCost
 from backbeat.model import Profile
 from backbeat.planners.baselines import DDP_BUCKET_BYTES
+from backbeat.simulate.engine import in_turn
 from backbeat.simulate.schedule import running_sums
 
 SLOWER = 1.25
@@ -40,10 +41,10 @@ class Conditions:
     sums: NDArray[np.float64]
     """Bytes of the gradients before each one, and of all at the end."""
     cost: LinkCost
+    ready: NDArray[np.float64]
+    """When each gradient is ready; a bucket waits for its last."""
     free_s: float = float("-inf")
     """When the communicator is free; by default it always was."""
-    ready: NDArray[np.float64] | None = None
-    """When each gradient is ready; a bucket waits for its last. None: all are."""
     due: NDArray[np.float64] | None = None
     """The latest end of a bucket that begins with each gradient. None: only the end of the last bucket counts."""
     until_s: float = float("-inf")
@@ -57,23 +58,14 @@ class Conditions:
     def finishes(self, ends: Sequence[int]) -> list[float]:
         """When each bucket is done."""
         sizes = np.diff(self.sums[[0, *ends]])
-        alone, busy = self.cost.time(sizes).tolist(), self.cost.busy_time(sizes).tolist()
-        found = []
-        free = self.free_s
-        for end, first, following in zip(ends, alone, busy, strict=True):
-            free = self._finish(end, free, first, following)
-            found.append(free)
-        return found
+        ready = self.ready[np.asarray(ends) - 1].tolist()
+        return in_turn(ready, self.cost.time(sizes).tolist(), self.cost.busy_time(sizes).tolist(), self.free_s).finishes
 
     def finish(self, first: int, last: int, free_s: float) -> float:
         """When gradients `first` up to `last` are done as one bucket, on a communicator that is free at `free_s`."""
         size = float(self.sums[last] - self.sums[first])
-        return self._finish(last, free_s, self.cost.isolated.at(size), (self.cost.busy or self.cost.isolated).at(size))
-
-    def _finish(self, last: int, free_s: float, alone_s: float, busy_s: float) -> float:
-        if self.ready is None:
-            return free_s + busy_s
-        return max(float(self.ready[last - 1]) + alone_s, free_s + busy_s)
+        alone, busy = self.cost.isolated.at(size), (self.cost.busy or self.cost.isolated).at(size)
+        return max(float(self.ready[last - 1]) + alone, free_s + busy)
 
     def latest(self, ends: Sequence[int]) -> list[float]:
         """When each bucket must be done for those after it to be in time."""
@@ -100,7 +92,7 @@ def merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
     first three are done at 2, 4 and 6 ms; as one at 4. Either way the last is done at 12.
 
     >>> from backbeat.cost import Curve, LinkCost
-    >>> cost = LinkCost(Curve.affine(1e-3, 1e-9), None, {})
+    >>> cost = LinkCost(Curve.affine(1e-3, 1e-9))
     >>> case = Conditions(sums=np.arange(5) * 1e6, cost=cost, ready=np.array([0, 0, 0, 1e-2]))
     >>> merged([1, 2, 3, 4], [case])
     [3, 4]

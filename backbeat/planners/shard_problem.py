@@ -144,13 +144,14 @@ class ShardProblem:
             self._pieces[count] = ModelPieces.of(self.profile, self.memory(choice))
         return self._pieces[count]
 
+    def chain(self, choice: ShardChoice) -> ShardedChain:
+        return ShardedChain.of(self.pieces_with(choice), self.sharding(choice))
+
     def seconds(self, choice: ShardChoice) -> float:
         """The step of one worker, by the engine."""
         if choice not in self._times:
-            sharding = self.sharding(choice)
             run = run_step(
-                ShardedChain.of(self.pieces_with(choice), sharding),
-                sharding,
+                self.chain(choice),
                 self.cost(choice.shard),
                 self.profile.update_s / choice.shard,
                 micro_batches=self.micro_batches,
@@ -165,8 +166,7 @@ class ShardProblem:
         alike = replace(choice, separate=False)
         if alike not in self._peaks:
             plan = self.plan(alike)
-            chain = ShardedChain.of(self.pieces_with(alike), self.sharding(alike))
-            held = sharded_memory(self.profile, plan, micro_batches=self.micro_batches, chain=chain)
+            held = sharded_memory(self.profile, plan, micro_batches=self.micro_batches, chain=self.chain(alike))
             self._peaks[alike] = held.peak_bytes if held is not None else 0
         return self._peaks[alike]
 

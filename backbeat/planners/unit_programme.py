@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
 from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_units import UnitContent
 
 Floats = NDArray[np.float64]
 
@@ -103,7 +102,7 @@ def unit_ends(
     >>> from backbeat.cost import Curve, LinkCost
     >>> from backbeat.simulate.sharded_cost import ShardedCost
     >>> line = Curve.affine(0.5, 1.0)
-    >>> cost = ShardedCost(gather=line, scatter=line, replicate=None, one_link=True, sharing=LinkCost(line, None, {}),
+    >>> cost = ShardedCost(gather=line, scatter=line, replicate=None, one_link=True, sharing=LinkCost(line),
     ...                    copy_s_per_byte=0.0, shards=2, param_bytes=1, reduce_bytes=1)
     >>> ones, gaps = np.ones(2), np.zeros(3)
     >>> two = Atoms(ones, ones, ones, gaps, gaps, np.array([False, True]), 0.0, False)
@@ -121,15 +120,16 @@ class _Programme:
         self.forward = np.concatenate([[0.0], np.cumsum(atoms.forward_s + atoms.gap_forward_s[:-1])])
         self.backward = np.concatenate([[0.0], np.cumsum(atoms.backward_s + atoms.gap_backward_s[:-1])])
         self.broken = np.cumsum(~atoms.joined)
-        whole = UnitContent("", cost.shards, reshard, 0)
-        self.in_s_per_element = cost.gather_in_s(whole) / cost.shards
+        # Of each element.
+        self.in_s, self.out_s, self.scatter_in_s = cost.gather_in_s(1), cost.copy_out_s(1), cost.scatter_in_s(1)
+        self.root = self._made(np.array([atoms.root_elements]), np.zeros(1), np.zeros(1))
         smallest, most = float(atoms.elements.min(initial=np.inf)), float(self.sums[-1])
         gather, scatter = (
-            LinkCost(curve, None, {}).cheapest(smallest * width, most * width)[1] * width
+            LinkCost(curve).cheapest(smallest * width, most * width)[1] * width
             for curve, width in ((cost.gather, cost.param_bytes), (cost.scatter, cost.reduce_bytes))
         )
         self.link_s_per_element = (2 if reshard else 1) * gather + scatter
-        self.copies = (2 if reshard else 1) * self._out_s(self.sums) + self._scatter_in_s(self.sums)
+        self.copies = self.sums * ((2 if reshard else 1) * self.out_s + self.scatter_in_s)
 
     def solve(self, most: int) -> UnitEnds:
         count = len(self.atoms.elements)
@@ -159,11 +159,9 @@ class _Programme:
         """Before the first unit: the root is gathered, and its forward may begin."""
         row = np.zeros((1, _HELD + self.buffers))
         if self.atoms.root_elements:
-            size = np.array([self.atoms.root_elements])
-            copied = float(self._copy_in_s(size)[0])
-            gather = copied + float(self._gather_s(size)[0])
-            out = gather + float(self._out_s(size)[0])
-            row[0, [_COMPUTE, _LINK, _COPY, _COPIED]] = out, gather, copied, out
+            gather = self.root.copy_in_s + self.root.gather_s
+            out = gather + self.root.out_s
+            row[:, [_COMPUTE, _LINK, _COPY, _COPIED]] = np.column_stack([out, gather, self.root.copy_in_s, out])
         row[0, _COMPUTE] += self.atoms.gap_forward_s[0]
         return _Labels(row, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 
@@ -180,17 +178,24 @@ class _Programme:
         return _Labels(self._extended(rows, spread, repeated, end), parents, repeated)
 
     def _unit(self, begins: NDArray[np.int64], end: int) -> _Unit:
-        size = self.sums[end] - self.sums[begins]
-        atoms = self.atoms
+        return self._made(
+            self.sums[end] - self.sums[begins],
+            self.forward[end] - self.forward[begins] - self.atoms.gap_forward_s[begins],
+            self.backward[end] - self.backward[begins] - self.atoms.gap_backward_s[begins],
+        )
+
+    def _made(self, elements: Floats, forward_s: Floats, backward_s: Floats) -> _Unit:
+        cost = self.cost
+        scattered = elements * cost.reduce_bytes
         return _Unit(
-            copy_in_s=self._copy_in_s(size),
-            gather_s=self._gather_s(size),
-            out_s=self._out_s(size),
-            forward_s=self.forward[end] - self.forward[begins] - atoms.gap_forward_s[begins],
-            backward_s=self.backward[end] - self.backward[begins] - atoms.gap_backward_s[begins],
-            scatter_in_s=self._scatter_in_s(size),
-            scatter_s=self._scatter_s(size),
-            across_s=self._across_s(size),
+            copy_in_s=elements * self.in_s,
+            gather_s=cost.gather.time(elements * cost.param_bytes),
+            out_s=elements * self.out_s,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            scatter_in_s=elements * self.scatter_in_s,
+            scatter_s=cost.scatter.time(scattered),
+            across_s=np.zeros_like(elements) if cost.replicate is None else cost.replicate.time(scattered),
         )
 
     def _extended(self, rows: Floats, unit: _Unit, begins: NDArray[np.int64], end: int) -> Floats:
@@ -241,9 +246,7 @@ class _Programme:
         if atoms.first_is_last:
             tail = tail.reduced(unit)
         if atoms.root_elements:
-            size = np.full(count, atoms.root_elements)
-            scatter = self._scatter_in_s(size), self._scatter_s(size), self._across_s(size)
-            tail = tail.reduced(_Unit(zeros, zeros, zeros, zeros, zeros, *scatter))
+            tail = tail.reduced(self.root)
         tail = replace(tail, compute=tail.compute + atoms.gap_backward_s[0])
         return tail if atoms.first_is_last else tail.reduced(unit)
 
@@ -269,25 +272,6 @@ class _Programme:
         gathered = np.maximum(rows[:, _LINK], copied) + rows[:, _GATHER]
         onwards = gathered + np.maximum(rows[:, _OUT], rows[:, _RHO])
         return np.asarray(np.maximum(np.maximum(compute, copied + rows[:, _CI]), onwards))
-
-    def _copy_in_s(self, elements: Floats) -> Floats:
-        return elements * self.in_s_per_element
-
-    def _gather_s(self, elements: Floats) -> Floats:
-        return self.cost.gather.time(elements * self.cost.param_bytes)
-
-    def _out_s(self, elements: Floats) -> Floats:
-        return np.asarray(2 * elements * self.cost.param_bytes * self.cost.copy_s_per_byte)
-
-    def _scatter_in_s(self, elements: Floats) -> Floats:
-        return np.asarray(elements * (self.cost.param_bytes + self.cost.reduce_bytes) * self.cost.copy_s_per_byte)
-
-    def _scatter_s(self, elements: Floats) -> Floats:
-        return self.cost.scatter.time(elements * self.cost.reduce_bytes)
-
-    def _across_s(self, elements: Floats) -> Floats:
-        curve = self.cost.replicate
-        return np.zeros_like(elements) if curve is None else curve.time(elements * self.cost.reduce_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from backbeat.errors import InputError
 from backbeat.model import Profile
@@ -57,27 +58,20 @@ def ranges_of(profile: Profile, memory_plan: MemoryPlan) -> list[BlockRange]:
 def segments_of(profile: Profile, ranges: Sequence[BlockRange]) -> tuple[Segment, ...]:
     """Ranges as segments by name; neighbours that are kept become one."""
     segments: list[Segment] = []
-    names = [block.name for block in profile.blocks]
-    kept: list[str] = []
-
-    def close() -> None:
+    names = tuple(block.name for block in profile.blocks)
+    for kept, neighbours in groupby(ranges, key=lambda one: one[2] == KEEP):
+        run = list(neighbours)
         if kept:
-            segments.append(Segment(blocks=tuple(kept), action="keep"))
-            kept.clear()
-
-    for first, last, what in ranges:
-        if what == KEEP:
-            kept.extend(names[first:last])
+            segments.append(Segment(blocks=names[run[0][0] : run[-1][1]], action="keep"))
             continue
-        close()
-        segments.append(
+        segments += (
             Segment(
-                blocks=tuple(names[first:last]),
+                blocks=names[first:last],
                 action="offload" if what == OFFLOAD else "recompute",
                 input="offload" if what == FETCH else "keep",
             )
+            for first, last, what in run
         )
-    close()
     return tuple(segments)
 
 

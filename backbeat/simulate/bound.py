@@ -95,7 +95,7 @@ def communication_bound(profile: Profile, cost: LinkCost, communicators: int) ->
     >>> two = Profile(
     ...     name="two", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=0.0, backward_s=3e-3,
     ...     update_s=0.0, gradients=tuple(Gradient(name=str(at), bytes=10**6, ready_s=at) for at in (0.0, 3e-3)))
-    >>> round(communication_bound(two, LinkCost(Curve.affine(1e-3, 1e-9), None, {}), 1), 9)
+    >>> round(communication_bound(two, LinkCost(Curve.affine(1e-3, 1e-9)), 1), 9)
     0.005
     """
     sizes, ready = profile.sizes, profile.ready

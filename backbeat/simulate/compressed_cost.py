@@ -10,7 +10,7 @@ together; all of it is counted before the bucket leaves. Every rank gathers ever
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +20,7 @@ from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model import Compression, Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.contention import contended
+from backbeat.simulate.engine import in_turn
 from backbeat.simulate.gather_scatter import Halves
 from backbeat.simulate.schedule import covered_s
 
@@ -75,6 +76,12 @@ class Piece:
     bytes: int
     compression: Compression | None
 
+    @classmethod
+    def of(cls, profile: Profile, members: Sequence[int], compression: Compression | None) -> Piece:
+        """Of the gradients with these indices."""
+        held = [profile.gradients[index] for index in members]
+        return cls(max(one.ready_s for one in held), sum(one.bytes for one in held), compression)
+
 
 @dataclass(frozen=True, slots=True)
 class CompressedFlow:
@@ -84,7 +91,7 @@ class CompressedFlow:
     finishes: list[float]
     backward_s: float
     """The end of computation, compression included."""
-    contention_s: float = 0.0
+    contention_s: float
     """By how much communication beside it put that off."""
 
     @property
@@ -105,26 +112,19 @@ def compressed_flow(
         if pieces[index].compression is not None:
             spent += fixed + rate * pieces[index].bytes
         ready[index] = pieces[index].ready_s + spent
-    times: list[tuple[float, float]] = []
+    alone: list[float] = []
+    busy: list[float] = []
     for piece in pieces:
         if piece.compression is None:
-            times.append((float(network.cost.time(piece.bytes)), float(network.cost.busy_time(piece.bytes))))
+            alone.append(float(network.cost.time(piece.bytes)))
+            busy.append(float(network.cost.busy_time(piece.bytes)))
         else:
-            times.append((float(cost.time(piece.bytes / ELEMENT_BYTES, piece.compression)),) * 2)
+            alone.append(float(cost.time(piece.bytes / ELEMENT_BYTES, piece.compression)))
+            busy.append(alone[-1])
+    flow, clock = contended(lambda moments: in_turn(moments.tolist(), alone, busy), np.array(ready), slowdown)
     computed = profile.backward_s + spent
-
-    def sent(moments: NDArray[np.float64]) -> CompressedFlow:
-        starts, finishes = [], []
-        free = float("-inf")
-        for moment, (alone, busy) in zip(moments.tolist(), times, strict=True):
-            starts.append(max(moment, free))
-            free = max(moment + alone, free + busy)
-            finishes.append(free)
-        return CompressedFlow(starts, finishes, computed)
-
-    flow, clock = contended(sent, np.array(ready), slowdown)
     backward = float(clock.when(computed))
-    return replace(flow, backward_s=backward, contention_s=backward - computed)
+    return CompressedFlow(*flow, backward, contention_s=backward - computed)
 
 
 def compression_s_per_byte(profile: Profile) -> float:
@@ -144,14 +144,7 @@ def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str
     if missing := plan.missing(profile):
         buckets.append((tuple(missing), None))
     index = profile.index
-    pieces = [
-        Piece(
-            max(profile.gradients[index[name]].ready_s for name in names),
-            sum(profile.gradients[index[name]].bytes for name in names),
-            compression,
-        )
-        for names, compression in buckets
-    ]
+    pieces = [Piece.of(profile, [index[name] for name in names], compression) for names, compression in buckets]
     return pieces, [names for names, _ in buckets]
 
 

@@ -16,6 +16,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from backbeat.simulate.schedule import busy_periods
+
 _SAME = 1e-12
 """Ready times this close to those of the run before, relative to the last, are the same."""
 
@@ -113,25 +115,12 @@ def together_s(compute_s: float, in_flight_s: float, slowdown: float = 1.0) -> f
 def _clock(flow: Messages, before: ComputeClock, slowdown: float) -> ComputeClock:
     """Computation beside these messages. A busy period begins after as much computation as it did before: what made
     its first message ready."""
-    begins, lengths = _busy_periods(flow)
-    anchors = before.done_by(begins).tolist()
+    periods = busy_periods(flow.starts, flow.finishes)
     done, at = [0.0], [0.0]
-    for anchor, length in zip(anchors, lengths, strict=True):
+    for (begin, end), anchor in zip(periods, before.done_by([begin for begin, _ in periods]).tolist(), strict=True):
+        length = end - begin
         start = max(anchor, done[-1])
         arrives = at[-1] + (start - done[-1])
         done += [start, start + length / slowdown]
         at += [arrives, arrives + length]
     return ComputeClock(np.array(done), np.array(at))
-
-
-def _busy_periods(flow: Messages) -> tuple[list[float], list[float]]:
-    """Where at least one message is in flight: when each period begins, and how long it is."""
-    begins: list[float] = []
-    ends: list[float] = []
-    for start, finish in sorted(zip(flow.starts, flow.finishes, strict=True)):
-        if ends and start <= ends[-1]:
-            ends[-1] = max(ends[-1], float(finish))
-        else:
-            begins.append(float(start))
-            ends.append(float(finish))
-    return begins, [end - begin for begin, end in zip(begins, ends, strict=True)]

@@ -1,17 +1,20 @@
-"""Several communicators: buckets start in plan order from one thread and share one link.
+"""When buckets travel: a recursion on one communicator, events on several, which share one link.
 
-A bucket launches no earlier than the one before it in the plan, no earlier than it is ready, and not while its
-communicator carries another. It spends its latency on the communicator alone, then its work on the link. All buckets on
-the link get equal shares, and n of them together do e(n) seconds of work a second, so each gets e(n)/n. Latencies
-overlap; where they were measured to slow each other down, each of n advances at 1/u(n). A link that has been idle may
-give a bucket a head start, where isolated messages were measured to take less than those in a row; never more than it
-was idle for.
+On one communicator every bucket starts when it is ready and the one before it is done. On several, buckets start in
+plan order from one thread. A bucket launches no earlier than the one before it in the plan, no earlier than it is
+ready, and not while its communicator carries another. It spends its latency on the communicator alone, then its work on
+the link. All buckets on the link get equal shares, and n of them together do e(n) seconds of work a second, so each
+gets e(n)/n. Latencies overlap; where they were measured to slow each other down, each of n advances at 1/u(n). A link
+that has been idle may give a bucket a head start, where isolated messages were measured to take less than those in a
+row; never more than it was idle for.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +22,46 @@ from backbeat.cost import LinkCost
 from backbeat.simulate.schedule import Flow, Schedule
 
 _NEVER = float("inf")
+
+
+def communicate(schedule: Schedule, cost: LinkCost, communicators: int) -> Flow:
+    """The recursion where one communicator is used, the events otherwise."""
+    return one_communicator(schedule, cost) if communicators == 1 else simulate(schedule, cost)
+
+
+def one_communicator(schedule: Schedule, cost: LinkCost) -> Flow:
+    """F_k = max(R_k, F_(k-1)) + T(M_k); where back-to-back times were measured, max(R_k + T, F_(k-1) + T_busy).
+
+    Two buckets of 1 MB, ready at 0 and 1 ms, each taking 1 ms + 1 ns/byte: the second waits for the first.
+
+    >>> from backbeat.cost import Curve, LinkCost
+    >>> two = Schedule(np.array([0.0, 1e-3]), np.array([1e6, 1e6]), [0, 0])
+    >>> one_communicator(two, LinkCost(Curve.affine(1e-3, 1e-9))).finishes.tolist()
+    [0.002, 0.004]
+    """
+    alone = cost.time(schedule.sizes).tolist()
+    busy = alone if cost.busy is None else cost.busy_time(schedule.sizes).tolist()
+    begun, ends = (np.array(times) for times in in_turn(schedule.ready.tolist(), alone, busy))
+    # A head start on an idle link is no message sent before it was there.
+    return Flow(begun, np.maximum(ends - cost.work(schedule.sizes), begun), ends)
+
+
+class Turns(NamedTuple):
+    """When messages start and are done."""
+
+    starts: list[float]
+    finishes: list[float]
+
+
+def in_turn(ready: Iterable[float], alone: Iterable[float], busy: Iterable[float], free: float = -_NEVER) -> Turns:
+    """Messages that take so long `alone`, and so long right behind another (`busy`), one after the other on a
+    communicator that is `free` from some moment on."""
+    starts, finishes = Turns([], [])
+    for moment, isolated, following in zip(ready, alone, busy, strict=True):
+        starts.append(max(moment, free))
+        free = max(moment + isolated, free + following)
+        finishes.append(free)
+    return Turns(starts, finishes)
 
 
 class _Shared:
@@ -64,7 +107,7 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
 
     >>> from backbeat.cost import Curve, LinkCost
     >>> two = Schedule(np.array([0.0, 0.0]), np.array([1e6, 1e6]), [0, 1])
-    >>> simulate(two, LinkCost(Curve.affine(1e-3, 1e-9), None, {})).finishes.round(6).tolist()
+    >>> simulate(two, LinkCost(Curve.affine(1e-3, 1e-9))).finishes.round(6).tolist()
     [0.003, 0.003]
     """
     sizes = schedule.sizes

@@ -19,12 +19,13 @@ from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import UNDISTURBED, least_s
+from backbeat.simulate.engine import communicate
 from backbeat.simulate.gather_scatter import Halves
 from backbeat.simulate.halves_step import Layers
 from backbeat.simulate.iteration import (
     Iteration,
-    communicate,
     communicate_beside,
+    compute_spans,
     exposed_breakdown,
     least_link_s,
     travel_spans,
@@ -38,7 +39,7 @@ def framework_iteration(
     """The plan's buckets, reduced as the framework does it. The profile's gradients are as large as they travel."""
     cost = network.cost
     if reduction.collective == "reduce_scatter":
-        cost = LinkCost(Halves.of(network).scatter, None, {})
+        cost = LinkCost(Halves.of(network).scatter)
     communicators = plan.communicators
     schedule, names = Schedule.of_plan(profile, plan)
     if reduction.overlap == "none":
@@ -72,9 +73,7 @@ def framework_iteration(
             sharding_s=update - profile.update_s,
         ),
         (
-            Span("compute", "forward", gathered.forward_start_s, start),
-            Span("compute", "backward", start, start + backward),
-            Span("compute", "update", end, end + update),
+            *compute_spans(start, start + backward, end, end + update, forward=gathered.forward_start_s),
             *gathered.spans,
             *travel_spans(schedule, flow, names, start),
         ),
@@ -125,11 +124,8 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
             now += max(slowed, ahead)
         starts.pop()
     else:
-        for seconds in times:
-            starts.append(now)
-            now += seconds
-        begun = now
-        now += profile.forward_s
+        *starts, begun = running_sums(times).tolist()
+        now = begun + profile.forward_s
     spans = tuple(
         Span("communicator 0", f"all-gather {index + 1} of {len(parts)}", start, start + seconds, int(size))
         for index, (start, seconds, (size, _)) in enumerate(zip(starts, times, parts, strict=True))

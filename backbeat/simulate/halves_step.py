@@ -18,8 +18,8 @@ from backbeat.cost.link import LinkCost
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import contended
+from backbeat.simulate.engine import in_turn
 from backbeat.simulate.gather_scatter import Halves
-from backbeat.simulate.schedule import Flow
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,8 @@ def period(profile: Profile, plan: Plan, network: Network, slowdown: float = 1.0
         for members in buckets
     ]
 
-    def in_turn(moments: NDArray[np.float64]) -> Flow:
-        starts, finishes, free = [], [], 0.0
-        for moment, seconds in zip(moments.tolist(), times, strict=True):
-            starts.append(max(moment, free))
-            free = starts[-1] + seconds
-            finishes.append(free)
-        return Flow(np.array(starts), np.array(starts), np.array(finishes))
-
-    flow, clock = contended(in_turn, ready, slowdown)
-    spans = list(zip(flow.starts.tolist(), flow.finishes.tolist(), strict=True))
+    flow, clock = contended(lambda moments: in_turn(moments.tolist(), times, times), ready, slowdown)
+    spans = list(zip(flow.starts, flow.finishes, strict=True))
     scatters, gathers = spans[: len(scatter_buckets)], spans[len(scatter_buckets) :]
     gathered = np.zeros(len(profile.gradients))
     for members, (_, arrival) in zip(gather_buckets, gathers, strict=True):
@@ -107,7 +99,7 @@ def halves_bound(profile: Profile, network: Network) -> float:
     """
     layers = Layers.of(profile)
     halves = Halves.of(network)
-    scattered = communication_bound(profile, LinkCost(halves.scatter, None, {}), 1)
+    scattered = communication_bound(profile, LinkCost(halves.scatter), 1)
     latency, per_byte = _cheapest(halves.gather, profile)
     after = np.cumsum(layers.compute_s[::-1])[::-1]
     in_order = scattered + float((latency + per_byte * np.cumsum(layers.sizes) + after).max())
@@ -122,4 +114,4 @@ def link_s(profile: Profile, network: Network) -> float:
 
 def _cheapest(half: Curve, profile: Profile) -> tuple[float, float]:
     """(least latency, least link time per byte) over the bucket sizes possible."""
-    return LinkCost(half, None, {}).cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
+    return LinkCost(half).cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))

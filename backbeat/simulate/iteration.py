@@ -12,9 +12,8 @@ from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, exposed_parts, pieces_of, spans
 from backbeat.simulate.contention import ComputeClock, contended, least_s
 from backbeat.simulate.dynamic import fuse
-from backbeat.simulate.engine import simulate
+from backbeat.simulate.engine import communicate
 from backbeat.simulate.halves_step import halves_bound, link_s, period
-from backbeat.simulate.recursion import one_communicator
 from backbeat.simulate.schedule import Flow, Schedule, covered_s
 
 
@@ -36,13 +35,19 @@ def alone(profile: Profile, plan: Plan, before: float) -> Iteration:
     backward = before + profile.forward_s
     update = backward + profile.backward_s
     end = update + profile.update_s
-    spans = (
-        Span("compute", "forward", 0.0, backward),
-        Span("compute", "backward", backward, update),
+    count = len(plan.buckets) if plan.sharding is None else len(plan.sharding.units)
+    return Iteration(end, end, Breakdown(), compute_spans(backward, update, update, end), count, 0.0)
+
+
+def compute_spans(
+    backward: float, backward_end: float, update: float, end: float, *, forward: float = 0.0
+) -> tuple[Span, ...]:
+    """The computation, by when each part begins; other micro-batches count as forward."""
+    return (
+        Span("compute", "forward", forward, backward),
+        Span("compute", "backward", backward, backward_end),
         Span("compute", "update", update, end),
     )
-    count = len(plan.buckets) if plan.sharding is None else len(plan.sharding.units)
-    return Iteration(end, end, Breakdown(), spans, count, 0.0)
 
 
 def within_iteration(profile: Profile, network: Network, plan: Plan, before: float, slowdown: float = 1.0) -> Iteration:
@@ -55,12 +60,15 @@ def within_iteration(profile: Profile, network: Network, plan: Plan, before: flo
         least_s(profile.backward_s, least_link_s(profile, cost, plan.communicators), slowdown),
         communication_bound(profile, cost, plan.communicators),
     )
-    around = before + profile.forward_s + profile.update_s
+    backward, around = before + profile.forward_s, before + profile.forward_s + profile.update_s
     return Iteration(
         around + end,
         around + bound_end,
         exposed_breakdown(profile, cost, schedule, flow, clock, plan.communicators),
-        _timeline(profile, schedule, flow, names, before + profile.forward_s, backward_end),
+        (
+            *compute_spans(backward, backward + backward_end, backward + end, backward + end + profile.update_s),
+            *travel_spans(schedule, flow, names, backward),
+        ),
         len(names),
         float(schedule.sizes.max()),
     )
@@ -152,11 +160,6 @@ def communicate_beside(
     )
 
 
-def communicate(schedule: Schedule, cost: LinkCost, communicators: int) -> Flow:
-    """The recursion where one communicator is used, the event engine otherwise."""
-    return one_communicator(schedule, cost) if communicators == 1 else simulate(schedule, cost)
-
-
 def exposed_breakdown(
     profile: Profile,
     cost: LinkCost,
@@ -188,25 +191,6 @@ def least_link_s(profile: Profile, cost: LinkCost, communicators: int) -> float:
     """The least time that messages are on the link, whatever the bucketing."""
     _, per_byte = cost.cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
     return per_byte * float(profile.sizes.sum()) / cost.best_efficiency(communicators)
-
-
-def _timeline(
-    profile: Profile,
-    schedule: Schedule,
-    flow: Flow,
-    names: list[tuple[str, ...]],
-    backward: float,
-    backward_end: float,
-) -> tuple[Span, ...]:
-    """The computation, and every bucket on its communicator; `backward` is when the overlapping backward starts, and
-    it takes until `backward_end` after that."""
-    end = max(backward_end, flow.end_s)
-    spans = [
-        Span("compute", "forward", 0.0, backward),
-        Span("compute", "backward", backward, backward + backward_end),
-        Span("compute", "update", backward + end, backward + end + profile.update_s),
-    ]
-    return (*spans, *travel_spans(schedule, flow, names, backward))
 
 
 def travel_spans(schedule: Schedule, flow: Flow, names: list[tuple[str, ...]], backward: float) -> tuple[Span, ...]:

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Gradient, MemoryPlan, Plan, Profile
@@ -38,12 +38,13 @@ AHEAD = 2
 """Copies to the host are waited for this many blocks later; copies to the device start this many segments early."""
 
 
-class ChainRun(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ChainRun:
     """One iteration of the chain, with one action for each range of blocks."""
 
     peak_bytes: int
     block: int
-    """Where the peak is."""
+    """Where the peak is: the block's index, the last one's at the loss."""
     phase: Phase
     forward_s: float
     """On the device, as is `backward_s`."""
@@ -51,13 +52,14 @@ class ChainRun(NamedTuple):
     starts: list[float]
     """When each block's own backward starts, after backward starts."""
     held_bytes: int
-    """Above the base at the end of forward."""
+    """Above the base at the end of forward: kept on the device for backward."""
     left_bytes: int
     """Above the base at the end of backward: the gradient of what enters the first block."""
     to_host_bytes: int
     to_device_bytes: int
     stalled_s: float
-    host_s: float = 0.0
+    """Computation waiting for copies."""
+    host_s: float
     """What the host takes to issue it."""
 
     @property
@@ -66,22 +68,12 @@ class ChainRun(NamedTuple):
         return longer_of(self.forward_s + self.backward_s, self.host_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryTimeline:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTimeline(ChainRun):
     """One iteration under a memory plan."""
 
-    peak_bytes: int
-    block: str
+    where: str
     """Where the peak is: a block's name, or `loss`."""
-    phase: Phase
-    forward_s: float
-    backward_s: float
-    held_bytes: int
-    """Kept on the device for backward, at the end of forward."""
-    to_host_bytes: int
-    to_device_bytes: int
-    stalled_s: float
-    """Computation waiting for copies."""
     host_more_s: float
     """What the host takes to issue forward and backward beyond keeping every block."""
     holdings: ResidentMemory
@@ -96,7 +88,14 @@ def memory_timeline(
     """Predict peak and times of one iteration; `plan` says how gradients are held (None: dense, flat buffers)."""
     chain = Chain.of(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
     run = chain.run(ranges_of(profile, memory_plan))
-    return replace(chain.timeline(profile, run), notes=_remarks(profile, memory_plan))
+    return MemoryTimeline(
+        **{field.name: getattr(run, field.name) for field in fields(run)},
+        where=chain.names[run.block] if run.phase != "loss" else "loss",
+        host_more_s=run.host_s - chain.host_plain,
+        holdings=chain.holdings,
+        profile=chain.changed(profile, run),
+        notes=_remarks(profile, memory_plan),
+    )
 
 
 def _remarks(profile: Profile, memory_plan: MemoryPlan) -> tuple[str, ...]:
@@ -346,22 +345,6 @@ class Chain:
         if not self.saves_output[last - 1]:
             tally.level -= self.output[last - 1]
 
-    def timeline(self, profile: Profile, run: ChainRun) -> MemoryTimeline:
-        return MemoryTimeline(
-            peak_bytes=run.peak_bytes,
-            block=self.names[run.block] if run.phase != "loss" else "loss",
-            phase=run.phase,
-            forward_s=run.forward_s,
-            backward_s=run.backward_s,
-            held_bytes=run.held_bytes,
-            to_host_bytes=run.to_host_bytes,
-            to_device_bytes=run.to_device_bytes,
-            stalled_s=run.stalled_s,
-            host_more_s=run.host_s - self.host_plain,
-            holdings=self.holdings,
-            profile=self.changed(profile, run),
-        )
-
     def changed(self, profile: Profile, run: ChainRun) -> Profile:
         """Every gradient keeps its place within the backward of its block, which now starts at another time."""
         before = profile.forward_s + profile.backward_s + profile.update_s
@@ -379,8 +362,8 @@ class Chain:
             part = min(bisect_left(edges, gradient.ready_s), self.count)
             ready = begins[part] + (gradient.ready_s - began[part])
             reached = min(max(ready, reached), run.backward_s)
-            gradients.append(msgspec.structs.replace(gradient, ready_s=reached))
-        return msgspec.structs.replace(
+            gradients.append(replace(gradient, ready_s=reached))
+        return replace(
             profile,
             forward_s=run.forward_s,
             backward_s=run.backward_s,

@@ -210,17 +210,8 @@ def broadcast_s(network: Network, size: int) -> float:
 
 
 def _bottleneck(breakdown: Breakdown, single: float) -> str:
-    parts = {
-        "latency": breakdown.latency_s,
-        "bandwidth": breakdown.bandwidth_s,
-        "waiting": breakdown.waiting_s,
-        "stragglers": breakdown.stragglers_s,
-        "buffers": breakdown.buffers_s,
-        "contention": breakdown.contention_s,
-        "gather": breakdown.gather_s,
-        "copies": breakdown.copies_s,
-        "host": breakdown.host_s,
-    }
+    fields = [field for field in Breakdown.__struct_fields__ if field != "sharding_s"]
+    parts = {field.removesuffix("_s"): getattr(breakdown, field) for field in fields}
     # `host` is negative where the device waits for communication in place of the host, which costs nothing.
     if sum(parts.values()) < _NEGLIGIBLE * single:
         return "compute"

@@ -39,17 +39,22 @@ class ResidentMemory:
     """Not held: the most that the loss and what else follows the last block takes."""
 
     @property
+    def parts(self) -> dict[str, int]:
+        """All that is held, in words."""
+        return {
+            "parameters": self.parameter_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "gradients": self.gradient_bytes,
+            "residuals": self.residual_bytes,
+            "scratch": self.scratch_bytes,
+            "tensors outside the blocks": self.outside_bytes,
+            "batch and workspaces": self.batch_bytes,
+            "buffers": self.buffer_bytes,
+        }
+
+    @property
     def total_bytes(self) -> int:
-        return (
-            self.parameter_bytes
-            + self.buffer_bytes
-            + self.optimizer_bytes
-            + self.batch_bytes
-            + self.gradient_bytes
-            + self.residual_bytes
-            + self.outside_bytes
-            + self.scratch_bytes
-        )
+        return sum(self.parts.values())
 
     @classmethod
     def of(
@@ -58,14 +63,9 @@ class ResidentMemory:
         plan: Plan | None = None,
         residuals: Literal["device", "host"] = "device",
         workers: int | None = None,
-        *,
-        attached: bool = True,
     ) -> ResidentMemory:
-        """By how the plan's buckets travel; without a plan, all gradients in flat buffers.
-
-        `attached`: an optimizer is handed over and applies compressed buckets as they come. Otherwise their dense
-        results wait in flat buffers too, until it steps.
-        """
+        """By how the plan's buckets travel; without a plan, all gradients in flat buffers. An optimizer is taken to be
+        handed over, so that compressed buckets are applied as they come."""
         memory = profile.memory
         if memory is None:
             raise InputError(
@@ -83,7 +83,7 @@ class ResidentMemory:
             buffer_bytes=memory.buffer_bytes,
             optimizer_bytes=memory.optimizer_bytes,
             batch_bytes=max(stays, memory.batch_bytes),
-            gradient_bytes=profile.total_bytes - (total if attached else 0),
+            gradient_bytes=profile.total_bytes - total,
             residual_bytes=residual,
             scratch_bytes=max((2 * size + beside for size, beside, _ in compressed), default=0)
             + sum(kept for _, _, kept in compressed),
@@ -94,19 +94,9 @@ class ResidentMemory:
 
     def described(self) -> str:
         """The parts that are there, largest first."""
-        parts = {
-            "parameters": self.parameter_bytes,
-            "optimizer state": self.optimizer_bytes,
-            "gradients": self.gradient_bytes,
-            "residuals": self.residual_bytes,
-            "scratch": self.scratch_bytes,
-            "tensors outside the blocks": self.outside_bytes,
-            "batch and workspaces": self.batch_bytes,
-            "buffers": self.buffer_bytes,
-        }
         # Below a hundredth of the whole a part explains nothing.
         listed = sorted(
-            ((size, name) for name, size in parts.items() if size * 100 >= self.total_bytes and size), reverse=True
+            ((size, name) for name, size in self.parts.items() if size * 100 >= self.total_bytes and size), reverse=True
         )
         return ", ".join(f"{name} {format_bytes(size)}" for size, name in listed)
 

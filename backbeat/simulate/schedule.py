@@ -97,6 +97,21 @@ class Flow:
         return float(self.finishes.max())
 
 
+def busy_periods(starts: Iterable[float], ends: Iterable[float]) -> list[tuple[float, float]]:
+    """Where at least one of these intervals is: when each period begins and ends.
+
+    >>> busy_periods([0.0, 3.0, 1.0], [2.0, 4.0, 2.5])
+    [(0.0, 2.5), (3.0, 4.0)]
+    """
+    periods: list[tuple[float, float]] = []
+    for start, end in sorted(zip(starts, ends, strict=True)):
+        if periods and start <= periods[-1][1]:
+            periods[-1] = (periods[-1][0], max(float(end), periods[-1][1]))
+        else:
+            periods.append((float(start), float(end)))
+    return periods
+
+
 def covered_s(starts: Iterable[float], ends: Iterable[float], after: float) -> float:
     """Length of the union of these intervals, after a moment.
 

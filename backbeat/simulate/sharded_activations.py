@@ -19,7 +19,7 @@ import itertools
 
 from msgspec.structs import replace
 
-from backbeat.model import Profile, Sharding
+from backbeat.model import Profile
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain
 
@@ -39,10 +39,10 @@ def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
     return next(tied, None)
 
 
-def sharded_activations(profile: Profile, chain: ShardedChain, sharding: Sharding) -> Profile:
+def sharded_activations(profile: Profile, chain: ShardedChain) -> Profile:
     """The profile with what its blocks take beside sharded parameters."""
     autocast = profile.precision in _HALF
-    native = autocast and sharding.param_dtype in _HALF
+    native = autocast and chain.sharding.param_dtype in _HALF
     element = DTYPE_BYTES.get(profile.precision, ELEMENT_BYTES)
     tied = tied_block(profile, chain)
     blocks = list(profile.blocks)

@@ -27,26 +27,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from backbeat.cost import Curve, LinkCost
-from backbeat.model import Sharding
+from backbeat.cost import LinkCost
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import ShardedChain
 
 
-def sharded_bound(
-    chain: ShardedChain, sharding: Sharding, cost: ShardedCost, update_s: float, micro_batches: int = 1
-) -> float:
+def sharded_bound(chain: ShardedChain, cost: ShardedCost, update_s: float, micro_batches: int = 1) -> float:
     """The least time of one step."""
     pieces = chain.pieces
     elements = np.array([float(sum(piece.elements)) for piece in pieces.pieces])
     total = float(elements.sum() + sum(pieces.loose))
-    gathers = sharding.mesh.shard > 1
+    gathers = chain.sharding.mesh.shard > 1
     gathered, scattered = elements * cost.param_bytes * gathers, elements * cost.reduce_bytes
     holding = elements[elements > 0]
     smallest = float(holding.min()) if holding.size else total
     # Padding only adds to a unit's bytes, and a unit may hold everything.
     most = float(sum(unit.elements for unit in chain.units))
-    latency, per_byte = _cheapest(cost.gather, smallest * cost.param_bytes, most * cost.param_bytes)
+    latency, per_byte = LinkCost(cost.gather).cheapest(smallest * cost.param_bytes, most * cost.param_bytes)
     forward = np.array([piece.forward_s for piece in pieces.pieces])
     backward = np.array([piece.backward_s for piece in pieces.pieces])
     out_s = 2 * total * cost.param_bytes * gathers * cost.copy_s_per_byte
@@ -56,24 +53,12 @@ def sharded_bound(
     forward_end = max(float(forward.sum()) + out_s, float((arrival + np.cumsum(forward[::-1])[::-1]).max()))
     between = (micro_batches - 1) * (pieces.forward_s + pieces.backward_s)
     ready = np.cumsum(backward[::-1])[::-1]
-    travel = np.where(scattered > 0, _travel(cost, np.cumsum(scattered), smallest, most), 0.0)
+    sizes = smallest * cost.reduce_bytes, most * cost.reduce_bytes
+    back_latency, back = LinkCost(cost.scatter).cheapest(*sizes)
+    across_latency, across = (0.0, 0.0) if cost.replicate is None else LinkCost(cost.replicate).cheapest(*sizes)
+    travel = back_latency + across_latency + max(back, across) * np.cumsum(scattered)
+    travel = np.where(scattered > 0, travel, 0.0)
     end = forward_end + between + max(float(backward.sum()) + into_s, float((ready + travel).max()))
     best = cost.sharing.best_efficiency(3)
-    back = _cheapest(cost.scatter, smallest * cost.reduce_bytes, most * cost.reduce_bytes)[1]
     link = total * (per_byte * cost.param_bytes * gathers + back * cost.reduce_bytes) / max(best, 1.0)
     return max(end, link) + update_s
-
-
-def _travel(cost: ShardedCost, remaining: np.ndarray, smallest: float, most: float) -> np.ndarray:
-    """Least time in which these bytes are scattered, and reduced over the copies."""
-    sizes = smallest * cost.reduce_bytes, most * cost.reduce_bytes
-    latency, per_byte = _cheapest(cost.scatter, *sizes)
-    if cost.replicate is None:
-        return np.asarray(latency + per_byte * remaining)
-    across, across_per_byte = _cheapest(cost.replicate, *sizes)
-    return np.asarray(latency + across + np.maximum(per_byte, across_per_byte) * remaining)
-
-
-def _cheapest(curve: Curve, smallest: float, largest: float) -> tuple[float, float]:
-    """(least latency, least link time per byte)."""
-    return LinkCost(curve, None, {}).cheapest(smallest, largest)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from backbeat.model import Plan, Profile, Sharding
+from backbeat.model import Plan, Profile
 from backbeat.simulate.sharded_units import ROOT, ShardedChain, chain_of
 
 Event = Literal[
@@ -59,15 +59,13 @@ def call_order(profile: Profile, plan: Plan, *, micro_batches: int | None = None
     >>> " ".join(f"{words.get(event, event)}{unit}" for event, unit in call_order(two, plan))
     'AG0 out0 F0 AG1 out1 F1 AG1 out1 AG0 B1 RS1 out0 B0 wait1 RS0'
     """
-    chain = chain_of(profile, plan)
-    assert plan.sharding is not None
     count = profile.accumulation if micro_batches is None else micro_batches
-    return [(call.event, call.unit) for call in calls(chain, plan.sharding, count) if call.event not in MARKS]
+    return [(call.event, call.unit) for call in calls(chain_of(profile, plan), count) if call.event not in MARKS]
 
 
-def calls(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> list[Call]:
+def calls(chain: ShardedChain, micro_batches: int = 1) -> list[Call]:
     """Every call of one step, with marks."""
-    host = _Host(chain, sharding)
+    host = _Host(chain)
     found: list[Call] = []
     for number in range(micro_batches):
         found.extend(host.micro_batch(last=number == micro_batches - 1))
@@ -78,12 +76,11 @@ def calls(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> li
 class _Host:
     """What the host knows between calls: which units are gathered or on their way, and which inputs are held."""
 
-    def __init__(self, chain: ShardedChain, sharding: Sharding) -> None:
-        self.chain = chain
-        self.sharding = sharding
+    def __init__(self, chain: ShardedChain) -> None:
+        self.chain, self.sharding = chain, chain.sharding
         # A mesh of one shard gathers nothing: parameters are whole on every rank.
         everything = {*range(chain.count), ROOT}
-        self.always = everything if sharding.mesh.shard == 1 else set() if chain.has_root else {ROOT}
+        self.always = everything if self.sharding.mesh.shard == 1 else set() if chain.has_root else {ROOT}
         self.whole = set(self.always)
         self.coming: set[int] = set()
         self.held: list[int] = []

@@ -20,7 +20,7 @@ from backbeat.errors import InputError
 from backbeat.model import Mesh, Network, Profile, Sharding
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.gather_scatter import Halves
-from backbeat.simulate.sharded_units import ELEMENT_BYTES, UnitContent
+from backbeat.simulate.sharded_units import ELEMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +66,24 @@ class ShardedCost:
             reduce_bytes=DTYPE_BYTES[sharding.reduce_dtype],
         )
 
-    def gather_bytes(self, unit: UnitContent) -> int:
-        return unit.elements * self.param_bytes
+    def collective(self, event: str) -> tuple[Curve, int]:
+        """What a collective of FSDP2 takes by its bytes, and bytes of an element in it."""
+        if event == "all_gather":
+            return self.gather, self.param_bytes
+        return self.scatter if event == "reduce_scatter" else self.replicate or self.scatter, self.reduce_bytes
 
-    def scatter_bytes(self, unit: UnitContent) -> int:
-        return unit.elements * self.reduce_bytes
-
-    def gather_in_s(self, unit: UnitContent) -> float:
+    def gather_in_s(self, elements: int) -> float:
         """The own shard, read and written in the parameters' dtype, and once more into the gathered buffer."""
         cast = ELEMENT_BYTES + self.param_bytes if self.param_bytes != ELEMENT_BYTES else 0
-        return unit.elements / self.shards * (cast + 2 * self.param_bytes) * self.copy_s_per_byte
+        return elements / self.shards * (cast + 2 * self.param_bytes) * self.copy_s_per_byte
 
-    def copy_out_s(self, unit: UnitContent) -> float:
+    def copy_out_s(self, elements: int) -> float:
         """Out of the gathered buffer into the parameters."""
-        return 2 * self.gather_bytes(unit) * self.copy_s_per_byte
+        return 2 * elements * self.param_bytes * self.copy_s_per_byte
 
-    def scatter_in_s(self, unit: UnitContent) -> float:
+    def scatter_in_s(self, elements: int) -> float:
         """Gradients, in the dtype they were computed in, into the reduce-scatter's input."""
-        return unit.elements * (self.param_bytes + self.reduce_bytes) * self.copy_s_per_byte
+        return elements * (self.param_bytes + self.reduce_bytes) * self.copy_s_per_byte
 
 
 def _sharing(network: Network, all_reduces: LinkCost) -> LinkCost:
@@ -94,7 +94,7 @@ def _sharing(network: Network, all_reduces: LinkCost) -> LinkCost:
 def _copy_s_per_byte(device: str) -> float:
     """At the memory's bandwidth; 0 on a device that is not in the table, such as a CPU."""
     known = accelerator(device)
-    return 0.0 if known is None else 1 / (known.bytes_per_s)
+    return 0.0 if known is None else 1 / known.bytes_per_s
 
 
 def _inside(network: Network) -> Curve | None:
@@ -126,19 +126,12 @@ def _across(network: Network, mesh: Mesh) -> Curve:
         max(whole.gradient_s_per_byte - (inside.gradient_s_per_byte if apart else 0.0), 0.0),
     )
     if over.all_gather is not None:
-        ring = _as_gathered(over)
-        sizes = np.union1d(across.sizes, ring.sizes)
-        across = Curve(
-            sizes,
-            np.minimum(across.time(sizes), ring.time(sizes)),
-            min(across.gradient_s_per_byte, ring.gradient_s_per_byte),
-        )
+        across = across.joined(_as_gathered(over), np.minimum)
     if mesh.shard >= per_node:
         return _by_part(across, per_node / mesh.shard)
     # Several copies in one node are first reduced there.
     local = _by_part(_at(network, per_node // mesh.shard).cost.isolated, 1 / mesh.shard)
-    sizes = np.union1d(across.sizes, local.sizes)
-    return Curve(sizes, across.time(sizes) + local.time(sizes), across.gradient_s_per_byte + local.gradient_s_per_byte)
+    return across.joined(local, np.add)
 
 
 def _as_gathered(network: Network) -> Curve:

@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from backbeat.model import MemoryPlan, Network, Plan, Profile
-from backbeat.simulate.actions import ranges_of
-from backbeat.simulate.memory_timeline import Chain, Phase, Tally
+from backbeat.model import Network, Plan, Profile
+from backbeat.simulate.memory_timeline import Phase
 from backbeat.simulate.resident_memory import ResidentMemory
-from backbeat.simulate.sharded_activations import sharded_activations, tied_block
+from backbeat.simulate.sharded_activations import tied_block
 from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_memory import MOST_MICRO_BATCHES, Kinds, step_moments
+from backbeat.simulate.sharded_memory import MOST_MICRO_BATCHES, Activations, Kinds, always_held, step_moments
 from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import ShardedChain, chain_of
 from backbeat.simulate.slowdowns import slowdown_of
@@ -44,12 +43,11 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
     figures."""
     if profile.memory is None or plan.sharding is None or network.workers == 1:
         return ()
-    chain, sharding = chain_of(profile, plan), plan.sharding
-    count = min(micro_batches, MOST_MICRO_BATCHES)
-    cost = ShardedCost.of(profile, network, sharding)
-    update_s = profile.update_s / sharding.mesh.shard
+    chain = chain_of(profile, plan)
+    shards, count = chain.sharding.mesh.shard, min(micro_batches, MOST_MICRO_BATCHES)
+    cost = ShardedCost.of(profile, network, chain.sharding)
     factor = slowdown_of(profile, network, sharded=True).factor
-    run = run_step(chain, sharding, cost, update_s, micro_batches=count, slowdown=factor)
+    run = run_step(chain, cost, profile.update_s / shards, micro_batches=count, slowdown=factor)
     stretches = iter(
         [
             (start, end)
@@ -58,13 +56,8 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
         ]
     )
     resident = ResidentMemory.of(profile)
-    always: Kinds = Counter(
-        parameter=-(-resident.parameter_bytes // sharding.mesh.shard),
-        optimizer=-(-resident.optimizer_bytes // sharding.mesh.shard),
-        other=resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes,
-    )
-    activations = _Activations.of(profile, plan, chain, resident)
-    tied = bool(profile.blocks) and tied_block(profile, chain) is not None
+    always = always_held(resident, shards)
+    activations = Activations(profile, plan, chain, resident)
     levels: list[MemoryLevel] = []
     now = 0.0
 
@@ -73,7 +66,7 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
         levels.append(MemoryLevel(now, end, where, phase, always + held + Counter(activation=activation)))
         now = end
 
-    moments = step_moments(chain, sharding, count, tied=tied)
+    moments = step_moments(chain, count, tied=tied_block(profile, chain) is not None)
     for moment in moments:
         event = moment.call.event
         phase: Phase = "forward" if event == "forward" else "backward"
@@ -106,44 +99,3 @@ def _blocks(chain: ShardedChain, index: int, phase: Phase) -> Iterator[tuple[int
         return
     for piece in pieces if phase == "forward" else reversed(pieces):
         yield piece.block, piece.forward_s if phase == "forward" else piece.backward_s
-
-
-class _Activations(Tally):
-    """The level at every block of forward and backward, and the most above it."""
-
-    __slots__ = ("at_loss", "levels", "loss_bytes", "names")
-
-    def __init__(self, names: list[str], constant: int) -> None:
-        super().__init__(0)
-        self.names = names
-        self.at_loss = constant
-        """Kept at the end of forward. Where there are no blocks, all activations: they are there all the time."""
-        self.loss_bytes = constant
-        self.levels: dict[tuple[str, int], tuple[int, int]] = {}
-
-    @classmethod
-    def of(cls, profile: Profile, plan: Plan, chain: ShardedChain, resident: ResidentMemory) -> _Activations:
-        assert plan.sharding is not None
-        assert profile.memory is not None
-        if not profile.blocks:
-            return cls([], profile.memory.activation_bytes + resident.loss_bytes)
-        blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
-        found = cls(blocks.names, 0)
-        blocks.run(ranges_of(profile, plan.memory or MemoryPlan()), found)
-        return found
-
-    def see(self, above: int, block: int, phase: Phase) -> None:
-        if phase == "loss":
-            self.at_loss, self.loss_bytes = self.level, self.level + above
-            return
-        key = "forward" if phase == "forward" else "backward", block
-        low, high = self.levels.get(key, (0, 0))
-        self.levels[key] = max(low, self.level), max(high, self.level + above)
-
-    def between(self, block: int | None, phase: Phase) -> int:
-        """Before a block runs."""
-        return self.at_loss if block is None else self.levels[phase, block][0]
-
-    def at(self, block: int | None, phase: Phase) -> tuple[str, int]:
-        """The block's name and the most while it runs."""
-        return ("the rest", self.at_loss) if block is None else (self.names[block], self.levels[phase, block][1])

@@ -16,12 +16,13 @@ Counted in the order in which the host issues work, as the device's allocator co
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from backbeat.model import MemoryPlan, Plan, Profile, Sharding
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.simulate.actions import BlockRange, ranges_of
+from backbeat.simulate.actions import ranges_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
@@ -56,21 +57,21 @@ class ShardedMemory:
 
     @property
     def peak_bytes(self) -> int:
-        return (
-            self.parameter_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.gathered_bytes
-            + self.gather_buffer_bytes
-            + self.whole_gradient_bytes
-            + self.scatter_input_bytes
-            + self.activation_bytes
-            + self.other_bytes
-        )
+        return sum(getattr(self, field.name) for field in fields(self) if field.name.endswith("_bytes"))
 
 
 Kinds = Counter[str]
-"""Bytes beside the resident ones: gathered, gather_buffer, whole_gradient, scatter_input, gradient."""
+"""Bytes by kind, as `ShardedMemory` names them; beside what is always there: gathered, gather_buffer, whole_gradient,
+scatter_input, gradient."""
+
+
+def always_held(resident: ResidentMemory, shards: int) -> Kinds:
+    """What is there all the time: shards, and what is not sharded."""
+    return Counter(
+        parameter=-(-resident.parameter_bytes // shards),
+        optimizer=-(-resident.optimizer_bytes // shards),
+        other=resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +92,15 @@ def sharded_memory(
     if profile.memory is None:
         return None
     chain = chain or chain_of(profile, plan)
-    assert plan.sharding is not None
-    shards = plan.sharding.mesh.shard
     resident = ResidentMemory.of(profile)
-    parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
-    other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
-    tied = bool(profile.blocks) and tied_block(profile, chain) is not None
-    moments = step_moments(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
-    if profile.blocks:
-        blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
-        peak = _with_blocks(blocks, ranges_of(profile, plan.memory or MemoryPlan()), chain, moments)
-    else:
-        most = max((one for moment in moments for one in (moment.before, moment.during)), key=Counter.total)
-        peak = _Peak(most, profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward")
-    return ShardedMemory(
-        parameter_bytes=parameters,
-        optimizer_bytes=optimizer,
-        other_bytes=other,
-        activation_bytes=peak.activation_bytes,
-        where=peak.where,
-        phase=peak.phase,
-        **{f"{kind}_bytes": peak.held[kind] for kind in _KINDS},
-    )
-
-
-_KINDS = ("gathered", "gather_buffer", "whole_gradient", "scatter_input", "gradient")
+    moments = step_moments(chain, min(micro_batches, MOST_MICRO_BATCHES), tied=tied_block(profile, chain) is not None)
+    activations = Activations(profile, plan, chain, resident)
+    peak = max(_levels(chain, moments, activations), key=lambda level: level.total_bytes)
+    held = Counter(activation=peak.activation_bytes, **peak.held)
+    held.update(always_held(resident, chain.sharding.mesh.shard))
+    kinds = [field.name for field in fields(ShardedMemory) if field.name.endswith("_bytes")]
+    sizes = {kind: held[kind.removesuffix("_bytes")] for kind in kinds}
+    return ShardedMemory(**sizes, where=peak.where, phase=peak.phase)
 
 
 class _Held:
@@ -142,8 +127,9 @@ class _Held:
         return Moment(call, before, self.totals.copy())
 
 
-def step_moments(chain: ShardedChain, sharding: Sharding, micro_batches: int, *, tied: bool) -> list[Moment]:
+def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list[Moment]:
     """What is held at every stretch, in order of issue. `tied`: the last stretch makes all gradients of the root."""
+    sharding = chain.sharding
     param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
     gradients = [stretch.elements for stretch in chain.stretches]
     if tied:
@@ -156,7 +142,7 @@ def step_moments(chain: ShardedChain, sharding: Sharding, micro_batches: int, *,
     moments: list[Moment] = []
     forward, number = True, 0
     buffer: int | None = None  # in forward: the unit whose gathered buffer is still there
-    for call in calls(chain, sharding, micro_batches):
+    for call in calls(chain, micro_batches):
         event, unit = call.event, call.unit
         content = chain.units[unit]
         if event == "begin":
@@ -210,46 +196,72 @@ def _free(held: _Held, sharding: Sharding, unit: int, *, last: bool) -> None:
         held.take("gathered", unit)
 
 
-class _Peak(NamedTuple):
-    """The highest moment: what sharding holds then, the activations beside it, and where it is."""
+class Activations(Tally):
+    """The level at every block of forward and backward, and the most above it."""
+
+    __slots__ = ("at_loss", "levels", "loss_bytes", "names")
+
+    def __init__(self, profile: Profile, plan: Plan, chain: ShardedChain, resident: ResidentMemory) -> None:
+        super().__init__(0)
+        assert profile.memory is not None
+        self.names = [block.name for block in profile.blocks]
+        self.levels: dict[tuple[str, int], tuple[int, int, Phase]] = {}
+        # Without blocks all activations are there all the time.
+        constant = 0 if self.names else profile.memory.activation_bytes + resident.loss_bytes
+        self.at_loss = self.loss_bytes = constant
+        """Kept at the end of forward, and the most at the loss."""
+        if self.names:
+            blocks = Chain(sharded_activations(profile, chain), resident)
+            blocks.run(ranges_of(profile, plan.memory or MemoryPlan()), self)
+
+    def see(self, above: int, block: int, phase: Phase) -> None:
+        if phase == "loss":
+            self.at_loss, self.loss_bytes = self.level, self.level + above
+            return
+        key = "forward" if phase == "forward" else "backward", block
+        low, high, highest = self.levels.get(key, (0, -1, phase))
+        if self.level + above > high:
+            high, highest = self.level + above, phase
+        self.levels[key] = max(low, self.level), high, highest
+
+    def between(self, block: int | None, phase: Phase) -> int:
+        """Before a block runs."""
+        return self.at_loss if block is None else self.levels[phase, block][0]
+
+    def at(self, block: int | None, phase: Phase) -> tuple[str, int]:
+        """The block's name and the most while it runs."""
+        return ("the rest", self.at_loss) if block is None else (self.names[block], self.levels[phase, block][1])
+
+
+class _Level(NamedTuple):
+    """What sharding holds at some moment, the activations beside it, and where that is."""
 
     held: Kinds
     activation_bytes: int
     where: str
     phase: Phase
 
-
-class _ShardedTally(Tally):
-    """Counts, beside activations, what sharding holds at each block."""
-
-    __slots__ = ("beside", "held")
-
-    def __init__(self, base: int, beside: dict[tuple[str, int], Moment]) -> None:
-        super().__init__(base)
-        self.beside = beside
-        self.held: Kinds = Counter()
-
-    def see(self, above: int, block: int, phase: Phase) -> None:
-        moment = self.beside[phase if phase in ("forward", "loss") else "backward", block]
-        for more, kinds in ((0, moment.before), (above, moment.during)):
-            level = self.level + more + kinds.total()
-            if level > self.peak:
-                self.peak, self.block, self.phase, self.held = level, block, phase, kinds
+    @property
+    def total_bytes(self) -> int:
+        return self.held.total() + self.activation_bytes
 
 
-def _with_blocks(blocks: Chain, actions: list[BlockRange], chain: ShardedChain, moments: list[Moment]) -> _Peak:
-    peaks: list[_Peak] = []
-    beside: dict[tuple[str, int], Moment] = {}
+def _levels(chain: ShardedChain, moments: list[Moment], activations: Activations) -> Iterator[_Level]:
+    """Every level of a step, those between two blocks included."""
+    if not activations.names:
+        for held in (one for moment in moments for one in (moment.before, moment.during)):
+            yield _Level(held, activations.at_loss, "loss", "backward")
+        return
     for moment in moments:
-        if moment.call.event != "end":
-            at_loss = moment.call.event == "loss"
-            ran = (blocks.count - 1,) if at_loss else chain.stretches[moment.call.stretch].blocks
-            beside.update(((moment.call.event, block), moment) for block in ran)
-            continue
-        tally = _ShardedTally(0, beside)
-        blocks.run(actions, tally)
-        where = blocks.names[tally.block] if tally.phase != "loss" else "loss"
-        peaks.append(_Peak(tally.held, tally.peak - tally.held.total(), where, tally.phase))
-        # What is reduced when backward is done has no activations beside it.
-        peaks.append(_Peak(moment.before, 0, blocks.names[0], "backward"))
-    return max(peaks, key=lambda one: one.held.total() + one.activation_bytes)
+        event = moment.call.event
+        if event == "end":
+            # What is reduced when backward is done has no activations beside it.
+            yield _Level(moment.before, 0, activations.names[0], "backward")
+        elif event == "loss":
+            yield _Level(moment.before, activations.at_loss, "loss", "loss")
+            yield _Level(moment.during, activations.loss_bytes, "loss", "loss")
+        else:
+            for block in chain.stretches[moment.call.stretch].blocks:
+                low, high, phase = activations.levels[event, block]
+                yield _Level(moment.before, low, activations.names[block], phase)
+                yield _Level(moment.during, high, activations.names[block], phase)

@@ -28,11 +28,13 @@ reduced only once a step (`gradient_sync`). Each rank updates its own shard: the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from backbeat.model import Network, Plan, Profile, Sharding
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.iteration import Iteration
+from backbeat.simulate.schedule import busy_periods
 from backbeat.simulate.sharded_bound import sharded_bound
 from backbeat.simulate.sharded_calls import Call, call_order, calls
 from backbeat.simulate.sharded_cost import ShardedCost
@@ -75,17 +77,16 @@ def sharded_iteration(
     """One step under a sharded plan. Computation takes `slowdown` times as long beside a collective; copies pass at
     `copy_bytes_per_s`, or at the bandwidth of the device's memory."""
     chain = chain_of(profile, plan)
-    assert plan.sharding is not None
-    cost = ShardedCost.of(profile, network, plan.sharding, copy_bytes_per_s=copy_bytes_per_s)
-    update_s = profile.update_s / plan.sharding.mesh.shard
-    run = run_step(chain, plan.sharding, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
+    cost = ShardedCost.of(profile, network, chain.sharding, copy_bytes_per_s=copy_bytes_per_s)
+    update_s = profile.update_s / chain.sharding.mesh.shard
+    run = run_step(chain, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
     return Iteration(
         run.end_s,
-        sharded_bound(chain, plan.sharding, cost, update_s, micro_batches),
+        sharded_bound(chain, cost, update_s, micro_batches),
         _breakdown(run, micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s), profile.update_s, update_s),
         _timeline(run, chain, cost),
         chain.count + chain.has_root,
-        float(max(max(cost.gather_bytes(unit), cost.scatter_bytes(unit)) for unit in chain.units)),
+        float(max(cost.param_bytes, cost.reduce_bytes) * max(unit.elements for unit in chain.units)),
     )
 
 
@@ -102,17 +103,11 @@ def sharded_remarks(profile: Profile, network: Network, sharding: Sharding) -> l
 
 
 def run_step(
-    chain: ShardedChain,
-    sharding: Sharding,
-    cost: ShardedCost,
-    update_s: float,
-    *,
-    micro_batches: int = 1,
-    slowdown: float = 1.0,
+    chain: ShardedChain, cost: ShardedCost, update_s: float, *, micro_batches: int = 1, slowdown: float = 1.0
 ) -> ShardedRun:
-    """Run one step."""
-    building = _Building(chain, cost, _SCATTER if sharding.separate_reduce_scatter else _GATHER)
-    for call in calls(chain, sharding, micro_batches):
+    """Run one step, in which a rank updates its own shard in `update_s`."""
+    building = _Building(chain, cost)
+    for call in calls(chain, micro_batches):
         building.add(call, update_s)
     times = run_streams(building.tasks, slowdown=slowdown, efficiency=cost.sharing.efficiency)
     return ShardedRun(building.tasks, building.calls, times)
@@ -121,10 +116,9 @@ def run_step(
 class _Building:
     """Tasks of the calls so far, and what later ones will wait for."""
 
-    def __init__(self, chain: ShardedChain, cost: ShardedCost, scatter_stream: int) -> None:
-        self.chain = chain
-        self.cost = cost
-        self.scatter_stream = scatter_stream
+    def __init__(self, chain: ShardedChain, cost: ShardedCost) -> None:
+        self.chain, self.cost = chain, cost
+        self.scatter_stream = _SCATTER if chain.sharding.separate_reduce_scatter else _GATHER
         self.tasks: list[StreamTask] = []
         self.calls: list[Call] = []
         self.floor: tuple[int, ...] = ()  # what the next all-gather waits for
@@ -134,16 +128,16 @@ class _Building:
         self.gathers: dict[int, int] = {}
         self.scatters: dict[int, int] = {}
         self.open: list[int] = []  # reductions that the end of the micro-batch waits for
-        self.links: dict[str, dict[int, tuple[float, float]]] = {}
+        self.links: dict[tuple[str, int], tuple[float, float]] = {}
 
     def add(self, call: Call, update_s: float) -> None:
         event, unit = call.event, call.unit
-        content = self.chain.units[unit]
+        elements = self.chain.units[unit].elements
         if event == "all_gather":
-            copied = self._put(call, _COPY_IN, self.cost.gather_in_s(content), after=self.floor)
+            copied = self._put(call, StreamTask(_COPY_IN, self.cost.gather_in_s(elements), after=self.floor))
             self.gathers[unit] = self._send(call, _GATHER, (copied,))
         elif event == "copy_out":
-            out = self._compute(call, self.cost.copy_out_s(content), self.gathers[unit])
+            out = self._compute(call, self.cost.copy_out_s(elements), self.gathers[unit])
             self.floor, self.copied = (self.copied or self.floor, (out,)) if self.forward else ((out,), ())
         elif event == "forward":
             self._compute(call, self.chain.stretches[call.stretch].forward_s)
@@ -152,7 +146,7 @@ class _Building:
         elif event == "wait":
             self.waits.append(self.scatters[unit])
         elif event == "reduce_scatter":
-            copied = self._compute(call, self.cost.scatter_in_s(content))
+            copied = self._compute(call, self.cost.scatter_in_s(elements))
             self.scatters[unit] = self._send(call, self.scatter_stream, (copied,))
             self.open.append(self.scatters[unit])
         elif event == "all_reduce":
@@ -169,32 +163,25 @@ class _Building:
 
     def _compute(self, call: Call, seconds: float, *after: int) -> int:
         waits, self.waits = self.waits, []
-        return self._put(call, COMPUTE, seconds, after=(*after, *waits))
+        return self._put(call, StreamTask(COMPUTE, seconds, after=(*after, *waits)))
 
     def _send(self, call: Call, stream: int, after: tuple[int, ...]) -> int:
         seconds, work = self._split(call.event, call.unit)
         link = _REPLICA_LINK if stream == _REPLICATE and not self.cost.one_link else _SHARD_LINK
-        self.tasks.append(StreamTask(stream, seconds, work, link, after))
-        self.calls.append(call)
-        return len(self.tasks) - 1
+        return self._put(call, StreamTask(stream, seconds, work, link, after))
 
     def _split(self, event: str, unit: int) -> tuple[float, float]:
         """Latency and link work of a unit's collective: the same in every micro-batch."""
-        known = self.links.setdefault(event, {})
-        if unit not in known:
-            content = self.chain.units[unit]
-            if event == "all_gather":
-                curve, size = self.cost.gather, self.cost.gather_bytes(content)
-            else:
-                curve = self.cost.scatter if event == "reduce_scatter" else self.cost.replicate or self.cost.scatter
-                size = self.cost.scatter_bytes(content)
+        if (event, unit) not in self.links:
+            curve, width = self.cost.collective(event)
+            size = self.chain.units[unit].elements * width
             seconds = curve.at(size)
             work = min(curve.gradient_s_per_byte * size, seconds)
-            known[unit] = seconds - work, work
-        return known[unit]
+            self.links[event, unit] = seconds - work, work
+        return self.links[event, unit]
 
-    def _put(self, call: Call, stream: int, seconds: float, *, after: tuple[int, ...]) -> int:
-        self.tasks.append(StreamTask(stream, seconds, after=after))
+    def _put(self, call: Call, task: StreamTask) -> int:
+        self.tasks.append(task)
         self.calls.append(call)
         return len(self.tasks) - 1
 
@@ -220,8 +207,10 @@ def _breakdown(run: ShardedRun, compute_s: float, update_s: float, own_update_s:
         reached = end
     idle = sum(end - start for start, end in gaps)
     collectives = [k for k, task in enumerate(run.tasks) if task.link is not None]
-    moving = _overlap(gaps, [(times.on_link[k], times.ends[k]) for k in collectives])
-    holding = _overlap(gaps, [(times.starts[k], times.ends[k]) for k in collectives])
+    ends = [times.ends[k] for k in collectives]
+    moving, holding = (
+        _overlap(gaps, busy_periods([begins[k] for k in collectives], ends)) for begins in (times.on_link, times.starts)
+    )
     work = sum(run.tasks[k].work_s for k in collectives if run.tasks[k].link == _SHARD_LINK)
     computed = compute_s + own_update_s + copies
     bandwidth = min(moving, max(work - computed, 0.0))
@@ -235,22 +224,16 @@ def _breakdown(run: ShardedRun, compute_s: float, update_s: float, own_update_s:
     )
 
 
-def _overlap(gaps: Sequence[tuple[float, float]], intervals: list[tuple[float, float]]) -> float:
-    """How long of the gaps lies within some interval."""
+def _overlap(gaps: Sequence[tuple[float, float]], periods: Sequence[tuple[float, float]]) -> float:
+    """How long of the gaps lies within some period; both are in order."""
     total, index = 0.0, 0
-    joined: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
     for low, high in gaps:
-        while index < len(joined) and joined[index][1] <= low:
+        while index < len(periods) and periods[index][1] <= low:
             index += 1
-        k = index
-        while k < len(joined) and joined[k][0] < high:
-            total += max(min(high, joined[k][1]) - max(low, joined[k][0]), 0.0)
-            k += 1
+        for start, end in islice(periods, index, None):
+            if start >= high:
+                break
+            total += max(min(high, end) - max(low, start), 0.0)
     return total
 
 
@@ -267,8 +250,7 @@ def _timeline(run: ShardedRun, chain: ShardedChain, cost: ShardedCost) -> tuple[
             word = "copy in"
         size = 0
         if task.link is not None:
-            content = chain.units[call.unit]
-            size = cost.gather_bytes(content) if call.event == "all_gather" else cost.scatter_bytes(content)
+            size = chain.units[call.unit].elements * cost.collective(call.event)[1]
         label = "update" if call.event == "update" else f"{word} {name}"
         spans.append(Span(lanes[task.stream], label, start, end, size))
     return tuple(spans)

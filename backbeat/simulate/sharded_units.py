@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile, Sharding
+from backbeat.model.sharding import enclosing
 from backbeat.simulate.actions import FETCH, RECOMPUTE, ranges_of
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -68,9 +71,9 @@ class Stretch:
     unit: int
     forward_s: float
     backward_s: float
-    elements: int = 0
+    elements: int
     """Whose gradients its backward makes, padded."""
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class ShardedChain:
     """Units whose input needs no gradient: autograd never reaches their input, so they are reduced when all of backward
     is done."""
     pieces: ModelPieces
+    sharding: Sharding
 
     @property
     def count(self) -> int:
@@ -113,33 +117,33 @@ class ShardedChain:
         held[ROOT].extend(pieces.loose)
         shards = sharding.mesh.shard
         stretches: list[Stretch] = []
-        for unit, piece in zip(owner, pieces.pieces, strict=True):
-            held[unit].extend(piece.elements)
-            blocks = () if piece.block is None else (piece.block,)
-            if not stretches or stretches[-1].unit != unit:
-                stretches.append(Stretch(unit, 0.0, 0.0))
-            last = stretches[-1]
-            stretches[-1] = Stretch(
-                unit,
-                last.forward_s + piece.forward_s,
-                last.backward_s + piece.backward_s,
-                last.elements + padded(piece.elements, shards),
-                last.blocks + blocks,
+        for unit, run in groupby(zip(owner, pieces.pieces, strict=True), key=itemgetter(0)):
+            own = [piece for _, piece in run]
+            elements = [count for piece in own for count in piece.elements]
+            held[unit].extend(elements)
+            stretches.append(
+                Stretch(
+                    unit,
+                    sum(piece.forward_s for piece in own),
+                    sum(piece.backward_s for piece in own),
+                    padded(elements, shards),
+                    tuple(piece.block for piece in own if piece.block is not None),
+                )
             )
         _check_order(stretches, sharding)
-        for index, elements in enumerate(held[:ROOT]):
-            if not elements:
+        for index, inside in enumerate(held[:ROOT]):
+            if not inside:
                 raise InputError(
                     f"units[{index}] ({', '.join(sharding.units[index].modules)}) holds no parameter with a gradient: "
                     "remove it, its modules are the root's"
                 )
         contents = [
-            UnitContent(unit.modules[0], padded(elements, shards), unit.reshard, unit.prefetch)
-            for unit, elements in zip(sharding.units, held[:ROOT], strict=True)
+            UnitContent(unit.modules[0], padded(inside, shards), unit.reshard, unit.prefetch)
+            for unit, inside in zip(sharding.units, held[:ROOT], strict=True)
         ]
         contents.append(UnitContent("root", padded(held[ROOT], shards), False, 0))
         holding = [unit for unit, piece in zip(owner, pieces.pieces, strict=True) if piece.elements]
-        return cls(tuple(stretches), tuple(contents), frozenset({ROOT, *holding[:1]}), pieces)
+        return cls(tuple(stretches), tuple(contents), frozenset({ROOT, *holding[:1]}), pieces, sharding)
 
 
 def chain_of(profile: Profile, plan: Plan) -> ShardedChain:
@@ -161,8 +165,7 @@ def _owners(names: Sequence[str], sharding: Sharding) -> list[int]:
     owner = []
     found: set[str] = set()
     for name in names:
-        parts = name.split(".")
-        module = next((m for n in range(1, len(parts) + 1) if (m := ".".join(parts[:n])) in of_module), None)
+        module = next((outer for outer in enclosing(name) if outer in of_module), None)
         owner.append(ROOT if module is None else of_module[module])
         if module is not None:
             found.add(module)
@@ -244,8 +247,7 @@ def innermost(name: str, modules: Container[str]) -> str | None:
     >>> innermost("layers.0.attn.weight", {"layers", "layers.0"})
     'layers.0'
     """
-    parts = name.split(".")
-    return next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in modules), None)
+    return next((module for module in reversed(enclosing(name)) if module in modules), None)
 
 
 def repeated(names: Sequence[str]) -> list[str]:
@@ -264,11 +266,8 @@ def owning_module(name: str) -> str:
     >>> owning_module("transformer.h.3.attn.c_proj.weight"), owning_module("lm_head.weight")
     ('transformer.h.3', 'lm_head')
     """
-    parts = name.split(".")[:-1]
-    for count, part in enumerate(parts, start=1):
-        if re.search(r"\d+$", part):
-            return ".".join(parts[:count])
-    return ".".join(parts) or name
+    modules = enclosing(name)[:-1]
+    return next((module for module in modules if re.search(r"\d+$", module)), modules[-1] if modules else name)
 
 
 def _of_gradients(profile: Profile) -> ModelPieces:

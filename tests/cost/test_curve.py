@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backbeat.cost.curve import Curve
-from backbeat.cost.fit import relative_line
+from backbeat.cost.curve import Curve, relative_line
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network
-from backbeat.simulate.engine import simulate
-from backbeat.simulate.recursion import one_communicator
+from backbeat.simulate.engine import one_communicator, simulate
 from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, curve, networks
 

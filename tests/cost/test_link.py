@@ -42,7 +42,7 @@ def test_the_nearest_measured_count_speaks_for_the_others() -> None:
     cost = LinkCost(Curve.affine(0, 1e-9), None, {2: 0.8, 4: 0.6})
     assert [cost.efficiency(n) for n in (1, 2, 3, 4, 9)] == [1.0, 0.8, 0.8, 0.6, 0.6]
     assert cost.best_efficiency(4) == 1.0
-    assert LinkCost(Curve.affine(0, 1e-9), None, {}).efficiency(5) == 1.0
+    assert LinkCost(Curve.affine(0, 1e-9)).efficiency(5) == 1.0
     assert LinkCost(Curve.affine(0, 1e-9), None, {2: 1.5}).best_efficiency(2) == 1.5
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layout import Job, Layout
-from backbeat.layouts.layout_memory import MemoryByKind, layer_bytes, memory
+from backbeat.layouts.layout_memory import LayerMemory, MemoryByKind, memory
 from backbeat.layouts.transformer import Transformer
 
 FLASH, SCORES = conventions_named("megatron"), conventions_named("megatron-2021")
@@ -27,7 +27,7 @@ EXPERTS = Transformer(
 def kept(model: Transformer, conventions: Conventions, *, sparse: bool = False, **fields: Any) -> float:
     """Bytes that a layer keeps of each token of a micro-batch."""
     layout = Layout(micro_batch=B, **fields)
-    return layer_bytes(model, layout, JOB, conventions, sparse=sparse) / (S * B)
+    return LayerMemory(model, layout, JOB, conventions).kept(sparse=sparse) / (S * B)
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])
@@ -54,7 +54,7 @@ def test_other_layers_keep_what_their_matrices_take(t: int) -> None:
     # A token's copy for each of three experts, sorted and as its expert left it; the MLP that all tokens take.
     experts = 8 * H + 2 * (2 * H + 2 * H) + 3 * 2 * (2 * H + 3 * 256) + 2 * 3 * 128
     assert kept(EXPERTS, FLASH, tp=t, sparse=True) == experts / t
-    busy = layer_bytes(EXPERTS, Layout(micro_batch=B, tp=t), JOB, FLASH, sparse=True, imbalance=1.5) / (S * B)
+    busy = LayerMemory(EXPERTS, Layout(micro_batch=B, tp=t), JOB, FLASH, 1.5).kept(sparse=True) / (S * B)
     assert busy - experts / t == 0.5 * 3 * 2 * (2 * H + 3 * 256) / t
 
 

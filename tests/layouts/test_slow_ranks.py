@@ -212,7 +212,7 @@ def test_a_group_waits_in_every_block_and_the_step_for_the_slowest_group(fields:
     found = step_wait(MeasuredBlock(1.0, 1, times), layout, 50 * 2 * statistics.fmean(times), 50)
     assert found is not None
     always = 50 * inside.wait_s
-    assert found.mean_s == pytest.approx(2 * (always + between.wait_s))
+    assert found.wait_s == pytest.approx(2 * (always + between.wait_s))
     assert (found.p10_s, found.p90_s) == pytest.approx((2 * (always + between.p10_s), 2 * (always + between.p90_s)))
     # Ten times of a block do not show the slowest of sixteen, wherever these wait for each other.
     assert found.extrapolated == (group in (1, 16))
@@ -227,8 +227,8 @@ def test_a_stage_varies_with_the_layers_it_has() -> None:
     # Eight micro-batches through sixteen of 32 layers.
     waits = step_wait(MeasuredBlock(1.0, 1, times), layout, computed, 8 * 16)
     assert waits is not None
-    assert parts.stragglers == pytest.approx(waits.mean_s)
-    without = found.step_s - waits.mean_s
+    assert parts.stragglers == pytest.approx(waits.wait_s)
+    without = found.step_s - waits.wait_s
     assert found.spread_s == pytest.approx((without + waits.p10_s, without + waits.p90_s))
 
 

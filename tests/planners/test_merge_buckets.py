@@ -67,7 +67,7 @@ def test_what_hides_behind_backward_goes_in_few_buckets() -> None:
 
 def test_a_plan_keeps_slack_for_a_slower_link() -> None:
     # Two of 1 ms each may wait for one another if messages take just as long as predicted, and no longer.
-    cost = LinkCost(Curve.affine(0.0, 1e-9), None, {})
+    cost = LinkCost(Curve.affine(0.0, 1e-9))
     conditions = Conditions(sums=np.array([0.0, 1e6, 2e6, 3e6]), cost=cost, ready=np.array([0.0, 2e-3, 4e-3]))
     slower = Conditions(sums=conditions.sums, cost=cost.slower(SLOWER), ready=conditions.ready)
     assert merged([1, 2, 3], [conditions]) == [2, 3]
@@ -76,7 +76,7 @@ def test_a_plan_keeps_slack_for_a_slower_link() -> None:
 
 def test_a_latency_that_is_saved_makes_up_for_no_idle_link() -> None:
     # Each message takes 3 ms of latency and 1 ms of the link; one by one they end at 12 ms, as one at 8.
-    cost = LinkCost(Curve.affine(3e-3, 1e-9), None, {})
+    cost = LinkCost(Curve.affine(3e-3, 1e-9))
     shared = {"sums": np.array([0.0, 1e6, 2e6, 3e6]), "ready": np.array([0.0, 1e-3, 2e-3])}
     assert merged([1, 2, 3], [Conditions(cost=cost, **shared)]) == [3]
     # Were latencies hidden, the link would have begun at 0 and been done at 3 ms.
@@ -91,8 +91,9 @@ def test_a_bucket_does_not_outgrow_what_was_measured() -> None:
 
 
 def test_gathers_are_merged_as_far_as_their_first_layers_can_wait() -> None:
-    cost = LinkCost(Curve.affine(0.0, 1e-3), None, {})
-    conditions = Conditions(sums=np.arange(4.0), cost=cost, free_s=0.0, due=np.array([1e-3, 3e-3, 4e-3]))
+    cost = LinkCost(Curve.affine(0.0, 1e-3))
+    ready = np.full(3, -np.inf)
+    conditions = Conditions(sums=np.arange(4.0), cost=cost, ready=ready, free_s=0.0, due=np.array([1e-3, 3e-3, 4e-3]))
     # The first must be there after 1 ms; the second can wait for the third.
     assert merged([1, 2, 3], [conditions]) == [1, 3]
 

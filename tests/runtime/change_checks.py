@@ -13,7 +13,7 @@ from torch import nn
 
 from backbeat.errors import InputError
 from backbeat.model import Bucket, Plan
-from backbeat.model.compression import Compression
+from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
 
 CHECKS, check = registry()

@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
-from backbeat.model.compression import Compression
+from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.integrations import residual_folder
 from backbeat.runtime.reduce.partition import plan_partition

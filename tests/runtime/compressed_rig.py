@@ -13,7 +13,7 @@ from scenario_rig import Context, mlp, small_plan
 from torch import nn
 
 from backbeat.model import Plan
-from backbeat.model.compression import Compression
+from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
 
 ALL = Compression(density=1.0)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from rank_faults import Interrupted
 from scenario_rig import small_plan
 
-from backbeat.model.compression import Compression
+from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
 
 HEALTHY = 3

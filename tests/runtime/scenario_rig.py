@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.model import Bucket, Plan
-from backbeat.model.compression import Compression
+from backbeat.model.plan import Compression
 
 
 class SkipScenarioError(Exception):

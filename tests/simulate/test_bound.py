@@ -13,7 +13,7 @@ import backbeat as bb
 from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.iteration import communicate
+from backbeat.simulate.engine import communicate
 from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, every_partition, make_profile, networks, profiles
 
@@ -118,11 +118,11 @@ def test_a_gradient_larger_than_the_rest_has_the_link_to_itself_in_the_end() -> 
 
 def test_communicators_carry_latencies_too() -> None:
     """Ten messages of 1 ms of latency that cannot be merged cheaply: two communicators carry five each."""
-    cost = LinkCost(Curve([1000, 2000], [1e-3, 1.0], 0.0), None, {})
+    cost = LinkCost(Curve([1000, 2000], [1e-3, 1.0], 0.0))
     profile = make_profile([1000] * 10, [0.0] * 10)
     assert communication_bound(profile, cost, 2) == pytest.approx(5e-3)
 
 
 def test_gradients_without_bytes() -> None:
     profile = make_profile([0, 0], [0.0, 1e-3])
-    assert communication_bound(profile, LinkCost(Curve.affine(1e-3, 1e-9), None, {}), 2) == pytest.approx(2e-3)
+    assert communication_bound(profile, LinkCost(Curve.affine(1e-3, 1e-9)), 2) == pytest.approx(2e-3)

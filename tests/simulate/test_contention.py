@@ -15,10 +15,10 @@ from backbeat.cost import LinkCost
 from backbeat.cost.curve import Curve
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.contention import UNDISTURBED, ComputeClock, _busy_periods
+from backbeat.simulate.contention import UNDISTURBED, ComputeClock
 from backbeat.simulate.halves_step import period
 from backbeat.simulate.iteration import across_iterations, communicate_beside, compressed_iteration, within_iteration
-from backbeat.simulate.schedule import Flow, Schedule
+from backbeat.simulate.schedule import Flow, Schedule, busy_periods
 from tests.problems import affine, make_profile, networks, profiles
 from tests.simulate.test_bound import measured_costs
 
@@ -72,16 +72,14 @@ def test_one_communicator_is_the_recursion_followed_by_hand(
 def test_busy_periods_are_when_any_message_is_in_flight(messages: list[tuple[int, int]]) -> None:
     """Whatever the order: on several communicators a later bucket may leave first."""
     starts, lengths = (np.array(one, dtype=np.float64) for one in zip(*messages, strict=True))
-    begins, long = _busy_periods(Flow(starts, starts, starts + lengths))
-    assert begins == sorted(begins)
-    periods = list(zip(begins, long, strict=True))
-    assert all(begin + length < after for (begin, length), (after, _) in pairwise(periods))
+    periods = busy_periods(starts, starts + lengths)
+    assert all(end < after for (_, end), (after, _) in pairwise(periods))
 
     def within(spans: Sequence[tuple[float, float]], at: float) -> bool:
-        return any(begin < at < begin + length for begin, length in spans)
+        return any(begin < at < end for begin, end in spans)
 
-    moments = np.arange(0, 26, 0.5) + 0.25
-    assert [within(periods, at) for at in moments] == [within(messages, at) for at in moments]
+    moments, alone = np.arange(0, 26, 0.5) + 0.25, [(start, start + length) for start, length in messages]
+    assert [within(periods, at) for at in moments] == [within(alone, at) for at in moments]
 
 
 def test_messages_that_only_cost_time_in_a_row_are_followed_to_the_end() -> None:

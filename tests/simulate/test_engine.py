@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
-from backbeat.simulate.engine import simulate
-from backbeat.simulate.recursion import one_communicator
+from backbeat.simulate.engine import one_communicator, simulate
 from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, networks, profiles
 
-PLAIN = LinkCost(Curve.affine(1e-3, 1e-9), None, {})
+PLAIN = LinkCost(Curve.affine(1e-3, 1e-9))
 
 
 def schedule(ready: list[float], sizes: list[float], communicators: list[int]) -> Schedule:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,13 +96,13 @@ def test_never_below_the_device_and_the_same_where_the_host_is_unknown_or_free(
     for chain in (run(None, None), run(host, None), run(None, again), run(0.0, 0.0), run(host, 0.0)):
         found = chain.run(units)
         assert found.time_s == expected.time_s
-        assert found._replace(host_s=0.0) == expected
+        assert dataclasses.replace(found, host_s=0.0) == expected
     chain = run(host * profile.single_s, again * profile.single_s)
     found = chain.run(units)
     assert found.time_s >= expected.time_s
     assert found.time_s >= found.host_s * (1 - 1e-9)
     # The device's own times, and the profile made of them, are as ever.
-    assert found._replace(host_s=0.0) == expected
+    assert dataclasses.replace(found, host_s=0.0) == expected
     assert chain.changed(profile, found).gradients == alone.changed(profile, expected).gradients
     keep = uniform(chain)["keep"]
     assert chain.run(keep).time_s == alone.run(keep).time_s

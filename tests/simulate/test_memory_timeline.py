@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +50,7 @@ def test_everything_kept_by_hand() -> None:
     result = memory_timeline(four(), MemoryPlan())
     # Four times 100 saved, three tensors between blocks, the last output (then its gradient), and 20 on top.
     assert result.peak_bytes == BASE + 400 + 30 + 10 + 20
-    assert (result.block, result.phase) == ("b3", "backward")
+    assert (result.where, result.phase) == ("b3", "backward")
     assert (result.forward_s, result.backward_s) == (4.0, 8.0)
     assert [gradient.ready_s for gradient in result.profile.gradients] == [2.0, 4.0, 6.0, 8.0]
 
@@ -166,7 +168,6 @@ def test_holdings_by_how_gradients_travel() -> None:
     # the selection two magnitudes and what is sent, and the message and index that each bucket keeps.
     scratch = 2 * 8 + 2 * 8 + (2 * 4 + 12) + 2 * (8 + 4)
     assert (device.gradient_bytes, device.residual_bytes, device.scratch_bytes) == (4, 12, scratch)
-    assert ResidentMemory.of(profile, plan, attached=False).gradient_bytes == 16
     host = ResidentMemory.of(profile, plan, "host")
     # Two buffers as large as the larger bucket.
     assert (host.residual_bytes, host.streamed_bytes) == (16, 12)
@@ -245,7 +246,7 @@ def test_units_and_segments_say_the_same(data: st.DataObject, profile: Profile) 
     chain = Chain.of(profile, ResidentMemory.of(profile))
     ranges = data.draw(range_lists(chain))
     again = ranges_of(profile, MemoryPlan(segments=segments_of(profile, ranges)))
-    assert chain.run(again)[:9] == chain.run(ranges)[:9]
+    assert astuple(chain.run(again))[:9] == astuple(chain.run(ranges))[:9]
 
 
 def test_resnet152_against_what_was_measured() -> None:

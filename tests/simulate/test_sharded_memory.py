@@ -217,13 +217,8 @@ def test_a_tied_head_is_told_from_a_pooling(name: str, head: str | None) -> None
     found = tied_block(profile, chain)
     assert (None if found is None else profile.blocks[found].name) == head
     # The head makes the gradient of the embedding, the largest of the root, when backward begins.
-    assert plan.sharding is not None
     courses = [
-        [
-            one.during["whole_gradient"]
-            for one in step_moments(chain, plan.sharding, 1, tied=tied)
-            if one.call.event == "backward"
-        ]
+        [one.during["whole_gradient"] for one in step_moments(chain, 1, tied=tied) if one.call.event == "backward"]
         for tied in (True, False)
     ]
     assert courses[0][0] == 2 * chain.units[ROOT].elements >= courses[1][0]
@@ -272,8 +267,7 @@ def test_two_micro_batches_by_hand(knobs: dict[str, object], most: float, held_a
     whole gradient that waits in fp32, an eighth of that a shard."""
     profile = row(3)
     plan = one_each(profile, **knobs)
-    assert plan.sharding is not None
-    moments = step_moments(chain_of(profile, plan), plan.sharding, 2, tied=False)
+    moments = step_moments(chain_of(profile, plan), 2, tied=False)
     kinds = ("gathered", "whole_gradient", "scatter_input", "gradient")
     found = [
         " ".join(f"{one.during[kind] / ELEMENTS:g}" for kind in kinds)

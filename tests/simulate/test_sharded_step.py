@@ -212,10 +212,10 @@ def test_parameters_that_are_gathered_narrower_are_cast_first(param: str, reduce
     plan = one_each(profile, param_dtype=param, reduce_dtype=reduced)
     assert plan.sharding is not None
     cost = ShardedCost.of(profile, affine(0.0, 0.0), plan.sharding, copy_bytes_per_s=1000.0)
-    unit, width = chain_of(profile, plan).units[0], 4 if param == "fp32" else 2
-    assert cost.gather_in_s(unit) == pytest.approx(gather_in / 8)
-    assert cost.copy_out_s(unit) == pytest.approx(2 * width)
-    assert cost.scatter_in_s(unit) == pytest.approx(width + 4)
+    elements, width = chain_of(profile, plan).units[0].elements, 4 if param == "fp32" else 2
+    assert cost.gather_in_s(elements) == pytest.approx(gather_in / 8)
+    assert cost.copy_out_s(elements) == pytest.approx(2 * width)
+    assert cost.scatter_in_s(elements) == pytest.approx(width + 4)
 
 
 def test_copies_are_reduced_on_the_shards_link_where_shards_span_nodes() -> None:
@@ -315,7 +315,7 @@ def test_the_engine_of_events_is_the_recursion_where_nothing_shares(
     plan = data.draw(sharded_plans(profile, one_communicator=True))
     assert plan.sharding is not None
     cost = ShardedCost.of(profile, network, plan.sharding, copy_bytes_per_s=1e8)
-    run = run_step(chain_of(profile, plan), plan.sharding, cost, 1e-3, micro_batches=2)
+    run = run_step(chain_of(profile, plan), cost, 1e-3, micro_batches=2)
     one, other = _alone(run.tasks), _together(run.tasks, 1.0, lambda count: 1.0)
     for left, right in ((one.starts, other.starts), (one.on_link, other.on_link), (one.ends, other.ends)):
         assert left == pytest.approx(right, rel=1e-9, abs=1e-12)

@@ -18,7 +18,7 @@ from backbeat.model import Network, Profile
 from backbeat.model.files import bundled
 from backbeat.planners.mgwfbp import merge_sweep
 from backbeat.planners.optimal import queue_programme
-from backbeat.simulate.recursion import one_communicator
+from backbeat.simulate.engine import one_communicator
 from backbeat.simulate.schedule import Schedule
 from validation.published.figures import HERE, affine_network, figures, provenance, save, table
 from validation.published.shapes import analytic_profile
@@ -40,7 +40,7 @@ DISTRIBUTION = (
 def excess(ready: list[float], sizes: list[float], alpha: float, beta: float) -> float:
     """The merge's finish over the least possible, less one."""
     curve = Curve.affine(alpha, beta)
-    cost = LinkCost(curve, None, {})
+    cost = LinkCost(curve)
     totals = np.concatenate([[0.0], np.cumsum(sizes)])
 
     def finish(ends: list[int]) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from backbeat.model import Gradient, Profile
-from backbeat.model.source import Source
+from backbeat.model.files import Source
 
 BYTES_PER_ELEMENT = 4
 """The papers train in fp32, and fp32 gradients travel."""

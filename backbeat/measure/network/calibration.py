@@ -36,9 +36,9 @@ from backbeat.measure.network.findings import (
 from backbeat.measure.network.jumps import SHARE, refine_jumps
 from backbeat.measure.network.sampling import BRIEF, THOROUGH, Progress, measure
 from backbeat.measure.network.sharded_host import measure_sharded_host
+from backbeat.model.files import Source
 from backbeat.model.network import Network
 from backbeat.model.sharded_times import ShardedHost, ShardedTimes
-from backbeat.model.source import Source
 
 _LEAST_TIMEOUT_S = 30.0
 

@@ -18,9 +18,9 @@ from backbeat.measure.network.case import COLLECTIVES, Case
 from backbeat.measure.network.sampling import REPEATS, SamplingOutcome
 from backbeat.measure.network.verdict import MISFIT, verdict
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
+from backbeat.model.files import Source
 from backbeat.model.network import Network
 from backbeat.model.sharded_times import CollectivePair, ShardedTimes
-from backbeat.model.source import Source
 from backbeat.model.topology import Topology
 from backbeat.units import format_bytes, format_rate, format_seconds
 

@@ -83,7 +83,7 @@ def mixture(memory: MemoryPlan | None) -> tuple[int, int, int]:
 
 def peak_line(kept: MemoryTimeline, budget: int | None) -> str:
     """The predicted peak, where it is and what it is made of."""
-    moment = "at the loss" if kept.phase == "loss" else f"in the {kept.phase} of {kept.block}"
+    moment = "at the loss" if kept.phase == "loss" else f"in the {kept.phase} of {kept.where}"
     above = kept.peak_bytes - kept.holdings.total_bytes
     line = f"Predicted peak {format_bytes(kept.peak_bytes)}"
     if budget is not None:

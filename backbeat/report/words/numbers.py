@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from backbeat.model import Network, Prediction, Profile
-from backbeat.model.source import Source
+from backbeat.model.files import Source
 from backbeat.units import format_bytes, format_seconds
 
 SAME = 5e-4

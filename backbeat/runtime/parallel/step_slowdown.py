@@ -72,7 +72,7 @@ def measure_step_slowdown(
     ratios: list[float] = []
     try:
         copied = copy_of(model)
-        timed = _Timed(example.training(copied, example.make_optimizer(copied)), ranks)
+        timed = _TimedSteps(example.training(copied, example.make_optimizer(copied)), ranks)
         timed.seconds(_WARMUP)
         message = torch.zeros(size // 4, device=ranks.device)
     except Exception as raised:
@@ -91,7 +91,7 @@ def measure_step_slowdown(
     return Slowdown(matmul=factor, attention=factor, memory=factor)
 
 
-class _Timed:
+class _TimedSteps:
     """Steps of one model."""
 
     def __init__(self, training: Training, ranks: RankStore) -> None:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError, nearest
 from backbeat.model import Plan
-from backbeat.model.compression import Compression
+from backbeat.model.plan import Compression
 from backbeat.runtime.reduce.settings import WrapperSettings
 
 FIRST_BUCKET_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20))

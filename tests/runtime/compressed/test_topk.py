@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backbeat.cost.message import sent_elements
-from backbeat.model.compression import Compression
+from backbeat.model.plan import Compression
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.residual import Residual, add_all
 from backbeat.runtime.compressed.topk import (

@@ -11,7 +11,7 @@ import pytest
 import backbeat
 from backbeat.cli import main
 from backbeat.errors import InputError
-from backbeat.model.compression import Compression
+from backbeat.model.plan import Compression
 
 PROFILE = "resnet50-b64-bf16-h200"
 
