@@ -18,7 +18,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-ALWAYS = ("torch._dynamo", "torch.distributed.launcher.api", "backbeat.runtime.auto", "backbeat.cli.calibrate")
+ALWAYS = ("tests.runtime.rank_imports", "tests.runtime.rank_process")
 
 
 def preload(*modules: str) -> None:
