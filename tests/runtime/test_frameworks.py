@@ -24,7 +24,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="run on CPU ranks")
-forks.preload("accelerate", "pytorch_lightning", "transformers.trainer")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frameworks_are_imported_once() -> None:
+    forks.preload("accelerate", "pytorch_lightning", "transformers.trainer")
 
 
 def run(command: list[str], limit_s: float = 100) -> str:
