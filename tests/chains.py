@@ -104,6 +104,8 @@ def chains(draw: st.DrawFn, *, most: int = 8, whole: bool = False) -> Profile:
                 saves_output=draw(flags),
                 changes_input=changes,
                 chained=chained,
+                cast_saving_bytes=draw(st.integers(-100, 200)) * 1000,
+                cast_output=draw(flags),
             )
         )
     # What a block saves as its output, the next must not overwrite.

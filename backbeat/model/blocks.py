@@ -47,6 +47,11 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """It writes into its input (an in-place activation): no recomputed segment can begin here."""
     chained: bool = True
     """Its input is the output of the block before it, and nothing else happens in between."""
+    cast_saving_bytes: int = 0
+    """How much less autograd keeps when its inputs come in the profile's precision, as FSDP2 casts those of a unit.
+    Under autocast they may come in fp32, and every linear layer keeps a copy. Below 0 it keeps more."""
+    cast_output: bool = False
+    """From such inputs it makes a smaller output: the next block's inputs come in that precision too."""
     host_forward_s: Seconds | None = None
     """What the host takes to issue its forward to an idle device; unknown where the host is the device."""
     host_backward_s: Seconds | None = None

@@ -16,7 +16,9 @@ from backbeat.simulate.host_lane import device_alone
 
 _TIMES = ("forward_s", "backward_s")
 _GROWING = ("activation_bytes", "batch_bytes", "head_bytes", "outside_bytes")
-_SIZES = ("input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
+_SIZES = (
+    "input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes", "backward_peak_bytes", "cast_saving_bytes",
+)  # fmt: skip
 
 
 def at_batch(profile: Profile, batch_size: int, other: Profile | None = None) -> Profile:

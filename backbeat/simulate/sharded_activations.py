@@ -1,13 +1,16 @@
 """What a profile's activations become when its parameters are sharded.
 
-A profile is measured with whole fp32 parameters, in bf16 under autocast. Two things differ under `fully_shard`:
+A profile is measured with whole fp32 parameters, in bf16 under autocast. Three things differ under `fully_shard`:
 
 - Autocast keeps a copy of every weight in the dtype it computes with, and autograd saves it. Parameters that are
   gathered in that dtype need none.
+- Units that are gathered in that dtype get their inputs in it. Autocast passes on a stream in fp32, of which every
+  linear layer saves a copy of its own. torch 2.11 casts the inputs of a unit's first module, 2.13 those of each: units
+  of several modules may hold less there than is predicted.
 - The gradient of a weight is made beside the `.grad` that is there, and added to it. Under FSDP2 none is there: it
   becomes the gradient itself, which `sharded_memory` counts.
 
-The largest parameter stands for both, since a block makes its gradients one after the other.
+The largest parameter stands for a block's gradients, since it makes them one after the other.
 """
 
 from __future__ import annotations
@@ -43,19 +46,35 @@ def sharded_activations(profile: Profile, chain: ShardedChain, sharding: Shardin
     element = DTYPE_BYTES.get(profile.precision, ELEMENT_BYTES)
     tied = tied_block(profile, chain)
     blocks = list(profile.blocks)
+    cast = _cast_blocks(profile, chain) if native else frozenset()
     for piece in chain.pieces.pieces:
         if piece.block is None:
             continue
         elements = piece.elements if piece.block != tied else (_largest_of_root(chain),)
         block = blocks[piece.block]
-        copies = element * sum(elements) if native else 0
+        less = element * sum(elements) if native else 0
+        less += block.cast_saving_bytes if piece.block in cast else 0
         blocks[piece.block] = replace(
             block,
-            saved_bytes=max(block.saved_bytes - copies, 0),
-            forward_peak_bytes=max(block.forward_peak_bytes - copies, 0),
+            saved_bytes=max(block.saved_bytes - less, 0),
+            forward_peak_bytes=max(block.forward_peak_bytes - less, 0),
             backward_peak_bytes=max(block.backward_peak_bytes - element * max(elements, default=0), 0),
         )
     return replace(profile, blocks=tuple(blocks))
+
+
+def _cast_blocks(profile: Profile, chain: ShardedChain) -> frozenset[int]:
+    """Blocks whose inputs come in the gathered dtype: the first of each unit, and those after it as long as what is
+    passed on stays in that dtype."""
+    found: set[int] = set()
+    stays = False
+    for stretch in chain.stretches:
+        for place, index in enumerate(stretch.blocks):
+            block = profile.blocks[index]
+            if (place == 0 and stretch.unit != ROOT) or (stays and block.chained):
+                found.add(index)
+            stays = index in found and block.cast_output
+    return frozenset(found)
 
 
 def _largest_of_root(chain: ShardedChain) -> int:

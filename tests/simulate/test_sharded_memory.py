@@ -10,7 +10,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.model import Block, Gradient, Memory, MemoryPlan, Plan, Profile, Segment
 from backbeat.simulate.resident_memory import ResidentMemory
-from backbeat.simulate.sharded_activations import tied_block
+from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_memory import ShardedMemory, sharded_memory, step_moments
 from backbeat.simulate.sharded_units import ROOT, chain_of
 from tests.chains import chains
@@ -110,6 +110,50 @@ def test_recomputed_blocks_are_within_the_same_count() -> None:
     assert other.peak_bytes == again.peak_bytes
     assert other.single_s > one.single_s
     assert other.iteration_s > one.iteration_s
+
+
+@pytest.mark.parametrize(
+    ("units", "knobs", "cast"),
+    [
+        pytest.param([("b.0",), ("b.1",), ("b.2",), ("b.3",)], {}, [0, 1, 2, 3], id="every block a unit"),
+        pytest.param([("b.0", "b.1"), ("b.2", "b.3")], {}, [0, 1, 2], id="b.0 passes it on, b.2 does not"),
+        pytest.param([("b.0",), ("b.2", "b.3")], {}, [0, 1, 2], id="b.1 is the root's"),
+        pytest.param([("b.1", "b.2", "b.3")], {}, [1], id="nobody casts for the root's first"),
+        pytest.param([("b.0",), ("b.1",)], {"param_dtype": "fp32"}, [], id="gathered in fp32"),
+    ],
+)
+def test_inputs_that_come_in_bf16_save_less(
+    units: list[tuple[str, ...]], knobs: dict[str, object], cast: list[int]
+) -> None:
+    profile = row(4)
+    blocks = tuple(
+        replace(block, saved_bytes=100_000 * (k + 1), cast_saving_bytes=10**k, cast_output=k == 0, chained=k > 0)
+        for k, block in enumerate(profile.blocks)
+    )
+    profile = replace(profile, blocks=blocks)
+    plan = sharded_plan(profile, units, **knobs)  # type: ignore[arg-type]
+    assert plan.sharding is not None
+    none = replace(profile, blocks=tuple(replace(block, cast_saving_bytes=0) for block in blocks))
+    before, after = (sharded_activations(one, chain_of(one, plan), plan.sharding).blocks for one in (none, profile))
+    less = [old.saved_bytes - new.saved_bytes for old, new in zip(before, after, strict=True)]
+    assert less == [10**k if k in cast else 0 for k in range(4)]
+
+
+@settings(max_examples=100)
+@given(chains(), st.data())
+def test_inputs_that_save_less_never_take_more(profile: Profile, data: st.DataObject) -> None:
+    """Nor do they change anything where autocast did not run or parameters come in fp32."""
+    profile = replace(profile, precision=data.draw(st.sampled_from(["bf16", "fp32"])))
+    plan = data.draw(sharded_plans(profile))
+    assert plan.sharding is not None
+    blocks = tuple(replace(block, cast_saving_bytes=0) for block in profile.blocks)
+    without = held(replace(profile, blocks=blocks), plan).peak_bytes
+    peak = held(profile, plan).peak_bytes
+    savings = [block.cast_saving_bytes for block in profile.blocks]
+    if profile.precision == "fp32" or plan.sharding.param_dtype == "fp32":
+        assert peak == without
+    elif min(savings) >= 0:
+        assert without - sum(savings) <= peak <= without
 
 
 @settings(max_examples=100)

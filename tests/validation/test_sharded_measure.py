@@ -31,6 +31,17 @@ def script(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["norm last", "norm first, norms in bf16"])
+def test_fsdp2_saves_in_a_layer_what_is_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch since 2.13 casts the inputs of every module of a unit, and saves less in the second of a pair."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    saved_bytes = script("saved_bytes")
+    for units, (_, found, predicted) in saved_bytes.compare(saved_bytes.cases("cpu")[name], "cpu"):
+        assert predicted[0] == pytest.approx(found[0], rel=0.01), units
+        assert predicted[1] == pytest.approx(found[1], rel=0.01) or (units == "in pairs" and predicted[1] > found[1])
+
+
 @pytest.fixture(scope="module")
 def errors() -> ModuleType:
     return script("errors")

@@ -31,6 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,12 @@ def run(given: argparse.Namespace) -> bool:
         setting = Setting(nodes=given.nodes, rate_bits=rate, backend=given.backend, busy=True)
         path = given.folder / f"{setting.name}.json"
         record = opened(path, setting)
-        with experiment.Nodes(setting, COMMUNICATORS) as nodes:
-            for name in given.models:
-                if not given.again and any(one["model"] == name and "error" not in one for one in record["cases"]):
-                    continue
+        known = {one["model"] for one in record["cases"] if "error" not in one and not given.again}
+        left = [name for name in given.models if name not in known]
+        with ExitStack() as entered:
+            nodes = entered.enter_context(experiment.Nodes(setting, COMMUNICATORS)) if left else None
+            for name in left:
+                assert nodes is not None
                 began = time.monotonic()
                 if began + slowest_s > ends:
                     print(f"{setting.name}: no time for {name}", file=sys.stderr)

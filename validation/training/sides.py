@@ -327,7 +327,7 @@ def _with_memory(rig: Rig) -> Profile:
     model = rig.copy()
     found = measure_profile(
         model, rig.step.batch, rig.step.loss, rig.step.make_optimizer(model), precision=rig.precision, iterations=8,
-        warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory,
+        warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory, line_up=rig.ranks.line_up,
     ).profile  # fmt: skip
     held = found.memory
     if held is not None:

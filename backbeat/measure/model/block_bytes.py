@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
-from backbeat.measure.model.chain import ChainRecorder, untraced
+from backbeat.measure.model.chain import ChainRecorder, Hooks, untraced
 from backbeat.measure.model.memory_by_kind import storage_bytes, storage_key, storage_size
 
 
@@ -19,6 +20,8 @@ class BlockSizes:
     input: int = 0
     output: int = 0
     saved: int = 0
+    kept: int = 0
+    """All that autograd keeps and no block before it does, input and output included."""
     saves_input: bool = False
     saves_output: bool = False
 
@@ -82,8 +85,9 @@ class BlockBytes(ChainRecorder):
         size.saves_input |= bool(inputs) and storage_key(inputs[0]) in (into - out) & self._saved.keys()
         size.saves_output |= any(key in out for key in self._saved)
         for key, saved in self._saved.items():
-            if key not in into and key not in out and key not in self._counted:
-                size.saved += saved
+            if key not in self._counted:
+                size.kept += saved
+                size.saved += saved if key not in into and key not in out else 0
         self._counted.update(self._saved)
         self._ends = out
         self._running, self._saved = None, {}
@@ -98,6 +102,25 @@ class BlockBytes(ChainRecorder):
             elif key not in self._counted:
                 self._between[key] = storage_size(tensor)
         return kept
+
+
+class CastInputs(Hooks):
+    """A context in which every block gets its floating-point inputs in one dtype, as FSDP2 casts those of a unit."""
+
+    def __init__(self, blocks: dict[str, torch.nn.Module], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._blocks, self._dtype = blocks, dtype
+
+    def __enter__(self) -> CastInputs:
+        for module in self._blocks.values():
+            self._handles.append(module.register_forward_pre_hook(untraced(self._cast_all), with_kwargs=True))
+        return self
+
+    def _cast_all(self, _module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(self._cast, (args, kwargs))
+
+    def _cast(self, value: Any) -> Any:
+        return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 @dataclass(frozen=True)

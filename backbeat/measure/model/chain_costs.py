@@ -1,9 +1,10 @@
 """A model as a chain of blocks, measured: what each keeps for backward, how long it takes, how high memory rises in it.
 
 Each figure comes from iterations of its own, so that none disturbs another. One under saved-tensor hooks says what is
-saved and how the blocks are chained. Some with a mark at every border give the times. On a GPU, one reads the
-allocator's level and peak at every border, and some read the host's clock there. Backward's borders are the gradients
-of the blocks' outputs: a block's backward lasts until the next one's begins.
+saved and how the blocks are chained; under autocast, another forward says what is saved of cast inputs. Some with a
+mark at every border give the times. On a GPU, one reads the allocator's level and peak at every border, and some read
+the host's clock there. Backward's borders are the gradients of the blocks' outputs: a block's backward lasts until the
+next one's begins.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch
 
 from backbeat.comm.clock import Clock, Mark
 from backbeat.measure.model.batches import tensors_in
-from backbeat.measure.model.block_bytes import BlockBytes, block_parameters
+from backbeat.measure.model.block_bytes import BlockBytes, BlockSizes, CastInputs, block_parameters
 from backbeat.measure.model.chain import BlockCall, BlockHooks, find_blocks
 from backbeat.measure.model.host_link import measure_host_link
-from backbeat.measure.model.training_step import Training
+from backbeat.measure.model.precision import AUTOCAST
+from backbeat.measure.model.training_step import Training, is_out_of_memory, where_raised
 from backbeat.model import Block, HostLink
 
 _TIMED = {"cpu": 3, "cuda": 5}
@@ -44,7 +46,7 @@ class MeasuredChain:
 def measure_blocks(training: Training) -> MeasuredChain:
     """Measure the model's chain of blocks; empty where it has none. The model must not be compiled."""
     found = find_blocks(training.model)
-    weights = BlockBytes(found, [*training.model.parameters(), *training.model.buffers(), *tensors_in(training.batch)])
+    weights = BlockBytes(found, _alive(training))
     if found:
         with weights:
             loss = training.forward()
@@ -60,7 +62,8 @@ def measure_blocks(training: Training) -> MeasuredChain:
     host_s = _host_times(training, blocks) if training.clock.asynchronous else {}
     sizes = weights.sizes
     parameters = block_parameters(blocks)
-    notes = _notes(links)
+    cast, cast_notes = _cast_sizes(training, blocks)
+    notes = (*_notes(links), *cast_notes)
     if training.device.type == "cuda":
         levels = _levels(training, blocks)
         peaks, head = levels.rises, levels.head
@@ -91,6 +94,8 @@ def measure_blocks(training: Training) -> MeasuredChain:
                 parameter_dtype=parameters[name].dtype,
                 changes_input=link.changes_input,
                 chained=link.chained,
+                cast_saving_bytes=sizes[name].kept - cast[name].kept if name in cast else 0,
+                cast_output=name in cast and cast[name].output < sizes[name].output,
                 host_forward_s=_rounded(host_s.get(("forward", name))),
                 host_backward_s=_rounded(host_s.get(("backward", name))),
             )
@@ -101,6 +106,30 @@ def measure_blocks(training: Training) -> MeasuredChain:
         outside_bytes=weights.outside_saved,
         notes=notes,
     )
+
+
+def _alive(training: Training) -> list[torch.Tensor]:
+    """What is there whatever autograd saves."""
+    return [*training.model.parameters(), *training.model.buffers(), *tensors_in(training.batch)]
+
+
+def _cast_sizes(
+    training: Training, blocks: dict[str, torch.nn.Module]
+) -> tuple[dict[str, BlockSizes], tuple[str, ...]]:
+    """The blocks' sizes when the inputs of each come in the dtype that autocast computes in; none without autocast, or,
+    with a note, where the model cannot do with such inputs."""
+    dtype = AUTOCAST.get(training.precision)
+    if dtype is None:
+        return {}, ()
+    try:
+        with CastInputs(blocks, dtype), BlockBytes(blocks, _alive(training)) as weights:
+            training.plain_loss()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raised = where_raised(error)
+        return {}, (f"blocks: with inputs in {training.precision}, as FSDP2 casts those of units: {raised}",)
+    return weights.sizes, ()
 
 
 def _notes(links: dict[str, BlockCall]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import torch
 from backbeat.errors import InputError
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Large enough to keep small gradients, small enough that no warm-up step is skipped for an overflow.
 _FIRST_SCALE = 1024.0
@@ -27,7 +27,7 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """What forward and loss run under."""
-    dtype = _AUTOCAST.get(precision)
+    dtype = AUTOCAST.get(precision)
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 

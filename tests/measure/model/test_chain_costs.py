@@ -86,6 +86,47 @@ def test_micro_batches_are_counted_singly():
     ]
 
 
+class Branches(nn.Module):
+    """Linear layers beside each other, and a norm behind them in the dtype it is told."""
+
+    def __init__(self, wide: bool, refuses: bool = False) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.norm = nn.LayerNorm(32)
+        self.wide, self.refuses = wide, refuses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.refuses and x.dtype == torch.bfloat16:
+            raise ValueError("only fp32")
+        out = sum(branch(x) for branch in self.branches) + x
+        return self.norm(out.float()) if self.wide else out
+
+
+def branched(precision: str, **options: bool) -> Profile:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Branches(**options) for _ in range(3)))
+    batch = (torch.randn(16, 32), torch.randint(0, 32, (16,)))
+    return profile(model, batch, loss_of, precision=precision, **QUICK)
+
+
+def test_inputs_in_bf16_are_saved_once():
+    """Of an input in fp32 every linear layer saves a copy in bf16; of one in bf16 all save the same."""
+    last, first = branched("bf16", wide=True), branched("bf16", wide=False)
+    copy = 16 * 32 * 2
+    assert [(block.cast_saving_bytes, block.cast_output) for block in last.blocks] == [(2 * copy, False)] * 3
+    # Where nothing widens the sum, it stays in bf16.
+    assert all(block.cast_output for block in first.blocks)
+    unknown = [block for block in branched("fp32", wide=True).blocks if block.cast_saving_bytes or block.cast_output]
+    assert not unknown
+
+
+def test_a_model_that_refuses_inputs_in_bf16_says_so():
+    result = branched("bf16", wide=True, refuses=True)
+    assert len(result.blocks) == 3
+    assert not any(block.cast_saving_bytes for block in result.blocks)
+    assert any("with inputs in bf16" in note and "only fp32" in note for note in result.notes)
+
+
 def test_a_model_without_a_chain_has_no_blocks():
     model, batch = nn.Linear(8, 10), (torch.randn(4, 8), torch.randint(0, 10, (4,)))
     result = profile(model, batch, loss_of, **QUICK)
