@@ -18,7 +18,13 @@ from subprocess import CompletedProcess
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-ALWAYS = ("tests.runtime.rank_imports", "tests.runtime.rank_process")
+ALWAYS = (
+    # First: the checks are found where it stands.
+    "tests.runtime.rank_process",
+    "parallel_checks", "recipe_checks", "runtime_checks", "sharded_checks", "sharded_order_checks",
+    "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.launcher.api",
+    "backbeat.cli.calibrate", "backbeat.planners", "backbeat.runtime.auto",
+)  # fmt: skip
 
 
 def preload(*modules: str) -> None:

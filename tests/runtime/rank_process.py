@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
 
 def _kind(error: AssertionError) -> str:
@@ -172,6 +173,7 @@ def main(ranks: list[tuple[Connection, Connection, dict[str, str]]], environment
     """For each rank what it reads from, what it writes to, and its environment."""
     os.setsid()
     os.environ.update(environment)
+    # Again: a process that multiprocessing starts has its parent's.
     sys.path.insert(0, str(HERE))
     if quiet:
         with open(os.devnull, "w") as nowhere:
