@@ -80,7 +80,6 @@ class RankPool:
         `fresh`: in processes that have run nothing before. `record`: with what each rank sent (`collective_log`).
         """
         self._number += 1
-        self._send_signal(signal.SIGCONT)
         self._tell(
             {
                 "scenario": scenario,
@@ -101,23 +100,17 @@ class RankPool:
             self._start()
         else:
             self._tell({})
-            if DEVICE == "cpu":
-                # Until the next run: gloo's groups that torch's caches hold on to wake a hundred times a second.
-                self._send_signal(signal.SIGSTOP)
         return answers
 
     def close(self) -> None:
-        self._send_signal(signal.SIGKILL)
+        # With all that it forked, which are of its process group.
+        os.killpg(self._process.ident or 0, signal.SIGKILL)
         self._process.join()
         self._process.close()
         for pipe in (*self._told, *self._telling):
             # What a dead rank was not told any more must not be sent when the pipe is closed.
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-
-    def _send_signal(self, number: signal.Signals) -> None:
-        """To the process and all that it forked, which are of its process group."""
-        os.killpg(self._process.ident or 0, number)
 
     def _tell(self, message: dict[str, Any]) -> None:
         for pipe in self._told:
