@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "runtime"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "runtime")]
 
 from rank_pool import DEVICE, RankPool  # noqa: E402
 from runtime_scenarios import SCENARIOS  # noqa: E402

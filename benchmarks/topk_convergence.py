@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import platform
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # The optimizers would import it, on every rank.
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
@@ -152,28 +153,24 @@ def train(task: str, method: str, seed: int, steps: int, rank: int) -> float:
 
 
 @contextmanager
-def job(arguments: argparse.Namespace) -> Iterator[None]:
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+def job(rank: int, port: int) -> Iterator[None]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=arguments.rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def work(arguments: argparse.Namespace) -> None:
+def work(arguments: argparse.Namespace, rank: int, port: int) -> None:
     """One rank: every row in turn; rank 0 prints and saves."""
     rows: list[dict[str, Any]] = []
-    with job(arguments):
+    with job(rank, port):
         for task in arguments.task.split(","):
             dense: list[float] = []
             for method in METHODS if arguments.methods is None else arguments.methods.split(";"):
                 begin = time.perf_counter()
-                losses = [
-                    train(task, method, int(seed), arguments.steps, arguments.rank)
-                    for seed in arguments.seeds.split(",")
-                ]
+                losses = [train(task, method, int(seed), arguments.steps, rank) for seed in arguments.seeds.split(",")]
                 dense = dense or losses
                 gap = max(loss - other for loss, other in zip(losses, dense, strict=True))
                 row = {
@@ -181,7 +178,7 @@ def work(arguments: argparse.Namespace) -> None:
                     "seconds": time.perf_counter() - begin,
                 }  # fmt: skip
                 rows.append(row)
-                if arguments.rank == 0:
+                if rank == 0:
                     shown = "  ".join(f"{loss:.4f}" for loss in losses)
                     print(
                         f"{task:12s} {method:36s} {shown}   worst gap {gap:+.4f}   {row['seconds']:.0f} s", flush=True
@@ -192,7 +189,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 def save(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     record = {
-        "command": " ".join(["python", "benchmarks/topk_convergence.py", *arguments.given]),
+        "command": " ".join(["python", "benchmarks/topk_convergence.py", *sys.argv[1:]]),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "date": datetime.now(UTC).date().isoformat(),
         "rows": rows,
@@ -213,24 +210,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--json", default="", help="where to save the rows")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.given = [word for word in sys.argv[1:] if not word.startswith("--rank")]
-    if arguments.rank >= 0:
-        work(arguments)
-        return
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], f"--rank={rank}"], env=environment)
-        for rank in range(2)
-    ]
+    # Forks, which find torch imported; before any thread is started.
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    ranks = [context.Process(target=work, args=(arguments, rank, port)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
     try:
-        codes = [rank.wait() for rank in ranks]
+        for rank in ranks:
+            rank.join()
     finally:
         for rank in ranks:
             rank.kill()
-    if any(codes):
-        raise SystemExit(max(codes))
+    if any(rank.exitcode for rank in ranks):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

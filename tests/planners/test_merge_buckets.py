@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
@@ -23,7 +23,6 @@ from backbeat.simulate.halves_step import period
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 
-@settings(max_examples=300)
 @given(profiles(most=30), networks(), st.randoms(use_true_random=False))
 def test_no_bucket_that_ends_the_plan_ends_later(profile: Profile, network: Network, random) -> None:
     count = len(profile.gradients)
@@ -34,7 +33,6 @@ def test_no_bucket_that_ends_the_plan_ends_later(profile: Profile, network: Netw
             assert Draft(found).end_s(profile, cost) <= Draft(ends).end_s(profile, cost) * (1 + 1e-9)
 
 
-@settings(max_examples=200)
 @given(profiles(most=30), networks())
 def test_a_bucket_outgrows_the_stock_one_only_where_one_did(profile: Profile, network: Network) -> None:
     ends = best_ends(profile, network.cost)
@@ -45,7 +43,6 @@ def test_a_bucket_outgrows_the_stock_one_only_where_one_did(profile: Profile, ne
     )
 
 
-@settings(max_examples=100)
 @given(profiles(most=20), networks())
 def test_merging_again_changes_nothing(profile: Profile, network: Network) -> None:
     once = merged_ends(profile, network.cost, best_ends(profile, network.cost))
@@ -102,7 +99,6 @@ def longest(ends: list[int], profile: Profile) -> float:
     return max(float(profile.sizes[first:last].sum()) for first, last in pairwise([0, *ends]))
 
 
-@settings(max_examples=200)
 @given(profiles(most=40), networks(), st.randoms(use_true_random=False))
 def test_buckets_on_several_communicators_are_merged_by_the_same_rules(
     profile: Profile, network: Network, random
@@ -126,7 +122,6 @@ def test_many_buckets_on_two_communicators_become_few(gradients: int, size: int)
     assert len(found.ends) <= gradients * size / DDP_BUCKET_BYTES + 4
 
 
-@settings(max_examples=100)
 @given(profiles(most=30), networks(), st.sampled_from([0.0, 0.01, 0.1]))
 def test_slack_is_a_share_of_the_iteration(profile: Profile, network: Network, slack: float) -> None:
     ends = best_ends(profile, network.cost)
@@ -139,7 +134,6 @@ def test_slack_is_a_share_of_the_iteration(profile: Profile, network: Network, s
             assert iteration_s(profile, found.end_s(profile, cost)) <= least * (1 + slack + 1e-9)
 
 
-@settings(max_examples=150)
 @given(profiles(most=25), networks())
 def test_the_halves_of_a_decoupled_plan_keep_slack(profile: Profile, network: Network) -> None:
     few = bb.plan(profile, network, "halves")

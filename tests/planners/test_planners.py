@@ -30,7 +30,6 @@ def ends_of(plan: bb.Plan) -> list[int]:
     return np.cumsum([len(bucket.gradients) for bucket in plan.buckets]).tolist()
 
 
-@settings(max_examples=200)
 @given(profiles(most=9), networks())
 def test_optimal_is_what_exhaustive_search_finds(profile: Profile, network: Network) -> None:
     least = min(Draft(ends).end_s(profile, network.cost) for ends in every_partition(len(profile.gradients)))
@@ -38,7 +37,6 @@ def test_optimal_is_what_exhaustive_search_finds(profile: Profile, network: Netw
     assert found == pytest.approx(least, rel=1e-9)
 
 
-@settings(max_examples=250)
 @given(profiles(most=60), networks())
 def test_optimal_is_never_beaten_on_one_communicator(profile: Profile, network: Network) -> None:
     best = bb.plan(profile, network, "optimal").predicted.iteration_s  # type: ignore[union-attr]
@@ -47,7 +45,6 @@ def test_optimal_is_never_beaten_on_one_communicator(profile: Profile, network: 
         assert best <= other * (1 + 1e-9), strategy
 
 
-@settings(max_examples=120)
 @given(profiles(most=40), networks())
 def test_best_is_never_beaten_by_more_than_simplicity_is_worth(profile: Profile, network: Network) -> None:
     best = bb.predict(profile, network, "best").iteration_s
@@ -56,7 +53,6 @@ def test_best_is_never_beaten_by_more_than_simplicity_is_worth(profile: Profile,
     assert best <= bb.predict(profile, network, "ddp").iteration_s * (1 + 1e-9)
 
 
-@settings(max_examples=100)
 @given(profiles(most=40), networks())
 def test_a_second_communicator_gains_more_than_simplicity_is_worth(profile: Profile, network: Network) -> None:
     best, optimal = (bb.predict(profile, network, strategy) for strategy in ("best", "optimal"))
@@ -124,7 +120,6 @@ def published_merge(ready: list[float], sizes: list[float], a: float, b: float, 
     return [layers - layer + 1 for layer in range(layers, 0, -1) if size[layer]]
 
 
-@settings(max_examples=300)
 @given(profiles(most=40), st.sampled_from([1e-5, 1e-4, 1e-3]), st.sampled_from([1e-10, 1e-9, 1e-8]), st.booleans())
 def test_the_sweep_is_the_published_merge(profile: Profile, alpha: float, beta: float, asc: bool) -> None:
     ready, sizes = profile.ready.tolist(), profile.sizes.tolist()
@@ -168,7 +163,6 @@ def test_the_walk_visits_every_constant_buffer(sizes: list[int], buffer: int) ->
     assert capped(floats, [buffer]) in [ends for _, ends in _constant_buffers(tuple(floats))]
 
 
-@settings(max_examples=100)
 @given(profiles(most=25), networks(), st.integers(1, 3 * 10**7))
 def test_adaptive_never_loses_to_a_constant_buffer(profile: Profile, network: Network, buffer: int) -> None:
     constant = Draft(capped(profile.sizes.tolist(), [buffer])).end_s(profile, network.cost)

@@ -7,12 +7,13 @@ import json
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from tests.forks import CONTEXT
+from tests.runtime import rank_process
 
 HERE = Path(__file__).parent
 DEVICE = os.environ.get("BACKBEAT_TEST_DEVICE", "cpu")
@@ -52,25 +53,17 @@ class RankPool:
         self._store = self._dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        requests, answers = ([os.pipe() for _ in range(self.size)] for _ in range(2))
+        requests, answers = ([CONTEXT.Pipe(duplex=False) for _ in range(self.size)] for _ in range(2))
         ranks = [
-            (told[0], telling[1], node_environment(rank, self.size))
-            for rank, (told, telling) in enumerate(zip(requests, answers, strict=True))
+            (told, telling, node_environment(rank, self.size))
+            for rank, ((told, _), (_, telling)) in enumerate(zip(requests, answers, strict=True))
         ]
-        theirs = [end for told, telling, _ in ranks for end in (told, telling)]
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "rank_process.py"), json.dumps(ranks)],
-            env={**os.environ, **SHARED},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if QUIET else 2,
-            stderr=subprocess.DEVNULL if QUIET else None,
-            pass_fds=theirs,
-            start_new_session=True,
-        )
-        for end in theirs:
-            os.close(end)
-        self._told = [os.fdopen(tell, "w", buffering=1) for _, tell in requests]
-        self._telling = [os.fdopen(hear) for hear, _ in answers]
+        self._process = CONTEXT.Process(target=rank_process.main, args=(ranks, {**os.environ, **SHARED}, QUIET))
+        self._process.start()
+        self._told = [os.fdopen(os.dup(tell.fileno()), "w", buffering=1) for _, tell in requests]
+        self._telling = [os.fdopen(os.dup(hear.fileno())) for hear, _ in answers]
+        for end in (end for ends in (*requests, *answers) for end in ends):
+            end.close()
         self._answers(180)
 
     def run(
@@ -111,8 +104,9 @@ class RankPool:
 
     def close(self) -> None:
         # With all that it forked, which are of its process group.
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        os.killpg(self._process.ident or 0, signal.SIGKILL)
+        self._process.join()
+        self._process.close()
         for pipe in (*self._told, *self._telling):
             # What a dead rank was not told any more must not be sent when the pipe is closed.
             with contextlib.suppress(BrokenPipeError):

@@ -1,4 +1,4 @@
-"""The ranks of a pool: torch is imported once, then every rank is a fork, and runs what it is told in a forked child.
+"""The ranks of a pool: forks of a process that has torch imported, each runs what it is told in a forked child.
 
 A child serves scenarios until one of them leaves it in an odd state, or dead; then a new one is forked. Each scenario
 has a process group of its own.
@@ -15,10 +15,12 @@ import sys
 import traceback
 import warnings
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
 
 def _kind(error: AssertionError) -> str:
@@ -167,38 +169,27 @@ def attend(requests: int, answers: int) -> None:
                 child.tell(request)
 
 
-def main() -> None:
-    """Argument: for each rank the descriptor it reads from, the one it writes to, and its environment."""
-    # Imported here, before any fork: what the ranks and their children would each load again.
-    import parallel_checks
-    import recipe_checks
-    import runtime_checks
-    import sharded_checks
-    import sharded_order_checks
-    import torch._dynamo
-
-    import backbeat.measure.network.calibration
-    import backbeat.planners
-
-    assert backbeat.planners, backbeat.measure.network.calibration
-    assert runtime_checks, torch._dynamo
-    assert sharded_checks, (sharded_order_checks, parallel_checks, recipe_checks)
+def main(ranks: list[tuple[Connection, Connection, dict[str, str]]], environment: dict[str, str], quiet: bool) -> None:
+    """For each rank what it reads from, what it writes to, and its environment."""
+    os.setsid()
+    os.environ.update(environment)
+    # Again: a process that multiprocessing starts has its parent's.
+    sys.path.insert(0, str(HERE))
+    if quiet:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
     # What is imported stays: collecting garbage need not look at it, nor touch memory shared with the children.
     gc.freeze()
-    ranks = json.loads(sys.argv[1])
-    for requests, answers, environment in ranks:
+    for requests, answers, own in ranks:
         if os.fork() == 0:
             for other in (one for ends in ranks for one in ends[:2] if one not in (requests, answers)):
-                os.close(other)
-            os.environ.update(environment)
-            attend(requests, answers)
+                other.close()
+            os.environ.update(own)
+            attend(requests.fileno(), answers.fileno())
             os._exit(0)
     for requests, answers, _ in ranks:
-        os.close(requests)
-        os.close(answers)
+        requests.close()
+        answers.close()
     for _ in ranks:
         os.wait()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,7 @@
-"""The examples, run as a user runs them: torchrun, elastic restart, Lightning, Accelerate, Hugging Face."""
+"""The examples, run as a user runs them: torchrun, elastic restart, Lightning, Accelerate, Hugging Face.
+
+One runs under `torchrun` itself and one starts its ranks by Lightning; the ranks of the others are forks.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,24 @@ from pathlib import Path
 import pytest
 from rank_pool import DEVICE
 
+from tests import forks
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="run on CPU ranks")
 
 
-def run(command: list[str], limit_s: float = 100, **environment: str) -> str:
+@pytest.fixture(autouse=True, scope="module")
+def _frameworks_are_imported_once() -> None:
+    forks.preload("accelerate", "pytorch_lightning", "transformers.trainer")
+
+
+def run(command: list[str], limit_s: float = 100) -> str:
     process = subprocess.Popen(
         command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment},
+        env={**os.environ, **QUIET},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -37,9 +49,11 @@ def run(command: list[str], limit_s: float = 100, **environment: str) -> str:
     return out
 
 
-def torchrun(*arguments: str, ranks: int = 2, limit_s: float = 100, **environment: str) -> str:
-    options = ["--standalone", "--nproc-per-node", str(ranks), *arguments]
-    return run([sys.executable, "-m", "torch.distributed.run", *options], limit_s, **environment)
+def torchrun(path: Path, *arguments: str, ranks: int = 2, restarts: int = 0, limit_s: float = 100, **more: str) -> str:
+    job = forks.Fork(forks.torchrun, ranks, restarts, str(path), *arguments, environment={**QUIET, **more})
+    done = job.wait(limit_s)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def losses(text: str) -> dict[int, float]:
@@ -53,11 +67,12 @@ def sums(text: str) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, float]:
     """Losses of 40 steps on two ranks."""
-    return losses(torchrun(str(EXAMPLES / "torchrun.py"), "--steps", "40"))
+    return losses(torchrun(EXAMPLES / "torchrun.py", "--steps", "40"))
 
 
 def test_torchrun_with_a_strategy() -> None:
-    out = torchrun(str(EXAMPLES / "torchrun.py"), "--plan", "auto", "--steps", "40")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    out = run([*command, str(EXAMPLES / "torchrun.py"), "--plan", "auto", "--steps", "40"])
     found = losses(out)
     assert found[39] < found[0]
     assert "buckets" in out
@@ -65,16 +80,15 @@ def test_torchrun_with_a_strategy() -> None:
 
 def test_elastic_restart_continues_to_the_same_losses(undisturbed: dict[int, float], tmp_path: Path) -> None:
     """A rank dies in mid-training; torchrun starts the job again, which plans anew and goes on from its checkpoint."""
-    script, steps = str(EXAMPLES / "torchrun.py"), ["--steps", "40"]
-    saved = str(tmp_path / "state.pt")
+    options = ["--steps", "40", "--checkpoint", str(tmp_path / "state.pt")]
     # Torch's own: with the launcher's store shared, restarted workers may find the dead ones' addresses in it.
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DIE_AT_STEP": "24"}
-    restarted = torchrun("--max-restarts", "1", script, *steps, "--checkpoint", saved, **fresh)
+    restarted = torchrun(EXAMPLES / "torchrun.py", *options, restarts=1, **fresh)
     assert losses(restarted)[39] == pytest.approx(undisturbed[39], rel=1e-5)
 
 
 def test_another_world_size_continues_to_the_same_losses(undisturbed: dict[int, float], tmp_path: Path) -> None:
-    script, saved = str(EXAMPLES / "torchrun.py"), str(tmp_path / "state.pt")
+    script, saved = EXAMPLES / "torchrun.py", str(tmp_path / "state.pt")
     torchrun(script, "--steps", "15", "--checkpoint", saved, ranks=2)
     continued = losses(torchrun(script, "--steps", "31", "--checkpoint", saved, "--plan", "auto", ranks=4))
     assert continued[30] == pytest.approx(undisturbed[30], rel=1e-4)
@@ -90,26 +104,26 @@ def test_lightning() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed")
 def test_accelerate() -> None:
-    out = torchrun(str(EXAMPLES / "accelerate_loop.py"))
+    out = torchrun(EXAMPLES / "accelerate_loop.py")
     assert out.count("backbeat True") == 2, out
     assert len(set(sums(out))) == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="Lightning is not installed")
 def test_lightnings_model_parallel_strategy() -> None:
-    out = run([sys.executable, str(EXAMPLES / "lightning_sharded.py"), "--devices", "2"])
+    out = torchrun(EXAMPLES / "lightning_sharded.py", "--devices", "2")
     assert "24 steps, sharded True" in out, out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed")
 def test_accelerates_fsdp2() -> None:
-    out = torchrun(str(EXAMPLES / "accelerate_sharded.py"))
+    out = torchrun(EXAMPLES / "accelerate_sharded.py")
     assert "sharded True" in out, out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_hugging_face_trainer() -> None:
-    out = torchrun(str(EXAMPLES / "hf_trainer.py"))
+    out = torchrun(EXAMPLES / "hf_trainer.py")
     assert out.count("backbeat True") == 2, out
     assert len(set(sums(out))) == 1
 
@@ -119,5 +133,5 @@ def test_hugging_face_trainer() -> None:
     reason="needs Lightning, Accelerate and transformers",
 )
 def test_every_kind_of_plan_trains_as_its_counterpart() -> None:
-    out = torchrun(str(Path(__file__).parent / "framework_process.py"), limit_s=400)
+    out = torchrun(Path(__file__).parent / "framework_process.py", limit_s=400)
     assert out.count("as its counterpart") == 2 * (3 * 9 + 4 + 3 + 2), out

@@ -26,6 +26,7 @@ from backbeat.runtime.integrations.watching import lightning_watch, scalars, to_
 from backbeat.runtime.reduce.timing import TimedStep
 from backbeat.runtime.watch import Watch, _over_ranks
 from backbeat.runtime.watched_steps import HookedSteps, _figures, _promised
+from tests.forks import Fork, torchrun
 
 JOB = """
 import sys, time
@@ -65,9 +66,9 @@ def model(tmp_path: Path) -> Any:
 def test_two_ranks_name_the_straggler_in_a_log_that_the_command_shows(tmp_path: Path) -> None:
     script, log = tmp_path / "job.py", tmp_path / "watch.jsonl"
     script.write_text(JOB)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "80"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*torchrun, str(script), str(log)], env=environment, timeout=120, check=True, capture_output=True)
+    job = Fork(torchrun, 2, 0, str(script), str(log), environment={"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
+    done = job.wait(120)
+    assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["step"] for row in rows] == [10, 20, 30, 40]
     for row in rows:
@@ -75,8 +76,8 @@ def test_two_ranks_name_the_straggler_in_a_log_that_the_command_shows(tmp_path: 
         assert row["exposed_s"] <= row["iteration_s"]
         assert row["transfer_s"] > 0
     shown = subprocess.run(
-        [sys.executable, "-m", "backbeat", "watch", str(log)], env=environment, timeout=60, check=True,
-        capture_output=True, text=True,
+        [sys.executable, "-m", "backbeat", "watch", str(log)], env={**os.environ, "COLUMNS": "80"}, timeout=60,
+        check=True, capture_output=True, text=True,
     )  # fmt: skip
     assert re.search(r"^ +40 .*rank 1 [+×]", shown.stdout, re.MULTILINE)
     assert max(map(len, shown.stdout.splitlines())) <= 80

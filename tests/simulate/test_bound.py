@@ -6,7 +6,7 @@ import random as randomness
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
@@ -40,7 +40,6 @@ def measured_costs(draw: st.DrawFn) -> LinkCost:
 costs = measured_costs() | networks().map(lambda network: network.cost)
 
 
-@settings(max_examples=200)
 @given(profiles(most=9), costs)
 def test_no_bucketing_beats_the_bound_on_one_communicator(profile: Profile, cost: LinkCost) -> None:
     bound = communication_bound(profile, cost, 1)
@@ -48,7 +47,6 @@ def test_no_bucketing_beats_the_bound_on_one_communicator(profile: Profile, cost
         assert bound <= communicate(Schedule.of_ends(profile, ends), cost, 1).end_s * ROUNDING
 
 
-@settings(max_examples=200)
 @given(profiles(most=9), costs, st.integers(2, 5), st.randoms(use_true_random=False))
 def test_no_bucketing_beats_the_bound_on_several(
     profile: Profile, cost: LinkCost, communicators: int, random: randomness.Random
@@ -62,7 +60,6 @@ def test_no_bucketing_beats_the_bound_on_several(
             assert bound <= communicate(schedule, cost, communicators).end_s * ROUNDING
 
 
-@settings(max_examples=300)
 @given(profiles(most=12), costs, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_no_other_order_beats_the_bound(
     profile: Profile, cost: LinkCost, communicators: int, random: randomness.Random
@@ -90,7 +87,6 @@ def test_more_communicators_than_gradients_are_of_no_use(profile: Profile, cost:
     assert communication_bound(profile, cost, 10**12) == communication_bound(profile, cost, len(profile.gradients))
 
 
-@settings(max_examples=300)
 @given(profiles(most=20), networks(busy=False), st.integers(1, 3))
 def test_bytes_and_latency_are_never_counted_for_less(profile: Profile, network: Network, communicators: int) -> None:
     """Gradients after the i-th take the least latency and the least link time per byte."""

@@ -7,19 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.cli import terminal
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "backbeat", *arguments],
-        cwd=ROOT,
-        timeout=180,
-        check=False,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
+    done = terminal.run(*arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -27,8 +21,13 @@ def run(*arguments: str) -> str:
 def test_from_a_model_of_ones_own_to_a_plan(tmp_path: Path) -> None:
     profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
     factory = "examples.my_model:small_cnn"
-    printed = run("profile", factory, "--batch-size", "8", "--device", "cpu", "--iterations", "3", "-o", profile)
-    assert "small-cnn-b8-fp32-cpu" in printed
+    options = ("--batch-size", "8", "--device", "cpu", "--iterations", "3", "-o", profile)
+    done = subprocess.run(
+        [sys.executable, "-m", "backbeat", "profile", factory, *options],
+        cwd=ROOT, timeout=180, check=False, capture_output=True, encoding="utf-8",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "small-cnn-b8-fp32-cpu" in done.stdout
     measured = json.loads(Path(profile).read_text())
     assert len(measured["gradients"]) == 16
     assert measured["batch_size"] == 8

@@ -3,85 +3,52 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 pytest.importorskip("torch")
 
+from calibrating_rank import calibrate
+
 from backbeat.model import Network
 from tests.cli.terminal import run
+from tests.forks import Fork
 
 LIMIT_S = 120
 
-RANK = """
-import os, sys
-from backbeat.cli import main
-if os.environ.get("DIES_AT") and os.environ["RANK"] == "1":
-    from backbeat.measure.network.bench import Bench
-    real, seen = Bench.sample, []
-    def sample(self, case):
-        seen.append(case)
-        if len(seen) == int(os.environ["DIES_AT"]):
-            os._exit(9)
-        return real(self, case)
-    Bench.sample = sample
-sys.argv = ["backbeat", "calibrate", *sys.argv[1:]]
-main()
-"""
 
-
-def ranks(
-    count: int, *arguments: str, dies_at: int | None = None, folder: Path
-) -> list[subprocess.CompletedProcess[str]]:
+def ranks(size: int, *arguments: str, dies_at: int | None = None, folder: Path) -> list[CompletedProcess[str]]:
     """Start the workers without torchrun, so that nobody but themselves ends them."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    started = []
-    for rank in range(count):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        if dies_at is not None:
-            env["DIES_AT"] = str(dies_at)
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, *arguments],
-                env=env,
-                cwd=folder,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
+    shared = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    started = [
+        Fork(
+            calibrate, arguments, dies_at if rank == 1 else None,
+            cwd=folder, environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-    results = []
+        for rank in range(size)
+    ]  # fmt: skip
     try:
-        for process in started:
-            out, err = process.communicate(timeout=LIMIT_S)
-            results.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+        return [rank.wait(LIMIT_S) for rank in started]
     finally:
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-    return results
+        for rank in started:
+            rank.end()
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_ranks_write_one_network(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_write_one_network(size: int, tmp_path: Path) -> None:
     small = (
         "--backend",
         "gloo",
@@ -94,12 +61,12 @@ def test_ranks_write_one_network(count: int, tmp_path: Path) -> None:
         "--name",
         "loop",
     )
-    results = ranks(count, "-o", "net.json", "--json", *small, folder=tmp_path)
-    assert [result.returncode for result in results] == [0] * count, results[0].stderr
+    results = ranks(size, "-o", "net.json", "--json", *small, folder=tmp_path)
+    assert [result.returncode for result in results] == [0] * size, results[0].stderr
     network = Network.load(tmp_path / "net.json")
-    assert (network.name, network.workers, network.backend) == ("loop", count, "gloo")
+    assert (network.name, network.workers, network.backend) == ("loop", size, "gloo")
     # Others lie between them where time jumps.
-    measured = [size for size, _ in network.all_reduce.points or () if size & (size - 1) == 0]
+    measured = [length for length, _ in network.all_reduce.points or () if length & (length - 1) == 0]
     assert measured == [2**power for power in range(10, 15)][: len(measured)]
     assert {row.communicators for row in network.concurrency} <= {1, 2}
     # A machine that is busy with other things may leave some out, but not without saying so.
@@ -108,15 +75,15 @@ def test_ranks_write_one_network(count: int, tmp_path: Path) -> None:
     assert network.topology.algorithm == "ring"
     assert any("share one host" in note for note in network.notes)
     summary = json.loads(results[0].stdout)
-    assert summary["workers"] == count
-    assert summary["verdict"].startswith(f"{count} ranks over gloo: ")
+    assert summary["workers"] == size
+    assert summary["verdict"].startswith(f"{size} ranks over gloo: ")
     assert "too little to plan buckets" in summary["verdict"]
     assert "backbeat: calibrating (" in results[0].stderr
     assert not any("calibrating" in result.stderr for result in results[1:])
     assert set(summary["efficiency"]) == {
         str(row.communicators) for row in network.concurrency if row.communicators > 1
     }
-    assert [result.stdout for result in results[1:]] == [""] * (count - 1)
+    assert [result.stdout for result in results[1:]] == [""] * (size - 1)
     assert list(tmp_path.iterdir()) == [tmp_path / "net.json"]
 
 

@@ -68,6 +68,13 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     return path.as_uri(), made
 
 
+@pytest.fixture(scope="module")
+def shown(browser: Any, resnet: tuple[str, Any]) -> Iterator[Any]:
+    """The report, for tests that leave it as it is."""
+    with opened(browser, resnet[0]) as page:
+        yield page
+
+
 def point_at(page: Any, trace: int, bar: int) -> Any:
     """Move the mouse onto a bar of the timeline: plotly listens on a layer above them."""
     page.locator("#plot-timeline").scroll_into_view_if_needed()
@@ -80,22 +87,26 @@ def point_at(page: Any, trace: int, bar: int) -> Any:
     return label.first
 
 
-def test_hovering_a_group_says_which_it_is(browser: Any, resnet: tuple[str, Any]) -> None:
-    address, made = resnet
-    buckets = made.timeline("ddp").transfers
-    with opened(browser, address) as page:
-        assert page.locator("#plot-timeline .trace.bars").count() == 4
-        for index in (1, len(buckets) - 1):
-            label = point_at(page, 1, index)
-            page.wait_for_function(
-                "text => document.querySelector('#plot-timeline .hoverlayer').textContent.includes(text)",
-                arg=buckets[index].name[:20],
-            )
-            said = label.text_content()
-            assert f"{buckets[index].gradients} gradient" in said
-            assert format_bytes(buckets[index].bytes) in said
-            assert f"{format_seconds(buckets[index].start_s)} to {format_seconds(buckets[index].end_s)}" in said
-            assert "(ddp)" in said
+def test_hovering_a_group_says_which_it_is(shown: Any, resnet: tuple[str, Any]) -> None:
+    buckets = resnet[1].timeline("ddp").transfers
+    assert shown.locator("#plot-timeline .trace.bars").count() == 4
+    for index in (1, len(buckets) - 1):
+        label = point_at(shown, 1, index)
+        shown.wait_for_function(
+            "text => document.querySelector('#plot-timeline .hoverlayer').textContent.includes(text)",
+            arg=buckets[index].name[:20],
+        )
+        said = label.text_content()
+        assert f"{buckets[index].gradients} gradient" in said
+        assert format_bytes(buckets[index].bytes) in said
+        assert f"{format_seconds(buckets[index].start_s)} to {format_seconds(buckets[index].end_s)}" in said
+        assert "(ddp)" in said
+
+
+def test_no_button_sends_anything_anywhere(shown: Any) -> None:
+    titles = shown.evaluate("[...document.querySelectorAll('.modebar-btn')].map(one => one.dataset.title)")
+    assert "Zoom" in titles
+    assert not [title for title in titles if "hare" in (title or "") or "loud" in (title or "")]
 
 
 def test_two_strategies_stand_below_or_on_top_of_each_other(browser: Any, resnet: tuple[str, Any]) -> None:
@@ -137,13 +148,6 @@ def test_exports_download_what_is_shown(browser: Any, resnet: tuple[str, Any]) -
         assert json.loads(Path(waiting.value.path()).read_text())["traceEvents"]
 
 
-def test_no_button_sends_anything_anywhere(browser: Any, resnet: tuple[str, Any]) -> None:
-    with opened(browser, resnet[0]) as page:
-        titles = page.evaluate("[...document.querySelectorAll('.modebar-btn')].map(one => one.dataset.title)")
-        assert "Zoom" in titles
-        assert not [title for title in titles if "hare" in (title or "") or "loud" in (title or "")]
-
-
 def test_tables_sort_and_views_switch_by_keyboard(browser: Any, resnet: tuple[str, Any]) -> None:
     address, _ = resnet
     with opened(browser, address) as page:
@@ -165,16 +169,16 @@ def test_tables_sort_and_views_switch_by_keyboard(browser: Any, resnet: tuple[st
         assert button.get_attribute("aria-pressed") == "true"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1200)])
 def test_it_fits_phones_and_both_themes(browser: Any, resnet: tuple[str, Any], scheme: str, width: int) -> None:
     address, _ = resnet
     with opened(browser, address, color_scheme=scheme, viewport={"width": width, "height": 800}) as page:
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        paper = "getComputedStyle(document.body).backgroundColor"
+        across, paper = "document.documentElement.scrollWidth", "getComputedStyle(document.body).backgroundColor"
+        assert page.evaluate(across) <= width
         before = page.evaluate(paper)
         page.click("[data-do=theme]")
         assert page.evaluate(paper) != before
+        assert page.evaluate(across) <= width
 
 
 def test_hostile_names_stay_text(browser: Any, tmp_path: Path) -> None:
@@ -275,12 +279,20 @@ def test_a_refused_file_says_why(browser: Any, server: str, tmp_path: Path) -> N
     context.close()
 
 
-@pytest.mark.parametrize("width", [1200, 360])
-def test_a_sharded_report_shows_units_and_memory_over_the_step(browser: Any, tmp_path: Path, width: int) -> None:
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     made = study(bb.Profile.load("llama-8b-b1-bf16-adamw-h200"), bb.Network.load("dgx-h100"), [16], strategies=["fsdp"])
-    path = tmp_path / "report.html"
+    path = tmp_path_factory.mktemp("sharded") / "report.html"
     path.write_text(report(made), encoding="utf-8")
-    with opened(browser, path.as_uri(), viewport={"width": width, "height": 800}) as page:
+    return path.as_uri(), made
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+def test_a_sharded_report_shows_units_and_memory_over_the_step(
+    browser: Any, sharded: tuple[str, Any], width: int
+) -> None:
+    address, made = sharded
+    with opened(browser, address, viewport={"width": width, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.locator("#headline").text_content().endswith("stock DDP does not fit the memory.")
         assert "fully_shard(model" in page.locator("#answer pre").first.text_content()

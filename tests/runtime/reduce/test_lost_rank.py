@@ -6,14 +6,12 @@ that needs a GPU: `BACKBEAT_TEST_DEVICE=cuda`. On gloo, where it is, the same mu
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 from rank_pool import DEVICE, HERE, node_environment
+
+from tests.forks import Fork, script
 
 RANKS = 2
 LIMIT_S = 60 if DEVICE == "cpu" else 150
@@ -24,32 +22,19 @@ def test_survivors_say_what_was_lost_and_end(kind: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = str(HERE / "lost_rank_process.py")
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "lost_rank_process.py"), kind],
-            env={
-                **os.environ,
-                **node_environment(rank, RANKS),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(RANKS)
+        Fork(script, path, kind, environment={**node_environment(rank, RANKS), **meeting}) for rank in range(RANKS)
     ]
     try:
-        out, err = ranks[0].communicate(timeout=LIMIT_S)
-        ranks[1].communicate(timeout=LIMIT_S)
+        survivor, dead = (rank.wait(LIMIT_S) for rank in ranks)
     finally:
-        for process in ranks:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-    assert ranks[1].returncode == 1
-    assert ranks[0].returncode != 0, out
+        for rank in ranks:
+            rank.end()
+    out, err = survivor.stdout, survivor.stderr
+    assert dead.returncode == 1
+    assert survivor.returncode != 0, out
     assert "step 3 done" in out, err
     assert "rank 0: bucket " in err, out + err
     assert "layers." in err, err
