@@ -46,24 +46,15 @@ class CalibratedLab:
 Planned = tuple[Choice, Plan, Prediction]
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredPlan:
-    """One plan, replayed and predicted."""
+class Repeated:
+    """Iterations that were measured in two interleaved series."""
 
-    choice: Choice
-    plan: Plan
-    prediction: Prediction
     series: tuple[list[float], list[float]]
-    """Iteration times of two interleaved series, the slowest node of each iteration. Nothing is left out."""
-    finishes: list[float]
-    """When each bucket was done after backward started, in one traced iteration (node 0); empty where not traced."""
-    peak_bytes: int | None = None
-    """Real training on a GPU: the most that was allocated on any node's device in the timed steps, other plans of the
-    same request included."""
+    """Times of both, the slowest node of each iteration. Nothing is left out."""
 
     @property
     def samples(self) -> list[float]:
-        return sorted([*self.series[0], *self.series[1]])
+        return sorted(chain(*self.series))
 
     @property
     def measured_s(self) -> float:
@@ -75,15 +66,30 @@ class MeasuredPlan:
         return quantile(self.samples, 0.9) - quantile(self.samples, 0.1)
 
     @property
-    def error(self) -> float:
-        """Predicted over measured, less one."""
-        return self.prediction.iteration_s / self.measured_s - 1
-
-    @property
     def repeat(self) -> float:
         """How far the medians of the two series lie apart, as a share."""
         first, second = (quantile(sorted(one), 0.5) for one in self.series)
         return abs(first - second) / self.measured_s
+
+
+@dataclass(frozen=True)
+class MeasuredPlan(Repeated):
+    """One plan, replayed and predicted."""
+
+    choice: Choice
+    plan: Plan
+    prediction: Prediction
+    series: tuple[list[float], list[float]]
+    finishes: list[float]
+    """When each bucket was done after backward started, in one traced iteration (node 0); empty where not traced."""
+    peak_bytes: int | None = None
+    """Real training on a GPU: the most that was allocated on any node's device in the timed steps, other plans of the
+    same request included."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.prediction.iteration_s / self.measured_s - 1
 
 
 @contextlib.contextmanager

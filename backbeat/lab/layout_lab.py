@@ -18,7 +18,7 @@ import msgspec
 from backbeat.cost import Curve
 from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.samples import quantile
-from backbeat.lab.experiment import SPARE_S, slowest
+from backbeat.lab.experiment import SPARE_S, Repeated, slowest
 from backbeat.lab.jobs import ReplayJob, SpunJob, seconds_of, turns
 from backbeat.lab.layout_jobs import LayoutJob, TransferKind, layout_job, runnable, transfers
 from backbeat.lab.session import Session
@@ -104,30 +104,14 @@ class LayoutCase:
         return layout_job(free, self.layout, free.cluster, update_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutedLayout:
+@dataclass(frozen=True, kw_only=True)
+class ExecutedLayout(Repeated):
     """One layout, by all three families."""
 
     answers: dict[Family, LayoutPrediction]
     cost_s: dict[Family, float]
     """What each answer took to find; of execution, its own steps alone, without starting nodes and timing links."""
     series: tuple[list[float], list[float]]
-    """Steps of two interleaved series, the slowest node of each."""
-
-    @property
-    def measured_s(self) -> float:
-        return self.answers["execution"].step_s
-
-    @property
-    def repeat(self) -> float:
-        """How far the medians of the two series lie apart, as a share."""
-        return abs(median(self.series[0]) - median(self.series[1])) / self.measured_s
-
-    @property
-    def spread_s(self) -> float:
-        """From the 10th to the 90th percentile."""
-        samples = sorted(chain(*self.series))
-        return quantile(samples, 0.9) - quantile(samples, 0.1)
 
     @property
     def waiting(self) -> float:

@@ -96,7 +96,7 @@ class SpunSteps:
         if isinstance(job, TransferJob):
             return TransferStep(job, self._device)
         from backbeat.lab.spun_model import SpunStep
-        from backbeat.runtime.sharded.meshes import mesh_of
+        from backbeat.runtime.sharded.shard import mesh_of
 
         assert job.plan.sharding is not None
         sizes = (job.plan.sharding.mesh.replicate, job.plan.sharding.mesh.shard)

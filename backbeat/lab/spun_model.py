@@ -72,6 +72,7 @@ class _Spun(torch.autograd.Function):
         ctx.pace, ctx.backward_s = pace, backward_s
         ctx.save_for_backward(*parameters)
         pace.compute(forward_s)
+        # FSDP2 warns of modules that return views.
         return x.clone()
 
     @staticmethod

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from backbeat.lab.jobs import Turn
-from backbeat.measure.model.factory import Factory, Workload, load
-from backbeat.measure.model.precision import autocast, tensor_cores
-from backbeat.measure.model.profile_factory import measure_factory, release
+from backbeat.measure.model.factory import Factory, Workload, load, measure_factory, release
+from backbeat.measure.model.training_step import autocast, tensor_cores
 from backbeat.model import Plan
 
 WARM_UP = 3

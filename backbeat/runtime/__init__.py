@@ -23,7 +23,7 @@ from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 from backbeat.runtime.watch import Watch
 
 if TYPE_CHECKING:
-    from backbeat.runtime.parallel.accumulate import no_sync
+    from backbeat.runtime.parallel.apply_plan import no_sync
     from backbeat.runtime.parallel.prepare import parallelize
     from backbeat.runtime.sharded.full_state import full_state_dict, load_full_state_dict
     from backbeat.runtime.sharded.shard import fully_shard
@@ -45,7 +45,7 @@ _LATER = {
     "fully_shard": "sharded.shard",
     "full_state_dict": "sharded.full_state",
     "load_full_state_dict": "sharded.full_state",
-    "no_sync": "parallel.accumulate",
+    "no_sync": "parallel.apply_plan",
     "parallelize": "parallel.prepare",
 }
 

@@ -29,7 +29,7 @@ from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
 from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.integrations import residual_folder
+from backbeat.runtime.compressed import checkpoint as residual_files
 from backbeat.runtime.reduce.partition import plan_partition
 
 CHECKS, check = registry("compressed_")
@@ -411,7 +411,7 @@ def residuals_beside_a_checkpoint(ctx: Context) -> None:
     for step in range(2):
         backward(ctx, wrapped, step)
     holder = nn.ModuleDict({"net": wrapped})
-    with tempfile.TemporaryDirectory() as private, mock.patch.object(residual_folder.logger, "warning") as said:
+    with tempfile.TemporaryDirectory() as private, mock.patch.object(residual_files.logger, "warning") as said:
         shared = [private]
         dist.broadcast_object_list(shared)
         path, saved = f"{shared[0]}/last.ckpt", {}
@@ -420,31 +420,31 @@ def residuals_beside_a_checkpoint(ctx: Context) -> None:
             folder.mkdir(parents=True)
             (folder / "rank-00000-of-00099.pt").touch()
         dist.barrier()
-        residual_folder.save_residuals(residual_folder.residual_states(holder), saved, path)
+        residual_files.save_residuals(residual_files.residual_states(holder), saved, path)
         dist.barrier()
-        assert saved == {residual_folder.KEY: {"net": 2}}
+        assert saved == {residual_files.KEY: {"net": 2}}
         assert len(list(folder.iterdir())) == ctx.size, "another number of ranks left its files"
         fresh = nn.ModuleDict({"net": wrap(ctx, SOME)})
         if ctx.rank == 0:
             Path(path).touch()
             Path(f"{path}.link").symlink_to(path)
         dist.barrier()
-        residual_folder.load_residuals(fresh, saved, f"{path}.link")
+        residual_files.load_residuals(fresh, saved, f"{path}.link")
         torch.testing.assert_close(owed(ctx, fresh["net"]), owed(ctx, wrapped), rtol=0, atol=0)
-        other = {residual_folder.KEY: {"net": 7}}
-        raises(InputError, lambda: residual_folder.load_residuals(fresh, other, path), "the checkpoint is of step 7")
+        other = {residual_files.KEY: {"net": 7}}
+        raises(InputError, lambda: residual_files.load_residuals(fresh, other, path), "the checkpoint is of step 7")
         assert not said.called
         for model, checkpoint, where, match in (
             (fresh, {}, path, "training begins without"),
             (fresh, saved, f"{path}2", "is not there"),
             (nn.ModuleDict({"net": DistributedDataParallel(ctx.build(mlp))}), saved, path, "this plan has no such"),
         ):
-            residual_folder.load_residuals(model, checkpoint, where)
+            residual_files.load_residuals(model, checkpoint, where)
             assert match in said.call_args.args[0] % said.call_args.args[1:]
-        residual_folder.save_residuals(residual_folder.residual_states(holder), {}, "s3://bucket/last.ckpt")
+        residual_files.save_residuals(residual_files.residual_states(holder), {}, "s3://bucket/last.ckpt")
         assert "model.save_residuals(folder)" in said.call_args.args[0]
         dist.barrier()
-        residual_folder.remove_residuals(path)
+        residual_files.remove_residuals(path)
         assert not folder.exists()
         dist.barrier()
 

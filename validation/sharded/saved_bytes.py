@@ -24,9 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
 from backbeat.measure import profile as measure
-from backbeat.measure.model.precision import autocast
+from backbeat.measure.model.training_step import autocast
 from backbeat.model import Mesh, Plan, Profile, Sharding, ShardUnit
-from backbeat.runtime.sharded.batch_norm import keep_statistics_dtype
+from backbeat.runtime.sharded.torch_fsdp import keep_statistics_dtype
 from backbeat.simulate.sharded_activations import sharded_activations
 from backbeat.simulate.sharded_units import chain_of
 

@@ -36,7 +36,7 @@ from backbeat.lab import experiment
 from backbeat.lab.requirements import check
 from backbeat.lab.setting import Setting
 from backbeat.measure.model.batches import to_device
-from backbeat.measure.model.precision import autocast
+from backbeat.measure.model.training_step import autocast
 from backbeat.model.files import write
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.parallel.preserve import free

@@ -21,10 +21,9 @@ from typing import NamedTuple
 import torch
 
 from backbeat.errors import BackbeatError
-from backbeat.measure.model.factory import Workload, load
-from backbeat.measure.model.precision import autocast, tensor_cores
-from backbeat.measure.model.profile_factory import profile_name, release
+from backbeat.measure.model.factory import Workload, load, profile_name, release
 from backbeat.measure.model.profiler import MeasuredModel, measure
+from backbeat.measure.model.training_step import autocast, tensor_cores
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
 from backbeat.units import parse_duration

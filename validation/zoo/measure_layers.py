@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from backbeat.measure.model.factory import load
-from backbeat.measure.model.profile_factory import measure_factory, release
+from backbeat.measure.model.factory import load, measure_factory, release
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
 

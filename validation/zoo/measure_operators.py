@@ -38,7 +38,7 @@ from sweep_training import chains, convolutions, grouped_convolutions, host, opt
 
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import source
-from backbeat.measure.model.precision import tensor_cores
+from backbeat.measure.model.training_step import tensor_cores
 from backbeat.units import parse_duration
 
 ROUNDS = 3

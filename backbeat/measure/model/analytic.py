@@ -27,8 +27,7 @@ from backbeat.measure.model.factory import Factory, Workload
 from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences
 from backbeat.measure.model.observation import Figures, take
 from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
-from backbeat.measure.model.precision import PRECISIONS
-from backbeat.measure.model.training_step import Marks, Observer, Training, where_raised
+from backbeat.measure.model.training_step import PRECISIONS, Marks, Observer, Training, where_raised
 from backbeat.model import ComputeShares, Profile, Source
 from backbeat.model.checks import at_least
 
@@ -255,8 +254,7 @@ class _AnalyticTraining(Training):
         total = 0.0
         for parameter in parameters:
             state = [value for value in self.optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
-            elements = parameter.numel() * parameter.element_size()
-            total += 3 * elements + 2 * sum(value.numel() * value.element_size() for value in state)
+            total += 3 * parameter.nbytes + 2 * sum(value.nbytes for value in state)
         return total
 
 

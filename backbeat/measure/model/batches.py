@@ -1,4 +1,4 @@
-"""A batch of any shape: tensors in nested containers."""
+"""A batch of any shape: tensors in nested containers, how many samples they hold, and how many tokens a sample has."""
 
 from __future__ import annotations
 
@@ -37,3 +37,19 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
 def samples_in(batch: Any) -> int | None:
     """The length of the first tensor that has one."""
     return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim() > 0 and tensor.shape[0]), None)
+
+
+def sequence_length(batch: Any) -> int | None:
+    """Tokens in one sample: the width of `input_ids`, or of a batch that begins with a matrix of integers.
+
+    >>> sequence_length((torch.zeros(8, 512, dtype=torch.long), torch.zeros(8)))
+    512
+    >>> sequence_length((torch.zeros(8, 3, 32, 32), torch.zeros(8, 512, dtype=torch.long))) is None
+    True
+    """
+    found = tensors_in(batch)
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
+        found = [batch["input_ids"]]
+    if not found or found[0].dim() != 2 or found[0].dtype not in (torch.int64, torch.int32):
+        return None
+    return int(found[0].shape[1]) or None

@@ -10,13 +10,16 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+
+from backbeat.errors import InputError, nearest
 
 _MARK = "_backbeat_block"
 
@@ -73,6 +76,26 @@ def _opens(module: nn.Module, of_a_stack: bool) -> bool:
     return not of_a_stack and any(is_stack(inner) for inner in module.modules())
 
 
+def planned_module(
+    modules: Mapping[str, nn.Module], where: str, name: str, made_for: str = "another model"
+) -> nn.Module:
+    """The module that a plan names at `where`. Refuses a name that the model does not have, and a list or a dict of
+    modules, which is never called itself."""
+    if name not in modules:
+        raise InputError(
+            f"{where} names {name!r}, which the model does not have{nearest(name, modules)}: the plan was made for "
+            f"{made_for}; make one for this model with `backbeat profile` and `backbeat plan`"
+        )
+    module = modules[name]
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        inside = [f"{name}.{child}" for child, _ in module.named_children()][:2]
+        raise InputError(
+            f"{where} names {name!r}, a {type(module).__name__}, which is never called itself: name its modules"
+            + (f", like {' and '.join(inside)}" if inside else "")
+        )
+    return module
+
+
 @dataclass(frozen=True)
 class BlockCall:
     """How a forward called one block."""
@@ -85,19 +108,7 @@ class BlockCall:
     """A tensor that entered it has been written into when it returns."""
 
 
-class Hooks:
-    """A context that removes its hooks when it is left."""
-
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-class BlockHooks(Hooks):
+class BlockHooks(ExitStack):
     """A context that tells where each block's forward begins and ends: subclasses say what to do there.
 
     Forwards that run inside backward, as those of checkpointed modules do, are backward's work and not told.
@@ -107,12 +118,11 @@ class BlockHooks(Hooks):
         super().__init__()
         self._blocks = blocks
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         for name, module in self._blocks.items():
-            self._handles.append(
-                module.register_forward_pre_hook(untraced(self._begin_hook(name)), with_kwargs=True, prepend=True)
-            )
-            self._handles.append(module.register_forward_hook(untraced(self._end_hook(name)), with_kwargs=True))
+            begin, end = untraced(self._begin_hook(name)), untraced(self._end_hook(name))
+            self.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
+            self.enter_context(module.register_forward_hook(end, with_kwargs=True))
         return self
 
     def begin(self, name: str, inputs: list[torch.Tensor]) -> None: ...
@@ -177,8 +187,7 @@ def observe(blocks: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[B
     """
     with ChainRecorder(blocks) as recorder:
         forward()
-    links: tuple[BlockCall, ...] = recorder.links
-    return links
+    return recorder.links
 
 
 def untraced(hook: Any) -> Any:

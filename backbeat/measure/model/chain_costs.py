@@ -18,16 +18,16 @@ import torch
 
 from backbeat.comm.clock import Clock, Mark
 from backbeat.measure.model.batches import tensors_in
-from backbeat.measure.model.block_bytes import BlockBytes, BlockSizes, CastInputs, block_parameters
 from backbeat.measure.model.chain import BlockCall, BlockHooks, find_blocks
-from backbeat.measure.model.host_link import measure_host_link
-from backbeat.measure.model.precision import AUTOCAST
-from backbeat.measure.model.training_step import Training, is_out_of_memory, where_raised
+from backbeat.measure.model.memory_by_kind import BlockBytes, BlockSizes, block_parameters, cast_inputs
+from backbeat.measure.model.training_step import AUTOCAST, Training, is_out_of_memory, where_raised
 from backbeat.model import Block, HostLink
 
 _TIMED = {"cpu": 3, "cuda": 5}
 _HOST_TIMED = 3
 _DIGITS = 8
+_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
+_COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def measure_blocks(training: Training) -> MeasuredChain:
         peaks, head = {}, 2 * weights.head_saved
         for name, size in sizes.items():
             peaks["forward", name] = size.output + size.saved
-            peaks["backward", name] = size.input + size.saved + _gradient_bytes(blocks[name])
+            gradients = sum(one.nbytes for one in blocks[name].parameters() if one.requires_grad)
+            peaks["backward", name] = size.input + size.saved + gradients
         notes = (
             *notes,
             "blocks: peaks within a block are not measured on a CPU: forward's is taken as output and saved tensors, "
@@ -122,7 +123,7 @@ def _cast_sizes(
     if dtype is None:
         return {}, ()
     try:
-        with CastInputs(blocks, dtype), BlockBytes(blocks, _alive(training)) as weights:
+        with cast_inputs(blocks, dtype), BlockBytes(blocks, _alive(training)) as weights:
             training.plain_loss()
     except Exception as error:
         if is_out_of_memory(error):
@@ -141,12 +142,6 @@ def _notes(links: dict[str, BlockCall]) -> tuple[str, ...]:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, _DIGITS)
-
-
-def _gradient_bytes(module: torch.nn.Module) -> int:
-    return sum(
-        parameter.numel() * parameter.element_size() for parameter in module.parameters() if parameter.requires_grad
-    )
 
 
 class BackwardBlockHooks(BlockHooks):
@@ -262,3 +257,22 @@ def _levels(training: Training, blocks: dict[str, torch.nn.Module]) -> _Levels:
         del loss
     training.optimizer.zero_grad(set_to_none=True)
     return levels
+
+
+def measure_host_link(device: torch.device, clock: Clock) -> HostLink:
+    """Rates of copies to and from pinned memory of the host (on a CPU, within memory), one direction at a time."""
+    size = _BYTES.get(device.type, 16 << 20)
+    host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    here = torch.empty(size, dtype=torch.uint8, device=device)
+    rates = []
+    for target, source in ((host, here), (here, host)):
+        seconds = []
+        for _ in range(_COPIES + 1):
+            first = clock.mark()
+            target.copy_(source, non_blocking=True)
+            last = clock.mark()
+            clock.synchronize()
+            seconds.append(clock.between(first, last))
+        # The first touches the pages.
+        rates.append(size / max(median(seconds[1:]), 1e-9))
+    return HostLink(to_host_bytes_per_s=round(rates[0]), to_device_bytes_per_s=round(rates[1]))

@@ -10,6 +10,7 @@ whole forward.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from backbeat.comm.clock import Clock, Mark
-from backbeat.measure.model.chain import Hooks, untraced
+from backbeat.measure.model.chain import untraced
 from backbeat.measure.model.training_step import MicroBatch
 
 
@@ -46,11 +47,16 @@ def find_owners(
     return owners
 
 
-class _TimedHooks(Hooks):
-    """A context in which observed iterations are recorded, one recording each."""
+class _Recorder(ExitStack):
+    """A context in which observed iterations are recorded: of each, which gradient was marked when.
+
+    With a head start, the device is kept busy for so long before what is recorded.
+    """
 
     def __init__(self, clock: Clock, head_start_s: float) -> None:
         super().__init__()
+        self.recordings: list[list[tuple[int, Mark]]] = []
+        self._current: list[tuple[int, Mark]] | None = None
         self._clock = clock
         self._head_start_s = head_start_s
 
@@ -63,84 +69,64 @@ class _TimedHooks(Hooks):
     def after_backward(self) -> None:
         pass
 
-    def _let_the_host_ahead(self) -> None:
+    def _begin(self) -> None:
         if self._head_start_s > 0:
             self._clock.delay(self._head_start_s)
-
-
-class ReadyHooks(_TimedHooks):
-    """Marks each gradient's completion; with a head start, after the device has been kept busy before backward."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], clock: Clock, head_start_s: float = 0.0) -> None:
-        super().__init__(clock, head_start_s)
-        self.recordings: list[dict[int, Mark]] = []
-        self._parameters = parameters
-        self._current: dict[int, Mark] | None = None
-
-    def __enter__(self) -> ReadyHooks:
-        for index, parameter in enumerate(self._parameters):
-            register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(self._hook(index)))
-        return self
-
-    def before_backward(self) -> None:
-        self._let_the_host_ahead()
-        self._current = {}
-        self.recordings.append(self._current)
-
-    def after_backward(self) -> None:
-        self._current = None
-
-    def _hook(self, index: int) -> Any:
-        mark = self._clock.mark
-
-        def hook(_parameter: torch.Tensor) -> None:
-            # Reentrant checkpointing may accumulate into a parameter several times: the last one completes it.
-            if self._current is not None:
-                self._current[index] = mark()
-
-        return hook
-
-
-class ForwardHooks(_TimedHooks):
-    """Marks the beginning of every owning module; with a head start, after the device has been kept busy before."""
-
-    def __init__(self, owners: list[Owner], clock: Clock, head_start_s: float = 0.0) -> None:
-        super().__init__(clock, head_start_s)
-        self.recordings: list[list[tuple[int, Mark]]] = []
-        self._owners = owners
-        self._current: list[tuple[int, Mark]] | None = None
-
-    def __enter__(self) -> ForwardHooks:
-        for owner in self._owners:
-            self._handles.append(owner.module.register_forward_pre_hook(untraced(self._hook(owner.gradient))))
-        return self
-
-    def before_forward(self) -> None:
-        self._let_the_host_ahead()
         self._current = []
         self.recordings.append(self._current)
 
-    def before_backward(self) -> None:
-        # Checkpointed modules run forward again inside backward; those calls are backward's time.
+    def _end(self) -> None:
         self._current = None
 
     def _hook(self, index: int) -> Any:
         mark = self._clock.mark
 
-        def hook(_module: torch.nn.Module, _arguments: Any) -> None:
+        def hook(*_: Any) -> None:
             if self._current is not None:
                 self._current.append((index, mark()))
 
         return hook
 
 
-def ready_shares(recorded: Iterable[tuple[MicroBatch, dict[int, Mark]]], clock: Clock) -> dict[int, float]:
+class ReadyHooks(_Recorder):
+    """Marks each gradient's completion in backward."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], clock: Clock, head_start_s: float) -> None:
+        super().__init__(clock, head_start_s)
+        for index, parameter in enumerate(parameters):
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self.enter_context(register(self._hook(index)))
+
+    def before_backward(self) -> None:
+        self._begin()
+
+    def after_backward(self) -> None:
+        self._end()
+
+
+class ForwardHooks(_Recorder):
+    """Marks the beginning of every owning module in forward."""
+
+    def __init__(self, owners: list[Owner], clock: Clock, head_start_s: float) -> None:
+        super().__init__(clock, head_start_s)
+        for owner in owners:
+            self.enter_context(owner.module.register_forward_pre_hook(untraced(self._hook(owner.gradient))))
+
+    def before_forward(self) -> None:
+        self._begin()
+
+    def before_backward(self) -> None:
+        # Checkpointed modules run forward again inside backward; those calls are backward's time.
+        self._end()
+
+
+def ready_shares(recorded: Iterable[tuple[MicroBatch, list[tuple[int, Mark]]]], clock: Clock) -> dict[int, float]:
     """For each gradient, the share of backward that has passed when it is ready: the median over the recordings."""
     shares: dict[int, list[float]] = {}
     for marks, ready in recorded:
         backward_s = clock.between(marks.backward_begin, marks.backward_end)
-        for index, mark in ready.items():
+        # Reentrant checkpointing may accumulate into a parameter several times: the last one completes it.
+        for index, mark in dict(ready).items():
             share = clock.between(marks.backward_begin, mark) / backward_s if backward_s > 0 else 1.0
             shares.setdefault(index, []).append(min(max(share, 0.0), 1.0))
     return {index: median(values) for index, values in shares.items()}

@@ -1,16 +1,21 @@
-"""Where a rank's memory goes: parameters, gradients, optimizer, buffers, and what forward saves for backward."""
+"""Where a rank's memory goes: parameters, gradients, optimizer, buffers, and what forward saves for backward, by
+gradient and by block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
 
 from backbeat.measure.model.batches import tensors_in
-from backbeat.measure.model.chain import Hooks, untraced
+from backbeat.measure.model.chain import ChainRecorder, untraced
 from backbeat.measure.model.hooks import Owner
-from backbeat.measure.model.ready_gradients import Gradients
+from backbeat.measure.model.inputs import Gradients
 from backbeat.measure.model.training_step import Training
 from backbeat.model import Memory
 
@@ -55,7 +60,7 @@ def _has_convolutions(model: torch.nn.Module) -> bool:
     return any(isinstance(child, torch.nn.modules.conv._ConvNd) for child in model.modules())
 
 
-class SavedTensors(Hooks):
+class SavedTensors(ExitStack):
     """A context around one forward that weighs what autograd saves, by the owning module that was running.
 
     What is alive anyway (parameters, buffers, the batch) is not counted. Under checkpointing only what the checkpoints
@@ -69,17 +74,12 @@ class SavedTensors(Hooks):
         self._owners = owners
         self._seen = {storage_key(tensor) for tensor in alive}
         self._running: int | None = owners[0].gradient if owners else None
-        self._context = torch.autograd.graph.saved_tensors_hooks(untraced(self._pack), untraced(lambda saved: saved))
 
     def __enter__(self) -> SavedTensors:
         for owner in self._owners:
-            self._handles.append(owner.module.register_forward_pre_hook(untraced(self._begin_hook(owner.gradient))))
-        self._context.__enter__()
+            self.enter_context(owner.module.register_forward_pre_hook(untraced(self._begin_hook(owner.gradient))))
+        self.enter_context(saved_tensors_hooks(untraced(self._pack), untraced(lambda saved: saved)))
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._context.__exit__(*exception)
-        super().__exit__(*exception)
 
     def _begin_hook(self, index: int) -> Any:
         def hook(_module: torch.nn.Module, _arguments: Any) -> None:
@@ -89,7 +89,7 @@ class SavedTensors(Hooks):
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = storage_key(tensor)
-        if key is not None and key not in self._seen:
+        if key and key not in self._seen:
             self._seen.add(key)
             size = storage_size(tensor)
             self.total += size
@@ -106,12 +106,12 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> 
     )
 
 
-def storage_key(tensor: torch.Tensor) -> int | None:
-    """The same for all views of one storage, while it lives; None for tensors without one."""
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for all views of one storage, while it lives; 0 for tensors without one."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
-        return None
+        return 0
 
 
 def storage_size(tensor: torch.Tensor) -> int:
@@ -125,3 +125,130 @@ def storage_size(tensor: torch.Tensor) -> int:
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that the tensors occupy, each storage counted once however many views it has."""
     return sum({storage_key(tensor): storage_size(tensor) for tensor in tensors}.values())
+
+
+@dataclass
+class BlockSizes:
+    """Bytes of one block."""
+
+    input: int = 0
+    output: int = 0
+    saved: int = 0
+    kept: int = 0
+    """All that autograd keeps and no block before it does, input and output included."""
+    saves_input: bool = False
+    saves_output: bool = False
+
+
+class BlockBytes(ChainRecorder):
+    """A context around one forward that weighs its blocks, each storage once."""
+
+    def __init__(self, blocks: dict[str, torch.nn.Module], alive: Iterable[torch.Tensor]) -> None:
+        super().__init__(blocks)
+        self.sizes: dict[str, BlockSizes] = {}
+        self.head_saved = 0
+        self.outside_saved = 0
+        self._alive = {storage_key(tensor) for tensor in alive}
+        # A storage's address is its identity while it lives: whatever was looked at is held until the end.
+        self._held: list[torch.Tensor] = []
+        self._entered: set[int] = set()
+        self._counted: set[int] = set()
+        self._running: str | None = None
+        self._saved: dict[int, int] = {}
+        self._between: dict[int, int] = {}
+        self._ends: set[int] = set()
+
+    def __enter__(self) -> BlockBytes:
+        super().__enter__()
+        self.enter_context(saved_tensors_hooks(untraced(self._pack), untraced(lambda saved: saved)))
+        self.callback(self._held.clear)
+        return self
+
+    def finish(self) -> None:
+        """Forward is over: what was saved since the last block is the head's."""
+        self.head_saved = sum(size for key, size in self._between.items() if key not in self._ends)
+
+    def begin(self, name: str, inputs: list[torch.Tensor]) -> None:
+        super().begin(name, inputs)
+        self.outside_saved += sum(size for key, size in self._between.items() if key not in self._ends)
+        self._counted.update(self._between)
+        self._between = {}
+        self._running, self._saved = name, {}
+        size = self.sizes.setdefault(name, BlockSizes())
+        for index, tensor in enumerate(inputs):
+            key = storage_key(tensor)
+            # Beside the first, a tensor is held once however many blocks it enters (masks, an encoder's result).
+            if key not in self._alive and (index == 0 or key not in self._entered):
+                self._entered.add(key)
+                size.input += storage_size(tensor)
+            self._held.append(tensor.detach())
+
+    def end(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        super().end(name, inputs, outputs)
+        size = self.sizes[name]
+        into = {storage_key(tensor) for tensor in inputs} - self._alive
+        out = {storage_key(tensor) for tensor in outputs} - self._alive
+        self._held += [tensor.detach() for tensor in outputs]
+        size.output += storage_bytes(tensor for tensor in outputs if storage_key(tensor) in out)
+        # An input that became the output in place is not there twice.
+        size.saves_input |= bool(inputs) and storage_key(inputs[0]) in (into - out) & self._saved.keys()
+        size.saves_output |= any(key in out for key in self._saved)
+        for key, saved in self._saved.items():
+            if key not in self._counted:
+                size.kept += saved
+                size.saved += saved if key not in into and key not in out else 0
+        self._counted.update(self._saved)
+        self._ends = out
+        self._running, self._saved = None, {}
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept = tensor.detach()
+        key = storage_key(tensor)
+        if key and key not in self._alive:
+            self._held.append(kept)
+            if self._running is not None:
+                self._saved[key] = storage_size(tensor)
+            elif key not in self._counted:
+                self._between[key] = storage_size(tensor)
+        return kept
+
+
+def cast_inputs(blocks: dict[str, torch.nn.Module], dtype: torch.dtype) -> ExitStack:
+    """A context in which every block gets its floating-point inputs in one dtype, as FSDP2 casts those of a unit."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    def cast_all(_module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, (args, kwargs))
+
+    stack = ExitStack()
+    for module in blocks.values():
+        stack.enter_context(module.register_forward_pre_hook(untraced(cast_all), with_kwargs=True))
+    return stack
+
+
+@dataclass(frozen=True)
+class BlockParameters:
+    """What the parameters of one block take."""
+
+    bytes: int
+    dtype: str | None
+
+
+def block_parameters(blocks: dict[str, torch.nn.Module]) -> dict[str, BlockParameters]:
+    """Of every block, in the order of forward: a tied weight counts in the first block that holds it.
+
+    >>> tied = torch.nn.Linear(2, 3, bias=False)
+    >>> block_parameters({"first": tied, "last": torch.nn.Sequential(tied, torch.nn.Linear(3, 1))})["last"]
+    BlockParameters(bytes=16, dtype='float32')
+    """
+    seen: set[int] = set()
+    found = {}
+    for name, block in blocks.items():
+        mine = [parameter for parameter in block.parameters() if id(parameter) not in seen]
+        seen.update(id(parameter) for parameter in mine)
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in mine})
+        size = sum(parameter.nbytes for parameter in mine)
+        found[name] = BlockParameters(size, ", ".join(dtypes) or None)
+    return found

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 from msgspec.structs import replace
 
+from backbeat.measure.model.batches import sequence_length
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
 from backbeat.measure.model.compiled import compiled_blocks, graph_blocks, is_compiled
-from backbeat.measure.model.flops import count_flops, sequence_length
 from backbeat.measure.model.hooks import (
     ForwardHooks,
     Owner,
@@ -21,9 +22,10 @@ from backbeat.measure.model.hooks import (
     forward_shares,
     ready_shares,
 )
+from backbeat.measure.model.inputs import Gradients, first_iteration
 from backbeat.measure.model.memory_by_kind import measure_memory
+from backbeat.measure.model.operator_work import count_flops
 from backbeat.measure.model.pace import ApplyMemory, Host, Pace, judge, needs_head_start, probe, recomputation
-from backbeat.measure.model.ready_gradients import Gradients, first_iteration
 from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory
 from backbeat.model import Gradient, Memory, Profile, Source
 
@@ -142,109 +144,87 @@ def take(
     gradients = first_iteration(training)
     compiled = is_compiled(training.model)
     flops = (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
-    with compiled_blocks(training) if compile_blocks else nullcontext(training) as in_use:
-        if compiled:
-            owners = []
-        else:
-            blocks = graph_blocks(training.model).values() if compile_blocks else None
-            owners = find_owners(training.model, gradients.parameters, blocks)
-        # Recomputed blocks would have to be compiled once more.
-        runs = None if compile_blocks else apply_memory
-        return _observe(in_use, gradients, owners, flops, compiled, iterations, warmup, time_limit_s, runs, line_up)
-
-
-def _observe(
-    training: Training,
-    gradients: Gradients,
-    owners: list[Owner],
-    flops: tuple[float | None, str | None],
-    compiled: bool,
-    iterations: int,
-    warmup: int,
-    time_limit_s: float | None,
-    apply_memory: ApplyMemory | None,
-    line_up: Callable[[], None] | None,
-) -> Figures:
-    clock = training.clock
-    for _ in range(max(0, warmup - 2)):
+    blocks = graph_blocks(training.model).values() if compile_blocks else None
+    owners = [] if compiled else find_owners(training.model, gradients.parameters, blocks)
+    with compiled_blocks(training) if compile_blocks else nullcontext(training) as training:
+        clock = training.clock
+        for _ in range(max(0, warmup - 2)):
+            training.iterate()
+        clock.synchronize()
+        started = clock.host_s()
         training.iterate()
-    clock.synchronize()
-    started = clock.host_s()
-    training.iterate()
-    clock.synchronize()
-    one_s = clock.host_s() - started
-    hooked_iterations = min(iterations, _HOOKED_ITERATIONS)
-    if time_limit_s is not None:
-        affordable = int(time_limit_s / max(one_s, 1e-9))
-        iterations = max(min(iterations, affordable // 2), min(iterations, _FEWEST_ITERATIONS))
-        hooked_iterations = max(
-            min(hooked_iterations, affordable // 6), min(hooked_iterations, _FEWEST_ITERATIONS // 2)
+        clock.synchronize()
+        one_s = clock.host_s() - started
+        hooked_iterations = min(iterations, _HOOKED_ITERATIONS)
+        if time_limit_s is not None:
+            affordable = int(time_limit_s / max(one_s, 1e-9))
+            iterations = max(min(iterations, affordable // 2), min(iterations, _FEWEST_ITERATIONS))
+            fewest = min(hooked_iterations, _FEWEST_ITERATIONS // 2)
+            hooked_iterations = max(min(hooked_iterations, affordable // 6), fewest)
+
+        memory, activations = measure_memory(training, gradients, owners)
+        chain = _chain(training, compiled)
+        memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
+        per_iteration = 3 * training.accumulation + 4
+        # Every block begins with an iteration that only refills the device's queue, and may end with one for the other
+        # ranks. One runs recomputed before that is timed. Modules may be called more than once.
+        clock.reserve(
+            per_iteration * (iterations + 5)
+            + 2 * (2 * per_iteration + len(gradients.parameters) + 2 * len(owners)) * (hooked_iterations + 1)
         )
 
-    memory, activations = measure_memory(training, gradients, owners)
-    chain = _chain(training, compiled)
-    memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
-    per_iteration = 3 * training.accumulation + 4
-    # Every block begins with an iteration that only refills the device's queue, may end with one for the other ranks,
-    # and one runs recomputed before that is timed; modules may be called more than once.
-    clock.reserve(
-        per_iteration * (iterations + 5)
-        + 2 * (2 * per_iteration + len(gradients.parameters) + 2 * len(owners)) * (hooked_iterations + 1)
-    )
+        hooked = partial(_hooked, training, gradients, owners, hooked_iterations)
 
-    def hooked(host: Host | None) -> Hooked:
-        return _hooked(training, gradients, owners, hooked_iterations, host)
+        def begin_together() -> None:
+            clock.synchronize()
+            if line_up is not None:
+                line_up()
 
-    def begin_together() -> None:
+        # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
+        trailing = 0 if line_up is None else 1
+        begin_together()
+        plain = _block(training, (iterations + 1) // 2, trailing=trailing)
         clock.synchronize()
-        if line_up is not None:
-            line_up()
+        host, again_s, fetch_s, ahead = None, None, None, None
+        if clock.asynchronous:
+            host = probe(training)
+            # Recomputed blocks would have to be compiled once more.
+            if apply_memory is not None and not compile_blocks:
+                usual = probe(training, median)
+                again_s = recomputation(training, chain.blocks, usual, apply_memory)
+                fetch_s = recomputation(training, chain.blocks, usual, apply_memory, "offload")
+        begin_together()
+        if host is not None and needs_head_start(host, _iteration_s(plain, training)):
+            ahead = hooked(host)
+        observed = ahead or hooked(None)
+        begin_together()
+        plain += _block(training, iterations // 2, trailing=trailing)
+        clock.synchronize()
 
-    # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
-    trailing = 0 if line_up is None else 1
-    begin_together()
-    plain = _block(training, (iterations + 1) // 2, trailing=trailing)
-    clock.synchronize()
-    host, again_s, fetch_s, ahead, observed = None, None, None, None, None
-    if clock.asynchronous:
-        host = probe(training)
-        if apply_memory is not None:
-            usual = probe(training, median)
-            again_s = recomputation(training, chain.blocks, usual, apply_memory)
-            fetch_s = recomputation(training, chain.blocks, usual, apply_memory, "offload")
-    begin_together()
-    if host is not None and needs_head_start(host, _iteration_s(plain, training)):
-        ahead = observed = hooked(host)
-    if observed is None:
-        observed = hooked(None)
-    begin_together()
-    plain += _block(training, iterations // 2, trailing=trailing)
-    clock.synchronize()
-
-    forward_s, backward_s = _phases(plain, training)
-    pace = None
-    if host is not None:
-        device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
-        pace = judge(host, _iteration_s(plain, training), forward_s + backward_s, device_s, again_s, fetch_s)
-        if pace.kind == "launch-bound":
-            # Plain iterations wait for the host, and so must those that say when each gradient is ready.
-            observed = hooked(None)
-    return Figures(
-        gradients=gradients,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        update_s=median(clock.between(marks.micro_batches[-1].backward_end, marks.end) for marks in plain),
-        iteration_s=[clock.between(marks.begin, marks.end) for marks in plain],
-        hooked=observed,
-        activations=activations,
-        memory=memory,
-        pace=pace,
-        compiled=compiled,
-        chain=chain,
-        flops=flops[0],
-        no_flops=flops[1],
-        sequence_length=sequence_length(training.batch),
-    )
+        forward_s, backward_s = _phases(plain, training)
+        pace = None
+        if host is not None:
+            device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
+            pace = judge(host, _iteration_s(plain, training), forward_s + backward_s, device_s, again_s, fetch_s)
+            if pace.kind == "launch-bound":
+                # Plain iterations wait for the host, and so must those that say when each gradient is ready.
+                observed = hooked(None)
+        return Figures(
+            gradients=gradients,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            update_s=median(clock.between(marks.micro_batches[-1].backward_end, marks.end) for marks in plain),
+            iteration_s=[clock.between(marks.begin, marks.end) for marks in plain],
+            hooked=observed,
+            activations=activations,
+            memory=memory,
+            pace=pace,
+            compiled=compiled,
+            chain=chain,
+            flops=flops[0],
+            no_flops=flops[1],
+            sequence_length=sequence_length(training.batch),
+        )
 
 
 def _chain(training: Training, compiled: bool) -> MeasuredChain:

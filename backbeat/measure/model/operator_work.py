@@ -1,4 +1,5 @@
-"""What one of torch's operators makes a GPU do. Taken from shapes, never from data."""
+"""What one of torch's operators makes a GPU do, and the arithmetic of all of them in one iteration. Taken from shapes,
+never from data."""
 
 from __future__ import annotations
 
@@ -7,9 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work
-from backbeat.measure.model.chain import tensors_of
+from backbeat.measure.model.chain import in_backward, tensors_of
+from backbeat.measure.model.training_step import Training, is_out_of_memory
 
 _ATTENTION = "_scaled_dot_product"
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -288,3 +292,47 @@ def _is_turned(source: torch.Tensor, target: torch.Tensor) -> bool:
         and [stride == 1 for stride, size in zip(source.stride(), source.shape, strict=True) if size > 1]
         != [stride == 1 for stride, size in zip(target.stride(), target.shape, strict=True) if size > 1]
     )
+
+
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up matrix products, convolutions and attention, a multiply-add being two, by torch's own formulas.
+
+    Forwards that run again inside backward are not counted: the model needs them once, however memory is saved.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # Backward's own operations build no graph; a forward inside it does.
+        if not (in_backward() and torch.is_grad_enabled()):
+            self.total += _flops(func, args, kwargs, result)
+        return result
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    if is_attention(func):
+        return attention_flops(func, args, kwargs)
+    count = flop_registry.get(func.overloadpacket)
+    return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+
+
+def count_flops(training: Training) -> tuple[float | None, str | None]:
+    """(FLOPs of one micro-batch, None), or (None, why they are not known)."""
+    counter = FlopCounter()
+    try:
+        with counter:
+            loss = training.forward()
+            loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None, f"no FLOPs: counting them raised {type(error).__name__}"
+    finally:
+        training.optimizer.zero_grad(set_to_none=True)
+    if counter.total == 0:
+        return None, "no FLOPs: torch sees no matrix product, convolution or attention in the model"
+    return counter.total, None

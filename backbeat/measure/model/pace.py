@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -66,25 +66,23 @@ def probe(training: Training, of: Callable[[Iterable[float]], float] = min) -> H
     a thousand kernels ahead before it blocks.
     """
     clock = training.clock
-    probes = []
-    for _ in range(_PROBES):
+
+    def submitted(part: Callable[[], Any]) -> tuple[float, Any]:
         clock.synchronize()
         started = clock.host_s()
+        found = part()
+        return clock.host_s() - started, found
+
+    def earlier() -> None:
         for _ in range(training.accumulation - 1):
             training.forward().backward()  # type: ignore[no-untyped-call]
-        earlier_s = clock.host_s() - started
-        clock.synchronize()
-        started = clock.host_s()
-        loss = training.forward()
-        forward_s = clock.host_s() - started
-        clock.synchronize()
-        started = clock.host_s()
-        loss.backward()  # type: ignore[no-untyped-call]
-        backward_s = clock.host_s() - started
-        clock.synchronize()
-        started = clock.host_s()
-        training.update()
-        update_s = clock.host_s() - started
+
+    probes = []
+    for _ in range(_PROBES):
+        earlier_s, _ = submitted(earlier)
+        forward_s, loss = submitted(training.forward)
+        backward_s, _ = submitted(loss.backward)
+        update_s, _ = submitted(training.update)
         probes.append((forward_s, backward_s, earlier_s + update_s))
     forward_s, backward_s, rest_s = (of(part) for part in zip(*probes, strict=True))
     return Host(forward_s, backward_s, rest_s)

@@ -7,12 +7,14 @@ of forward. So the hooks' own cost is measured rather than contained in the figu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch.utils._pytree import tree_map_only
 
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name, short_name, source
@@ -24,13 +26,14 @@ from backbeat.measure.model.noise import noise
 from backbeat.measure.model.observation import Figures, rounded, take
 from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
 from backbeat.measure.model.pace import ApplyMemory, Pace
-from backbeat.measure.model.precision import check_precision, scaler_for, tensor_cores
-from backbeat.measure.model.restore import put_back
 from backbeat.measure.model.training_step import (
     Loss,
     OutOfMemoryError,
     Training,
+    check_precision,
     is_out_of_memory,
+    scaler_for,
+    tensor_cores,
     where_raised,
 )
 from backbeat.model import Profile
@@ -114,7 +117,6 @@ def measure(
     samples = batch_size or samples_in(batch)
     if samples is None:
         raise InputError("the batch holds no tensor to count samples in: give batch_size")
-    clock = clock_for(where)
     given_optimizer = None if isinstance(optimizer, str) else optimizer
     if optimizer is None or isinstance(optimizer, str):
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -132,7 +134,7 @@ def measure(
         precision=precision,
         accumulation=accumulation,
         scaler=scaler_for(precision, where),
-        clock=clock,
+        clock=clock_for(where),
     )
     try:
         with _current(where), tensor_cores(precision, where):
@@ -155,56 +157,31 @@ def measure(
             ) from None
         raise InputError(f"training the model raised {where_raised(error)}") from error
     title = model_name or type(model).__name__
-    return _document(
-        training,
-        figures,
-        topk,
-        name=name or f"{title.lower()}-b{samples}-{precision}-{short_name(where)}",
-        model=title,
-        batch_size=samples,
-        compiled=compile_blocks,
-        command=command or "backbeat.measure.profile(model, batch, loss)",
-        notes=(
-            *notes,
-            *(() if found is None else (f"noise accepted: {found}; predictions are as uncertain",)),
-            *((COMPILED,) if compile_blocks else ()),
-        ),
-    )
-
-
-def _document(
-    training: Training,
-    figures: Figures,
-    topk: tuple[float, float] | None,
-    *,
-    name: str,
-    model: str,
-    batch_size: int,
-    compiled: bool,
-    command: str,
-    notes: tuple[str, ...],
-) -> MeasuredModel:
-    pace = figures.pace
     s_per_byte, s_per_bucket = (None, None) if topk is None else topk
     document = replace(
         figures.profile(
-            name=name,
-            model=model,
-            batch_size=batch_size,
-            precision=training.precision,
-            device=device_name(training.device),
-            accumulation=training.accumulation,
-            source=source(command, training.device),
-            notes=(*notes, *_notes(training, figures)),
+            name=name or f"{title.lower()}-b{samples}-{precision}-{short_name(where)}",
+            model=title,
+            batch_size=samples,
+            precision=precision,
+            device=device_name(where),
+            accumulation=accumulation,
+            source=source(command or "backbeat.measure.profile(model, batch, loss)", where),
+            notes=(
+                *notes,
+                *(() if found is None else (f"noise accepted: {found}; predictions are as uncertain",)),
+                *((COMPILED,) if compile_blocks else ()),
+                *_notes(training, figures),
+            ),
         ),
         iteration_s=tuple(rounded(seconds) for seconds in figures.iteration_s),
         optimizer=describe_optimizer(training.optimizer),
-        compiled=compiled,
+        compiled=compile_blocks,
         blocks=figures.chain.blocks,
         host_link=figures.chain.host_link,
         compression_s_per_byte=s_per_byte,
         compression_s_per_bucket=s_per_bucket,
-        **{} if pace is None else host_fields(pace),
+        **{} if figures.pace is None else host_fields(figures.pace),
     )
     return MeasuredModel(document, figures.overhead, figures.pace)
 
@@ -258,3 +235,33 @@ def _pace_note(pace: Pace) -> str:
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def put_back(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[None]:
+    """Weights, buffers, gradients, the optimizer's state and the random generators leave as they came.
+
+    Copies go to the host, so that they take nothing from the memory being measured.
+    """
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", copy=True)
+
+    tensors = [*model.parameters(), *model.buffers()]
+    saved = [to_host(tensor) for tensor in tensors]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    state = None if optimizer is None else copy.deepcopy(tree_map_only(torch.Tensor, to_host, optimizer.state_dict()))
+    for parameter in model.parameters():
+        parameter.grad = None
+    devices = [device.index or 0] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in zip(tensors, saved, strict=True):
+                tensor.copy_(before)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        if optimizer is not None and state is not None:
+            optimizer.load_state_dict(state)

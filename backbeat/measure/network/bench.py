@@ -76,13 +76,7 @@ class Bench:
         """The element-wise largest over all ranks: the same on every rank, so that all take the same decisions."""
         with explained("agreeing on times"):
             pace = statistics.median(self._paces) if self._paces else _FIRST_PACE_S
-            shared = torch.tensor([*values, pace], dtype=torch.float64, device=self.device)
-            self._communicators[0].all_reduce_max(shared).wait()
-            if self.device.type == "cuda":
-                done = cuda.Event()
-                done.record()
-                until(done, self._timeout_s)
-            *agreed, self.pace_s = (float(value) for value in shared.tolist())
+            *agreed, self.pace_s = largest(self._communicators[0], [*values, pace], self.device, self._timeout_s)
             return agreed
 
     def elapsed(self) -> float:
@@ -154,6 +148,17 @@ class Bench:
             # Written once, so that no sample pays for the first touch of a page; zeros, so that sums stay finite.
             self._rooms[kind] = torch.empty(elements, device=self.device).fill_(0.0)
         return self._rooms[kind][:elements]
+
+
+def largest(communicator: Communicator, values: Sequence[float], device: torch.device, timeout_s: float) -> list[float]:
+    """The element-wise largest over all ranks."""
+    shared = torch.tensor(values, dtype=torch.float64, device=device)
+    communicator.all_reduce_max(shared).wait()
+    if device.type == "cuda":
+        done = cuda.Event()
+        done.record()
+        until(done, timeout_s)
+    return [float(value) for value in shared.tolist()]
 
 
 @contextmanager

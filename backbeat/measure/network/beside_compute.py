@@ -19,6 +19,7 @@ import torch.nn.functional as functional
 
 from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import until
+from backbeat.measure.network.bench import largest
 from backbeat.model.slowdown import Slowdown
 
 cuda: Any = torch.cuda  # untyped in parts
@@ -60,14 +61,14 @@ def measure_slowdown(
     send = _pairs_of(communicator, message, workers) if workers else lambda: [communicator.all_reduce(message)]
     factors = torch.ones(3, dtype=torch.float64, device=device)
     for index, work in enumerate(_works(device)):
-        run = _Timed(work, communicator, message, send, timeout_s)
+        run = _TimedWork(work, communicator, message, send, timeout_s)
         run.seconds(3, 0)
-        (once_s,) = _largest(communicator, [run.seconds(3, 0) / 3], device, timeout_s)
+        (once_s,) = largest(communicator, [run.seconds(3, 0) / 3], device, timeout_s)
         count = max(1, min(200, round(_SAMPLE_S / once_s)))
         messages = messages_beside(count * once_s, message_s)
         ratios = [run.seconds(count, messages) / alone for _ in range(_PAIRS) if (alone := run.seconds(count, 0)) > 0]
         factors[index] = max(median(ratios), 1.0)
-    matmul, attention, memory = _largest(communicator, factors.tolist(), device, timeout_s)
+    matmul, attention, memory = largest(communicator, factors.tolist(), device, timeout_s)
     return Slowdown(matmul=matmul, attention=attention, memory=memory)
 
 
@@ -92,7 +93,7 @@ def messages_beside(work_s: float, message_s: float) -> int:
 
 
 @dataclass
-class _Timed:
+class _TimedWork:
     """Runs one kind of work on the current stream, alone or beside collectives."""
 
     work: Callable[[], object]
@@ -145,13 +146,3 @@ def _works(device: torch.device) -> list[Callable[[], object]]:
         lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True),
         lambda: torch.add(left, product, out=total),
     ]
-
-
-def _largest(communicator: Communicator, values: list[float], device: torch.device, timeout_s: float) -> list[float]:
-    """The element-wise largest over all ranks."""
-    shared = torch.tensor(values, dtype=torch.float64, device=device)
-    communicator.all_reduce_max(shared).wait()
-    done = cuda.Event()
-    done.record()
-    until(done, timeout_s)
-    return [float(value) for value in shared.tolist()]

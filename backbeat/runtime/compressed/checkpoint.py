@@ -5,13 +5,18 @@ A checkpoint has one file per rank, and fits any plan and any number of ranks.
 What N ranks have not yet applied to the weights is the sum of their residuals over N. Restored on N ranks, each rank
 gets its own residual back. Restored on M ranks, rank r gets the sum of the old ranks r, r+M, r+2M, … times M/N, so that
 the whole stays the same.
+
+Beside a framework's checkpoint, residuals stand in a folder of its name: together they are many times as large as the
+model. The checkpoint says which step they belong to.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +27,18 @@ from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.reduce.bucket import BucketBuffer
+from backbeat.runtime.reduce.settings import TorchDDP
 from backbeat.runtime.reduce.step import ReducerContext
+
+logger = logging.getLogger("backbeat.runtime")
 
 SCHEMA = "backbeat.residuals/1"
 _FILE = re.compile(r"rank-(\d+)-of-(\d+)\.pt")
 _KINDS = ("residuals", "velocities")
 _PARTS = ("rank", "ranks", "step", *_KINDS)
+KEY = "backbeat_residuals"
+"""In the checkpoint: the step of each wrapped model's residuals, by the model's name."""
+_LOST = "what ranks had not sent yet is lost, and a warm-up of the density begins anew"
 
 
 def state_of(
@@ -41,10 +52,7 @@ def state_of(
 
 def check(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
     """Refuse a state that is damaged or of another model, by the first parameter that does not fit."""
-    if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
-        found = state.get("schema") if isinstance(state, Mapping) else type(state).__name__
-        raise InputError(f"this is no checkpoint of residuals: schema is {found!r}, not {SCHEMA!r}")
-    _check_parts(state, "the checkpoint of residuals")
+    _check_parts(state, "what was given")
     for kind in _KINDS:
         for name, values in state[kind].items():
             if name not in shapes:
@@ -125,14 +133,14 @@ def _read(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise InputError(f"{path} cannot be read as residuals ({error}): the file is damaged; use another") from error
-    found = state.get("schema") if isinstance(state, dict) else None
-    if found != SCHEMA:
-        raise InputError(f"{path} is no checkpoint of residuals: schema is {found!r}, not {SCHEMA!r}")
     _check_parts(state, str(path))
     return dict(state)
 
 
 def _check_parts(state: Mapping[str, Any], what: str) -> None:
+    found = state.get("schema") if isinstance(state, Mapping) else None
+    if found != SCHEMA:
+        raise InputError(f"{what} is no checkpoint of residuals: schema is {found!r}, not {SCHEMA!r}")
     for part in _PARTS:
         if part not in state:
             raise InputError(f"{what} has no {part!r}: it is damaged; use another")
@@ -207,3 +215,73 @@ class CarriedResiduals:
             self._held = {name: (values, velocities.get(name)) for name, values in residuals.items()}
             self._steps_before = int(state["step"]) - context.step.number
             self.restore(buckets)
+
+
+def residual_states(model: Any) -> dict[str, dict[str, Any]]:
+    """This rank's residuals in each wrapped model with compressed buckets, by the model's name."""
+    return {name: wrapped.residual_state_dict() for name, wrapped in _compressed(model).items()}
+
+
+def save_residuals(
+    states: Mapping[str, dict[str, Any]], checkpoint: dict[str, Any], path: str | os.PathLike[str]
+) -> None:
+    """Every rank, before the checkpoint is written to `path`."""
+    if not states:
+        return
+    if "://" in str(path):
+        logger.warning(
+            "the checkpoint %s is saved without the residuals of compressed buckets, which need a folder that all "
+            "ranks share: call model.save_residuals(folder) beside it, and load_residuals after resuming; otherwise %s",
+            path,
+            _LOST,
+        )
+        return
+    checkpoint[KEY] = {}
+    for name, state in states.items():
+        written = save(state, _folder(path) / name)
+        # A checkpoint of the same name may be from another number of ranks.
+        for other in written.parent.glob("rank-*-of-*.pt"):
+            if other.name.rpartition("-of-")[2] != written.name.rpartition("-of-")[2]:
+                other.unlink(missing_ok=True)
+        checkpoint[KEY][name] = state["step"]
+
+
+def load_residuals(model: Any, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Every rank, after the checkpoint was read from `path` and optimizers are attached. Says what is not there."""
+    steps: Mapping[str, int] = checkpoint.get(KEY, {})
+    wrappers = _compressed(model)
+    for name, wrapped in wrappers.items():
+        # A framework may keep the last checkpoint as a link to another.
+        folder = _folder(os.path.realpath(path)) / name
+        if name not in steps or not folder.is_dir():
+            what = f"{folder} is not there" if name in steps else f"{path} has no residuals of compressed buckets"
+            logger.warning("%s: training begins without; if there were any, %s", what, _LOST)
+            continue
+        communicators = wrapped.reducer.communicators
+        state = load(folder, rank=communicators.rank, ranks=communicators.size)
+        if state["step"] != steps[name]:
+            raise InputError(
+                f"{folder} has residuals after step {state['step']}, the checkpoint is of step {steps[name]}: the job "
+                "ended while they were written; use an earlier checkpoint, or delete the folder to begin without"
+            )
+        wrapped.load_residual_state_dict(state)
+    if set(steps) - set(wrappers):
+        logger.warning("%s has residuals of compressed buckets, and this plan has no such: %s", path, _LOST)
+
+
+def remove_residuals(path: str | os.PathLike[str]) -> None:
+    """One rank, when the checkpoint at `path` is removed."""
+    shutil.rmtree(_folder(path), ignore_errors=True)
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(path)}.residuals")
+
+
+def _compressed(model: Any) -> dict[str, Any]:
+    """Wrapped models with compressed buckets, by name."""
+    return {
+        name or "model": module
+        for name, module in model.named_modules()
+        if isinstance(module, TorchDDP) and getattr(module, "compressed", False)
+    }

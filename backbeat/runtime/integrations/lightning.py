@@ -10,7 +10,6 @@ strategies.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
@@ -23,21 +22,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from backbeat.errors import InputError, MissingPartError
-from backbeat.runtime.integrations.residual_folder import (
+from backbeat.errors import InputError
+from backbeat.runtime.compressed.checkpoint import (
     load_residuals,
     remove_residuals,
     residual_states,
     save_residuals,
 )
-from backbeat.runtime.parallel.accumulate import no_sync
+from backbeat.runtime.integrations.watching import lightning_packages
+from backbeat.runtime.parallel.apply_plan import no_sync
 from backbeat.runtime.reduce.settings import split_options
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 from backbeat.runtime.sharded.full_state import load_full_state_dict
 
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 class KeepsResiduals:
@@ -59,7 +58,7 @@ class KeepsResiduals:
 
 
 def strategy_class(package: str) -> type[Any]:
-    """The strategy for one of `PACKAGES`, registered there as "backbeat"."""
+    """The strategy for one of `watching.PACKAGES`, registered there as "backbeat"."""
     strategies = importlib.import_module(f"{package}.strategies")
     base: Any = strategies.DDPStrategy
 
@@ -176,10 +175,7 @@ def _register(strategy: Any, strategies: Any) -> None:
         strategy.register_strategies(strategies.StrategyRegistry)
 
 
-_packages = [name for name in PACKAGES if importlib.util.find_spec(name.split(".")[0]) is not None]
-if not _packages:
-    raise MissingPartError("backbeat.runtime.integrations.lightning needs Lightning: pip install lightning")
-_found = [(strategy_class(name), parallelize_strategy_class(name)) for name in _packages]
+_found = [(strategy_class(name), parallelize_strategy_class(name)) for name in lightning_packages()]
 BackbeatStrategy, ParallelizeStrategy = _found[0]
 """The strategies of the first package found; `strategy_class(package)` and `parallelize_strategy_class(package)` give
 another's."""

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from backbeat.report.drift import StepSample
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+"""Each has classes of its own."""
+
+
+def lightning_packages() -> list[str]:
+    """Those that are installed."""
+    found = [name for name in PACKAGES if importlib.util.find_spec(name.split(".")[0]) is not None]
+    if not found:
+        raise MissingPartError("Lightning is not installed: pip install lightning")
+    return found
 
 
 def scalars(sample: StepSample) -> dict[str, float]:
@@ -62,10 +71,7 @@ def to_wandb(run: Any) -> Callable[[StepSample], None]:
 def lightning_watch(package: str | None = None, **options: Any) -> Any:
     """A callback for Lightning's Trainer with `strategy="backbeat"`; samples go to its loggers too. Takes `Watch`'s
     options."""
-    names = [package] if package else [name for name in PACKAGES if importlib.util.find_spec(name.split(".")[0])]
-    if not names:
-        raise MissingPartError("lightning_watch needs Lightning: pip install lightning")
-    base: Any = importlib.import_module(f"{names[0]}.callbacks").Callback
+    base: Any = importlib.import_module(f"{package or lightning_packages()[0]}.callbacks").Callback
 
     class WatchCallback(base):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, module: Any) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -23,18 +22,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from backbeat.errors import InputError
-from backbeat.measure.model.chain import find_blocks, tensors_of
+from backbeat.measure.model.chain import find_blocks, planned_module, tensors_of
+from backbeat.measure.model.memory_by_kind import storage_key
 from backbeat.model import MemoryPlan
-from backbeat.model.checks import at_least
 from backbeat.runtime.memory.forward_context import without_autocast_cache
 from backbeat.runtime.memory.offload import (
-    AHEAD,
-    LAG,
     KeptTensor,
     OffloadedTensor,
     OffloadSchedule,
     movable,
-    storage_of,
 )
 from backbeat.runtime.memory.recompute import SegmentRun
 
@@ -139,12 +135,12 @@ class OffloadPolicy:
             self._range_number = schedule.begin_range()
         range_number = self._range_number
         self._next_index = block.index + 1
-        stays = {storage_of(tensor) for tensor in (*block.module.parameters(), *block.module.buffers())}
+        stays = {storage_key(tensor) for tensor in (*block.module.parameters(), *block.module.buffers())}
         # A tensor without history came with the batch or is shared by all blocks: it stays alive anyway.
-        stays |= {storage_of(tensor) for tensor in tensors_of((args, kwargs)) if tensor.grad_fn is None}
+        stays |= {storage_key(tensor) for tensor in tensors_of((args, kwargs)) if tensor.grad_fn is None}
 
         def pack(tensor: torch.Tensor) -> OffloadedTensor | KeptTensor:
-            if movable(tensor) and storage_of(tensor) not in stays:
+            if movable(tensor) and storage_key(tensor) not in stays:
                 return schedule.offload(tensor, range_number, block.name)
             return KeptTensor(tensor, block.name)
 
@@ -185,20 +181,14 @@ class Handle:
         self.remove()
 
 
-def apply(model: nn.Module, memory_plan: MemoryPlan, *, lag: int = LAG, ahead: int = AHEAD) -> Handle:
-    """Run `memory_plan` on `model` from the next forward on.
-
-    What a block offloads leaves the device at the beginning of the `lag`-th block after it, and comes back when
-    backward is `ahead` segments (or kept blocks) away from it.
-    """
+def apply(model: nn.Module, memory_plan: MemoryPlan) -> Handle:
+    """Run `memory_plan` on `model` from the next forward on."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    for name, least, value in (("lag", 1, lag), ("ahead", 0, ahead)):
-        at_least(name, value, least)
     named = check(model, memory_plan)
     active = [segment for segment in memory_plan.segments if segment.action != "keep"]
     offloads = any(segment.action == "offload" or segment.input == "offload" for segment in active)
-    schedule = OffloadSchedule(lag, ahead) if offloads else None
+    schedule = OffloadSchedule() if offloads else None
     forwards = []
     for segment in active:
         policy: BlockPolicy
@@ -242,21 +232,13 @@ def check(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:
 
 
 def _resolve(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     named: dict[str, nn.Module] = {}
     owner: dict[int, str] = {}
     for index, segment in enumerate(memory_plan.segments):
         for name in segment.blocks:
             where = f"memory.segments[{index}]"
-            module = modules.get(name)
-            if module is None or not name:
-                near = get_close_matches(name, filter(None, modules), n=1)
-                hint = f"did you mean {near[0]!r}?" if near else "make the plan from a profile of this model"
-                raise InputError(f"{where} names the block {name!r}, which the model does not have: {hint}")
-            if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-                raise InputError(
-                    f"{where} names {name!r}, a {type(module).__name__} that is never called: name its parts"
-                )
+            module = planned_module(modules, where, name)
             for inner in module.modules():
                 if id(inner) in owner:
                     raise InputError(

@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 
 from backbeat.errors import InputError
 from backbeat.measure.model.chain import version_of
+from backbeat.measure.model.memory_by_kind import storage_key, storage_size
 
 SMALLEST_BYTES = 64 * 1024
 """Smaller tensors stay on the device: moving one costs more than it frees."""
@@ -286,7 +287,7 @@ class OffloadSchedule:
         """The owner keeps this storage on the device as long as it lives: offloading it would free nothing."""
         if not movable(tensor):
             return
-        key = storage_of(tensor)
+        key = storage_key(tensor)
         leaving = self._leaving_storage(key)
         if leaving is not None:
             leaving.keep_on_device()
@@ -303,7 +304,7 @@ class OffloadSchedule:
 
         It stays where a kept block before has saved it too, or a kept block right after will.
         """
-        key = storage_of(tensor)
+        key = storage_key(tensor)
         kept = self._kept.get(key)
         if kept is not None and kept[0]() is not None and kept[1] == version_of(tensor):
             return KeptTensor(tensor, block)
@@ -357,18 +358,7 @@ def movable(tensor: torch.Tensor) -> bool:
     """Large enough to be worth moving, and made of plain memory."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_inference():
         return False
-    try:
-        return tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
-    except (NotImplementedError, RuntimeError):
-        return False
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """What tells storages apart while they live; 0 where a tensor has none."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
+    return storage_size(tensor) >= SMALLEST_BYTES
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

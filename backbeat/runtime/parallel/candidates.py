@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -112,13 +113,17 @@ def predicted_candidates(
     fitting = [
         _as_stock(one, profile, network) if one.kind == "stock" else one
         for one in found
-        if _fits(one, memory_bytes) and _differs(one)
+        # A plan that may compress is one of buckets where it does not.
+        if _fits(one, memory_bytes) and (one.kind != "compressed" or one.plan.compressed)
     ]
     if not fitting:
         raise InputError(
             "; ".join(f"{strategy}: {why[strategy]}" for strategy in ("best", "sharded") if strategy in why)
         )
-    best = {kind: min((one for one in fitting if one.kind == kind), key=_seconds, default=None) for kind in KINDS}
+    best = {
+        kind: min((one for one in fitting if one.kind == kind), key=attrgetter("predicted_s"), default=None)
+        for kind in KINDS
+    }
     stock, planned = best["stock"], best["buckets"]
     if stock is not None and planned is not None and stock.plan.buckets == planned.plan.buckets:
         best["buckets"] = None
@@ -131,10 +136,6 @@ def _release(version: str) -> str:
     '2.13'
     """
     return ".".join(version.split(".")[:2])
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.predicted_s
 
 
 def _fits(candidate: Candidate, memory_bytes: int | None) -> bool:
@@ -153,11 +154,6 @@ def _as_stock(candidate: Candidate, profile: Profile, network: Network) -> Candi
     found = predict(profile, network, candidate.plan, reduction=STOCK)
     predicted = PlanPrediction.of(found, network.name)
     return Candidate(kind="stock", plan=msgspec.structs.replace(candidate.plan, memory=None, predicted=predicted))
-
-
-def _differs(candidate: Candidate) -> bool:
-    """Whether a plan that may compress does."""
-    return candidate.kind != "compressed" or candidate.plan.compressed
 
 
 def extrapolation(network: Network, profile: Profile) -> float:

@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from backbeat.comm.clock import clock_for
 from backbeat.errors import InputError
 from backbeat.measure.model.optimizers import make_optimizer
-from backbeat.measure.model.precision import scaler_for
-from backbeat.measure.model.training_step import Loss, Training, where_raised
+from backbeat.measure.model.training_step import Loss, Training, scaler_for, where_raised
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.preserve import copy_of, free
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel

@@ -34,8 +34,8 @@ _LET_GO_S = 1.0
 """So long a thread of autograd's may take to let go of a backward that raised."""
 
 
-def _gone() -> None:
-    return None
+def gone() -> None:
+    """A weak reference to nothing."""
 
 
 class Backward:
@@ -46,7 +46,7 @@ class Backward:
     """
 
     def __init__(self) -> None:
-        self._token: Callable[[], Any] = _gone
+        self._token: Callable[[], Any] = gone
         self._thread = threading.get_ident()
         """Began it."""
 
@@ -65,7 +65,7 @@ class Backward:
 
     def forget(self) -> None:
         """It is over, however it ended."""
-        self._token = _gone
+        self._token = gone
 
     def ended(self) -> bool:
         """Whether it is over. On a GPU a thread of autograd's own runs it, and may hold on to it for a moment after

@@ -36,7 +36,7 @@ from backbeat.runtime.reduce.partition import BucketSpec, Partition
 from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets, SummedStatus
 from backbeat.runtime.reduce.step import InFlight, ReducerContext
 
-_profiling = torch._C._autograd._profiler_enabled
+profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _nothing = nullcontext()
 
 
@@ -59,7 +59,7 @@ class Sender:
             last = len(buckets) - 1
             regular = self._status.regular
             # In a hook gradients are mostly off and nobody profiles: two contexts would cost more than the rest.
-            send = self._send_shown if torch.is_grad_enabled() or _profiling() else self._send
+            send = self._send_shown if torch.is_grad_enabled() or profiling() else self._send
             while arrivals.next_bucket < last and arrivals.missing[arrivals.next_bucket] <= 0:
                 # What comes late can be added to a dense sum, not to a sparse one.
                 if not regular and buckets[arrivals.next_bucket].sparse:
@@ -71,7 +71,7 @@ class Sender:
         arrivals = self._step.arrivals
         # The last bucket of a regular step waited only for the step to end.
         regular = self._status.regular and not self._step.contributes_nothing
-        send = self._send_shown if _profiling() else self._send
+        send = self._send_shown if profiling() else self._send
         with self._lock:
             while arrivals.next_bucket < len(self._context.bucket_set.buckets):
                 send(arrivals.next_bucket, regular and arrivals.missing[arrivals.next_bucket] <= 0)
@@ -127,7 +127,7 @@ class Sender:
         """Wait for every bucket in turn; returns the summed status message."""
         numbers: torch.Tensor | None = None
         step, receive = self._step, self.exchange.receive
-        profiled = _profiling()
+        profiled = profiling()
         if not profiled:
             self.exchange.wait_for_last()
         for sent in step.in_flight:
@@ -153,7 +153,7 @@ class Sender:
                     summed.used[member] = True
 
     def _span(self, what: str, index: int) -> AbstractContextManager[Any]:
-        if not _profiling():
+        if not profiling():
             return _nothing
         bucket = self._context.bucket_set.buckets[index]
         first = self._context.names[bucket.members[0]]

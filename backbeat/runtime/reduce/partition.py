@@ -224,7 +224,7 @@ def fill_buckets(
         kind = (parameter.dtype, parameter.device)
         members, size = open_buckets.get(kind, ([], 0))
         members.append(index)
-        size += parameter.numel() * parameter.element_size()
+        size += parameter.nbytes
         if size >= limits[min(used.get(kind, 0), len(limits) - 1)]:
             closed.append(members)
             used[kind] = used.get(kind, 0) + 1

@@ -134,10 +134,6 @@ class Reducer:
         return self.runner.exchange
 
     @property
-    def names(self) -> list[str]:
-        return self.runner.context.names
-
-    @property
     def buckets(self) -> list[BucketBuffer]:
         return self.runner.context.bucket_set.buckets
 

@@ -26,6 +26,7 @@ from backbeat.runtime.reduce.arrivals import (
     Backward,
     GraphReach,
     Streams,
+    gone,
     graph_task,
     move_hooks_last,
     register_hook,
@@ -39,10 +40,6 @@ from backbeat.runtime.reduce.status import StatusMessage, SummedStatus
 from backbeat.runtime.reduce.step import ReducerContext, Step, StepState
 
 logger = logging.getLogger("backbeat.runtime")
-
-
-def _nothing() -> None:
-    return None
 
 
 class StepRunner:
@@ -71,9 +68,9 @@ class StepRunner:
             step=self.step,
             scale=1.0 / communicators.size,
         )
-        self.after_step: Callable[[], Callable[[], None] | None] = _nothing
+        self.after_step: Callable[[], Callable[[], None] | None] = gone
         """A weak reference to what the reducer does at the end of a step."""
-        self.unreached: Callable[[], Callable[[], None] | None] = _nothing
+        self.unreached: Callable[[], Callable[[], None] | None] = gone
         """Another weak reference: what the reducer does when a backward reaches an output and no parameter."""
         self.status = StatusMessage(communicators.rank, communicators.size, strict=strict)
         self._sender = Sender(self.context, exchange(self.context), self.status)

@@ -132,6 +132,7 @@ def settings_of(
     loaded, memory = within_budget(loaded, strategy, memory_budget, profile, network, workers)
     check_memory(module, memory)
     planned_bytes = memory.budget_bytes if memory is not None else None
+    cap_mb = arguments.get("bucket_cap_mb")
     settings = WrapperSettings(
         plan=loaded,
         strategy=strategy if loaded is None else None,
@@ -139,7 +140,7 @@ def settings_of(
         communicators=communicators,
         reduce_dtype=REDUCE_DTYPES[reduce_dtype] if reduce_dtype else None,
         strict=strict,
-        cap_bytes=cap_bytes_of(arguments),
+        cap_bytes=None if cap_mb is None else int(cap_mb * 2**20),
         find_unused=arguments.get("find_unused_parameters", False),
         compression=options_of(compression),
         budget_bytes=planned_bytes if memory_budget is None else budget_size(memory_budget),
@@ -235,12 +236,6 @@ def process_group_of(arguments: dict[str, Any]) -> Any:
     if mesh.ndim != 1:
         raise InputError(f"device_mesh has {mesh.ndim} dimensions: data parallelism needs one; give mesh['dp']")
     return mesh.get_group(mesh_dim=0)
-
-
-def cap_bytes_of(arguments: dict[str, Any]) -> int | None:
-    """`bucket_cap_mb` in bytes, where it was given."""
-    cap = arguments.get("bucket_cap_mb")
-    return None if cap is None else int(cap * 2**20)
 
 
 def check_supported(arguments: dict[str, Any]) -> None:

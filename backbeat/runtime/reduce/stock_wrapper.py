@@ -120,7 +120,7 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
 
 def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
-    sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
+    sizes = {name: p.nbytes for name, p in module.named_parameters() if p.requires_grad}
     buckets = [sum(sizes.get(name, 0) for name in bucket.gradients) for bucket in plan.buckets]
     caps = [size / 2**20 for size in buckets if size]
     if "bucket_cap_mb_list" in TORCH_SIGNATURE.parameters:

@@ -211,7 +211,7 @@ def make_report(reducer: Reducer) -> Report:
     predicted = _predicted(plan)
     buckets = []
     for index, bucket in enumerate(reducer.buckets):
-        gradients = tuple(reducer.names[member] for member in bucket.members)
+        gradients = tuple(reducer.managed.names[member] for member in bucket.members)
         begin, end = predicted.get(frozenset(gradients), (None, None))
         buckets.append(
             BucketReport(

@@ -18,7 +18,7 @@ from backbeat.model import Network, Plan, Profile
 from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
-from backbeat.runtime.reduce.exchange import builtin_hook
+from backbeat.runtime.reduce.exchange import builtin_hook, profiling
 from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.settings import (
@@ -33,8 +33,6 @@ from backbeat.runtime.reduce.settings import (
 )
 from backbeat.runtime.reduce.stock_wrapper import StockDistributedDataParallel
 from backbeat.runtime.reduce.timing import Report, make_report
-
-profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class DistributedDataParallel(TorchDDP):  # type: ignore[misc]

@@ -1,5 +1,5 @@
 """A sharded plan on a model: torch's own `fully_shard`, unit by unit. Nothing of ours runs in a training step, but for
-BatchNorm that is in lower precision (`batch_norm`) or recomputed.
+BatchNorm that is in lower precision (`torch_fsdp`) or recomputed.
 
     from backbeat.runtime import fully_shard
 
@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,28 +31,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _sync_params_and_buffers
 
 from backbeat.comm.agreement import agree
-from backbeat.comm.communicators import Communicators
+from backbeat.comm.communicators import Communicators, backend_of
 from backbeat.errors import CommunicationError, InputError, first_line
+from backbeat.measure.model.chain import planned_module
 from backbeat.model import Plan, Sharding
 from backbeat.model.files import encode
 from backbeat.runtime.memory.forward_context import statistics_unchanged
 from backbeat.runtime.reduce.settings import TorchDDP, check_model
-from backbeat.runtime.sharded.batch_norm import keep_statistics_dtype
-from backbeat.runtime.sharded.meshes import all_ranks, device_of, mesh_of
-from backbeat.runtime.sharded.torch_fsdp import check_knobs, mixed_precision, set_knobs
-from backbeat.runtime.sharded.unit_modules import UnitModules, check_module, find_units
+from backbeat.runtime.sharded.torch_fsdp import check_knobs, keep_statistics_dtype, mixed_precision, set_knobs
+from backbeat.runtime.sharded.unit_modules import UnitModules, find_units
 
 logger = logging.getLogger("backbeat.runtime")
 
 _BROADCAST_BYTES = 250 * 2**20
 """DDP's own."""
+_NAMES = ("replicate", "shard")
 
 
 def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: DeviceMesh | None = None) -> nn.Module:
@@ -68,18 +68,19 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
     units = find_units(model, loaded, sharding)
     recomputed = _recomputed(model, loaded)
     mesh = mesh_of(loaded, sharding, mesh)
-    with all_ranks(mesh) as group:
-        _compare(model, loaded, group, device_of(mesh))
+    device = _device_of(mesh)
+    with _all_ranks(mesh) as group:
+        _compare(model, loaded, group, device)
         for block in recomputed:
             checkpoint(block, context_fn=partial(_contexts, block))
         for unit in units:
-            _synchronise(unit.modules, group, device_of(mesh))
+            _synchronise(unit.modules, group, device)
             modules = unit.modules if len(unit.modules) > 1 else unit.modules[0]
             policy = mixed_precision(sharding, unit.modules)
             torch_fully_shard(modules, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy)
             keep_statistics_dtype(unit.modules, policy.param_dtype)
         # The root takes what is left.
-        _synchronise([model], group, device_of(mesh))
+        _synchronise([model], group, device)
         policy = mixed_precision(sharding, [model])
         torch_fully_shard(model, mesh=mesh, mp_policy=policy)
         keep_statistics_dtype([model], policy.param_dtype)
@@ -142,8 +143,7 @@ def _recomputed(model: nn.Module, plan: Plan) -> list[nn.Module]:
                 "plan again with a sharded strategy"
             )
         (name,) = segment.blocks
-        check_module(plan, modules, f"memory.segments[{index}]", name)
-        found.append(modules[name])
+        found.append(planned_module(modules, f"memory.segments[{index}]", name, repr(plan.model)))
     return found
 
 
@@ -189,3 +189,59 @@ def _set_prefetch(units: Sequence[UnitModules]) -> None:
         ahead = modules[index + 1 : index + 1 + unit.prefetch]
         if ahead:
             modules[index].set_modules_to_forward_prefetch(ahead)
+
+
+def mesh_of(plan: Plan, sharding: Sharding, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh given, if it is the plan's; without one, the plan's over all ranks."""
+    replicate, shard = sharding.mesh.replicate, sharding.mesh.shard
+    shape = (replicate, shard) if replicate > 1 else (shard,)
+    size = dist.get_world_size() if mesh is None else mesh.size()
+    if replicate * shard != size:
+        raise InputError(
+            f"the plan does not fit: replicate({replicate}) * shard({shard}) != "
+            f"{'world' if mesh is None else 'mesh'}({size}); make a plan for this job with `backbeat plan … "
+            f"--workers {size} --strategy {plan.strategy}`"
+        )
+    if mesh is None:
+        return init_device_mesh(_device_type(), shape, mesh_dim_names=_NAMES[-len(shape) :])
+    given = tuple(mesh.shape)
+    # torch asks for the names of two dimensions.
+    unnamed = ", without names" if mesh.ndim > 1 and mesh.mesh_dim_names is None else ""
+    if given != shape or unnamed:
+        raise InputError(
+            f"the plan's mesh is {_words(shape)}, the one given is {_words(given)}{unnamed}: "
+            f"give init_device_mesh({mesh.device_type!r}, {shape}, mesh_dim_names={_NAMES[-len(shape) :]})"
+        )
+    return mesh
+
+
+@contextmanager
+def _all_ranks(mesh: DeviceMesh) -> Iterator[Any]:
+    """One process group over all ranks of a mesh."""
+    if mesh.ndim == 1:
+        yield mesh.get_group()
+    elif mesh.size() == dist.get_world_size():
+        yield dist.group.WORLD
+    else:
+        made = dist.new_group([int(rank) for rank in mesh.mesh.flatten()], use_local_synchronization=True)
+        yield made
+        # Only after success: taking down a group whose peer is gone can wait for ever.
+        dist.destroy_process_group(made)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device, as torch finds it: the current one of the mesh's kind."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _device_type() -> str:
+    """The accelerator's, where the process group has a library of its kind; gloo's is for CPU tensors."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    world: Any = dist.group.WORLD
+    return found.type if found is not None and backend_of(world, found) not in ("", "gloo") else "cpu"
+
+
+def _words(shape: tuple[int, ...]) -> str:
+    return f"{shape[0]} ranks in one dimension" if len(shape) == 1 else " x ".join(map(str, shape))

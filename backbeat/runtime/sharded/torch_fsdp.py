@@ -1,6 +1,10 @@
 """What the installed torch's `fully_shard` offers, and what a plan asks of it.
 
 Settings that this torch lacks are refused by name: a plan without them is another plan, with another time and peak.
+
+FSDP2 casts parameters and leaves buffers alone, and torch's BatchNorm wants its scale and shift in the dtype of its
+running statistics. Where a unit is gathered in a lower dtype, they are cast to that one for each forward: the gather
+has rounded them, and this widens them again.
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from backbeat.errors import InputError
 from backbeat.model import Plan, Sharding
 from backbeat.units import format_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CAST = ("weight", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +95,30 @@ def sends_gradients(module: FSDPModule) -> tuple[bool, bool]:
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     found = [group for group in groups if group is not None]
     return all(group.reduce_grads for group in found), all(group.all_reduce_grads for group in found)
+
+
+def keep_statistics_dtype(modules: Iterable[nn.Module], gathered: torch.dtype | None) -> None:
+    """Let the BatchNorms among these modules and theirs run, where parameters are gathered in this dtype."""
+    for module in modules:
+        for norm in module.modules():
+            statistics = norm.running_mean if isinstance(norm, _BatchNorm) and norm.affine else None
+            if gathered is None or statistics is None or statistics.dtype == gathered or _is_cast(norm):
+                continue
+            norm.register_forward_pre_hook(_cast)
+            norm.register_forward_hook(_uncast, always_call=True)
+
+
+def _is_cast(norm: nn.Module) -> bool:
+    """Whether a unit inside this one has seen to it."""
+    return _cast in norm._forward_pre_hooks.values()
+
+
+def _cast(norm: Any, inputs: Any) -> None:
+    for name in _CAST:
+        # An attribute hides the parameter of its name, which stays as FSDP2 has it.
+        norm.__dict__[name] = norm._parameters[name].to(norm.running_mean.dtype)
+
+
+def _uncast(norm: Any, inputs: Any, outputs: Any) -> None:
+    for name in _CAST:
+        norm.__dict__.pop(name, None)

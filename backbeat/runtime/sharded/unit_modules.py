@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from torch import nn
 
 from backbeat.errors import InputError
+from backbeat.measure.model.chain import planned_module
 from backbeat.model import Plan, Sharding
 
 logger = logging.getLogger("backbeat.runtime")
@@ -39,31 +38,10 @@ def find_units(model: nn.Module, plan: Plan, sharding: Sharding) -> list[UnitMod
     known = dict(model.named_modules(remove_duplicate=False))
     units = []
     for index, unit in enumerate(sharding.units):
-        for name in unit.modules:
-            check_module(plan, known, f"sharding.units[{index}]", name)
-        modules = [known[name] for name in unit.modules]
+        modules = [planned_module(known, f"sharding.units[{index}]", name, repr(plan.model)) for name in unit.modules]
         units.append(UnitModules(names=[*unit.modules], modules=modules, reshard=unit.reshard, prefetch=unit.prefetch))
     _check_once(units)
     return _joined(model, units)
-
-
-def check_module(plan: Plan, known: Mapping[str, nn.Module], where: str, name: str) -> None:
-    """Refuse a name that is no module of the model, or one that is never called."""
-    if name not in known:
-        close = get_close_matches(name, known, n=1)
-        raise InputError(
-            f"{where} names {name!r}, which the model does not have"
-            + (f" (nearest: {close[0]!r})" if close else "")
-            + f": the plan was made for {plan.model!r}; make one for this model with `backbeat profile` and "
-            "`backbeat plan`"
-        )
-    module = known[name]
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        inside = [f"{name}.{child}" for child, _ in module.named_children()][:2]
-        raise InputError(
-            f"{where} names {name!r}, a {type(module).__name__}, which is never called itself: name its modules"
-            + (f", like {' and '.join(inside)}" if inside else "")
-        )
 
 
 def _check_once(units: list[UnitModules]) -> None:

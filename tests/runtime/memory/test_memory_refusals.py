@@ -15,9 +15,9 @@ pytestmark = pytest.mark.usefixtures("offload_everything")
 
 def test_blocks_and_messages_for_bad_plans():
     model, _ = resnet_case()
-    with pytest.raises(InputError, match="'layer10', which the model does not have: did you mean 'layer1"):
+    with pytest.raises(InputError, match=r"'layer10', which the model does not have \(nearest: 'layer1"):
         apply(model, alone(["layer10"], "recompute"))
-    with pytest.raises(InputError, match="'', which the model does not have: make the plan from a profile"):
+    with pytest.raises(InputError, match=r"'', which the model does not have: .* make one for this model"):
         apply(model, alone([""], "recompute"))
     with pytest.raises(InputError, match="shares modules with 'layer1'"):
         apply(model, plan((["layer1"], "recompute", "keep"), (["layer1.0"], "offload", "keep")))
@@ -25,8 +25,6 @@ def test_blocks_and_messages_for_bad_plans():
         apply(transformer_case()[0], alone(["encoder.layers"], "recompute"))
     with pytest.raises(InputError, match="the memory plan is NoneType"):
         apply(model, None)
-    with pytest.raises(InputError, match="lag is 0"):
-        apply(model, alone(["layer1.0"], "recompute"), lag=0)
     apply(model, alone(["layer1.0"], "recompute"))
     with pytest.raises(InputError, match="already runs a memory plan"):
         apply(model, alone(["layer1.1"], "recompute"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from backbeat.cost.operators import Product, Traffic
-from backbeat.measure.model.kernel_fusion import Fusion
+from backbeat.measure.model.estimator import Fusion
 
 KB = 1024
 PRODUCT = Product("bf16", 64, 64, 64)
