@@ -42,6 +42,8 @@ def main() -> None:
         total = sum(value.double().sum().item() for value in state.values())
         sharded = accelerator.is_fsdp2 and isinstance(model, FSDPModule)
         print(f"sharded {sharded}, loss {loss.item():.6f}, parameters sum to {total:.12f}")
+    # Together: torch keeps the connections of a sharded model's group open until the process ends.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

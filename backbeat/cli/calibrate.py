@@ -17,7 +17,7 @@ from rich.console import Console
 from backbeat.cli.common import check_writable, communicator_counts, need_torch, print_json, say
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.case import SIZES
-from backbeat.measure.network.findings import MeasuredCluster, summary_lines, summary_of
+from backbeat.measure.network.findings import MeasuredCluster, folded, summary_lines, summary_of
 from backbeat.measure.network.sampling import Progress
 from backbeat.units import doubling, parse_bytes, parse_duration
 
@@ -152,7 +152,7 @@ def _show(calibration: MeasuredCluster, *, as_json: bool) -> None:
     else:
         print("\n".join(summary_lines(summary)))
     for note in summary["notes"]:
-        say(f"backbeat: note: {note}")
+        say("\n".join(folded(f"backbeat: note: {note}")))
 
 
 @contextmanager

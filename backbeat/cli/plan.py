@@ -15,7 +15,7 @@ from rich.table import Table
 from backbeat.api import plan as make_plan
 from backbeat.api import predict
 from backbeat.cli import options
-from backbeat.cli.common import load_network, one_count, print_answer, print_json, say, size
+from backbeat.cli.common import console, load_network, one_count, print_answer, print_json, say, size
 from backbeat.cli.predict_output import caveats
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile, Sharding
@@ -180,7 +180,7 @@ def _show(
     elif made.sharding is not None:
         shown = _sharding(one, made, made.sharding, accumulation)
     else:
-        shown = [plan_table(made, result)]
+        shown = [plan_table(made, result, console().width)]
     if made.memory is not None and one.blocks and made.sharding is None:
         shown += _memory(sent, cluster, made, made.memory, result, accumulation)
     edges = scaling_range(result)
@@ -259,7 +259,7 @@ def _memory(
     budget = memory.budget_bytes
     shown: list[Table | str] = ["", "Everything is kept: it fits."]
     if memory.segments:
-        shown = ["", segments_table(one, memory), ""]
+        shown = ["", segments_table(one, memory, console().width), ""]
     if budget is not None:
         shown.append(policies_table(_policies(one, cluster, made, result, accumulation), budget))
     return [*shown, "", peak_line(memory_timeline(one, memory, made, workers=cluster.workers), budget)]

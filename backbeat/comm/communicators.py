@@ -146,13 +146,18 @@ class Communicators:
             store = PrefixStore(f"communicator/{index}", self.store)
             devices = gloo.gloo_devices(self.process_group, self.device)
             return gloo.make_gloo(store, self.rank, self.size, self.timeout, devices)
-        if index == 0:
-            return self.process_group
+        return self.process_group if index == 0 else self.new_group()
+
+    def new_group(self) -> ProcessGroup:
+        """A process group of its own over the same ranks; every rank must call it at the same point."""
         # Torch names a group that only its own ranks make by these ranks and by the number of groups there are now.
         # Once some were destroyed, the same name comes again, and torch refuses it.
         some = self.size < dist.get_world_size()
         ranks = dist.get_process_group_ranks(self.process_group)
-        return dist.new_group(ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=some)
+        made: ProcessGroup = dist.new_group(
+            ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=some
+        )
+        return made
 
 
 @functools.cache

@@ -38,15 +38,19 @@ class ShardedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     and collectives are issued one by one."""
 
     unit_s: Annotated[float, Meta(ge=0)]
+    """For each unit, in every micro-batch."""
     parameter_s: Annotated[float, Meta(ge=0)]
+    """For each parameter, in every micro-batch."""
+    update_s: Annotated[float, Meta(ge=0)] = 0.0
+    """For each parameter, once a step: the optimizer's work on shards."""
 
     def __post_init__(self) -> None:
-        not_negative("unit_s", self.unit_s)
-        not_negative("parameter_s", self.parameter_s)
+        for field in ("unit_s", "parameter_s", "update_s"):
+            not_negative(field, getattr(self, field))
 
-    def step_s(self, units: int, parameters: int) -> float:
+    def micro_batch_s(self, units: int, parameters: int) -> float:
         """
-        >>> ShardedHost(unit_s=1e-3, parameter_s=1e-4).step_s(10, 100)
+        >>> ShardedHost(unit_s=1e-3, parameter_s=1e-4, update_s=1e-5).micro_batch_s(10, 100)
         0.02
         """
         return units * self.unit_s + parameters * self.parameter_s

@@ -7,6 +7,7 @@ or from rank 0. Ranks compare a new partition before it runs.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import statistics
 import weakref
@@ -46,6 +47,9 @@ CALIBRATE_S = (0.2, 2.0)
 """Training stands still while the network is measured: so long at least and at most."""
 CALIBRATE_STEPS = 2.0
 """And for as long as so many iterations: 0.4 % of the first 500."""
+FIRST_STEPS = 500
+"""Over so many steps training takes no more than TOLERANCE longer than under DDP's buckets. Where measuring the network
+takes more than that share of them, it waits until it is one of the steps done."""
 CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20, BUCKET_BYTES, 64 * 2**20)
 """Up to DDP's own buckets, and beyond what any latency shows in."""
 
@@ -118,7 +122,7 @@ class Tuner:
         reducer.runner.status.read_at_once = left == 1
         if left > 0:
             return
-        if self.state == "measuring":
+        if self.state in ("measuring", "waiting"):
             self._plan_and_switch()
         elif self.state == "trying":
             self._judge()
@@ -133,7 +137,7 @@ class Tuner:
 
     def _measuring(self) -> bool:
         return self.state in ("measuring", "trying", "comparing") or (
-            self.state == "watching" and self._left() <= MEASURED_STEPS
+            self.state in ("waiting", "watching") and self._left() <= MEASURED_STEPS
         )
 
     def _begin(self, state: str, steps: int = SETTLE_STEPS + MEASURED_STEPS) -> None:
@@ -148,6 +152,14 @@ class Tuner:
             self._settle("one worker: there is nothing to send", found)
             return
         iteration = found.iteration_s or 0.0
+        if self._auto and not self._given and self.state == "measuring" and (more := self._too_early(iteration)) > 0:
+            self.running = found
+            self._say(
+                f"planning in {more} steps: measuring the network takes {self._calibrate_s(iteration):.1f} s, which is "
+                f"{TOLERANCE:.0%} of training by then"
+            )
+            self._begin("waiting", more)
+            return
         profile = self._profile(found)
         network = self._measure_network(profile, iteration)
         if self._auto and self._plans == 0:
@@ -172,6 +184,15 @@ class Tuner:
         )
         self._switch(MeasuredBuckets(partition=partition, plan=plan))
         self._begin("trying")
+
+    def _too_early(self, iteration_s: float) -> int:
+        """In how many steps the network may be measured."""
+        steps = math.ceil(self._calibrate_s(iteration_s) / (TOLERANCE * max(iteration_s, 1e-6)))
+        return 0 if steps <= FIRST_STEPS else max(steps - int(self._reducer.steps), 0)
+
+    @staticmethod
+    def _calibrate_s(iteration_s: float) -> float:
+        return min(max(CALIBRATE_STEPS * iteration_s, CALIBRATE_S[0]), CALIBRATE_S[1])
 
     def _switch(self, to: MeasuredBuckets) -> None:
         self._reducer.switch(to.partition)
@@ -299,7 +320,7 @@ class Tuner:
         self._network = calibrate(
             group=communicators.process_group,
             device=communicators.device,
-            budget_s=min(max(CALIBRATE_STEPS * iteration, CALIBRATE_S[0]), CALIBRATE_S[1]),
+            budget_s=self._calibrate_s(iteration),
             sizes=message_sizes(profile.total_bytes),
             communicators=counts,
             collectives=("all_reduce",),

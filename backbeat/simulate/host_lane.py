@@ -73,9 +73,15 @@ class HostLane:
             by_block=sum(backward) > 0,
         )
 
-    def longer(self, seconds: float) -> HostLane:
-        """With so much more to issue in backward, for blocks that a memory plan does not keep."""
-        return replace(self, micro_batch_s=self.micro_batch_s + seconds, backward_s=self.backward_s + seconds)
+    def longer(self, seconds: float, update_s: float = 0.0) -> HostLane:
+        """With so much more to issue in every backward, as for blocks that a memory plan does not keep, and in the
+        update."""
+        return replace(
+            self,
+            micro_batch_s=self.micro_batch_s + seconds,
+            backward_s=self.backward_s + seconds,
+            update_s=self.update_s + update_s,
+        )
 
     def step_s(self, micro_batches: int, *, collectives: int = 0, gradients: int = 0) -> float:
         """Issuing a whole step, with so many collectives and hooks of gradients."""

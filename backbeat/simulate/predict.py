@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from msgspec.structs import replace
 
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
+from backbeat.model.sharded_times import ShardedHost
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.host_lane import HostLane, device_alone
@@ -116,16 +119,9 @@ def _predicted(
     steady, issued = single, single
     if network.workers > 1:
         wrapped = not sharded and reduction is None
-        known = network.sharded.host if sharded and network.sharded is not None else None
-        steady, issued = _at_host_pace(
-            lane,
-            device,
-            step,
-            plan,
-            len(profile.gradients) if wrapped else None,
-            micro_batches,
-            None if known is None else known.step_s(step.buckets, len(profile.gradients)),
-        )
+        fsdp = network.sharded.host if sharded and network.sharded is not None else None
+        job = _Issued(len(profile.gradients), wrapped, fsdp)
+        steady, issued = _at_host_pace(lane, device, step, plan, job, micro_batches)
     host_alone = steady > device and issued >= steady
     iteration = steady + wait
     notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
@@ -164,27 +160,30 @@ def _predicted(
     )
 
 
+class _Issued(NamedTuple):
+    """What of a plan the host issues."""
+
+    gradients: int
+    wrapped: bool
+    """backbeat's wrapper runs the plan."""
+    fsdp: ShardedHost | None
+    """What FSDP2 takes of the host, its collectives included, where that was measured."""
+
+
 def _at_host_pace(
-    lane: HostLane,
-    device_s: float,
-    step: Iteration,
-    plan: Plan,
-    gradients: int | None,
-    micro_batches: int,
-    fsdp_s: float | None,
+    lane: HostLane, device_s: float, step: Iteration, plan: Plan, job: _Issued, micro_batches: int
 ) -> tuple[float, float]:
-    """The step with the host in, and what issuing it takes. The wrapper has a hook for each of its `gradients`, None
-    where it does not run the plan, and a status message after the last bucket. `fsdp_s` is what FSDP2 takes of the
-    host, its collectives included, where that was measured."""
-    if lane.by_block and fsdp_s is not None:
-        lane = lane.longer(fsdp_s)
-    if not lane.by_block or fsdp_s is not None:
+    """The step with the host in, and what issuing it takes. The wrapper has a hook for each gradient, and a status
+    message after the last bucket."""
+    if lane.by_block and job.fsdp is not None:
+        lane = lane.longer(job.fsdp.micro_batch_s(step.buckets, job.gradients), job.fsdp.update_s * job.gradients)
+    if not lane.by_block or job.fsdp is not None:
         return lane.paced(device_s, micro_batches), lane.step_s(micro_batches)
-    parts = step.breakdown
-    tail = None if gradients is None or plan.in_halves else parts.latency_s + parts.bandwidth_s + parts.waiting_s
+    parts, hooks = step.breakdown, job.gradients if job.wrapped else 0
+    tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if job.wrapped and not plan.in_halves else None
     sent = sum(span.lane.startswith("communicator") for span in step.timeline)
-    paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=gradients or 0, tail_s=tail)
-    return paced, lane.step_s(micro_batches, collectives=sent, gradients=gradients or 0)
+    paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=hooks, tail_s=tail)
+    return paced, lane.step_s(micro_batches, collectives=sent, gradients=hooks)
 
 
 def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Span, ...]:

@@ -26,7 +26,7 @@ def test_a_budget_adds_a_memory_plan_and_says_what_it_costs(profile: Path, tmp_p
     done = run("plan", str(profile), "10gbe", "-n", "4", "-s", "optimal", "--memory", "2.5GB", "-o", str(out))
     assert done.returncode == 0, done.stderr
     for word in (
-        "54 blocks in", "recompute", "computed again", "this plan", "keep, every block", "recompute, every block",
+        "54 blocks in", "recompute", "recomputed", "this plan", "keep, every block", "recompute, every block",
         "offload, every block", "of a budget of 2.50 GB", "parameters 241 MB",
     ):  # fmt: skip
         assert word in done.stdout

@@ -42,9 +42,20 @@ def auto_measures_plans_and_switches(ctx: Context) -> str:
 
 @check
 def auto_calibrates_beneath_training(ctx: Context) -> str:
-    wrapped = _trains_while_tuning(ctx, "auto", 40)
-    assert wrapped.report().history
-    assert wrapped.reducer.tuner._network.workers == ctx.size
+    """Not before that is 1 % of training: after thousands of steps as short as these. It is made to be due here."""
+    model = ctx.build(lambda: mlp(depth=6))
+    oracle = Oracle(ctx, model)
+    wrapped = DistributedDataParallel(model, plan="auto", bucket_cap_mb=0.0004)
+    tuner = wrapped.reducer.tuner
+    tuner._too_early = lambda iteration_s: 25
+    train(ctx, model, wrapped, oracle, steps=20, lr=0.01)
+    assert tuner.state == "waiting", tuner.history
+    assert tuner._network is None
+    assert "planning in 25 steps" in tuner.history[-1]
+    assert not wrapped.reducer.recorder.steps(), "steps are timed long before anything is decided by them"
+    train(ctx, model, wrapped, oracle, steps=40, lr=0.01)
+    assert tuner._network.workers == ctx.size
+    assert tuner.state != "waiting"
     return str(wrapped.report())
 
 

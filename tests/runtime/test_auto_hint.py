@@ -30,4 +30,9 @@ def test_the_network_is_measured_for_a_small_share_of_the_first_steps(iteration_
     with mock.patch("backbeat.runtime.auto.calibrate") as calibrate:
         tuner._measure_network(bb.Profile.load("gpt2-b8-bf16-h200"), iteration_s)
     assert calibrate.call_args.kwargs["budget_s"] == pytest.approx(budget_s)
-    assert budget_s <= 0.01 * 500 * iteration_s or iteration_s < 0.05
+    tuner._reducer.steps = 13
+    more = tuner._too_early(iteration_s)
+    # Of the first 500 steps, or of those done by then, where that is more.
+    steps = 500 if more == 0 else 13 + more
+    assert budget_s <= 0.01 * steps * iteration_s * (1 + 1e-9)
+    assert (more == 0) == (iteration_s >= 0.04)

@@ -147,20 +147,23 @@ def test_the_best_plan_is_no_slower_than_stock_ddp_where_the_host_issues_every_b
 
 
 @settings(max_examples=25)
-@given(chains(most=6), st.floats(0.05, 2.0), st.floats(0.0, 0.5), st.floats(0.0, 0.5), st.integers(1, 3))
+@given(chains(most=6), st.floats(0.05, 2.0), st.tuples(*[st.floats(0.0, 0.5)] * 3), st.integers(1, 3))
 def test_fsdp_takes_of_the_host_what_was_measured(
-    profile: Profile, host: float, unit: float, parameter: float, micro_batches: int
+    profile: Profile, host: float, shares: tuple[float, float, float], micro_batches: int
 ) -> None:
-    """For each unit, the root with parameters among them, and each parameter, in every micro-batch."""
+    """For each unit, the root with parameters among them, and each parameter, in every micro-batch; the optimizer once
+    a step."""
     known = hosted(profile, host)
     plan = bb.plan(known, SLOW, "fsdp")
-    cost = ShardedHost(unit_s=unit * profile.single_s, parameter_s=parameter * profile.single_s)
+    unit, parameter, update = (share * profile.single_s for share in shares)
+    cost = ShardedHost(unit_s=unit, parameter_s=parameter, update_s=update)
     network = replace(SLOW, sharded=ShardedTimes(host=cost))
     ahead, unknown, found = (
         bb.predict(one, there, plan, accumulation=micro_batches)
         for one, there in ((profile, SLOW), (known, SLOW), (known, network))
     )
-    added = micro_batches * cost.step_s(found.buckets, len(profile.gradients))
+    count = len(profile.gradients)
+    added = micro_batches * (found.buckets * unit + count * parameter) + count * update
     issued = HostLane.of(known).step_s(micro_batches) + added
     assert found.iteration_s == pytest.approx(max(ahead.iteration_s, issued), rel=1e-6)
     assert found.bound_s <= found.iteration_s * (1 + 1e-9)

@@ -41,6 +41,8 @@ from backbeat.model.network import Network
 from backbeat.model.sharded_times import ShardedHost, ShardedTimes
 
 _LEAST_TIMEOUT_S = 30.0
+_HOST_S, _HOST_SHARE = 2.0, 0.1
+"""What is kept of the budget for measuring what FSDP2 costs the host: so long, and at most this share."""
 
 
 def calibrate(**options: Any) -> Network:
@@ -103,10 +105,11 @@ def measure_cluster(
     held_out = () if brief else held_out_cases(sorted(set(sizes)))
     series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded, brief=brief)
     show: Progress = progress or (lambda what, share: None)
-    outcome = measure(bench, series, budget_s * (1 - SHARE), show, BRIEF if brief else THOROUGH)
+    host_s = min(_HOST_S, _HOST_SHARE * budget_s) if sharded and where.type == "cuda" else 0.0
+    outcome = measure(bench, series, budget_s * (1 - SHARE) - host_s, show, BRIEF if brief else THOROUGH)
     # Of the curve only: what is held out must not decide where it is measured.
     curve = {case: timing for case, timing in outcome.timings.items() if case not in held_out}
-    further = refine_jumps(bench, curve, budget_s, show)
+    further = refine_jumps(bench, curve, budget_s - host_s, show)
     (elapsed_s,) = bench.agree([bench.elapsed()])
     outcome = replace(outcome, timings={**outcome.timings, **further}, elapsed_s=elapsed_s)
     notes += notes_of(outcome, budget_s, backend, hosts, workers)
@@ -126,9 +129,9 @@ def measure_cluster(
         show("computation beside collectives", 1.0)
         with explained("computation beside collectives"):
             network = _with_slowdowns(network, links[0], where, timeout_s)
-    if sharded and where.type == "cuda":
+    if host_s:
         show("what FSDP2 costs the host", 1.0)
-        network = _with_sharded_host(network, links, bench)
+        network = _with_sharded_host(network, links, bench, host_s)
     # Only after success: taking down a communicator whose peer is gone can wait for ever.
     links.close()
     measured = tuple(case for case in held_out if case in outcome.timings)
@@ -150,16 +153,16 @@ def _with_slowdowns(network: Network, link: Communicator, where: torch.device, t
     return msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, slowdown=beside))
 
 
-def _with_sharded_host(network: Network, links: Communicators, bench: Bench) -> Network:
-    """Where FSDP2 does not run, the network is as good for everything else."""
+def _with_sharded_host(network: Network, links: Communicators, bench: Bench, limit_s: float) -> Network:
+    """Where FSDP2 does not run, or not on every rank, the network is as good for everything else."""
     what = "what FSDP2 costs the host"
     try:
         with explained(what):
-            unit_s, parameter_s = bench.agree(measure_sharded_host(links))
+            unit_s, parameter_s, update_s = bench.agree(measure_sharded_host(links, limit_s))
     except MissingPartError as error:
         return msgspec.structs.replace(network, notes=(*network.notes, f"{what} was not measured: {error}"))
     known = network.sharded or ShardedTimes()
-    host = ShardedHost(unit_s=unit_s, parameter_s=parameter_s)
+    host = ShardedHost(unit_s=unit_s, parameter_s=parameter_s, update_s=update_s)
     return msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, host=host))
 
 

@@ -323,7 +323,18 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     if summary["sharded"] and (slower := summary["sharded"].get("slowdown")):
         kinds = ", ".join(f"{kind} × {factor:.2f}" for kind, factor in slower.items())
         text += [f"  computation beside them takes longer: {kinds}"]
-    return text
+    return [part for line in text for part in folded(line)]
+
+
+def folded(line: str) -> list[str]:
+    """In 80 columns, with what follows indented; an empty line stays.
+
+    >>> folded("  " + "ab " * 30)
+    ['  ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab', '    ab ab ab ab']
+    """
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    wrapped = textwrap.wrap(line, 80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapped or [line]
 
 
 def _held_out_lines(checks: list[dict[str, Any]]) -> list[str]:

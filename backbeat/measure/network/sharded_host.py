@@ -4,22 +4,25 @@ FSDP2 calls hooks before and after each unit, in forward and in backward. These 
 copies and collectives and wait for events. All of it is the host's work, and takes as long for one element as for a
 million. Where it is more than the device's work, the host sets the pace of the step.
 
-Two models tell units and parameters apart: both have as many units, one more parameters in each.
+Two models tell units and parameters apart: both have as many units, one more parameters in each. Forward and backward
+are timed apart from the optimizer, which runs once a step, whatever the number of micro-batches.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from backbeat.comm.agreement import wait_for_all
 from backbeat.comm.spin import until
-from backbeat.errors import MeasurementError, MissingPartError
+from backbeat.errors import MissingPartError
 from backbeat.measure.model.optimizers import make_optimizer
 from backbeat.measure.model.training_step import where_raised
 
@@ -31,28 +34,61 @@ T = TypeVar("T")
 _UNITS = 4
 _FEW, _MANY = 2, 16
 """Parameters of a unit."""
-_WARMUP, _STEPS = 3, 8
+_WARMUP, _STEPS, _FEWEST = 3, 8, 2
 
 
-def measure_sharded_host(communicators: Communicators) -> tuple[float, float]:
-    """Seconds for each unit and for each parameter on this rank. Collective: every rank calls it alike.
+class StepTime(NamedTuple):
+    """What the host takes for a step, in seconds."""
 
-    Where FSDP2 does not run, this raises MissingPartError on every rank, and the communicators are as they were.
+    passes_s: float
+    """Forward and backward."""
+    update_s: float
+
+
+def measure_sharded_host(communicators: Communicators, limit_s: float = math.inf) -> tuple[float, float, float]:
+    """Seconds on this rank for each unit, each parameter, and each parameter's update. Collective: every rank calls it
+    alike. Steps are repeated less often where they take longer than `limit_s`.
+
+    Where FSDP2 does not run, on all ranks or some, this raises MissingPartError on every rank, and the communicators
+    are as they were.
     """
+    if communicators.backend != "nccl":
+        return _measured(communicators, communicators.process_group, limit_s)
+    # Of a step that only some ranks issue, collectives are left that never end. They must not stand before what others
+    # send.
+    own = communicators.new_group()
+    try:
+        found = _measured(communicators, own, limit_s)
+    except MissingPartError:
+        own.abort()
+        raise
+    dist.destroy_process_group(own)
+    return found
+
+
+def _measured(communicators: Communicators, group: Any, limit_s: float) -> tuple[float, float, float]:
+    began, store = time.perf_counter(), communicators.store
     added = []
     for parameters in (_FEW, _MANY):
         topic = f"sharded-host/{parameters}"
-        plain_s, step = _together(communicators, topic, partial(_prepare, communicators, parameters), sends=False)
-        taken = []
+        plain, step = _together(communicators, topic, partial(_prepare, communicators, group, parameters))
+        taken: list[StepTime] = []
         for index in range(_WARMUP + _STEPS):
-            taken.append(_together(communicators, f"{topic}/{index}", step, sends=True))
+            enough = f"{topic}/{index}/enough"
+            if communicators.rank == 0 and index >= _WARMUP + _FEWEST and time.perf_counter() - began > limit_s:
+                store.set(enough, "")
+            taken.append(_together(communicators, f"{topic}/{index}", step))
             _until_idle(communicators)
-        added.append(_quickest(taken) - plain_s)
-    return split(*added)
+            # Rank 0 wrote it, if at all, before all ranks met in the step.
+            if store.check([enough]):
+                break
+        added.append(StepTime(*(one - two for one, two in zip(_quickest(taken), plain, strict=True))))
+    few, many = added
+    return *split(few.passes_s, many.passes_s), max(many.update_s, 0.0) / (_UNITS * _MANY)
 
 
 def split(few_s: float, many_s: float) -> tuple[float, float]:
-    """Of what the two models take longer when sharded, the part of a unit and of a parameter.
+    """Of what forward and backward of the two models take longer when sharded, the part of a unit and of a parameter.
 
     Units of 1 ms and parameters of 0.1 ms: 4 units of 2 parameters take 4.8 ms, and of 16 parameters 10.4.
 
@@ -72,14 +108,14 @@ class _SmallUnit(nn.Module):
         return given + torch.cat(list(self.weights)).sum()
 
 
-def _prepare(communicators: Communicators, parameters: int) -> tuple[float, Callable[[], float]]:
+def _prepare(communicators: Communicators, group: Any, parameters: int) -> tuple[StepTime, Callable[[], StepTime]]:
     """What a plain step takes, and how a sharded one is taken. Nothing is sent yet."""
     # torch takes a second to import it.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     device = communicators.device
-    mesh = DeviceMesh.from_group(communicators.process_group, device.type)
+    mesh = DeviceMesh.from_group(group, device.type)
     plain, sharded = (
         nn.Sequential(*(_SmallUnit(parameters, mesh.size()) for _ in range(_UNITS))).to(device) for _ in range(2)
     )
@@ -97,18 +133,19 @@ def _prepare(communicators: Communicators, parameters: int) -> tuple[float, Call
     return _quickest(taken), step
 
 
-def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> float:
+def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> StepTime:
     """Issuing a step to an idle device."""
     began = time.perf_counter()
     model(given).sum().backward()
+    passed = time.perf_counter()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return time.perf_counter() - began
+    return StepTime(passed - began, time.perf_counter() - passed)
 
 
-def _quickest(taken: list[float]) -> float:
+def _quickest(taken: list[StepTime]) -> StepTime:
     """What disturbs a host makes it slower."""
-    return min(taken[_WARMUP:])
+    return StepTime(*(min(part) for part in zip(*taken[_WARMUP:], strict=True)))
 
 
 def _until_idle(communicators: Communicators) -> None:
@@ -119,11 +156,11 @@ def _until_idle(communicators: Communicators) -> None:
         until(done, communicators.timeout.total_seconds())
 
 
-def _together(communicators: Communicators, topic: str, call: Callable[[], T], *, sends: bool) -> T:
+def _together(communicators: Communicators, topic: str, call: Callable[[], T]) -> T:
     """What the call returns on this rank. What it raises on one rank ends the measurement on all of them.
 
     Ranks tell each other in the store. A GPU's host does not wait for collectives that it issues, so no rank waits for
-    one that failed. Of a step that only some ranks issued, collectives are left that never end.
+    one that failed.
     """
     store = communicators.store
     try:
@@ -135,9 +172,5 @@ def _together(communicators: Communicators, topic: str, call: Callable[[], T], *
     failed = store.add(f"{topic}/failed", 0)
     if not failed:
         return found
-    text = store.get(f"{topic}/error").decode()
-    if sends and failed < communicators.size:
-        raise MeasurementError(
-            f"a step of FSDP2 failed on {failed} of {communicators.size} ranks ({text}): start all of them again"
-        )
-    raise MissingPartError(f"FSDP2 does not run ({text})")
+    where = "" if failed == communicators.size else f" on {failed} of {communicators.size} ranks"
+    raise MissingPartError(f"FSDP2 does not run{where} ({store.get(f'{topic}/error').decode()})")

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from backbeat.model import MemoryPlan, Profile, Segment
 from backbeat.planners.max_batch import Point
-from backbeat.report.tables.scaling_tables import WINNER, table_of
+from backbeat.report.tables.scaling_tables import WINNER, fitted_table, table_of
 from backbeat.report.words.numbers import format_number
 from backbeat.simulate.memory_timeline import MemoryTimeline
 from backbeat.units import counted, format_bytes, format_seconds, printable
@@ -24,8 +24,8 @@ class Policy(NamedTuple):
     iteration_s: float
 
 
-def segments_table(profile: Profile, memory: MemoryPlan) -> Table:
-    """The plan's segments in the order of forward; alike neighbours share a row."""
+def segments_table(profile: Profile, memory: MemoryPlan, width: int | None = None) -> Table:
+    """The plan's segments in the order of forward; alike neighbours share a row. `width` is the terminal's."""
     blocks = {block.name: block for block in profile.blocks}
     rows = []
     for (what, size), alike in groupby(memory.segments, key=lambda segment: (_what(segment), len(segment.blocks))):
@@ -34,11 +34,11 @@ def segments_table(profile: Profile, memory: MemoryPlan) -> Table:
         saved = sum(blocks[name].saved_bytes for name in names)
         again = sum(blocks[name].forward_s for name in names) if run[0].action == "recompute" else 0.0
         shown = printable(names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})")
-        count = "" if what == "keep" else f"{len(run)}" + (f" of {size} blocks" if size > 1 else "")
+        count = "" if what == "keep" else f"{len(run)}" + (f" × {size}" if size > 1 else "")
         rows.append((shown, what, count, format_bytes(saved), format_seconds(again) if again else ""))
-    headings = ("blocks", "what", "segments", "saved by autograd", "computed again")
+    headings = ("blocks", "what", "segments", "saved", "recomputed")
     title = f"{len(profile.blocks)} blocks in {counted(len(memory.segments), 'segment')}"
-    return table_of(headings, rows, title, left={"blocks", "what"})
+    return fitted_table(headings, rows, title, left={"blocks", "what"}, names=0, width=width)
 
 
 def policies_table(policies: Sequence[Policy], budget: int) -> Table:
@@ -97,5 +97,5 @@ def peak_line(kept: MemoryTimeline, budget: int | None) -> str:
 
 def _what(segment: Segment) -> str:
     if segment.action == "recompute":
-        return "recompute, input on the host" if segment.input == "offload" else "recompute"
+        return "recompute, input offloaded" if segment.input == "offload" else "recompute"
     return segment.action

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import groupby
 from typing import Any
@@ -38,11 +39,15 @@ def scaling_tables(predictions: Sequence[Prediction], *, samples: int, width: in
     alike: _Alike = {}
     for one in predictions:
         alike.setdefault(one.workers, {}).setdefault(_cells(one, samples), []).append(one)
-    half = headings.index("exposed")
     whole = _scaling_table(alike, headings)
     if natural_width(whole) <= width:
         return [whole]
-    return [_scaling_table(alike, headings[:half]), _scaling_table(alike, headings[half:], half)]
+    halves = []
+    for first in sorted(range(3, len(headings) - 1), key=lambda index: abs(index - headings.index("exposed"))):
+        halves.append([_scaling_table(alike, headings[:first]), _scaling_table(alike, headings[first:], first)])
+        if max(map(natural_width, halves[-1])) <= width:
+            return halves[-1]
+    return halves[0]
 
 
 _Alike = dict[int, dict[tuple[str, ...], list[Prediction]]]
@@ -62,7 +67,8 @@ def _scaling_table(alike: _Alike, headings: Sequence[str], first: int = 0) -> Ta
         for row_index, (cells, ones) in enumerate(rows.items()):
             # Where all are equal nobody has won.
             winner = len(rows) > 1 and best in ones
-            names = ", ".join(printable(one.strategy) for one in ones) + (" ◀" if winner else "")
+            # A second table has no mark: the first one has it.
+            names = ", ".join(printable(one.strategy) for one in ones) + (" ◀" if winner and not first else "")
             shown = (cells[index] for index in indices)
             table.add_row("" if row_index else str(count), names, *shown, style=WINNER if winner else None)
         table.add_section()
@@ -92,6 +98,7 @@ def _cells(prediction: Prediction, samples: int) -> tuple[str, ...]:
 
 
 _SCREEN = 80
+_SHORTEST_NAME = 12
 _LONG_NAME = 10
 """Headings above this many letters are broken."""
 
@@ -144,8 +151,9 @@ def _broken(name: str) -> str:
     return name if len(name) <= _LONG_NAME else name.replace("-", "-\n")
 
 
-def plan_table(plan: Plan, result: Prediction) -> Table:
-    """The buckets of a plan with when they travel."""
+def plan_table(plan: Plan, result: Prediction, width: int | None = None) -> Table:
+    """The buckets of a plan with when they travel; where they need more columns than `width`, without their last
+    gradients."""
     spans = [span for span in result.timeline if span.carries_gradients]
     rows = [
         (
@@ -158,8 +166,9 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
         )
         for number, span in enumerate(spans)
     ]
-    headings = ("bucket", "communicator", "gradients", "bytes", "starts", "ends")
-    return table_of(headings, rows, f"{counted(len(plan.buckets), 'bucket')} in launch order", left={"gradients"})
+    headings = ("bucket", "comm.", "gradients", "bytes", "starts", "ends")
+    title = f"{counted(len(plan.buckets), 'bucket')} in launch order"
+    return fitted_table(headings, rows, title, left={"gradients"}, names=2, width=width)
 
 
 def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -202,6 +211,46 @@ def fill(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]], *
     for row in rows:
         table.add_row(*(row[index] for index in shown))
     return table
+
+
+def fitted_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str,
+    *,
+    left: Set[str],
+    names: int,
+    width: int | None,
+) -> Table:
+    """As `table_of`; where it takes more columns than `width`, cells of the column `names` leave out the last name of
+    several, and the end of the first: `a … z (26)` is then `a … (26)`."""
+
+    def table_with(cells: Sequence[str]) -> tuple[Table, int]:
+        whole = [(*row[:names], cell, *row[names + 1 :]) for row, cell in zip(rows, cells, strict=True)]
+        table = table_of(headings, whole, title, left=left)
+        return table, 0 if width is None else natural_width(table) - width
+
+    cells = [row[names] for row in rows]
+    table, over = table_with(cells)
+    if over > 0:
+        cells = [re.sub(r" … .* (\(\d+\))$", r" … \1", cell) for cell in cells]
+        table, over = table_with(cells)
+    if over > 0:
+        room = max(max(map(len, cells)) - over, _SHORTEST_NAME)
+        table, _ = table_with([_cut(cell, room) for cell in cells])
+    return table
+
+
+def _cut(name: str, room: int) -> str:
+    """
+    >>> _cut("encoder.layer.0.weight … (26)", 20), _cut("encoder.layer.0.weight", 12), _cut("fc", 2)
+    ('encoder.layer.… (26)', 'encoder.lay…', 'fc')
+    """
+    if len(name) <= room:
+        return name
+    first, mark, count = name.partition(" … ")
+    ending = f"… {count}" if mark else "…"
+    return first[: max(room - len(ending), 1)] + ending
 
 
 def plain_table(title: str | None = None) -> Table:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.errors import BackbeatError, MeasurementError, MissingPartError
+from backbeat.errors import MissingPartError
 
 torch = pytest.importorskip("torch", reason="calibration needs PyTorch")
 
@@ -21,7 +21,7 @@ from backbeat.comm.communicators import Communicators  # noqa: E402
 from backbeat.measure.network import sharded_host  # noqa: E402
 from backbeat.measure.network.bench import Bench  # noqa: E402
 from backbeat.measure.network.calibration import _with_sharded_host  # noqa: E402
-from backbeat.measure.network.sharded_host import measure_sharded_host, split  # noqa: E402
+from backbeat.measure.network.sharded_host import StepTime, measure_sharded_host, split  # noqa: E402
 
 SECONDS = st.floats(0.0, 1.0)
 
@@ -43,10 +43,10 @@ def alone() -> Communicators:
 
 @pytest.mark.usefixtures("one_rank")
 def test_small_models_are_stepped_plain_and_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On paper: a unit takes 3 s, a parameter 2, and what the model itself takes does not count."""
+    """On paper: a unit takes 3 s, a parameter 2 and its update 0.5, and what the model itself takes does not count."""
     stepped: set[tuple[bool, int]] = set()
 
-    def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> float:
+    def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> StepTime:
         model(given).sum().backward()
         weights = list(model.parameters())
         assert all(one.grad is not None for one in weights)
@@ -56,11 +56,12 @@ def test_small_models_are_stepped_plain_and_sharded(monkeypatch: pytest.MonkeyPa
         # Each unit, and the model, which holds none of the parameters itself.
         assert sum(isinstance(one, FSDPModule) for one in model.modules()) == (len(model) + 1 if shards else 0)
         stepped.add((bool(shards), len(weights)))
-        return 7.0 * len(weights) + (3.0 * len(model) + 2.0 * len(weights) if shards else 0.0)
+        added = (3.0 * len(model) + 2.0 * len(weights), 0.5 * len(weights)) if shards else (0.0, 0.0)
+        return StepTime(7.0 * len(weights) + added[0], 5.0 * len(weights) + added[1])
 
     monkeypatch.setattr(sharded_host, "_step_s", step_s)
     found = measure_sharded_host(alone())
-    assert found == (pytest.approx(3.0), pytest.approx(2.0))
+    assert found == (pytest.approx(3.0), pytest.approx(2.0), pytest.approx(0.5))
     assert sorted(stepped) == [(False, 8), (False, 64), (True, 8), (True, 64)]
 
 
@@ -68,12 +69,12 @@ def test_small_models_are_stepped_plain_and_sharded(monkeypatch: pytest.MonkeyPa
 def test_the_quickest_step_counts_and_the_first_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, sharded = iter([0.1, 0.1, 0.1, *[5.0] * 7, 4.0] * 2), iter([0.1, 0.1, 0.1, *[50.0] * 7, 12.0] * 2)
 
-    def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> float:
+    def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> StepTime:
         kind = type(next(model.parameters())).__name__
-        return next(plain if kind == "Parameter" else sharded)
+        return StepTime(next(plain if kind == "Parameter" else sharded), 1.0)
 
     monkeypatch.setattr(sharded_host, "_step_s", step_s)
-    assert measure_sharded_host(alone()) == (pytest.approx(8.0 / 4), 0.0)
+    assert measure_sharded_host(alone()) == (pytest.approx(8.0 / 4), 0.0, 0.0)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -82,39 +83,59 @@ def test_a_step_takes_the_host_some_time() -> None:
     assert all(0 <= seconds < 60 for seconds in found)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_steps_are_fewer_where_they_take_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+
+    def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> StepTime:
+        if type(next(model.parameters())).__name__ != "Parameter":
+            steps.append(len(list(model.parameters())))
+        return StepTime(1.0, 1.0)
+
+    monkeypatch.setattr(sharded_host, "_step_s", step_s)
+    measure_sharded_host(alone(), limit_s=0.0)
+    assert [steps.count(parameters) for parameters in (8, 64)] == [6, 6]
+    steps.clear()
+    measure_sharded_host(alone(), limit_s=600.0)
+    assert [steps.count(parameters) for parameters in (8, 64)] == [11, 11]
+
+
 @pytest.mark.parametrize(
-    ("part", "failing", "kind"),
-    [
-        ("_prepare", {2}, MissingPartError),
-        ("_prepare", {0, 1, 2}, MissingPartError),
-        ("step", {0, 1, 2}, MissingPartError),
-        ("step", {2}, MeasurementError),
-        ("step", {0, 1}, MeasurementError),
-    ],
+    ("part", "failing"),
+    [("_prepare", {2}), ("_prepare", {0, 1, 2}), ("step", {0, 1, 2}), ("step", {2}), ("step", {0, 1})],
 )
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_what_fails_on_one_rank_ends_on_all(
-    part: str, failing: set[int], kind: type[BackbeatError], monkeypatch: pytest.MonkeyPatch
+    backend: str, part: str, failing: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that some ranks began leaves collectives behind; without them, calibration can go on."""
+    """A step that some ranks began leaves collectives behind: NCCL's are aborted, so that calibration can go on."""
     store = torch.distributed.HashStore()
     ended: dict[int, BaseException] = {}
+    aborted: list[int] = []
 
     def fail(here: str, rank: int) -> None:
         if here == part and rank in failing:
             raise NotImplementedError("not in this version")
 
-    def prepare(links: Communicators, parameters: int) -> object:
+    def prepare(links: Communicators, group: object, parameters: int) -> object:
         fail("_prepare", links.rank)
 
-        def step() -> float:
+        def step() -> StepTime:
             fail("step", links.rank)
-            return 1.0
+            return StepTime(1.0, 1.0)
 
-        return 1.0, step
+        return StepTime(1.0, 1.0), step
 
     def measured(rank: int) -> None:
         links = SimpleNamespace(
-            rank=rank, size=3, store=store, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=60)
+            rank=rank,
+            size=3,
+            store=store,
+            device=torch.device("cpu"),
+            timeout=datetime.timedelta(seconds=60),
+            backend=backend,
+            process_group=None,
+            new_group=lambda: SimpleNamespace(abort=lambda: aborted.append(rank)),
         )
         try:
             measure_sharded_host(links)  # type: ignore[arg-type]
@@ -127,7 +148,8 @@ def test_what_fails_on_one_rank_ends_on_all(
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    assert {rank: type(error) for rank, error in ended.items()} == dict.fromkeys(range(3), kind)
+    assert {rank: type(error) for rank, error in ended.items()} == dict.fromkeys(range(3), MissingPartError)
+    assert sorted(aborted) == ([0, 1, 2] if backend == "nccl" else [])
     (text,) = {str(error) for error in ended.values()}
     assert "NotImplementedError: not in this version" in text
 
@@ -137,12 +159,12 @@ def test_where_fsdp2_does_not_run_the_network_stays(monkeypatch: pytest.MonkeyPa
     links = alone()
     bench = Bench(list(links), rank=0, workers=1, device=torch.device("cpu"), timeout_s=60)
     network = bb.Network.load("25gbe")
-    known = _with_sharded_host(network, links, bench)
+    known = _with_sharded_host(network, links, bench, 60.0)
     assert known.sharded is not None
     assert known.sharded.host is not None
     # As in a torch without it.
     monkeypatch.delattr("torch.distributed.fsdp.fully_shard")
-    found = _with_sharded_host(network, alone(), bench)
+    found = _with_sharded_host(network, alone(), bench, 60.0)
     assert found.sharded == network.sharded
     *notes, last = found.notes
     assert tuple(notes) == network.notes
