@@ -17,7 +17,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
+ON_GPU = os.environ.get("BACKBEAT_TEST_DEVICE") == "cuda"
+"""Which cannot be used in a fork."""
+CONTEXT: Any = multiprocessing.get_context("spawn" if ON_GPU else "forkserver")
 ALWAYS = (
     # First: the checks are found where it stands.
     "tests.runtime.rank_process",

@@ -6,7 +6,6 @@ Dropout stays at each library's default. Models are built on the device itself, 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backbeat.errors import MissingPartError
@@ -21,87 +20,91 @@ if TYPE_CHECKING:
 _CLASSES = 1000
 
 
-def _vision(
-    name: str,
-    batch_size: int = 64,
-    device: str = "cpu",
-    *,
-    pixels: int = 224,
-    auxiliary: float = 0.0,
-    **options: Any,
-) -> Workload:
-    """A model of torchvision, random images, cross entropy over 1000 classes."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
-    try:
-        from torchvision import models  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    except ImportError:
-        raise MissingPartError(f"{name} needs torchvision: pip install torchvision") from None
-    model = _on(device, lambda: getattr(models, name)(weights=None, **options))
-    images = torch.randn(batch_size, 3, pixels, pixels, device=device)
-    labels = torch.randint(0, _CLASSES, (batch_size,), device=device)
-
-    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        images, labels = batch
-        output = model(images)
-        if not auxiliary:
-            return cross_entropy(output, labels)
-        main, *others = (head for head in output if head is not None)
-        total = cross_entropy(main, labels)
-        for other in others:
-            total = total + auxiliary * cross_entropy(other, labels)
-        return total
-
-    return model, (images, labels), loss
+def resnet50(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """ResNet-50 (torchvision), 224 × 224 images, cross entropy over 1000 classes."""
+    return _vision("resnet50", batch_size, device)
 
 
-resnet50 = partial(_vision, "resnet50")
-resnet101 = partial(_vision, "resnet101")
-resnet152 = partial(_vision, "resnet152")
-vgg16 = partial(_vision, "vgg16", init_weights=False)
-"""Without batch norm."""
-densenet121 = partial(_vision, "densenet121")
-densenet161 = partial(_vision, "densenet161")
-densenet201 = partial(_vision, "densenet201")
-googlenet = partial(_vision, "googlenet", auxiliary=0.3, aux_logits=True, init_weights=False)
-"""With batch norm and both auxiliary heads, weighted 0.3."""
-inception_v3 = partial(_vision, "inception_v3", pixels=299, auxiliary=0.4, aux_logits=True, init_weights=False)
-"""With its auxiliary head, weighted 0.4; 299 × 299 images."""
-efficientnet_b0 = partial(_vision, "efficientnet_b0")
-convnext_tiny = partial(_vision, "convnext_tiny")
-vit_b = partial(_vision, "vit_b_16")
-vit_l = partial(_vision, "vit_l_16")
+def resnet101(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """ResNet-101 (torchvision), 224 × 224 images, cross entropy over 1000 classes."""
+    return _vision("resnet101", batch_size, device)
 
 
-def bert_base(batch_size: int = 64, device: str = "cpu", **options: Any) -> Workload:
+def resnet152(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """ResNet-152 (torchvision), 224 × 224 images, cross entropy over 1000 classes."""
+    return _vision("resnet152", batch_size, device)
+
+
+def vgg16(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """VGG-16 without batch norm (torchvision), 224 × 224 images, cross entropy over 1000 classes."""
+    return _vision("vgg16", batch_size, device, init_weights=False)
+
+
+def densenet121(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """DenseNet-121 (torchvision), 224 × 224 images, cross entropy over 1000 classes."""
+    return _vision("densenet121", batch_size, device)
+
+
+def densenet161(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """DenseNet-161 (torchvision), 224 × 224 images, cross entropy over 1000 classes."""
+    return _vision("densenet161", batch_size, device)
+
+
+def densenet201(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """DenseNet-201 (torchvision), 224 × 224 images, cross entropy over 1000 classes."""
+    return _vision("densenet201", batch_size, device)
+
+
+def googlenet(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """GoogLeNet with batch norm and both auxiliary heads, weighted 0.3 (torchvision), 224 × 224 images."""
+    return _vision("googlenet", batch_size, device, auxiliary=0.3, aux_logits=True, init_weights=False)
+
+
+def inception_v3(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """Inception-v3 with its auxiliary head, weighted 0.4 (torchvision), 299 × 299 images."""
+    return _vision("inception_v3", batch_size, device, pixels=299, auxiliary=0.4, aux_logits=True, init_weights=False)
+
+
+def efficientnet_b0(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """EfficientNet-B0 (torchvision), 224 × 224 images, cross entropy over 1000 classes."""
+    return _vision("efficientnet_b0", batch_size, device)
+
+
+def convnext_tiny(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """ConvNeXt-Tiny (torchvision), 224 × 224 images, cross entropy over 1000 classes."""
+    return _vision("convnext_tiny", batch_size, device)
+
+
+def vit_b(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """ViT-B/16 (torchvision), 224 × 224 images, cross entropy over 1000 classes."""
+    return _vision("vit_b_16", batch_size, device)
+
+
+def vit_l(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """ViT-L/16 (torchvision), 224 × 224 images, cross entropy over 1000 classes."""
+    return _vision("vit_l_16", batch_size, device)
+
+
+def bert_base(batch_size: int = 64, device: str = "cpu") -> Workload:
     """BERT-Base, masked language model (transformers), 128 tokens a sample."""
-    import torch
-
-    from_transformers = _transformers()
-    config = from_transformers.BertConfig(**options)
-    model = _on(device, lambda: from_transformers.BertForMaskedLM(config))
-    tokens = _tokens(config.vocab_size, batch_size, 128, device)
-    masked = torch.rand(tokens.shape, device=device) < 0.15
-    # One label at least, or the mean over none is not a number.
-    masked[:, 0] = True
-    labels = torch.where(masked, tokens, torch.full_like(tokens, -100))
-    # No attention mask: every sample is full, and transformers would wait for the device to look at one.
-    return model, {"input_ids": tokens, "labels": labels}, _own_loss
+    return _bert(batch_size, device)
 
 
-bert_large = partial(bert_base, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+def bert_large(batch_size: int = 64, device: str = "cpu") -> Workload:
+    """BERT-Large, masked language model (transformers), 128 tokens a sample."""
+    return _bert(
+        batch_size, device, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
 
 
-def gpt2(batch_size: int = 8, device: str = "cpu", **options: Any) -> Workload:
+def gpt2(batch_size: int = 8, device: str = "cpu") -> Workload:
     """GPT-2 small, causal language model (transformers), 1024 tokens a sample."""
-    from_transformers = _transformers()
-    config = from_transformers.GPT2Config(use_cache=False, **options)
-    model = _on(device, lambda: from_transformers.GPT2LMHeadModel(config))
-    return model, _causal_batch(config.vocab_size, batch_size, 1024, device), _own_loss
+    return _gpt2(batch_size, device)
 
 
-gpt2_medium = partial(gpt2, n_embd=1024, n_layer=24, n_head=16)
+def gpt2_medium(batch_size: int = 8, device: str = "cpu") -> Workload:
+    """GPT-2 medium, causal language model (transformers), 1024 tokens a sample."""
+    return _gpt2(batch_size, device, n_embd=1024, n_layer=24, n_head=16)
 
 
 def t5_base(batch_size: int = 16, device: str = "cpu") -> Workload:
@@ -134,6 +137,56 @@ def llama_1b(batch_size: int = 4, device: str = "cpu", layers: int = 16) -> Work
 def llama_8b(batch_size: int = 1, device: str = "cpu", layers: int = 32) -> Workload:
     """A Llama of 8.03 billion parameters in the shapes of Llama 3 8B (transformers), 4096 tokens a sample."""
     return _llama(batch_size, device, 4096, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers)
+
+
+def _vision(
+    name: str, batch_size: int, device: str, *, pixels: int = 224, auxiliary: float = 0.0, **options: Any
+) -> Workload:
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    try:
+        from torchvision import models  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        raise MissingPartError(f"{name} needs torchvision: pip install torchvision") from None
+    model = _on(device, lambda: getattr(models, name)(weights=None, **options))
+    images = torch.randn(batch_size, 3, pixels, pixels, device=device)
+    labels = torch.randint(0, _CLASSES, (batch_size,), device=device)
+
+    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        images, labels = batch
+        output = model(images)
+        if not auxiliary:
+            return cross_entropy(output, labels)
+        main, *others = (head for head in output if head is not None)
+        total = cross_entropy(main, labels)
+        for other in others:
+            total = total + auxiliary * cross_entropy(other, labels)
+        return total
+
+    return model, (images, labels), loss
+
+
+def _bert(batch_size: int, device: str, **options: Any) -> Workload:
+    import torch
+
+    from_transformers = _transformers()
+    config = from_transformers.BertConfig(**options)
+    model = _on(device, lambda: from_transformers.BertForMaskedLM(config))
+    tokens = _tokens(config.vocab_size, batch_size, 128, device)
+    masked = torch.rand(tokens.shape, device=device) < 0.15
+    # One label at least, or the mean over none is not a number.
+    masked[:, 0] = True
+    labels = torch.where(masked, tokens, torch.full_like(tokens, -100))
+    # No attention mask: every sample is full, and transformers would wait for the device to look at one.
+    return model, {"input_ids": tokens, "labels": labels}, _own_loss
+
+
+def _gpt2(batch_size: int, device: str, **options: Any) -> Workload:
+    from_transformers = _transformers()
+    config = from_transformers.GPT2Config(use_cache=False, **options)
+    model = _on(device, lambda: from_transformers.GPT2LMHeadModel(config))
+    return model, _causal_batch(config.vocab_size, batch_size, 1024, device), _own_loss
 
 
 def _llama(batch_size: int, device: str, length: int, **options: Any) -> Workload:

@@ -24,7 +24,7 @@ def _trains_while_tuning(ctx: Context, plan: str, steps: int, **options: Any) ->
 
 
 NETWORK = Network(
-    name="slow", workers=2, all_reduce=CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-9), backend="gloo"
+    name="slow", workers=2, all_reduce=CollectiveTimes(alpha_s=50e-3, beta_s_per_byte=1e-9), backend="gloo"
 )
 
 

@@ -158,7 +158,7 @@ def predicted(profile: Profile, units: list[tuple[str, ...]]) -> dict[str, int]:
         units=tuple(ShardUnit(modules=unit, reshard=True, prefetch=0) for unit in units),
     )  # fmt: skip
     plan = Plan(strategy="custom", model=profile.model, sharding=sharding)
-    blocks = sharded_activations(profile, chain_of(profile, plan), sharding).blocks
+    blocks = sharded_activations(profile, chain_of(profile, plan)).blocks
     return {
         block.name: block.saved_bytes + block.saves_input * block.input_bytes
         for block in blocks

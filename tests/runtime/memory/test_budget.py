@@ -148,7 +148,7 @@ def test_after_a_refused_memory_part_the_model_can_be_wrapped_at_once(known: Pro
     elsewhere = MemoryPlan(segments=(Segment(blocks=("nowhere",), action="recompute"),))
     model = model_of()
     # The exception is held, and with it the frame in which a half-built wrapper would live on.
-    with pytest.raises(InputError, match="names the block 'nowhere'") as held:
+    with pytest.raises(InputError, match="names 'nowhere'") as held:
         DistributedDataParallel(model, plan=replace(made, memory=elsewhere))
     gradients(DistributedDataParallel(model, plan=made))
     assert "nowhere" in str(held.value)
