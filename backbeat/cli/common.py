@@ -123,8 +123,10 @@ def split(values: list[str] | None) -> list[str]:
 
 
 def console() -> Console:
-    """Stdout; a pipe gets the whole width of a table. Names are never read as rich's markup."""
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
+    """Stdout, as wide as the terminal or COLUMNS says; a pipe without it gets the whole width of a table. Names are
+    never read as rich's markup."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if known else 160, highlight=False, markup=False, emoji=False)
 
 
 def say(text: str) -> None:
