@@ -33,7 +33,8 @@ def test_layouts() -> None:
 def _same_rows(
     machine: dict[str, str], columns: list[str], recorded: dict[str, list[Any]], found: dict[str, list[Any]]
 ) -> None:
-    """To the last bit where the record was made, to rounding elsewhere; there a tie may fall to another plan."""
+    """To the last bit where the record was made, to rounding elsewhere. There a tie may fall to another plan, and the
+    search of `best`, which goes on from it, may end a little above or below."""
     exact = core_machine() == machine
     wrong = []
     for key, row in recorded.items():
@@ -41,12 +42,13 @@ def _same_rows(
             wrong.append(f"{key}: is no longer made")
             continue
         for column, old, new in zip(columns, row, found[key], strict=False):
-            if old != new and (exact or (_is_figure(old) and new != pytest.approx(old, rel=1e-9, abs=1e-12))):
+            near = 1e-2 if "best" in key.split() else 1e-9
+            if old != new and (exact or (_is_figure(old) and new != pytest.approx(old, rel=near, abs=1e-12))):
                 wrong.append(f"{key}: {column} was {old!r}, is {new!r}")
     assert not wrong, f"{len(wrong)} differ from the record:\n" + "\n".join(wrong[:20])
     if not exact:
         pytest.skip(
-            f"figures agree to 1e-9; plans and last bits were not compared: recorded with {machine}, "
+            f"figures agree to 1e-9 (best: 1 %); plans and last bits were not compared: recorded with {machine}, "
             f"this is {core_machine()}"
         )
 
