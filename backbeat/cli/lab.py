@@ -194,11 +194,6 @@ def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | 
     refuse(given, "changes a replayed profile, and --train computes for real: leave one out")
     if not any(choice.name in ("ddp", "fsdp") for choice in choices):
         raise InputError("--train compares with stock DDP or stock FSDP2: add ddp or fsdp to --strategy")
-    if any(choice.strategy == "halves" for choice in choices):
-        raise InputError(
-            "--train with halves: such a plan is predicted and replayed, not run; train decoupled, best or optimal, or "
-            "replay it with --profile"
-        )
 
 
 def _answer(setting: Setting, ran: _Ran) -> dict[str, Any]:

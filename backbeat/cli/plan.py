@@ -217,7 +217,7 @@ def _next(
     if fit is not None and not fit.fits:
         wider = "" if made.sharding is not None else " `--strategy sharded` plans what does."
         return f"Decision: do not run it, it does not fit.{wider}"
-    if made.in_halves or made.dynamic is not None:
+    if made.dynamic is not None:
         return f"Decision: compare with it; nothing runs a plan of {made.strategy}. `--strategy best` plans what runs."
     if result.workers == 1:
         return "Decision: nothing to decide for one GPU; ask for more with --workers."

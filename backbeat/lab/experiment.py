@@ -136,9 +136,9 @@ def calibrate(
     # it.
     communicators = max(2 if choice.stock(setting.backend) else choice.widest(setting.backend) for choice in choices)
     strategies = {choice.strategy for choice in choices}
-    halved = any(choice.halved for choice in choices)
+    sharded = any(choice.sharded for choice in choices)
     # What a plan sends by other means than an all-reduce is measured, through the primitives it sends it with.
-    others = ("all_gather", "reduce_scatter") if halved else ("all_gather",) if "compressed" in strategies else ()
+    others = ("all_gather", "reduce_scatter") if sharded else ("all_gather",) if "compressed" in strategies else ()
     sizes = [size for size in SIZES if size < 2 * largest_bytes]
     network, inside, timings = session.ask(
         "calibrate",
@@ -152,12 +152,12 @@ def calibrate(
     )[0]
     if inside is not None:
         network = _of_nodes(network, inside)
-    if halved and setting.backend == "gloo":
-        note = f"reduce-scatter on gloo is {PRIMITIVE}: gloo's own moves as many bytes as its all-reduce"
-        network = replace(network, notes=(*network.notes, note))
-    if any(choice.sharded for choice in choices) and setting.backend == "gloo":
-        note = "FSDP2 on gloo runs gloo's own reduce-scatter, and communicates while nothing computes: plans are slower"
-        network = replace(network, notes=(*network.notes, note))
+    if sharded and setting.backend == "gloo":
+        notes = (
+            f"reduce-scatter on gloo is {PRIMITIVE}: gloo's own moves as many bytes as its all-reduce",
+            "FSDP2 on gloo runs gloo's own reduce-scatter, and communicates while nothing computes: plans are slower",
+        )
+        network = replace(network, notes=(*network.notes, *notes))
     return CalibratedLab(network=network, timings=timings)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from backbeat.lab.layout_jobs import LayoutJob, TransferJob
 from backbeat.model import Plan, Profile
-from backbeat.simulate.halves_step import Layers
 from backbeat.simulate.schedule import Schedule
 from backbeat.simulate.sharded_units import ModelPiece, ModelPieces
 
@@ -27,15 +26,6 @@ class Message:
     ready_s: float
     """After backward starts."""
     communicator: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """A stretch of forward, of a plan in halves: computation that begins when one more gather has arrived."""
-
-    gather: int
-    compute_s: float
-    """With the updates of its parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +55,6 @@ class ReplayJob:
     """In launch order."""
     stock: bool = False
     """Through the process group itself, as stock DDP does it, and not through communicators of one collective each."""
-    gathers: tuple[int, ...] = ()
-    """Bytes of each all-gather in launch order, where the plan is in halves; `messages` are then reduce-scattered."""
-    layers: tuple[Layer, ...] = ()
-    """The next forward, where the plan is in halves; it takes the place of `forward_s` and `update_s`."""
     spun: SpunJob | None = None
     """Takes the place of all else, where the plan is sharded or a layout is run."""
 
@@ -81,10 +67,6 @@ class ReplayJob:
     def run(cls, job: SpunJob) -> ReplayJob:
         """A job that torch runs, and nothing beside it."""
         return cls(forward_s=0.0, backward_s=0.0, update_s=0.0, spun=job)
-
-    @property
-    def in_halves(self) -> bool:
-        return bool(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +90,6 @@ class Replayed:
 
 def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
     """The plan's buckets as messages; `dynamic` fusion is replayed as the buckets that its simulation formed."""
-    if plan.in_halves:
-        return _in_halves(profile, plan)
     if plan.sharding is not None:
         whole = ModelPieces.of(profile)
         update_s = profile.update_s / plan.sharding.mesh.shard
@@ -124,41 +104,6 @@ def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
         ),
         stock=stock,
     )
-
-
-def _in_halves(profile: Profile, plan: Plan) -> ReplayJob:
-    """One steady period of a plan in halves: backward with its scatters, then the next forward with the gathers.
-
-    Forward ends after its last gather, so that a period begins with an idle link and the next is like it.
-    """
-    scatters, gathers = (
-        [[profile.index[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == phase]
-        for phase in ("reduce_scatter", "all_gather")
-    )
-    arrives_with = {index: number for number, members in enumerate(gathers) for index in members}
-    layers: list[Layer] = []
-    seen: set[int] = set()
-    forward = zip(reversed(range(len(profile.gradients))), Layers.of(profile).compute_s.tolist(), strict=True)
-    for index, seconds in forward:
-        gather = arrives_with[index]
-        if gather in seen:
-            layers[-1] = Layer(gather=layers[-1].gather, compute_s=layers[-1].compute_s + seconds)
-        else:
-            seen.add(gather)
-            layers.append(Layer(gather=gather, compute_s=seconds))
-    return ReplayJob.of(
-        profile,
-        messages=tuple(
-            Message(bytes=_bytes(profile, members), ready_s=float(profile.ready[max(members)]), communicator=0)
-            for members in scatters
-        ),
-        gathers=tuple(_bytes(profile, members) for members in gathers),
-        layers=tuple(layers),
-    )
-
-
-def _bytes(profile: Profile, members: Sequence[int]) -> int:
-    return sum(profile.gradients[index].bytes for index in members)
 
 
 def turns(expected_s: Sequence[float], seconds_each: float) -> list[Turn]:

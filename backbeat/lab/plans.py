@@ -18,7 +18,6 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.planners import BUCKETED, SHARDED, STRATEGIES, Draft
 from backbeat.planners import plan as make
-from backbeat.planners.halves import plan_in_halves
 from backbeat.units import parse_bytes
 
 BUCKETINGS = ("random", "equal")
@@ -46,11 +45,6 @@ class Choice:
     def sharded(self) -> bool:
         """Run on torch's own `fully_shard`."""
         return self.strategy in SHARDED
-
-    @property
-    def halved(self) -> bool:
-        """Sends all-gathers and reduce-scatters."""
-        return self.sharded or self.strategy == "halves"
 
     def stock(self, backend: str) -> bool:
         """Sent through torch's own process group, which on gloo carries two collectives at a time."""
@@ -80,10 +74,6 @@ def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
         raise InputError(f"{text!r}: say how many buckets, like {strategy}:8")
     if slash and not (count.isdigit() and int(count) > 0):
         raise InputError(f"{text!r}: say how many communicators, like {body}/2")
-    if strategy == "halves":
-        if slash and int(count) != 1:
-            raise InputError(f"{text!r}: plans in halves use one communicator; leave /{count} out")
-        return [Choice(name=text, strategy=strategy)]
     if strategy in SHARDED:
         if slash:
             raise InputError(f"{text!r}: FSDP2 opens its communicators itself; leave /{count} out")
@@ -130,31 +120,20 @@ def _equal_ends(profile: Profile, buckets: int) -> list[int]:
     return sorted(end for end in ends if end <= len(profile.gradients))
 
 
-_PHASES = ("reduce_scatter", "all_gather")
-
-
 def shorthand(plan: Plan) -> list[list[int]]:
     """[gradients, communicator] of each bucket of a plan whose buckets are consecutive in ready order.
 
     Of a sharded plan, [modules, whether it reshards] of each unit.
-
-    Plans in halves have a third number: 0 for a scatter, in ready order, 1 for a gather, in the reverse.
     """
     if plan.sharding is not None:
         return [[len(unit.modules), int(unit.reshard)] for unit in plan.sharding.units]
-    return [
-        [len(bucket.gradients), bucket.communicator, *([] if bucket.phase is None else [_PHASES.index(bucket.phase)])]
-        for bucket in plan.buckets
-    ]
+    return [[len(bucket.gradients), bucket.communicator] for bucket in plan.buckets]
 
 
 def from_shorthand(
     buckets: Sequence[Sequence[int]], profile: Profile, name: str, communicators: int, workers: int
 ) -> Plan:
     """The plan that `shorthand` described."""
-    if any(len(row) > 2 for row in buckets):
-        scatter, gather = ([row[0] for row in buckets if row[2] == phase] for phase in (0, 1))
-        return plan_in_halves(profile, np.cumsum(scatter).tolist(), np.cumsum(gather).tolist(), workers, name)
     ends = np.cumsum([count for count, _ in buckets]).tolist()
     draft = Draft(ends, communicators, [communicator for _, communicator in buckets])
     return draft.named(profile, name, workers)

@@ -4,9 +4,6 @@ A node starts each iteration with a tiny all-reduce, so that all start together,
 the controller keeps the longest of all nodes. Messages leave from one thread, in plan order, when the last of their
 gradients is ready. Nothing else of training is replayed: no copies into buckets and no host work of autograd.
 
-A plan in halves is replayed from the start of one backward to the start of the next. Gathers are queued after the
-scatters when backward ends, as the drop-in does it, and each stretch of forward waits for its own.
-
 A sharded plan is not replayed but run: `spun_model` trains, and only its computation is spun or slept. So are layouts
 of tensor and pipeline parallelism (`layout_steps`).
 """
@@ -42,7 +39,7 @@ _LEAD_S = 400e-6
 _LEAD_MARGIN = 1.5
 _WARM_UP = 2
 _WAIT_S = 120.0
-# A sleeper this late has overslept; later than this it has waited for a gather.
+# A sleeper this late has overslept; later than this it has waited for a collective.
 _LATE_S = 100e-6
 
 
@@ -110,9 +107,6 @@ class SpunSteps:
         gc.collect()
 
 
-_Half = tuple[torch.Tensor, torch.Tensor]
-
-
 class Buffers:
     """One flat buffer, cut into a job's messages; zeros, so that sums stay what they are."""
 
@@ -121,16 +115,7 @@ class Buffers:
         self._flat = torch.zeros(0, device=device)
 
     def cut(self, job: ReplayJob) -> list[torch.Tensor]:
-        return self._pieces([max(1, -(-message.bytes // 4)) for message in job.messages])
-
-    def halves(self, job: ReplayJob, nodes: int) -> tuple[list[_Half], list[_Half]]:
-        """(whole, this node's part) of every scatter and of every gather."""
-        parts = [-(-max(1, -(-size // 4)) // nodes) for size in (*(one.bytes for one in job.messages), *job.gathers)]
-        pieces = self._pieces([size for part in parts for size in (part * nodes, part)])
-        halves = list(zip(pieces[::2], pieces[1::2], strict=True))
-        return halves[: len(job.messages)], halves[len(job.messages) :]
-
-    def _pieces(self, elements: list[int]) -> list[torch.Tensor]:
+        elements = [max(1, -(-message.bytes // 4)) for message in job.messages]
         if self._flat.numel() < sum(elements):
             self._flat = torch.empty(0, device=self._device)
             self._flat = torch.empty(sum(elements), device=self._device).fill_(0.0)
@@ -144,9 +129,8 @@ class Buffers:
 class SleepingPlayer:
     """A CPU node: compute is slept, so that nodes sharing few cores do not take them from the network's threads."""
 
-    def __init__(self, communicators: Sequence[Communicator], stock: Communicator, nodes: int) -> None:
+    def __init__(self, communicators: Sequence[Communicator], stock: Communicator) -> None:
         self._communicators = communicators
-        self._nodes = nodes
         self._stock = stock
         self._buffers = Buffers(torch.device("cpu"))
         self._tiny = torch.zeros(1)
@@ -155,8 +139,6 @@ class SleepingPlayer:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
-        if job.in_halves:
-            return self._play_in_halves(job, factor)
         if job.spun is not None:
             return self._play_spun(job.spun, factor)
         views = self._buffers.cut(job)
@@ -173,27 +155,6 @@ class SleepingPlayer:
             work.wait()
         # Nothing happens during the update: it is added, not slept.
         return time.perf_counter() - start + job.update_s * factor
-
-    def _play_in_halves(self, job: ReplayJob, factor: float) -> float:
-        scatters, gathers = self._buffers.halves(job, self._nodes)
-        communicator = self._communicators[0]
-        communicator.all_reduce(self._tiny).wait()
-        start = time.perf_counter()
-        works = []
-        for message, (whole, part) in zip(job.messages, scatters, strict=True):
-            _sleep_until(start + message.ready_s * factor)
-            works.append(communicator.reduce_scatter(part, whole))
-        reached = start + job.backward_s * factor
-        _sleep_until(reached)
-        for work in works:
-            work.wait()
-        arrivals = [communicator.all_gather(whole, part) for whole, part in gathers]
-        for layer in job.layers:
-            arrivals[layer.gather].wait()
-            # From the moment planned where nothing was waited for: what a sleep took too long is taken off the next.
-            reached = max(reached, time.perf_counter() - _LATE_S) + layer.compute_s * factor
-            _sleep_until(reached)
-        return time.perf_counter() - start
 
     def _play_spun(self, job: SpunJob, factor: float) -> float:
         step = self._steps.of(job)
@@ -221,9 +182,8 @@ def _sleep_until(moment: float) -> None:
 class SpinningPlayer:
     """A GPU node: compute spins on one multiprocessor in the current stream, so that each node has its own share."""
 
-    def __init__(self, communicators: Sequence[Communicator], device: torch.device, nodes: int) -> None:
+    def __init__(self, communicators: Sequence[Communicator], device: torch.device) -> None:
         self._communicators = communicators
-        self._nodes = nodes
         self._buffers = Buffers(device)
         self._tiny = torch.zeros(1, device=device)
         self._steps = SpunSteps(device)
@@ -233,8 +193,6 @@ class SpinningPlayer:
         self.rate = spin_rate()
 
     def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
-        if job.in_halves:
-            return self._play_in_halves(job, factor, finishes)
         if job.spun is not None:
             return self._play_spun(job.spun, factor)
         views = self._buffers.cut(job)
@@ -250,27 +208,6 @@ class SpinningPlayer:
             work.wait()
         self.rate.spin(job.update_s * factor)
         return self._ended(finishes, seen, job.forward_s * factor)
-
-    def _play_in_halves(self, job: ReplayJob, factor: float, finishes: list[float] | None) -> float:
-        scatters, gathers = self._buffers.halves(job, self._nodes)
-        communicator = self._communicators[0]
-        spin = self._begin()
-        works = []
-        for message, (whole, part) in zip(job.messages, scatters, strict=True):
-            spin.until(message.ready_s * factor)
-            works.append(communicator.reduce_scatter(part, whole))
-        spin.until(job.backward_s * factor)
-        for work in works:
-            work.wait()
-        arrivals = [communicator.all_gather(whole, part) for whole, part in gathers]
-        seen = [self._seen(work) for work in (*works, *arrivals)] if finishes is not None else []
-        computed = job.backward_s * factor
-        for layer in job.layers:
-            arrivals[layer.gather].wait()
-            # Waiting is not computing: the spins add up to the computation, wherever they are held up.
-            computed += layer.compute_s * factor
-            spin.until(computed)
-        return self._ended(finishes, seen, 0.0)
 
     def _play_spun(self, job: SpunJob, factor: float) -> float:
         step = self._steps.of(job)

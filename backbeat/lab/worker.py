@@ -89,11 +89,7 @@ class Node:
             stock.all_reduce(torch.zeros(1)).wait()
             settle_gloo()
         self.factor = slowdowns(setting.slowdown(start.node), setting.jitter, seed=start.node)
-        self.player = (
-            SpinningPlayer(communicators, self.device, setting.ranks)
-            if on_gpu
-            else SleepingPlayer(communicators, stock, setting.ranks)
-        )
+        self.player = SpinningPlayer(communicators, self.device) if on_gpu else SleepingPlayer(communicators, stock)
 
     def describe(self) -> dict[str, Any]:
         """The machine and the libraries, as this node sees them."""

@@ -20,7 +20,7 @@ from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
 from backbeat.model.profile import ComputeShares
-from backbeat.simulate.gather_scatter import Halves
+from backbeat.simulate.gather_scatter import GatherScatter
 from backbeat.simulate.slowdowns import slowdown_on
 
 if TYPE_CHECKING:
@@ -159,11 +159,11 @@ class GpuCluster:
         found = self._curves.get((kind, workers))
         if found is None:
             there = self.network.at(workers=workers, load=self.load)
-            halves = Halves.of(there)
+            costs = GatherScatter.of(there)
             found = {
                 "all_reduce": there.cost.isolated,
-                "all_gather": halves.gather,
-                "reduce_scatter": halves.scatter,
+                "all_gather": costs.gather,
+                "reduce_scatter": costs.scatter,
             }[kind]
             self._curves[kind, workers] = found
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -41,8 +41,6 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     gradients: Annotated[tuple[str, ...], Meta(min_length=1)]
     communicator: Annotated[int, Meta(ge=0)]
-    phase: Literal["reduce_scatter", "all_gather"] | None = None
-    """Half of an all-reduce: reduce-scatter during backward, all-gather during the next forward."""
     compression: Compression | None = None
     """Sent compressed rather than as it is."""
 
@@ -51,10 +49,6 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if not self.gradients:
             raise InputError("gradients is empty: a bucket carries at least one gradient; remove the bucket")
         at_least("communicator", self.communicator, 0)
-        if self.phase is not None and self.compression is not None:
-            raise InputError(
-                "a bucket has both a phase and a compression: a plan in halves sends gradients as they are"
-            )
 
 
 class DynamicFusion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -148,20 +142,13 @@ class Plan(Document, frozen=True, kw_only=True):
         if self.communicators == _UNSAID:
             raise InputError("communicators is missing: add it; `backbeat plan` writes it")
         at_least("communicators", self.communicators, 1)
-        if len({bucket.phase is None for bucket in self.buckets}) > 1:
-            raise InputError(
-                "some buckets have a phase and some have none: a plan is in halves as a whole or not at all"
-            )
         for index, bucket in enumerate(self.buckets):
             if bucket.communicator >= self.communicators:
                 raise InputError(
                     f"buckets[{index}].communicator is {bucket.communicator}, but communicators is "
                     f"{self.communicators}: they are numbered 0 to {self.communicators - 1}"
                 )
-        for phase in {bucket.phase for bucket in self.buckets}:
-            lists = (bucket.gradients if bucket.phase == phase else () for bucket in self.buckets)
-            named_once("buckets", lists, "a gradient travels once")
-        self._check_halves()
+        named_once("buckets", (bucket.gradients for bucket in self.buckets), "a gradient travels once")
         for field in ("launch_s", "done_s") if self.predicted is not None else ():
             times = getattr(self.predicted, field)
             if times and len(times) != len(self.buckets):
@@ -205,32 +192,9 @@ class Plan(Document, frozen=True, kw_only=True):
                 "(`backbeat plan --strategy best`)"
             )
 
-    def _check_halves(self) -> None:
-        """What is scattered must be gathered, after it."""
-        scattered: set[str] = set()
-        gathered: set[str] = set()
-        for index, bucket in enumerate(self.buckets):
-            if bucket.phase == "reduce_scatter":
-                scattered.update(bucket.gradients)
-            elif bucket.phase == "all_gather":
-                gathered.update(bucket.gradients)
-                early = gathered - scattered
-                if early:
-                    raise InputError(
-                        f"buckets[{index}] gathers {min(early)!r} before it is scattered: "
-                        "list every reduce_scatter before the all_gather that needs it"
-                    )
-        if scattered != gathered:
-            raise InputError(f"{min(scattered - gathered)!r} is scattered but never gathered: add it to an all_gather")
-
     @property
     def derived(self) -> tuple[str, ...]:
         return ("communicators",) if self.sharding is not None else ()
-
-    @property
-    def in_halves(self) -> bool:
-        """Communication is split between backward and the next forward."""
-        return bool(self.buckets) and self.buckets[0].phase is not None
 
     @property
     def compressed(self) -> bool:

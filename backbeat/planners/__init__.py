@@ -15,7 +15,6 @@ from backbeat.planners.baselines import ddp, horovod, single, wfbp
 from backbeat.planners.best import best
 from backbeat.planners.compressed_or_dense import compressed
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.planners.halves import halves
 from backbeat.planners.memory_and_schedule import within
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
@@ -36,7 +35,6 @@ STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], Draft | Plan
     "adaptive": adaptive,
     "optimal": optimal,
     "best": best,
-    "halves": halves,
     "compressed": compressed,
     "fsdp": fsdp,
     "hsdp": hsdp,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.model.plan import Bucket, Compression, Plan
 from backbeat.planners.draft import StrategyOptions
@@ -106,7 +107,10 @@ def compressed(profile: Profile, network: Network, options: StrategyOptions) -> 
     """Top-k at the asked density where it is predicted to pay."""
     density = DEFAULT_DENSITY if options.density is None else options.density
     compression = Compression(density=density)
-    options.need_one_communicator("compressed plans")
+    if options.communicators not in (None, 1):
+        raise InputError(
+            f"communicators is {options.communicators}: compressed plans use one communicator; leave it out"
+        )
     ends = best_ends(profile, network.cost)
     cost = CompressedCost.of(network)
     dense = Mixed(ends, [False] * len(ends), compression)

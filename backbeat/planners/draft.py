@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from backbeat.cost import LinkCost
-from backbeat.errors import InputError
 from backbeat.model import Profile
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
 from backbeat.model.sharding import Dtype
@@ -43,10 +42,6 @@ class StrategyOptions:
     """`sharded`: what the plan will run on, like 2.13; what came after 2.6 is not chosen where None."""
     budget_s: float | None = None
     """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
-
-    def need_one_communicator(self, plans: str) -> None:
-        if self.communicators not in (None, 1):
-            raise InputError(f"communicators is {self.communicators}: {plans} use one communicator; leave it out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,15 +43,11 @@ class Conditions:
     cost: LinkCost
     ready: NDArray[np.float64]
     """When each gradient is ready; a bucket waits for its last."""
-    free_s: float = float("-inf")
-    """When the communicator is free; by default it always was."""
-    due: NDArray[np.float64] | None = None
-    """The latest end of a bucket that begins with each gradient. None: only the end of the last bucket counts."""
     until_s: float = float("-inf")
     """The last bucket may end this late, even if it ends earlier before anything is merged."""
 
     @classmethod
-    def during_backward(cls, profile: Profile, cost: LinkCost) -> Conditions:
+    def of(cls, profile: Profile, cost: LinkCost) -> Conditions:
         """A profile's gradients, in ready order."""
         return cls(sums=running_sums(profile.sizes), cost=cost, ready=profile.ready)
 
@@ -59,7 +55,7 @@ class Conditions:
         """When each bucket is done."""
         sizes = np.diff(self.sums[[0, *ends]])
         ready = self.ready[np.asarray(ends) - 1].tolist()
-        return in_turn(ready, self.cost.time(sizes).tolist(), self.cost.busy_time(sizes).tolist(), self.free_s).finishes
+        return in_turn(ready, self.cost.time(sizes).tolist(), self.cost.busy_time(sizes).tolist()).finishes
 
     def finish(self, first: int, last: int, free_s: float) -> float:
         """When gradients `first` up to `last` are done as one bucket, on a communicator that is free at `free_s`."""
@@ -70,19 +66,12 @@ class Conditions:
     def latest(self, ends: Sequence[int]) -> list[float]:
         """When each bucket must be done for those after it to be in time."""
         busy = self.cost.busy_time(np.diff(self.sums[[0, *ends]])).tolist()
-        limit = float("inf") if self.due is not None else max(self.finishes(ends)[-1], self.until_s)
+        limit = max(self.finishes(ends)[-1], self.until_s)
         found = []
-        for first, following in zip(reversed([0, *ends[:-1]]), reversed(busy), strict=True):
+        for following in reversed(busy):
             found.append(limit)
-            limit = min(limit, self._due(first)) - following
+            limit -= following
         return found[::-1]
-
-    def in_time(self, first: int, finish_s: float, latest_s: float) -> bool:
-        limit = min(latest_s, self._due(first))
-        return finish_s <= limit + _ROUNDING * abs(limit)
-
-    def _due(self, first: int) -> float:
-        return float("inf") if self.due is None else float(self.due[first])
 
 
 def merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
@@ -109,7 +98,7 @@ def _merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
     sums = conditions[0].sums
     most = largest_allowed(sums, ends, conditions[0].cost)
     latest = [case.latest(ends) for case in conditions]
-    free = [case.free_s for case in conditions]
+    free = [float("-inf")] * len(conditions)
     kept: list[int] = []
     first = index = 0
     while index < len(ends):
@@ -117,8 +106,8 @@ def _merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
         while index + 1 < len(ends) and sums[ends[index + 1]] - sums[first] <= most:
             longer = [case.finish(first, ends[index + 1], at) for case, at in zip(conditions, free, strict=True)]
             if not all(
-                case.in_time(first, finish, limits[index + 1])
-                for case, finish, limits in zip(conditions, longer, latest, strict=True)
+                finish <= limits[index + 1] + _ROUNDING * abs(limits[index + 1])
+                for finish, limits in zip(longer, latest, strict=True)
             ):
                 break
             index, done = index + 1, longer

@@ -12,7 +12,7 @@ move right as j grows, so a monotonic queue finds the least in constant time on 
 queues: O(L·P) in all, O(L) when affine.
 
 Where back-to-back times were measured the term is max(r_j + T, E[i] + T_busy), which no queue takes. That one and its
-relatives, with other waits, costs or due times, share `quadratic_programme`: O(L²), vectorised.
+relatives, with other waits or costs, share `quadratic_programme`: O(L²), vectorised.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def optimal(profile: Profile, network: Network, options: StrategyOptions) -> Dra
 def merged_ends(profile: Profile, cost: LinkCost, ends: list[int], slack: float | None = None) -> list[int]:
     """Fewer buckets on one communicator that end as early; or, with `slack`, with which an iteration takes no more than
     this share longer."""
-    conditions = [Conditions.during_backward(profile, one) for one in possible_costs(cost)]
+    conditions = [Conditions.of(profile, one) for one in possible_costs(cost)]
     if slack is not None:
         ends_s = [case.finishes(ends)[-1] for case in conditions]
         conditions = [
@@ -135,7 +135,7 @@ def quadratic_programme(sizes: NDArray[np.float64], finishes: Finishes, free_s: 
     """Where buckets end in the programme  E[0] = free_s,  E[j] = min over i < j of  finishes(j, S_j - S_i, E[i]).
 
     `finishes` says when a bucket ends that has j as its last member, for every index where it may start: all message
-    sizes and earliest finishes at once. An infinite one forbids the bucket; where none is allowed, no ends are found.
+    sizes and earliest finishes at once.
 
     The three gradients of `queue_programme`:
 
@@ -152,7 +152,7 @@ def quadratic_programme(sizes: NDArray[np.float64], finishes: Finishes, free_s: 
         found = finishes(j, sums[j] - sums[:j], earliest[:j])
         start = int(np.argmin(found))
         earliest[j], bucket_start[j] = found[start], start
-    return _walk_back(bucket_start) if np.isfinite(earliest[count]) else []
+    return _walk_back(bucket_start)
 
 
 def _walk_back(bucket_start: list[int]) -> list[int]:

@@ -67,8 +67,8 @@ class _Row(msgspec.Struct, frozen=True):
     communicators: int
     measured_s: float
     predicted_s: float
-    launches: list[list[int]]
-    """[number of gradients, communicator] of each bucket, in launch order; other figures of halves and units."""
+    launches: list[tuple[int, int]]
+    """[number of gradients, communicator] of each bucket, in launch order; other figures of units."""
     units: int | None = None
     """Of a sharded plan."""
     series_s: list[list[float]] = []
@@ -194,8 +194,8 @@ def scaled(profile: Profile, factor: float) -> Profile:
 
 
 def _plan(row: _Row, profile: Profile, workers: int) -> Plan | None:
-    """The plan that ran; None where it has no buckets of this profile's gradients: units, halves, another model."""
-    if row.units is not None or any(len(launch) != 2 for launch in row.launches):
+    """The plan that ran; None where it has no buckets of this profile's gradients: units, another model."""
+    if row.units is not None:
         return None
     counts, communicators = zip(*row.launches, strict=True) if row.launches else ((), ())
     if sum(counts) != len(profile.gradients):

@@ -21,7 +21,7 @@ from backbeat.model import Compression, Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.contention import contended
 from backbeat.simulate.engine import in_turn
-from backbeat.simulate.gather_scatter import Halves
+from backbeat.simulate.gather_scatter import GatherScatter
 from backbeat.simulate.schedule import covered_s
 
 ELEMENT_BYTES = 4
@@ -61,7 +61,7 @@ class CompressedCost:
     @classmethod
     def of(cls, network: Network) -> CompressedCost:
         """Without a measured all-gather it is half of an all-reduce."""
-        return cls(network.workers, Halves.of(network).gather, network.all_gather is None)
+        return cls(network.workers, GatherScatter.of(network).gather, network.all_gather is None)
 
     def time(self, elements: ArrayLike, compression: Compression) -> NDArray[np.float64]:
         return self.gather.time(self.workers * message_bytes(elements, compression.density))

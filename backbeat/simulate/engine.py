@@ -53,10 +53,11 @@ class Turns(NamedTuple):
     finishes: list[float]
 
 
-def in_turn(ready: Iterable[float], alone: Iterable[float], busy: Iterable[float], free: float = -_NEVER) -> Turns:
-    """Messages that take so long `alone`, and so long right behind another (`busy`), one after the other on a
-    communicator that is `free` from some moment on."""
+def in_turn(ready: Iterable[float], alone: Iterable[float], busy: Iterable[float]) -> Turns:
+    """Messages that take so long `alone`, and so long right behind another (`busy`), one after the other on one
+    communicator."""
     starts, finishes = Turns([], [])
+    free = -_NEVER
     for moment, isolated, following in zip(ready, alone, busy, strict=True):
         starts.append(max(moment, free))
         free = max(moment + isolated, free + following)

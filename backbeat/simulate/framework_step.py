@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from backbeat.cost.link import LinkCost
 from backbeat.model import Network, Plan, Profile, Reduction
@@ -20,8 +20,7 @@ from backbeat.model.profile import DTYPE_BYTES
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import UNDISTURBED, least_s
 from backbeat.simulate.engine import communicate
-from backbeat.simulate.gather_scatter import Halves
-from backbeat.simulate.halves_step import Layers
+from backbeat.simulate.gather_scatter import GatherScatter
 from backbeat.simulate.iteration import (
     Iteration,
     communicate_beside,
@@ -39,7 +38,7 @@ def framework_iteration(
     """The plan's buckets, reduced as the framework does it. The profile's gradients are as large as they travel."""
     cost = network.cost
     if reduction.collective == "reduce_scatter":
-        cost = LinkCost(Halves.of(network).scatter)
+        cost = LinkCost(GatherScatter.of(network).scatter)
     communicators = plan.communicators
     schedule, names = Schedule.of_plan(profile, plan)
     if reduction.overlap == "none":
@@ -99,15 +98,14 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
     if reduction.gather_dtype is None:
         return GatheredForward(0.0, profile.forward_s, 0.0, 0.0, ())
     width = DTYPE_BYTES[reduction.gather_dtype] / DTYPE_BYTES[profile.gradient_dtype]
-    layers = Layers.of(replace(profile, update_s=0.0))
-    sizes = layers.sizes * width
+    sizes = profile.sizes[::-1] * width
     ends = [len(sizes)]
     if reduction.gather_elements is not None:
         cap = DTYPE_BYTES[reduction.gather_dtype] * reduction.cap(reduction.gather_elements, network.workers)
         ends = capped(sizes.tolist(), [float(cap)])
-    sums, computed = running_sums(sizes), running_sums(layers.compute_s)
+    sums, computed = running_sums(sizes), running_sums(_forward_s(profile))
     bounds = list(pairwise([0, *ends]))
-    curve = Halves.of(network).gather
+    curve = GatherScatter.of(network).gather
     parts = [(sums[last] - sums[first], computed[last] - computed[first]) for first, last in bounds]
     times = [float(curve.time(size)) for size, _ in parts]
     starts: list[float] = []
@@ -131,3 +129,13 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
         for index, (start, seconds, (size, _)) in enumerate(zip(starts, times, parts, strict=True))
     )
     return GatheredForward(begun, now, now - profile.forward_s - contention, contention, spans)
+
+
+def _forward_s(profile: Profile) -> NDArray[np.float64]:
+    """Forward time of each gradient's module, in the order forward runs: the reverse of ready order. Where the profile
+    lacks some, all are taken from the shape of backward."""
+    known = [gradient.forward_s for gradient in profile.gradients]
+    spans = np.diff(profile.ready, prepend=0.0) if None in known else np.array(known, dtype=np.float64)
+    total = float(spans.sum())
+    shares = spans / total if total > 0 else np.full(len(spans), 1 / len(spans))
+    return np.asarray(shares * profile.forward_s)[::-1]

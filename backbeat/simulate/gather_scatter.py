@@ -13,7 +13,7 @@ from backbeat.model import CollectiveTimes, Network
 
 
 @dataclass(frozen=True)
-class Halves:
+class GatherScatter:
     """What the two halves cost. Where a network has not measured them, each is half of its all-reduce, or more where
     switches reduce: they spare the all-reduce bytes that the halves do send."""
 
@@ -21,7 +21,7 @@ class Halves:
     gather: Curve
 
     @classmethod
-    def of(cls, network: Network) -> Halves:
+    def of(cls, network: Network) -> GatherScatter:
         return cls(_half(network.reduce_scatter, network), _half(network.all_gather, network))
 
 

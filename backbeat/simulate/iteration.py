@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from backbeat.cost import LinkCost
-from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
@@ -13,7 +12,6 @@ from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, e
 from backbeat.simulate.contention import ComputeClock, contended, least_s
 from backbeat.simulate.dynamic import fuse
 from backbeat.simulate.engine import communicate
-from backbeat.simulate.halves_step import halves_bound, link_s, period
 from backbeat.simulate.schedule import Flow, Schedule, covered_s
 
 
@@ -89,49 +87,6 @@ def compressed_iteration(
         spans(profile, flow, pieces, [_label(bucket) for bucket in names], before + profile.forward_s),
         len(names),
         float(max((piece.bytes for piece in pieces if piece.compression is None), default=0)),
-    )
-
-
-def across_iterations(
-    profile: Profile, network: Network, plan: Plan, before: float, slowdown: float = 1.0
-) -> Iteration:
-    """Communication goes on behind the next forward: one steady period, drawn from the start of backward."""
-    plan.check(profile)
-    if missing := plan.missing(profile):
-        raise InputError(f"the plan in halves leaves out {missing[0]!r}: make it again with `backbeat plan -s halves`")
-    steady = period(profile, plan, network, slowdown)
-    compute = profile.forward_s + profile.backward_s + profile.update_s
-    link = link_s(profile, network)
-    bandwidth = min(steady.stalled_s, max(link - compute, 0.0))
-    spans = [
-        Span("compute", "backward", 0.0, steady.backward_end_s),
-        Span("compute", "forward and update", steady.backward_end_s, steady.forward_end_s),
-    ]
-    if before > 0:
-        spans.append(
-            Span("compute", "further micro-batches", steady.forward_end_s, steady.forward_end_s + before),
-        )
-    largest = 0
-    for word, phase, times in (
-        ("scatter", "reduce_scatter", steady.scatters),
-        ("gather", "all_gather", steady.gathers),
-    ):
-        buckets = [bucket.gradients for bucket in plan.buckets if bucket.phase == phase]
-        for names, (start, end) in zip(buckets, times, strict=True):
-            size = sum(profile.gradients[profile.index[name]].bytes for name in names)
-            spans.append(Span("communicator 0", f"{word} {_label(names)}", start, end, size))
-            largest = max(largest, size)
-    return Iteration(
-        before + steady.forward_end_s,
-        before + max(halves_bound(profile, network), least_s(compute, link, slowdown)),
-        Breakdown(
-            bandwidth_s=bandwidth,
-            waiting_s=steady.stalled_s - bandwidth,
-            contention_s=max(steady.forward_end_s - steady.stalled_s - compute, 0.0) if slowdown > 1 else 0.0,
-        ),
-        tuple(spans),
-        len(plan.buckets),
-        float(largest),
     )
 
 

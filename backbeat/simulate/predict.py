@@ -14,7 +14,7 @@ from backbeat.model.sharded_times import ShardedHost
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.host_lane import HostLane, device_alone
-from backbeat.simulate.iteration import Iteration, across_iterations, alone, compressed_iteration, within_iteration
+from backbeat.simulate.iteration import Iteration, alone, compressed_iteration, within_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
@@ -102,8 +102,6 @@ def _predicted(
         step = framework_iteration(profile, network, plan, reduction, micro_batches, slowdown.factor)
     elif sharded:
         step = sharded_iteration(own, network, plan, micro_batches=micro_batches, slowdown=slowdown.factor)
-    elif plan.in_halves:
-        step = across_iterations(profile, network, plan, before, slowdown.factor)
     elif plan.compressed:
         step = compressed_iteration(profile, network, plan, before, slowdown.factor)
     else:
@@ -121,7 +119,7 @@ def _predicted(
         wrapped = not sharded and reduction is None
         fsdp = network.sharded.host if sharded and network.sharded is not None else None
         job = _Issued(len(profile.gradients), wrapped, fsdp)
-        steady, issued = _at_host_pace(lane, device, step, plan, job, micro_batches)
+        steady, issued = _at_host_pace(lane, device, step, job, micro_batches)
     host_alone = steady > device and issued >= steady
     iteration = steady + wait
     notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
@@ -171,7 +169,7 @@ class _Issued(NamedTuple):
 
 
 def _at_host_pace(
-    lane: HostLane, device_s: float, step: Iteration, plan: Plan, job: _Issued, micro_batches: int
+    lane: HostLane, device_s: float, step: Iteration, job: _Issued, micro_batches: int
 ) -> tuple[float, float]:
     """The step with the host in, and what issuing it takes. The wrapper has a hook for each gradient, and a status
     message after the last bucket."""
@@ -180,7 +178,7 @@ def _at_host_pace(
     if not lane.by_block or job.fsdp is not None:
         return lane.paced(device_s, micro_batches), lane.step_s(micro_batches)
     parts, hooks = step.breakdown, job.gradients if job.wrapped else 0
-    tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if job.wrapped and not plan.in_halves else None
+    tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if job.wrapped else None
     sent = sum(span.lane.startswith("communicator") for span in step.timeline)
     paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=hooks, tail_s=tail)
     return paced, lane.step_s(micro_batches, collectives=sent, gradients=hooks)

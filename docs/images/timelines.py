@@ -13,7 +13,7 @@ from backbeat.report.figures import plot
 from backbeat.report.figures.timeline import timeline
 
 MODEL, NETWORK, WORKERS = "densenet201-b32-bf16-h200", "10gbe", 64
-STRATEGIES = ("ddp", "optimal", "asc-wfbp", "best", "halves")
+STRATEGIES = ("ddp", "optimal", "asc-wfbp", "best")
 
 
 def main() -> None:

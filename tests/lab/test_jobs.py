@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +14,6 @@ from backbeat.lab.jobs import (
     slowdowns,
     turns,
 )
-from backbeat.model import CollectiveTimes, Network
-from backbeat.simulate import predict
 from tests.lab.cases import network, profile
 
 
@@ -25,29 +22,6 @@ def test_a_job_carries_every_byte_and_the_ready_time_of_each_groups_last_gradien
     job = job_of(profile(), plans.build(choice, profile(), network()))
     assert sum(message.bytes for message in job.messages) == profile().total_bytes
     assert [message.ready_s for message in job.messages] == [profile().gradients[index].ready_s for index in (1, 3, 5)]
-
-
-@given(st.integers(1, 12), st.integers(0, 2**20), st.floats(1e-5, 1e-2), st.floats(1e-10, 1e-7))
-def test_a_decoupled_job_played_by_the_model_takes_the_predicted_period(gradients, size, latency_s, slope):
-    """The replay does what the simulation simulates, so that a difference is the network's."""
-    costs = CollectiveTimes(alpha_s=latency_s, beta_s_per_byte=slope)
-    cluster = Network(name="n", workers=2, all_reduce=costs, all_gather=costs, reduce_scatter=costs)
-    model = profile(gradients, size=size)
-    (choice,) = plans.parse(["halves"])
-    plan = plans.build(choice, model, cluster)
-    job = job_of(model, plan)
-    assert job.in_halves
-    assert sum(message.bytes for message in job.messages) == sum(job.gathers) == model.total_bytes
-    free, arrivals = 0.0, []
-    for message in job.messages:
-        free = max(free, message.ready_s) + latency_s + slope * message.bytes
-    for gathered in job.gathers:
-        free += latency_s + slope * gathered
-        arrivals.append(free)
-    now = job.backward_s
-    for layer in job.layers:
-        now = max(now, arrivals[layer.gather]) + layer.compute_s
-    assert now == pytest.approx(predict(model, cluster, plan).iteration_s, rel=1e-9)
 
 
 def test_compute_alone_sends_nothing():

@@ -36,7 +36,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory):
     profile(size=100_000).save(folder / "small.json")
     done = backbeat(
         "lab", "--nodes", "2", "--bandwidth", "100mbit", "--backend", "gloo", "--profile", str(folder / "small.json"),
-        "--dilation", "2", "--strategy", "wfbp,ddp,optimal,single,best/2,halves",
+        "--dilation", "2", "--strategy", "wfbp,ddp,optimal,single,best/2",
         "--straggler", "node=1,slowdown=1.2", "--seconds", "0.5s", "--budget", "10s",
         "-o", str(folder / "all.json"), "--json",
     )  # fmt: skip
@@ -48,16 +48,8 @@ def test_every_strategy_is_measured_beside_its_prediction(answer):
     shown, _ = answer
     assert shown["nodes"] == 2
     assert shown["network"]["schema"] == "backbeat.network/2"
-    assert [row["strategy"] for row in shown["rows"]] == ["wfbp", "ddp", "optimal", "single", "best", "halves"]
+    assert [row["strategy"] for row in shown["rows"]] == ["wfbp", "ddp", "optimal", "single", "best"]
     assert [row["communicators"] for row in shown["rows"]][:4] == [1, 2, 1, 1]
-
-
-def test_halves_of_an_all_reduce_are_calibrated_where_a_plan_sends_them(answer):
-    shown, kept = answer
-    assert shown["network"]["reduce_scatter"]["points"]
-    assert shown["network"]["all_gather"]["points"]
-    assert any("reduce-scatter on gloo is all-to-all" in note for note in shown["network"]["notes"])
-    assert {timing["collective"] for timing in kept["timings"]} == {"all_reduce", "all_gather", "reduce_scatter"}
 
 
 def test_nothing_is_faster_than_the_slowest_nodes_compute(answer):

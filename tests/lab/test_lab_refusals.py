@@ -32,10 +32,3 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: tuple[
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_plans_in_halves_are_not_trained() -> None:
-    done = run("lab", "--train", "some:model", "--strategy", "ddp,best,halves")
-    assert done.returncode == 2
-    assert "--train with halves: such a plan is predicted and replayed, not run" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1

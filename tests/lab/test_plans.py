@@ -20,7 +20,6 @@ from tests.lab.cases import network, profile
         "optimal:5",
         "ddp/none",
         "ddp/0",
-        "halves/2",
         "fsdp/2",
         "fsdp:2",
         "hsdp:x",
@@ -37,10 +36,10 @@ def test_channels_behind_a_name_win_over_the_list():
     assert names == ["wfbp/1", "best/2"]
 
 
-def test_sharded_plans_send_halves_and_open_no_communicators_here():
+def test_sharded_plans_open_no_communicators_here():
     fsdp, hsdp = plans.parse(["fsdp", "hsdp:2"], [1, 2])
     assert [choice.name for choice in (fsdp, hsdp)] == ["fsdp", "hsdp:2"]
-    assert all(choice.sharded and choice.halved and choice.widest("nccl") == 1 for choice in (fsdp, hsdp))
+    assert all(choice.sharded and choice.widest("nccl") == 1 for choice in (fsdp, hsdp))
     made = plans.build(hsdp, profile(), network())
     assert (made.sharding.mesh.replicate, made.sharding.mesh.shard) == (2, 2)
     assert plans.shorthand(made) == [[1, 1]] * 6
@@ -72,7 +71,7 @@ def test_groupings_cover_every_gradient_once_and_are_the_same_each_time(kind, bu
 
 
 @given(
-    name=st.sampled_from(["halves", "wfbp", "single", "ddp:1MB", "optimal", "random:5", "asc-wfbp/2", "best/2"]),
+    name=st.sampled_from(["wfbp", "single", "ddp:1MB", "optimal", "random:5", "asc-wfbp/2", "best/2"]),
     gradients=st.integers(1, 30),
 )
 def test_a_plan_survives_its_shorthand(name, gradients):

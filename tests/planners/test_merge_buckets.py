@@ -14,12 +14,9 @@ from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
 from backbeat.planners.baselines import DDP_BUCKET_BYTES
 from backbeat.planners.draft import Draft
-from backbeat.planners.halves import earliest, plan_in_halves
 from backbeat.planners.merge_buckets import SLOWER, Conditions, iteration_s, merged, possible_costs
 from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
-from backbeat.simulate import gather_scatter
-from backbeat.simulate.halves_step import period
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 
@@ -87,14 +84,6 @@ def test_a_bucket_does_not_outgrow_what_was_measured() -> None:
     assert len(bb.plan(profile, affine(1e-5, 1e-10), "optimal").buckets) == 2
 
 
-def test_gathers_are_merged_as_far_as_their_first_layers_can_wait() -> None:
-    cost = LinkCost(Curve.affine(0.0, 1e-3))
-    ready = np.full(3, -np.inf)
-    conditions = Conditions(sums=np.arange(4.0), cost=cost, ready=ready, free_s=0.0, due=np.array([1e-3, 3e-3, 4e-3]))
-    # The first must be there after 1 ms; the second can wait for the third.
-    assert merged([1, 2, 3], [conditions]) == [1, 3]
-
-
 def longest(ends: list[int], profile: Profile) -> float:
     return max(float(profile.sizes[first:last].sum()) for first, last in pairwise([0, *ends]))
 
@@ -132,21 +121,6 @@ def test_slack_is_a_share_of_the_iteration(profile: Profile, network: Network, s
         for cost in possible_costs(network.cost):
             least = iteration_s(profile, before.end_s(profile, cost))
             assert iteration_s(profile, found.end_s(profile, cost)) <= least * (1 + slack + 1e-9)
-
-
-@given(profiles(most=25), networks())
-def test_the_halves_of_a_decoupled_plan_keep_slack(profile: Profile, network: Network) -> None:
-    few = bb.plan(profile, network, "halves")
-    many = plan_in_halves(profile, *earliest(profile, network), network.workers)
-    half = gather_scatter._half
-    for factor in (1.0, SLOWER):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                gather_scatter, "_half", lambda times, network, factor=factor: half(times, network).slower(factor)
-            )
-            found, early = (period(profile, plan, network) for plan in (few, many))
-        assert found.forward_end_s <= early.forward_end_s * (1 + 1e-9)
-        assert found.scatters[-1][1] <= early.scatters[-1][1] * (1 + 1e-9)
 
 
 def test_one_message_costs_what_many_do() -> None:

@@ -22,7 +22,7 @@ from backbeat.simulate.schedule import capped
 from tests.problems import affine, curve, every_partition, make_profile, networks, profiles
 
 MIB = 2**20
-WITHIN_ITERATION = sorted(set(STRATEGIES) - {"halves", "compressed"} - SHARDED)
+WITHIN_ITERATION = sorted(set(STRATEGIES) - {"compressed"} - SHARDED)
 ONE_COMMUNICATOR = ["wfbp", "single", "ddp", "horovod", "mg-wfbp", "adaptive"]
 
 

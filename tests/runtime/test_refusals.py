@@ -187,18 +187,6 @@ def _attach(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("reducer", ["backbeat", "ddp"])
-def test_plans_in_halves_are_refused_by_name(reducer: str, tmp_path: Path, one_rank: None) -> None:
-    halves = tuple(
-        Bucket(gradients=("bias", "weight"), communicator=0, phase=phase) for phase in ("reduce_scatter", "all_gather")
-    )
-    plan = Plan(strategy="halves", model="m", communicators=1, buckets=halves)
-    plan.save(tmp_path / "plan.json")
-    for given in (plan, tmp_path / "plan.json", "halves"):
-        with pytest.raises(InputError, match=r"predicted .* and replayed .*, not run: make a plan of strategy best"):
-            DistributedDataParallel(nn.Linear(2, 2), plan=given, reducer=reducer)
-
-
-@pytest.mark.parametrize("reducer", ["backbeat", "ddp"])
 def test_sharded_plans_are_refused_with_the_line_to_use(reducer: str, tmp_path: Path, one_rank: None) -> None:
     sharding = Sharding(
         mesh=Mesh(replicate=1, shard=1),

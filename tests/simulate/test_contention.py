@@ -16,8 +16,7 @@ from backbeat.cost.curve import Curve
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import UNDISTURBED, ComputeClock
-from backbeat.simulate.halves_step import period
-from backbeat.simulate.iteration import across_iterations, communicate_beside, compressed_iteration, within_iteration
+from backbeat.simulate.iteration import communicate_beside, compressed_iteration, within_iteration
 from backbeat.simulate.schedule import Flow, Schedule, busy_periods
 from tests.problems import affine, make_profile, networks, profiles
 from tests.simulate.test_bound import measured_costs
@@ -143,18 +142,15 @@ def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown
 
 @settings(max_examples=30)
 @given(profiles(most=12), networks(), slowdowns)
-def test_decoupled_and_compressed_iterations_slow_down_too(profile: Profile, network: Network, slowdown: float) -> None:
+def test_compressed_iterations_slow_down_too(profile: Profile, network: Network, slowdown: float) -> None:
     compute = profile.forward_s + profile.backward_s + profile.update_s
-    for plan, simulated in (
-        (bb.plan(profile, network, "halves"), across_iterations),
-        (bb.plan(profile, network, "compressed", density=0.1), compressed_iteration),
-    ):
-        alone, found = (simulated(profile, network, plan, 0.0, factor) for factor in (1.0, slowdown))
-        assert found.steady_s >= alone.steady_s * (1 - ROUNDING)
-        assert found.bound_s <= found.steady_s * (1 + ROUNDING)
-        parts = found.breakdown
-        total = parts.bandwidth_s + parts.waiting_s + parts.contention_s
-        assert total == pytest.approx(found.steady_s - compute, abs=1e-9)
+    plan = bb.plan(profile, network, "compressed", density=0.1)
+    alone, found = (compressed_iteration(profile, network, plan, 0.0, factor) for factor in (1.0, slowdown))
+    assert found.steady_s >= alone.steady_s * (1 - ROUNDING)
+    assert found.bound_s <= found.steady_s * (1 + ROUNDING)
+    parts = found.breakdown
+    total = parts.bandwidth_s + parts.waiting_s + parts.contention_s
+    assert total == pytest.approx(found.steady_s - compute, abs=1e-9)
 
 
 def test_two_messages_by_hand() -> None:
@@ -167,15 +163,6 @@ def test_two_messages_by_hand() -> None:
     assert sent == [(1.0, 2.0), (2.5, 3.5)]
     assert found.steady_s == 5.0
     assert found.breakdown.contention_s == 1.0
-
-
-def test_a_decoupled_period_by_hand() -> None:
-    """One gradient, ready at the end of a backward of 1 s; each half takes 2 s. The scatter passes while nothing else
-    can be done, and so does the gather; the forward of 1 s comes after both."""
-    profile = make_profile([1], [1.0], forward=1.0)
-    network = affine(4.0, 0.0)
-    plan = bb.plan(profile, network, "halves")
-    assert period(profile, plan, network, 3.0).forward_end_s == period(profile, plan, network).forward_end_s == 6.0
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=8), st.floats(0, 50))

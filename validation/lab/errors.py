@@ -50,8 +50,7 @@ def profiles(record: Record) -> dict[str, Profile]:
 
 
 def _profile(model: dict[str, Any]) -> Profile:
-    layers = model.get("layer_s") or [None] * len(model["bytes"])
-    rows = zip(model["bytes"], model["ready_s"], layers, strict=True)
+    rows = zip(model["bytes"], model["ready_s"], strict=True)
     return Profile(
         name=model["name"],
         model=model["name"],
@@ -62,8 +61,7 @@ def _profile(model: dict[str, Any]) -> Profile:
         backward_s=model["backward_s"],
         update_s=model["update_s"],
         gradients=tuple(
-            Gradient(name=str(index), bytes=size, ready_s=ready, forward_s=layer)
-            for index, (size, ready, layer) in enumerate(rows)
+            Gradient(name=str(index), bytes=size, ready_s=ready) for index, (size, ready) in enumerate(rows)
         ),
     )
 

@@ -95,7 +95,6 @@ def missing(record: Record, models: Sequence[str], choices: Sequence[Choice]) ->
 
 def compute_of(name: str, profile: Profile) -> dict[str, Any]:
     """What of a profile is replayed; the profile of that name may be measured again one day."""
-    layers = [gradient.forward_s for gradient in profile.gradients]
     return {
         "name": name,
         "forward_s": profile.forward_s,
@@ -103,7 +102,6 @@ def compute_of(name: str, profile: Profile) -> dict[str, Any]:
         "update_s": profile.update_s,
         "bytes": [gradient.bytes for gradient in profile.gradients],
         "ready_s": [gradient.ready_s for gradient in profile.gradients],
-        **({"layer_s": layers} if None not in layers else {}),
     }
 
 

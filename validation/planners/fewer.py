@@ -6,9 +6,9 @@
     python validation/planners/fewer.py --count
 
 The two are predicted to take the same time: what differs is what no prediction knows, the host's time for each bucket
-and what a slower link does to a plan without slack. Profiles are replayed, or a model is really trained, without
-`halves`, which is not run; plans take turns in one run. FILE is a list of rows and is added to. Needs root; with
---backend nccl a GPU. `--count` only plans: every bundled bf16 profile on every bundled network, 8 to 512 workers.
+and what a slower link does to a plan without slack. Profiles are replayed, or a model is really trained; plans
+take turns in one run. FILE is a list of rows and is added to. Needs root; with --backend nccl a GPU. `--count` only
+plans: every bundled bf16 profile on every bundled network, 8 to 512 workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import bundled, write
 from backbeat.planners import plan as make_plan
 from backbeat.planners.draft import Draft
-from backbeat.planners.halves import earliest, plan_in_halves
 from backbeat.planners.optimal import best_ends
 from backbeat.simulate import predict
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
@@ -40,14 +39,11 @@ Made = list[tuple[Choice, Plan, Prediction]]
 
 
 def both_ways(profile: Profile, network: Network) -> Made:
-    """Stock DDP's buckets, and `optimal` and `halves` in few buckets and in many."""
-    workers = network.workers
+    """Stock DDP's buckets, and `optimal` in few buckets and in many."""
     plans = {
         "ddp": make_plan(profile, network, "ddp"),
         "optimal, few": make_plan(profile, network, "optimal"),
-        "optimal, many": Draft(best_ends(profile, network.cost)).named(profile, "optimal", workers),
-        "halves, few": make_plan(profile, network, "halves"),
-        "halves, many": plan_in_halves(profile, *earliest(profile, network), workers),
+        "optimal, many": Draft(best_ends(profile, network.cost)).named(profile, "optimal", network.workers),
     }
     return [
         (Choice(name=name, strategy=plan.strategy), plan, predict(profile, network, plan, broadcast_buffers=False))
@@ -56,7 +52,7 @@ def both_ways(profile: Profile, network: Network) -> Made:
 
 
 def calibrated(session: Session, setting: Setting, profile: Profile, budget_s: float) -> CalibratedLab:
-    choices = [Choice(name=name, strategy=name) for name in ("ddp", "optimal", "halves")]
+    choices = [Choice(name=name, strategy=name) for name in ("ddp", "optimal")]
     return experiment.calibrate(session, setting, choices, budget_s=budget_s, largest_bytes=profile.total_bytes)
 
 
@@ -83,24 +79,21 @@ def rows_of(results: list[MeasuredPlan], facts: dict[str, Any]) -> list[dict[str
 
 def count() -> None:
     """How many buckets there are either way."""
-    names = ("optimal", "halves")
-    few: dict[str, list[int]] = {name: [] for name in names}
-    many: dict[str, list[int]] = {name: [] for name in names}
+    few: list[int] = []
+    many: list[int] = []
     longer = 0.0
     for profile in (Profile.load(name) for name in bundled(Profile) if "-bf16-" in name):
         for network in (Network.load(name).at(workers=workers) for name in bundled(Network) for workers in WORKERS):
             made = {choice.name: (plan, prediction) for choice, plan, prediction in both_ways(profile, network)}
-            for name in names:
-                (plan, ours), (early, theirs) = made[f"{name}, few"], made[f"{name}, many"]
-                few[name].append(len(plan.buckets))
-                many[name].append(len(early.buckets))
-                longer = max(longer, ours.iteration_s / theirs.iteration_s - 1)
-    for name in names:
-        print(
-            f"{name}: {len(few[name])} cases, buckets in the median {statistics.median(many[name]):.0f} -> "
-            f"{statistics.median(few[name]):.0f}, on average {statistics.mean(many[name]):.1f} -> "
-            f"{statistics.mean(few[name]):.1f}, at most {max(many[name])} -> {max(few[name])}"
-        )
+            (plan, ours), (early, theirs) = made["optimal, few"], made["optimal, many"]
+            few.append(len(plan.buckets))
+            many.append(len(early.buckets))
+            longer = max(longer, ours.iteration_s / theirs.iteration_s - 1)
+    print(
+        f"optimal: {len(few)} cases, buckets in the median {statistics.median(many):.0f} -> "
+        f"{statistics.median(few):.0f}, on average {statistics.mean(many):.1f} -> {statistics.mean(few):.1f}, at most "
+        f"{max(many)} -> {max(few)}"
+    )
     print(f"predicted iterations at most {longer:.1e} longer")
 
 
@@ -153,7 +146,7 @@ def main() -> None:
         if options.train is not None:
             profile = experiment.profile_training(session, options.train, options.batch_size, seconds)
             network = calibrated(session, setting, profile, budget).network
-            made = [one for one in both_ways(profile, network) if not one[1].in_halves]
+            made = both_ways(profile, network)
             results, _ = experiment.train(session, options.train, options.batch_size, made, seconds)
             found += rows_of(results, facts | {"model": options.train, "how": "trained"})
             write(options.file, json.dumps(found, indent=1).encode() + b"\n")

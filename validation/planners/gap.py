@@ -27,7 +27,7 @@ from backbeat.model.files import bundled
 from backbeat.planners.draft import Draft
 from backbeat.simulate.bound import communication_bound
 
-STRATEGIES = ("wfbp", "single", "ddp", "horovod", "mg-wfbp", "asc-wfbp", "adaptive", "optimal", "best", "halves")
+STRATEGIES = ("wfbp", "single", "ddp", "horovod", "mg-wfbp", "asc-wfbp", "adaptive", "optimal", "best")
 WORKERS = (8, 64, 512)
 LAB = ("lab", "simultaneous")
 LAB_MODELS = tuple(

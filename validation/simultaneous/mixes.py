@@ -70,7 +70,7 @@ def planned() -> dict[str, Mix]:
             continue
         sizes = next(model["bytes"] for model in record["models"] if model["name"] == case["model"])
         mix, start = [], 0
-        for count, communicator, *_ in case["buckets"]:
+        for count, communicator in case["buckets"]:
             mix.append((sum(sizes[start : start + count]), communicator))
             start += count
         name = Path(case["model"]).stem

@@ -210,24 +210,15 @@ def _actions(study: Study, command: str, plan_file: str) -> tuple[Action, ...]:
     faster = gain(stock, best)
     if study.best_label != STOCK and study.plans[study.best_label].sharding is None and faster >= SIMPLER_WITHIN:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
-        runs = not study.plans[study.best_label].in_halves
-        text = (
-            f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
-            f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
-            f"{over_bound(best):.1%} above it."
-            if runs
-            else "It hides communication behind the next forward pass. backbeat predicts and replays such a plan and "
-            "does not run it; the strategies best, optimal and decoupled are run."
-        )
         found.append(
             Action(
-                title=f"{'Run the plan' if runs else 'A plan in halves'}: {percent(faster)} faster than stock DDP",
-                text=text,
+                title=f"Run the plan: {percent(faster)} faster than stock DDP",
+                text=f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
+                f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
+                f"{over_bound(best):.1%} above it.",
                 code=(_MAKE.format(command=command) if command else "")
                 + _CODE
-                + wrapping_lines(plan_file, study.reduce_dtype)
-                if runs
-                else "",
+                + wrapping_lines(plan_file, study.reduce_dtype),
             )
         )
     # The smallest bucket where several are equally fast.

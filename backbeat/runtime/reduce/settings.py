@@ -163,8 +163,6 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
     strategy: str | None
     if plan is None or isinstance(plan, Plan):
         found, strategy = plan, None
-    elif plan == "halves":
-        raise _in_halves()
     elif plan == "compressed":
         raise InputError(
             "plan='compressed' cannot be chosen while training runs, since it changes what the optimizer sees: make "
@@ -186,8 +184,6 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
         found, strategy = Plan.load(plan), None
     if found is not None:
         found.need_buckets("DistributedDataParallel")
-    if found is not None and found.in_halves:
-        raise _in_halves()
     if found is not None and found.dynamic is not None:
         raise InputError(
             f"the plan's strategy {found.strategy!r} forms buckets at run time, which fixed buckets cannot run: "
@@ -196,18 +192,11 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
     return found, strategy
 
 
-def _in_halves() -> InputError:
-    return InputError(
-        "a plan in halves is predicted (`backbeat plan`) and replayed (`backbeat lab`), not run: make a plan of "
-        "strategy best or optimal, or of decoupled, which `fully_shard` of backbeat.runtime runs"
-    )
-
-
 def strategies() -> set[str]:
     """Names that plan fixed buckets."""
     from backbeat.planners import STRATEGIES
 
-    return set(STRATEGIES) - {"horovod", "halves", "compressed"} - sharded_strategies()
+    return set(STRATEGIES) - {"horovod", "compressed"} - sharded_strategies()
 
 
 def sharded_strategies() -> frozenset[str]:

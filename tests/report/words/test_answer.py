@@ -49,17 +49,6 @@ def test_where_even_the_first_point_loses_no_number_is_advised() -> None:
     assert "Every added one" in said.scales
 
 
-def test_a_plan_in_halves_is_not_advised_to_be_run() -> None:
-    profile = make_profile([10**7] * 20, [2e-3 * index for index in range(1, 21)], forward=60e-3)
-    profile = replace(profile, gradients=tuple(replace(one, forward_s=3e-3) for one in profile.gradients))
-    made = study(profile, affine(5e-4, 4e-10), [4, 8], strategies=["halves"])
-    assert made.best_label == "halves"
-    first = answer(made, command="backbeat plan a b --workers 8 -o plan.json").actions[0]
-    assert first.title.startswith("A plan in halves: ")
-    assert "does not run it" in first.text
-    assert first.code == ""
-
-
 def test_a_better_plan_comes_with_the_line_of_code_and_what_it_saves() -> None:
     profile = make_profile([10**7] * 20, [2e-3 * index for index in range(1, 21)], forward=10e-3)
     made = study(profile, affine(5e-4, 1.5e-10), [4, 8])
