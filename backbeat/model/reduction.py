@@ -18,6 +18,9 @@ from backbeat.model.profile import DTYPE_BYTES, Dtype, Profile
 
 Overlap = Literal["last", "every", "none"]
 
+DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 2**20, 25 * 2**20
+"""Caps of torch's DDP where `bucket_cap_mb` is left unset."""
+
 
 class Reduction(Checked, frozen=True, kw_only=True):
     """How gradients are reduced, and how the update follows."""
@@ -123,7 +126,7 @@ _NANOTRON = Reduction(
     # 25 MiB of bf16 gradients fill a bucket of torch's DDP; its hook reduces their fp32 sums.
     name="nanotron",
     reduce_dtype="fp32",
-    bucket_elements=25 * 2**20 // 2,
+    bucket_elements=DDP_BUCKET_BYTES // 2,
     sharded_update=True,
     gather_dtype="bf16",
 )
@@ -131,7 +134,7 @@ _NANOTRON = Reduction(
 REDUCTIONS = {
     one.name: one
     for one in (
-        Reduction(name="torch-ddp", bucket_bytes=(2**20, 25 * 2**20), broadcast_buffers=True),
+        Reduction(name="torch-ddp", bucket_bytes=(DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES), broadcast_buffers=True),
         _MEGATRON,
         replace(
             _MEGATRON,
