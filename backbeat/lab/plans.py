@@ -155,6 +155,4 @@ def from_shorthand(
     if any(len(row) > 2 for row in buckets):
         scatter, gather = ([row[0] for row in buckets if row[2] == phase] for phase in (0, 1))
         return plan_in_halves(profile, np.cumsum(scatter).tolist(), np.cumsum(gather).tolist(), workers, name)
-    ends = np.cumsum([count for count, _ in buckets]).tolist()
-    draft = Draft(ends, communicators, [communicator for _, communicator in buckets])
-    return draft.named(profile, name, workers)
+    return Draft.of_launches(buckets, communicators).named(profile, name, workers)

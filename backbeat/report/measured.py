@@ -198,11 +198,9 @@ def _plan(row: _Row, profile: Profile, workers: int) -> Plan | None:
     """The plan that ran; None where it has no buckets of this profile's gradients: units, halves, another model."""
     if row.units is not None or any(len(launch) != 2 for launch in row.launches):
         return None
-    counts, communicators = zip(*row.launches, strict=True) if row.launches else ((), ())
-    if sum(counts) != len(profile.gradients):
+    if sum(count for count, _ in row.launches) != len(profile.gradients):
         return None
-    draft = Draft(np.cumsum(counts).tolist(), row.communicators, list(communicators))
-    return draft.named(profile, row.strategy, workers)
+    return Draft.of_launches(row.launches, row.communicators).named(profile, row.strategy, workers)
 
 
 def _lanes(intervals: list[tuple[float, float]]) -> list[int]:
