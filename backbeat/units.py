@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from backbeat.errors import InputError
 
@@ -138,6 +139,15 @@ def counted(number: int, noun: str) -> str:
     ('1 GPU', '8 GPUs')
     """
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def first_to_last(names: Sequence[str]) -> str:
+    """Names of a bucket's gradients, or of blocks, in few words.
+
+    >>> first_to_last(["fc.bias"]), first_to_last(["fc.bias", "fc.weight", "conv.weight"])
+    ('fc.bias', 'fc.bias … conv.weight (3)')
+    """
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
 def format_bytes(count: float) -> str:

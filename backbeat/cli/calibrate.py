@@ -14,11 +14,12 @@ import typer
 from rich import progress as bars
 from rich.console import Console
 
-from backbeat.cli.common import check_writable, communicator_counts, need_torch, print_json, say
+from backbeat.cli.common import check_writable, communicator_counts, need_torch, print_answer, print_json, say, wrapped
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.case import SIZES
-from backbeat.measure.network.findings import MeasuredCluster, folded, summary_lines, summary_of
+from backbeat.measure.network.findings import MeasuredCluster, summary_of
 from backbeat.measure.network.sampling import Progress
+from backbeat.report.tables.calibration_tables import calibration_parts
 from backbeat.units import doubling, parse_bytes, parse_duration
 
 _BACKENDS = ("gloo", "nccl", "mpi")
@@ -150,9 +151,9 @@ def _show(calibration: MeasuredCluster, *, as_json: bool) -> None:
     if as_json:
         print_json(summary)
     else:
-        print("\n".join(summary_lines(summary)))
+        print_answer(*calibration_parts(summary))
     for note in summary["notes"]:
-        say("\n".join(folded(f"backbeat: note: {note}")))
+        say(wrapped(f"backbeat: note: {note}"))
 
 
 @contextmanager

@@ -100,12 +100,13 @@ def print_answer(*parts: Table | str | None) -> None:
     for part in parts:
         if isinstance(part, str):
             for line in part.splitlines() or [""]:
-                out.print(_wrapped(printable(line)), soft_wrap=True)
+                out.print(wrapped(printable(line)), soft_wrap=True)
         elif part is not None:
             out.print(part)
 
 
-def _wrapped(line: str) -> str:
+def wrapped(line: str) -> str:
+    """In 80 columns, unless it is indented."""
     if line.startswith(" "):
         return line
     # A number keeps its unit.

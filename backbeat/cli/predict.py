@@ -12,7 +12,7 @@ from backbeat.api import predict as predict_sent
 from backbeat.cli import options
 from backbeat.cli.common import load_network, plan_options, print_json, say, size, split
 from backbeat.cli.predict_output import Asked, Predicted, Schedule, content, show
-from backbeat.cli.predict_sharded import is_sharded, sharded_headline, sharded_strategies, show_sharded, ways_of
+from backbeat.cli.predict_sharded import is_sharded, sharded_headline, show_sharded, ways_of
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
@@ -20,6 +20,7 @@ from backbeat.planners import BUCKETED
 from backbeat.report.figures import plot as plots
 from backbeat.report.figures.scaling_curve import scaling
 from backbeat.report.study import PLANNED, STOCK, STRATEGIES
+from backbeat.report.words.ways import instead_of_ddp
 from backbeat.simulate import strong_scaling
 from backbeat.units import parse_price, parse_workers
 
@@ -65,7 +66,7 @@ def predict(
     offered: list[str] = []
     if not named and not files and not frameworks and global_batch is None:
         # With a job that DDP cannot hold, sharding is compared in place of buckets.
-        offered = sharded_strategies(one, cluster, counts)
+        offered = instead_of_ddp(one, cluster, counts)
         names = [*(names if every or not offered else ()), *offered]
     if bucket is not None and named and BUCKETED.isdisjoint(names):
         raise InputError(f"--bucket is for ddp and horovod, not {', '.join(names)}: name one of them, or leave it out")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from backbeat.cli.common import print_answer
 from backbeat.cli.predict_output import Predicted, Schedule, caveats, cost_column
 from backbeat.cost.accelerators import accelerator
-from backbeat.model import Network, Plan, Prediction, Profile
+from backbeat.model import Plan, Prediction
 from backbeat.planners import SHARDED
 from backbeat.report.tables.sharding_tables import strategies_table
-from backbeat.report.words.device_memory import DeviceFit, device_fit
+from backbeat.report.words.device_memory import DeviceFit
 from backbeat.report.words.limits import above_linear
 from backbeat.report.words.renting import partly, worth_it
 from backbeat.report.words.ways import Way, chosen_way, way_decision, way_sentences, work_headline
@@ -19,16 +19,6 @@ def is_sharded(schedule: Schedule) -> bool:
     if isinstance(schedule, str):
         return schedule.partition(":")[0] in SHARDED
     return isinstance(schedule, Plan) and schedule.sharding is not None
-
-
-def sharded_strategies(profile: Profile, network: Network, counts: list[int]) -> list[str]:
-    """What to compare where the job does not fit the device with DDP; nothing where it does."""
-    fit = device_fit(profile)
-    if fit is None or fit.fits:
-        return []
-    node = network.topology.gpus_per_node
-    groups = node > 1 and all(count % node == 0 and count > node for count in counts)
-    return ["fsdp", *([f"hsdp:{node}"] if groups else []), "sharded"]
 
 
 def ways_of(found: Predicted) -> list[Way]:

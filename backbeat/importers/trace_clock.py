@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backbeat.importers.trace_facts import Facts, Mark
+from backbeat.simulate.schedule import busy_periods
 
 
 class DeviceClock:
@@ -63,13 +64,7 @@ class DeviceClock:
 
 def union(spans: NDArray[np.float64]) -> NDArray[np.float64]:
     """The intervals, merged where they touch, in order."""
-    if spans.size == 0:
-        return np.zeros((0, 2))
-    spans = spans[np.argsort(spans[:, 0], kind="stable")]
-    ends = np.maximum.accumulate(spans[:, 1])
-    opens = np.concatenate([[True], spans[1:, 0] > ends[:-1]])
-    closes = np.concatenate([opens[1:], [True]])
-    return np.stack([spans[opens, 0], ends[closes]], axis=1)
+    return np.array(busy_periods(*spans.reshape(-1, 2).T.tolist())).reshape(-1, 2)
 
 
 def common(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:

@@ -134,6 +134,4 @@ def from_shorthand(
     buckets: Sequence[Sequence[int]], profile: Profile, name: str, communicators: int, workers: int
 ) -> Plan:
     """The plan that `shorthand` described."""
-    ends = np.cumsum([count for count, _ in buckets]).tolist()
-    draft = Draft(ends, communicators, [communicator for _, communicator in buckets])
-    return draft.named(profile, name, workers)
+    return Draft.of_launches(buckets, communicators).named(profile, name, workers)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
-from msgspec.structs import force_setattr
 
 from backbeat.errors import InputError
-from backbeat.model.checks import named_once, not_negative
-
-Seconds = Annotated[float, Meta(ge=0)]
-Bytes = Annotated[int, Meta(ge=0)]
+from backbeat.model.checks import Bytes, Checked, Seconds, named_once
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Block(Checked, frozen=True, kw_only=True):
     """One module of the chain, in the order of forward. Levels are bytes allocated on the device."""
 
     name: str
@@ -57,15 +52,8 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     host_backward_s: Seconds | None = None
     """What the host takes to issue its backward."""
 
-    def __post_init__(self) -> None:
-        for field in (
-            "forward_s", "backward_s", "input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes",
-            "backward_peak_bytes", "parameter_bytes", "host_forward_s", "host_backward_s",
-        ):  # fmt: skip
-            not_negative(field, getattr(self, field))
 
-
-class HostLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HostLink(Checked, frozen=True, kw_only=True):
     """Rates of copies between the device and pinned memory of the host."""
 
     to_host_bytes_per_s: Annotated[float, Meta(gt=0)]
@@ -79,7 +67,7 @@ class HostLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Segment(Checked, frozen=True, kw_only=True):
     """Consecutive blocks that are treated alike."""
 
     blocks: Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -89,14 +77,12 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Where the input of a recomputed segment waits."""
 
     def __post_init__(self) -> None:
-        force_setattr(self, "blocks", tuple(self.blocks))
-        if not self.blocks:
-            raise InputError("blocks is empty: a segment holds at least one block; remove the segment")
+        super().__post_init__()
         if self.input == "offload" and self.action != "recompute":
             raise InputError(f"a segment with action {self.action!r} has no input of its own to offload: leave it out")
 
 
-class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class MemoryPlan(Checked, frozen=True, kw_only=True):
     """What is kept on the device, by segment, in the order of forward; blocks that no segment names are kept."""
 
     segments: tuple[Segment, ...] = ()
@@ -107,7 +93,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Predicted."""
 
     def __post_init__(self) -> None:
-        force_setattr(self, "segments", tuple(self.segments))
+        super().__post_init__()
         named_once("memory.segments", (segment.blocks for segment in self.segments), "a block is in one segment")
 
     @property

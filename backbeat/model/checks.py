@@ -1,26 +1,119 @@
-"""Rules that the types alone cannot say. Each raises an `InputError` with the field, the value and what to do."""
+"""What the types of fields say, checked in Python as in files; and rules that types alone cannot say.
+
+Each raises an `InputError` with the field, the value and what to do.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
+from functools import cache
+from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_origin
+
+import msgspec
+from msgspec import NODEFAULT, Meta
+from msgspec.structs import fields, force_setattr
 
 from backbeat.errors import InputError
+
+Seconds = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
 
 _MOST = 1e18
 """Seconds or bytes beyond this are a slip, and their sums and products could overflow."""
 
 
-def not_negative(where: str, value: float | None) -> None:
-    """The value is finite, zero or more, and small enough to calculate with (or absent)."""
-    if value is None:
-        return
-    if not math.isfinite(value):
-        raise InputError(f"{where} is {value}: it must be a finite number; measure it again")
-    if value < 0:
-        raise InputError(f"{where} is {value}: it must not be negative; measure it again")
-    if value > _MOST:
-        raise InputError(f"{where} is {value}: it must be {_MOST:.0e} or less; check its unit")
+class Checked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A part of a file. Made in Python it obeys the types of its fields as it does when read: numbers lie in the range
+    of their `Meta`, sequences are tuples and as long as theirs says. As there, defaults are not checked."""
+
+    def __post_init__(self) -> None:
+        numbers, sequences = _rules(type(self))
+        for name, default, least, most, meta in numbers:
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most and value != default:
+                _refuse(name, value, meta)
+        for name, default, shortest, items in sequences:
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if type(values) is not tuple:
+                values = tuple(values)
+                force_setattr(self, name, values)
+            if len(values) < shortest and values != default:
+                count = f"has {len(values)}" if values else "is empty"
+                raise InputError(f"{name} {count}: it holds {shortest} or more; add to it, or leave out what it is in")
+            if items is not None:
+                least, most = _bounds(items)
+                for index, value in enumerate(values):
+                    if not least <= value <= most:
+                        _refuse(f"{name}[{index}]", value, items)
+
+
+class _Number(NamedTuple):
+    name: str
+    default: Any
+    least: float
+    most: float
+    meta: Meta
+
+
+class _Sequence(NamedTuple):
+    name: str
+    default: Any
+    shortest: int
+    items: Meta | None
+    """The range of its items, where they are numbers."""
+
+
+@cache
+def _rules(kind: type[Checked]) -> tuple[list[_Number], list[_Sequence]]:
+    numbers, sequences = [], []
+    for field in fields(kind):
+        default = field.default if field.default_factory is NODEFAULT else field.default_factory()
+        bare, meta = _without_meta(field.type)
+        if get_origin(bare) is tuple:
+            shortest = meta.min_length or 0 if meta is not None else 0
+            sequences.append(_Sequence(field.name, default, shortest, _without_meta(get_args(bare)[0])[1]))
+        elif meta is not None:
+            numbers.append(_Number(field.name, default, *_bounds(meta), meta))
+    return numbers, sequences
+
+
+def _without_meta(annotation: Any) -> tuple[Any, Meta | None]:
+    """`Annotated[type, meta]`, or that or None, as the type and the meta."""
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    if type(None) in get_args(annotation):
+        return _without_meta(parts[0])
+    return (parts[0], parts[1]) if get_origin(annotation) is Annotated else (annotation, None)
+
+
+def _bounds(meta: Meta) -> tuple[float, float]:
+    """The least and the most that a number may be."""
+    least = meta.ge if meta.gt is None else math.nextafter(meta.gt, math.inf)
+    most = meta.le if meta.le is not None else _MOST if meta.ge == 0 else sys.float_info.max
+    assert least is not None, meta
+    return least, most
+
+
+def _refuse(where: str, value: float, meta: Meta) -> NoReturn:
+    if value != value or abs(value) == math.inf:
+        rule = "be a finite number; measure it again"
+    elif value > _MOST and meta.ge == 0:
+        rule = f"be {_MOST:.0e} or less; check its unit"
+    elif value < 0 == meta.ge:
+        rule = "not be negative; measure it again"
+    else:
+        least = f"be above {meta.gt}" if meta.gt is not None else f"be {meta.ge} or more"
+        rule = least if meta.le is None else f"{least}, and at most {meta.le}"
+    raise InputError(f"{where} is {value}: it must {rule}")
+
+
+def not_negative(where: str, value: float) -> None:
+    """The value is finite, zero or more, and small enough to calculate with."""
+    if not 0 <= value <= _MOST:
+        _refuse(where, value, Meta(ge=0))
 
 
 def at_least(where: str, value: int, least: int) -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from backbeat.cost import Curve
 from backbeat.errors import InputError
-from backbeat.model.checks import at_least, not_negative
+from backbeat.model.checks import Bytes, Checked, Seconds, not_negative
 
-Seconds = Annotated[float, Meta(ge=0)]
-Bytes = Annotated[int, Meta(ge=0)]
 Point = tuple[Bytes, Seconds]
 _SHORTEST_S = 1e-9
 
 
-class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class CollectiveTimes(Checked, frozen=True, kw_only=True):
     """Isolated times of one collective: measured points, or `alpha_s + beta_s_per_byte * bytes`."""
 
     points: tuple[Point, ...] | None = None
@@ -27,11 +24,10 @@ class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     beta_s_per_byte: Seconds | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.points is None:
             if self.alpha_s is None or self.beta_s_per_byte is None:
                 raise InputError("give either points, or both alpha_s and beta_s_per_byte")
-            not_negative("alpha_s", self.alpha_s)
-            not_negative("beta_s_per_byte", self.beta_s_per_byte)
             return
         if self.alpha_s is not None or self.beta_s_per_byte is not None:
             raise InputError("points and alpha_s/beta_s_per_byte exclude each other: keep one of the two forms")
@@ -69,7 +65,7 @@ class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             previous = size
 
 
-class ConcurrencyPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class ConcurrencyPoint(Checked, frozen=True, kw_only=True):
     """`messages` equal messages issued at once, spread over `communicators`: `seconds` until the last is done."""
 
     bytes: Annotated[int, Meta(ge=1)]
@@ -78,8 +74,6 @@ class ConcurrencyPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     seconds: Seconds
 
     def __post_init__(self) -> None:
-        for field in ("bytes", "messages", "communicators"):
-            at_least(field, getattr(self, field), 1)
-        not_negative("seconds", self.seconds)
+        super().__post_init__()
         if 0 < self.seconds < _SHORTEST_S:
             raise InputError(f"seconds is {self.seconds:g}: no message takes less than a nanosecond; write seconds")

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from backbeat.errors import InputError
+from backbeat.model.checks import Checked
 
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T", bound="Document")
@@ -27,7 +28,7 @@ ZOO = Path(__file__).resolve().parent.parent / "zoo"
 _ACCESS = "check who may read the file and its folder (ls -ld)"
 
 
-class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+class Document(Checked, frozen=True, kw_only=True, dict=True):
     """A value that has a file of its own. Subclasses set `SCHEMA`, the file's first field, and `FOLDER` in the zoo."""
 
     @property
@@ -50,7 +51,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         write(path, encode(self))
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Source(Checked, frozen=True, kw_only=True):
     """How a profile or a network was obtained: every bundled file carries one of these."""
 
     method: Literal["measured", "composed", "analytic", "imported", "published", "assumed"]
@@ -58,7 +59,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     command: str | None = None
     machine: str | None = None
     date: str | None = None
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
     reference: str | None = None
     """The paper, table or vendor figure that the numbers are taken from."""
 

@@ -16,7 +16,7 @@ from backbeat.cost.collectives import Collective
 from backbeat.cost.fabric import Load
 from backbeat.cost.scaling import beside_traffic, mixed, moved, stretched
 from backbeat.errors import InputError
-from backbeat.model.checks import at_least
+from backbeat.model.checks import Checked, at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.files import Document, Source
 from backbeat.model.sharded_times import ShardedTimes
@@ -27,7 +27,7 @@ _MOST_WORKERS = 10**9
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
-class WorkersRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class WorkersRow(Checked, frozen=True, kw_only=True):
     """Collective times of the same cluster at another number of workers. What lies between two is interpolated, what
     lies beyond is extrapolated from the nearest, by the topology."""
 
@@ -39,12 +39,8 @@ class WorkersRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     concurrency: tuple[ConcurrencyPoint, ...] = ()
     band: LoadBand | None = None
 
-    def __post_init__(self) -> None:
-        force_setattr(self, "concurrency", tuple(self.concurrency))
-        at_least("workers", self.workers, 1)
 
-
-class Calibration(WorkersRow, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Calibration(WorkersRow, frozen=True, kw_only=True):
     """The file's own times, which a moved network was computed from, and how."""
 
     used: tuple[int, ...] = ()
@@ -85,9 +81,7 @@ class Network(Document, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("concurrency", "notes"):
-            force_setattr(self, field, tuple(getattr(self, field)))
-        at_least("workers", self.workers, 1)
+        super().__post_init__()
         force_setattr(self, "rows", tuple(sorted(self.rows, key=lambda row: row.workers)))
         own = self.workers if self.moved_from is None else self.moved_from.workers
         counts = [own, *(row.workers for row in self.rows)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar
 
@@ -12,7 +11,7 @@ from msgspec.structs import force_setattr, replace
 
 from backbeat.errors import InputError, nearest
 from backbeat.model.blocks import MemoryPlan
-from backbeat.model.checks import at_least, named_once, not_negative
+from backbeat.model.checks import Checked, at_least, named_once
 from backbeat.model.files import Document
 from backbeat.model.prediction import Prediction
 from backbeat.model.profile import Profile
@@ -22,21 +21,15 @@ _UNSAID = -1
 """Communicators of a plan that does not say them; no file can hold this."""
 
 
-class Compression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="topk"):
+class Compression(Checked, frozen=True, kw_only=True, tag_field="kind", tag="topk"):
     """What a bucket sends instead of its gradients as they are: the largest elements, with error feedback, so that what
     is not sent now is kept and sent later."""
 
     density: Annotated[float, Meta(gt=0, le=1)]
     """Share of the elements that travel."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.density <= 1:
-            raise InputError(
-                f"density is {self.density}: it is the share of elements to send, above 0 and at most 1, e.g. 0.01"
-            )
 
-
-class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Bucket(Checked, frozen=True, kw_only=True):
     """Gradients that travel in one collective."""
 
     gradients: Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -44,31 +37,17 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     compression: Compression | None = None
     """Sent compressed rather than as it is."""
 
-    def __post_init__(self) -> None:
-        force_setattr(self, "gradients", tuple(self.gradients))
-        if not self.gradients:
-            raise InputError("gradients is empty: a bucket carries at least one gradient; remove the bucket")
-        at_least("communicator", self.communicator, 0)
 
-
-class DynamicFusion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class DynamicFusion(Checked, frozen=True, kw_only=True):
     """Buckets formed while training runs, as Horovod does: at each tick, whatever is ready, up to the buffer."""
 
     buffer_bytes: Annotated[int, Meta(ge=1)] = 64 * 2**20
-    cycle_s: Annotated[float, Meta(gt=0)] = 1e-3
-    copy_bytes_per_s: Annotated[float, Meta(gt=0)] = 1e12
+    cycle_s: Annotated[float, Meta(ge=1e-9)] = 1e-3
+    copy_bytes_per_s: Annotated[float, Meta(ge=1)] = 1e12
     """Rate at which gradients are copied into and out of the fusion buffer; a tensor alone is not copied."""
 
-    def __post_init__(self) -> None:
-        at_least("buffer_bytes", self.buffer_bytes, 1)
-        not_negative("cycle_s", self.cycle_s)
-        for field, least in (("cycle_s", 1e-9), ("copy_bytes_per_s", 1.0)):
-            value = getattr(self, field)
-            if not least <= value < math.inf:
-                raise InputError(f"{field} is {value}: it must be finite and {least:g} or more; check its unit")
 
-
-class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class PlanPrediction(Checked, frozen=True, kw_only=True):
     """What was predicted when the plan was made, for its `workers`."""
 
     network: str | None = None
@@ -84,10 +63,6 @@ class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """When each bucket leaves, in seconds from the start of backward, in the order of `buckets`."""
     done_s: tuple[float, ...] = ()
     """When each bucket is back."""
-
-    def __post_init__(self) -> None:
-        for field in ("launch_s", "done_s"):
-            force_setattr(self, field, tuple(getattr(self, field)))
 
     @classmethod
     def of(cls, result: Prediction, network: str) -> PlanPrediction:
@@ -128,10 +103,7 @@ class Plan(Document, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("buckets", "notes"):
-            force_setattr(self, field, tuple(getattr(self, field)))
-        if self.workers is not None:
-            at_least("workers", self.workers, 1)
+        super().__post_init__()
         if self.sharding is not None:
             self._check_sharded(self.sharding)
             return
@@ -141,7 +113,6 @@ class Plan(Document, frozen=True, kw_only=True):
             )
         if self.communicators == _UNSAID:
             raise InputError("communicators is missing: add it; `backbeat plan` writes it")
-        at_least("communicators", self.communicators, 1)
         for index, bucket in enumerate(self.buckets):
             if bucket.communicator >= self.communicators:
                 raise InputError(

@@ -5,21 +5,17 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import msgspec
 from msgspec import Meta
-from msgspec.structs import force_setattr, replace
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model.blocks import Block, HostLink
-from backbeat.model.checks import at_least, not_negative, unique
+from backbeat.model.checks import Bytes, Checked, Seconds, unique
 from backbeat.model.files import Document, Source
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-Seconds = Annotated[float, Meta(ge=0)]
-Bytes = Annotated[int, Meta(ge=0)]
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -32,7 +28,7 @@ _CLOCK_SLACK = 1e-6
 _SHARES_SLACK = 1e-3
 
 
-class Gradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Gradient(Checked, frozen=True, kw_only=True):
     """One parameter's gradient tensor."""
 
     name: str
@@ -47,14 +43,8 @@ class Gradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What autograd saves for backward in that span, each storage once and without parameters, buffers and the batch;
     on the module's first parameter, 0 on its others."""
 
-    def __post_init__(self) -> None:
-        not_negative("bytes", self.bytes)
-        not_negative("ready_s", self.ready_s)
-        not_negative("forward_s", self.forward_s)
-        not_negative("activation_bytes", self.activation_bytes)
 
-
-class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Memory(Checked, frozen=True, kw_only=True):
     """Device memory of one worker, by kind."""
 
     parameter_bytes: Bytes = 0
@@ -79,7 +69,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     takes, so memory plans keep a larger reserve."""
 
 
-class ComputeShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ComputeShares(Checked, frozen=True, kw_only=True):
     """How the device's time in forward and backward is divided between kinds of work; the three add up to 1."""
 
     matmul: Annotated[float, Meta(ge=0, le=1)]
@@ -90,8 +80,7 @@ class ComputeShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What memory bounds: pointwise operators, norms, copies, reductions, lookups, losses."""
 
     def __post_init__(self) -> None:
-        for field in ("matmul", "attention", "memory"):
-            not_negative(field, getattr(self, field))
+        super().__post_init__()
         total = self.matmul + self.attention + self.memory
         if abs(total - 1) > _SHARES_SLACK:
             raise InputError(
@@ -156,27 +145,11 @@ class Profile(Document, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("gradients", "iteration_s", "blocks", "notes"):
-            force_setattr(self, field, tuple(getattr(self, field)))
-        at_least("batch_size", self.batch_size, 1)
-        at_least("accumulation", self.accumulation, 1)
-        for field in ("forward_s", "backward_s", "update_s", "buffer_bytes"):
-            not_negative(field, getattr(self, field))
-        for index, seconds in enumerate(self.iteration_s):
-            not_negative(f"iteration_s[{index}]", seconds)
-        if not self.gradients:
-            raise InputError("gradients is empty: a profile needs at least one gradient; profile a model that trains")
+        super().__post_init__()
         unique(
             "gradients", (gradient.name for gradient in self.gradients), advice="each gradient travels once; remove one"
         )
         unique("blocks", (block.name for block in self.blocks), advice="a block is one module; remove one")
-        if self.sequence_length is not None:
-            at_least("sequence_length", self.sequence_length, 1)
-        not_negative("flops_per_sample", self.flops_per_sample)
-        not_negative("compression_s_per_byte", self.compression_s_per_byte)
-        not_negative("compression_s_per_bucket", self.compression_s_per_bucket)
-        for field in ("device_s", "host_s", "host_recompute_s", "host_fetch_s"):
-            not_negative(field, getattr(self, field))
         self._check_ready_order()
 
     def _check_ready_order(self) -> None:

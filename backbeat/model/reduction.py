@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
 from backbeat.errors import InputError, did_you_mean
-from backbeat.model.checks import at_least
+from backbeat.model.checks import Checked
 from backbeat.model.profile import DTYPE_BYTES, Dtype, Profile
 
 Overlap = Literal["last", "every", "none"]
 
+DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 2**20, 25 * 2**20
+"""Caps of torch's DDP where `bucket_cap_mb` is left unset."""
 
-class Reduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+
+class Reduction(Checked, frozen=True, kw_only=True):
     """How gradients are reduced, and how the update follows."""
 
     name: str
@@ -52,13 +54,7 @@ class Reduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Module buffers are sent from rank 0 before every forward, as torch's DDP does."""
 
     def __post_init__(self) -> None:
-        for cap in self.bucket_bytes:
-            at_least("bucket_bytes", cap, 1)
-        for field in ("bucket_elements", "gather_elements"):
-            if getattr(self, field) is not None:
-                at_least(field, getattr(self, field), 1)
-        if not 0 <= self.update_kept <= 1:
-            raise InputError(f"update_kept is {self.update_kept}: it is a share of the update, from 0 to 1")
+        super().__post_init__()
         if self.bucket_bytes and self.bucket_elements is not None:
             raise InputError("bucket_bytes and bucket_elements exclude each other: keep the one the framework has")
         if self.sharded_update != (self.gather_dtype is not None):
@@ -130,7 +126,7 @@ _NANOTRON = Reduction(
     # 25 MiB of bf16 gradients fill a bucket of torch's DDP; its hook reduces their fp32 sums.
     name="nanotron",
     reduce_dtype="fp32",
-    bucket_elements=25 * 2**20 // 2,
+    bucket_elements=DDP_BUCKET_BYTES // 2,
     sharded_update=True,
     gather_dtype="bf16",
 )
@@ -138,7 +134,7 @@ _NANOTRON = Reduction(
 REDUCTIONS = {
     one.name: one
     for one in (
-        Reduction(name="torch-ddp", bucket_bytes=(2**20, 25 * 2**20), broadcast_buffers=True),
+        Reduction(name="torch-ddp", bucket_bytes=(DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES), broadcast_buffers=True),
         _MEGATRON,
         replace(
             _MEGATRON,

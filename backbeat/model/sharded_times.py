@@ -6,16 +6,13 @@ from __future__ import annotations
 from statistics import median
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
-from msgspec.structs import force_setattr
 
-from backbeat.errors import InputError
-from backbeat.model.checks import not_negative
+from backbeat.model.checks import Checked, Seconds
 from backbeat.model.slowdown import Slowdown
 
 
-class CollectivePair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class CollectivePair(Checked, frozen=True, kw_only=True):
     """As many all-gathers as reduce-scatters, of `bytes` each, issued at once: in turn on one communicator, or each
     kind on one of two."""
 
@@ -26,27 +23,17 @@ class CollectivePair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     alone_s: Annotated[float, Meta(gt=0)]
     """What they take one by one."""
 
-    def __post_init__(self) -> None:
-        if not (self.seconds > 0 and self.alone_s > 0):
-            raise InputError(
-                f"seconds is {self.seconds} and alone_s {self.alone_s}: both must be above 0; measure again"
-            )
 
-
-class ShardedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class ShardedHost(Checked, frozen=True, kw_only=True):
     """What FSDP2 adds to the host's time for a step, wherever the parameters are large or small: hooks, views, copies
     and collectives are issued one by one."""
 
-    unit_s: Annotated[float, Meta(ge=0)]
+    unit_s: Seconds
     """For each unit, in every micro-batch."""
-    parameter_s: Annotated[float, Meta(ge=0)]
+    parameter_s: Seconds
     """For each parameter, in every micro-batch."""
-    update_s: Annotated[float, Meta(ge=0)] = 0.0
+    update_s: Seconds = 0.0
     """For each parameter, once a step: the optimizer's work on shards."""
-
-    def __post_init__(self) -> None:
-        for field in ("unit_s", "parameter_s", "update_s"):
-            not_negative(field, getattr(self, field))
 
     def micro_batch_s(self, units: int, parameters: int) -> float:
         """
@@ -56,16 +43,13 @@ class ShardedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return units * self.unit_s + parameters * self.parameter_s
 
 
-class ShardedTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class ShardedTimes(Checked, frozen=True, kw_only=True):
     """Measured at the network's own number of workers; ratios are taken to hold at others."""
 
     pairs: tuple[CollectivePair, ...] = ()
     slowdown: Slowdown | None = None
     """How much longer computation takes beside all-gathers and reduce-scatters."""
     host: ShardedHost | None = None
-
-    def __post_init__(self) -> None:
-        force_setattr(self, "pairs", tuple(self.pairs))
 
     def speed(self, communicators: int) -> float | None:
         """Seconds of work that all-gathers and reduce-scatters together do a second, from the larger half of the sizes:

@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
-from msgspec.structs import force_setattr
 
 from backbeat.errors import InputError, nearest
-from backbeat.model.checks import at_least, named_once
+from backbeat.model.checks import Checked, named_once
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Mesh(Checked, frozen=True, kw_only=True):
     """`replicate` copies of the model, each sharded over `shard` ranks. One copy is FSDP, several are HSDP."""
 
     replicate: Annotated[int, Meta(ge=1)]
     shard: Annotated[int, Meta(ge=1)]
-
-    def __post_init__(self) -> None:
-        at_least("mesh.replicate", self.replicate, 1)
-        at_least("mesh.shard", self.shard, 1)
 
     @property
     def workers(self) -> int:
@@ -34,7 +28,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return f"replicate({self.replicate}) * shard({self.shard})"
 
 
-class ShardUnit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ShardUnit(Checked, frozen=True, kw_only=True):
     """Modules of one `fully_shard` call: one all-gather and one reduce-scatter."""
 
     modules: Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -46,14 +40,8 @@ class ShardUnit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     (`set_modules_to_forward_prefetch`). 0 leaves torch's default: each is issued at its own forward. Backward always
     gathers one unit ahead, as torch does by itself."""
 
-    def __post_init__(self) -> None:
-        force_setattr(self, "modules", tuple(self.modules))
-        if not self.modules:
-            raise InputError("modules is empty: a unit holds at least one module; remove the unit")
-        at_least("prefetch", self.prefetch, 0)
 
-
-class Sharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Sharding(Checked, frozen=True, kw_only=True):
     """Units in the order of forward. The root holds every parameter that no unit holds, and is not resharded after
     forward."""
 
@@ -75,8 +63,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     (`set_reshard_after_backward`)."""
 
     def __post_init__(self) -> None:
-        force_setattr(self, "units", tuple(self.units))
-        at_least("reduce_scatter_buffers", self.reduce_scatter_buffers, 1)
+        super().__post_init__()
         for field in ("param_dtype", "reduce_dtype"):
             if getattr(self, field) not in DTYPE_BYTES:
                 raise InputError(f"{field} is {getattr(self, field)!r}: it must be one of {', '.join(DTYPE_BYTES)}")

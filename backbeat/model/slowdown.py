@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 
-from backbeat.errors import InputError
+from backbeat.model.checks import Checked
 from backbeat.model.files import Document, Source
 from backbeat.model.profile import ComputeShares
 
@@ -43,7 +42,7 @@ CHANNELS: dict[str, Channels] = {
 """As NCCL 2.28 to 2.30 opens them on GPUs of compute capability 9.0; docs/explanation/method.md has the sources."""
 
 
-class Slowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Slowdown(Checked, frozen=True, kw_only=True):
     """How many times as long each kind of work takes beside an all-reduce."""
 
     matmul: Factor
@@ -51,12 +50,6 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Where it was not measured, that of matrix products."""
     memory: Factor | None = None
     """Norms, elementwise work, the optimizer. Where it was not measured, that of matrix products."""
-
-    def __post_init__(self) -> None:
-        for kind in KINDS:
-            factor = getattr(self, kind)
-            if factor is not None and not factor >= 1:
-                raise InputError(f"{kind} is {factor}: a slowdown is 1 or more; measure it again")
 
     def of(self, shares: ComputeShares | None) -> float:
         """The slowdown of work that spends these shares of its time in each kind; without shares, matrix products'.
@@ -70,7 +63,7 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return shares.matmul * self.matmul + sum(share * (factor or self.matmul) for share, factor in each)
 
 
-class EmulatedSlowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EmulatedSlowdown(Checked, frozen=True, kw_only=True):
     """Work beside a kernel that takes that many multiprocessors and stands for that much bandwidth on a ring's bus."""
 
     sms: Annotated[int, Meta(ge=1)]

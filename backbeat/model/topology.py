@@ -2,47 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
 from backbeat.cost.fabric import Kind, Load, bandwidth_share
 from backbeat.cost.scaling import Across, Algorithm, Inside, PlainTopology
 from backbeat.errors import InputError
-from backbeat.model.checks import at_least
+from backbeat.model.checks import Checked
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.slowdown import Transport
 
 
-class LoadBand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class LoadBand(Checked, frozen=True, kw_only=True):
     """Bandwidth on a quiet and on a busy cluster, over that of a typical day. `quiet` is 1 or more, such as the 95th
     percentile; `busy` is 1 or less, such as the 5th."""
 
     quiet: Annotated[float, Meta(ge=1)]
     busy: Annotated[float, Meta(gt=0, le=1)]
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.quiet < math.inf:
-            raise InputError(f"quiet is {self.quiet}: a quiet cluster has at least the bandwidth given here, 1 or more")
-        if not 0 < self.busy <= 1:
-            raise InputError(f"busy is {self.busy}: a busy cluster has a share of the bandwidth given here, above 0")
 
-
-class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Fabric(Checked, frozen=True, kw_only=True):
     """What joins the nodes: bandwidth between them falls with their number, and with other jobs. `oversubscription` is
     the bandwidth below a switch over that above it: 1 is a full fat tree."""
 
     kind: Kind
     oversubscription: Annotated[float, Meta(ge=1)] = 1.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.oversubscription < math.inf:
-            raise InputError(
-                f"oversubscription is {self.oversubscription}: it is bandwidth into a leaf switch over bandwidth out "
-                "of it, 1 or more"
-            )
 
     def share(self, nodes: int, load: Load = "typical") -> float:
         """The share that is left of the bandwidth between two nodes of a quiet cluster."""
@@ -57,7 +42,7 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.share(nodes) / self.share(nodes, load)
 
 
-class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Topology(Checked, frozen=True, kw_only=True):
     """How the workers are joined: what is needed to move a calibration to another number of them."""
 
     algorithm: Algorithm = "auto"
@@ -79,7 +64,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     computation slows down beside communication."""
 
     def __post_init__(self) -> None:
-        at_least("gpus_per_node", self.gpus_per_node, 1)
+        super().__post_init__()
         if self.algorithm == "hierarchical" and self.inside is None:
             raise InputError("algorithm 'hierarchical' needs inside: the all-reduce times within one node")
 

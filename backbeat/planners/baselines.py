@@ -6,14 +6,12 @@ from __future__ import annotations
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.plan import DynamicFusion
 from backbeat.model.profile import DTYPE_BYTES
+from backbeat.model.reduction import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.simulate.contention import contended
 from backbeat.simulate.dynamic import fuse
 from backbeat.simulate.schedule import capped
 from backbeat.simulate.slowdowns import slowdown_of
-
-DDP_FIRST_BUCKET_BYTES = 2**20
-DDP_BUCKET_BYTES = 25 * 2**20
 
 
 def wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 from backbeat.cost import LinkCost
@@ -55,6 +57,16 @@ class Draft:
     """Communicator of each bucket; round robin where None."""
     dynamic: DynamicFusion | None = None
     notes: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def of_launches(cls, launches: Iterable[Sequence[int]], communicators: int) -> Draft:
+        """Buckets by the number of their gradients and their communicator, as results of the lab keep them.
+
+        >>> Draft.of_launches([[2, 0], [3, 1]], communicators=2).ends
+        [2, 5]
+        """
+        counts, assignment = zip(*launches, strict=True)
+        return cls(list(accumulate(counts)), communicators, list(assignment))
 
     def communicator_of_buckets(self) -> list[int]:
         if self.assignment is not None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
 from backbeat.model import Profile
-from backbeat.planners.baselines import DDP_BUCKET_BYTES
+from backbeat.model.reduction import DDP_BUCKET_BYTES
 from backbeat.simulate.engine import in_turn
 from backbeat.simulate.schedule import running_sums
 

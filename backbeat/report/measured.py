@@ -21,6 +21,7 @@ from backbeat.model import Network, Plan, Profile, Span
 from backbeat.model import files as model_files
 from backbeat.planners.draft import Draft
 from backbeat.simulate import predict
+from backbeat.units import first_to_last
 
 _JOIN_S = 20e-6
 """Kernels with a smaller gap than this between them are drawn as one."""
@@ -174,7 +175,7 @@ def finished_spans(profile: Profile, plan: Plan, finishes_s: Sequence[float]) ->
         members = [profile.gradients[profile.index[name]] for name in bucket.gradients]
         start = min(max(max(one.ready_s for one in members), free.get(bucket.communicator, 0.0)), finish)
         free[bucket.communicator] = finish
-        label = bucket.gradients[0] if len(members) == 1 else f"{bucket.gradients[0]} … {bucket.gradients[-1]}"
+        label = first_to_last(bucket.gradients)
         size = sum(one.bytes for one in members)
         spans.append(Span(f"communicator {bucket.communicator}", label, forward + start, forward + finish, size))
     return tuple(spans)
@@ -197,11 +198,9 @@ def _plan(row: _Row, profile: Profile, workers: int) -> Plan | None:
     """The plan that ran; None where it has no buckets of this profile's gradients: units, another model."""
     if row.units is not None:
         return None
-    counts, communicators = zip(*row.launches, strict=True) if row.launches else ((), ())
-    if sum(counts) != len(profile.gradients):
+    if sum(count for count, _ in row.launches) != len(profile.gradients):
         return None
-    draft = Draft(np.cumsum(counts).tolist(), row.communicators, list(communicators))
-    return draft.named(profile, row.strategy, workers)
+    return Draft.of_launches(row.launches, row.communicators).named(profile, row.strategy, workers)
 
 
 def _lanes(intervals: list[tuple[float, float]]) -> list[int]:

@@ -15,7 +15,7 @@ from backbeat.report.measured import Measured
 from backbeat.report.perfetto import Iteration
 from backbeat.report.words.device_memory import DeviceFit, device_fit
 from backbeat.report.words.numbers import fastest
-from backbeat.report.words.ways import Way, find_ways, way_labels
+from backbeat.report.words.ways import Way, find_ways, instead_of_ddp, sharded_labels
 from backbeat.simulate import predict
 from backbeat.units import parse_workers
 
@@ -127,7 +127,8 @@ def study(
         raise InputError("a report needs a number of workers: give --workers 64 or 4..64")
     workers = sorted(set(workers))
     if strategies is None:
-        strategies = [*STRATEGIES, *(instead_of_ddp(profile, memory_budget) if reduce_dtype is None else ())]
+        held = instead_of_ddp(profile, network, workers, budget_bytes=memory_budget) if reduce_dtype is None else []
+        strategies = [*STRATEGIES, *held[:1]]
     if not isinstance(strategies, Mapping):
         strategies = {name: {"strategy": name} for name in strategies}
     asked = {STOCK: {"strategy": STOCK}, **strategies}
@@ -151,7 +152,7 @@ def study(
         free = _free(label, curves)
         curves[free] = tuple(predict(profile, one, plan) for one in moved)
         last[free] = plan
-    weighed = way_labels(profile, moved[-1]) if reduce_dtype is None else []
+    weighed = sharded_labels(profile, network, workers[-1:]) if reduce_dtype is None else []
     if not sweep and "sharded" in weighed:
         weighed.remove("sharded")
     return Study(
@@ -164,17 +165,11 @@ def study(
         fits={
             label: device_fit(profile, plan, workers[-1], budget_bytes=memory_budget) for label, plan in last.items()
         },
-        ways=find_ways(profile, moved[-1], weighed, budget_bytes=memory_budget),
+        ways=find_ways(profile, moved[-1], [STOCK, *weighed] if weighed else [], budget_bytes=memory_budget),
         measured=tuple(measured),
         memory_budget=memory_budget,
         reduce_dtype=reduce_dtype,
     )
-
-
-def instead_of_ddp(profile: Profile, budget_bytes: int | None = None) -> tuple[str, ...]:
-    """What is compared beside stock DDP where that does not fit the device: `fsdp`."""
-    fit = device_fit(profile, budget_bytes=budget_bytes)
-    return () if fit is None or fit.fits else ("fsdp",)
 
 
 def bucket_sweep(profile: Profile, network: Network, on_device: Profile) -> tuple[tuple[int, Prediction], ...]:

@@ -23,8 +23,9 @@ from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.network.calibration import calibrate
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.model.files import decode, encode
+from backbeat.model.reduction import DDP_BUCKET_BYTES
 from backbeat.planners import plan as make_plan
-from backbeat.runtime.reduce.partition import BUCKET_BYTES, Partition, plan_partition
+from backbeat.runtime.reduce.partition import Partition, plan_partition
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.timing import TimedStep, median
 from backbeat.simulate import predict
@@ -50,7 +51,7 @@ CALIBRATE_STEPS = 2.0
 FIRST_STEPS = 500
 """Over so many steps training takes no more than TOLERANCE longer than under DDP's buckets. Where measuring the network
 takes more than that share of them, it waits until it is one of the steps done."""
-CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20, BUCKET_BYTES, 64 * 2**20)
+CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20, DDP_BUCKET_BYTES, 64 * 2**20)
 """Up to DDP's own buckets, and beyond what any latency shows in."""
 
 

@@ -24,6 +24,7 @@ from backbeat.errors import InputError
 from backbeat.runtime.reduce.settings import TorchDDP
 from backbeat.runtime.reduce.timing import Recorder, median
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+from backbeat.simulate.schedule import covered_s
 
 if TYPE_CHECKING:
     from backbeat.model import Plan
@@ -145,8 +146,13 @@ class HookedSteps:
             return [0.0] * FIGURES
         since = self._clock.between
         iteration = [since(before, end) for before, end, _ in self._timed]
+        # A wait may hold another one, of a unit inside.
         waited = [
-            covered([(since(before, opened), since(before, closed)) for opened, closed in waits])
+            covered_s(
+                [since(before, opened) for opened, _ in waits],
+                [since(before, closed) for _, closed in waits],
+                after=0.0,
+            )
             for before, _, waits in self._timed
         ]
         own = [whole - wait for whole, wait in zip(iteration, waited, strict=True)]
@@ -214,19 +220,6 @@ class HookedSteps:
         opened = self._opened.pop((kind, id(module)), None)
         if opened is not None and self._hooks:
             self._waits.append((opened, self._clock.mark()))
-
-
-def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of all spans together; a wait may hold another one, of a unit inside.
-
-    >>> covered([(1.0, 2.0), (0.0, 3.0), (4.0, 5.0)])
-    4.0
-    """
-    length, reached = 0.0, 0.0
-    for begin, end in sorted(spans):
-        length += max(end - max(begin, reached), 0.0)
-        reached = max(reached, end)
-    return length
 
 
 def _parallel_part(model: Any) -> Any:

@@ -13,6 +13,7 @@ from backbeat.simulate.contention import ComputeClock, contended, least_s
 from backbeat.simulate.dynamic import fuse
 from backbeat.simulate.engine import communicate
 from backbeat.simulate.schedule import Flow, Schedule, covered_s
+from backbeat.units import first_to_last
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def compressed_iteration(
         around + flow.end_s,
         around + flow.backward_s - flow.contention_s,
         exposed_parts(profile, flow),
-        spans(profile, flow, pieces, [_label(bucket) for bucket in names], before + profile.forward_s),
+        spans(profile, flow, pieces, [first_to_last(bucket) for bucket in names], before + profile.forward_s),
         len(names),
         float(max((piece.bytes for piece in pieces if piece.compression is None), default=0)),
     )
@@ -159,10 +160,6 @@ def travel_spans(schedule: Schedule, flow: Flow, names: list[tuple[str, ...]], b
         strict=True,
     )
     return tuple(
-        Span(f"communicator {communicator}", _label(bucket), start, stop, int(size))
+        Span(f"communicator {communicator}", first_to_last(bucket), start, stop, int(size))
         for communicator, bucket, start, stop, size in rows
     )
-
-
-def _label(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.model import CollectiveTimes, ConcurrencyPoint, DynamicFusion
+from backbeat.model import Bucket, CollectiveTimes, Compression, ConcurrencyPoint, DynamicFusion
 from backbeat.model.files import ZOO, Document, bundled, decode, write
 from tests.problems import make_profile, networks, profiles, put
 
@@ -220,6 +220,12 @@ def test_values_built_in_python_obey_the_same_rules() -> None:
     for field in ("bytes", "messages", "communicators"):
         with pytest.raises(bb.InputError, match=f"{field} is 0"):
             ConcurrencyPoint(**{"bytes": 1, "messages": 1, "communicators": 1, "seconds": 1.0, field: 0})
+    with pytest.raises(bb.InputError, match="flops_per_sample is 0: it must be above 0"):
+        msgspec.structs.replace(make_profile([1], [0.0]), flops_per_sample=0)
+    with pytest.raises(bb.InputError, match="gradients is empty: it holds 1 or more"):
+        Bucket(gradients=(), communicator=0)
+    with pytest.raises(bb.InputError, match="density is 2: it must be above 0, and at most 1"):
+        Compression(density=2)
     lists: Any = [[1024, 0.001], [2048, 0.002]]
     tuples = CollectiveTimes(points=((1024, 0.001), (2048, 0.002)))
     assert {CollectiveTimes(points=lists): "hashable"}[tuples]

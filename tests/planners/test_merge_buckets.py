@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
-from backbeat.planners.baselines import DDP_BUCKET_BYTES
+from backbeat.model.reduction import DDP_BUCKET_BYTES
 from backbeat.planners.draft import Draft
 from backbeat.planners.merge_buckets import SLOWER, Conditions, iteration_s, merged, possible_costs
 from backbeat.planners.merge_concurrent import simplified

@@ -1,9 +1,8 @@
-"""What a calibration found: the network its timings describe, notes on it, and a summary as figures and as text."""
+"""What a calibration found: the network its timings describe, notes on it, and a summary in figures."""
 
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from backbeat.model.files import Source
 from backbeat.model.network import Network
 from backbeat.model.sharded_times import CollectivePair, ShardedTimes
 from backbeat.model.topology import Topology
-from backbeat.units import format_bytes, format_rate, format_seconds
+from backbeat.units import format_bytes, format_seconds
 
 JITTER = 0.2
 """Above this the network is not what the model assumes; a note says so."""
@@ -272,76 +271,3 @@ def summary_of(calibration: MeasuredCluster) -> dict[str, Any]:
         "notes": list(network.notes),
     }
     return {"verdict": verdict(found), **found}
-
-
-def summary_lines(summary: dict[str, Any]) -> list[str]:
-    """The summary for people."""
-    workers, slope = summary["workers"], summary["gradient_s_per_byte"]
-    # Every byte crosses a link 2(N-1)/N times in a bandwidth-optimal all-reduce; nccl-tests calls this bus bandwidth.
-    bus = f", bus bandwidth {format_rate(8 * 2 * (workers - 1) / workers / slope)}" if slope > 0 else ""
-    worst = max(summary["all_reduce"], key=lambda point: abs(point["line_error"]))
-    text = [
-        *textwrap.wrap(summary["verdict"], 80),
-        "",
-        f"{summary['name']}: {workers} workers, {summary['backend']}, measured in {summary['elapsed_s']:.0f} s",
-        f"  a = {format_seconds(summary['alpha_s'])}   b = {summary['beta_s_per_byte'] * 1e9:.3g} ns/byte"
-        f"   G = {slope * 1e9:.3g} ns/byte{bus}",
-        f"  a + b·M is off by {worst['line_error']:+.0%} at worst ({format_bytes(worst['bytes'])}); "
-        "predictions use the measured curve",
-        *_held_out_lines(summary["held_out"]),
-        "",
-        "   all-reduce       time    latency   a + b·M   jitter  repeats",
-    ]
-    for point in summary["all_reduce"]:
-        jitter = f"{point['jitter']:.1%}" if point["jitter"] is not None else ""
-        text.append(
-            f"  {format_bytes(point['bytes']):>11} {format_seconds(point['seconds']):>10} "
-            f"{format_seconds(point['latency_s']):>10} {point['line_error']:>+9.1%} {jitter:>8} "
-            f"{point['repeats'] or '':>8}"
-        )
-    if summary["concurrency"]:
-        text += ["", "   at once           communicators       time   model off by"]
-    for row in summary["concurrency"]:
-        text.append(
-            f"  {row['messages']:>3} × {format_bytes(row['bytes']):<9} {row['communicators']:>9} "
-            f"{format_seconds(row['seconds']):>12} {row['model_error']:>+13.1%}"
-        )
-    if summary["efficiency"]:
-        shares = ", ".join(f"e({count}) = {value:.2f}" for count, value in summary["efficiency"].items())
-        slower = ", ".join(f"u({count}) = {value:.2f}" for count, value in summary["latency_stretch"].items())
-        text += [
-            "",
-            f"  link efficiency with several communicators: {shares}{'; latency: ' + slower if slower else ''}",
-        ]
-    if summary["slowdown"] is not None:
-        kinds = ", ".join(f"{kind} × {factor:.2f}" for kind, factor in summary["slowdown"].items())
-        text += ["", f"  computation beside an all-reduce takes longer: {kinds}"]
-    ways = {"1": "in turn on one communicator", "2": "beside each other on two"}
-    if summary["pair_speed"]:
-        found = ", ".join(f"{1 / speed:.0%} {ways[count]}" for count, speed in summary["pair_speed"].items())
-        text += ["", f"  all-gathers and reduce-scatters together take, of their times alone: {found}"]
-    if summary["sharded"] and (slower := summary["sharded"].get("slowdown")):
-        kinds = ", ".join(f"{kind} × {factor:.2f}" for kind, factor in slower.items())
-        text += [f"  computation beside them takes longer: {kinds}"]
-    return [part for line in text for part in folded(line)]
-
-
-def folded(line: str) -> list[str]:
-    """In 80 columns, with what follows indented; an empty line stays.
-
-    >>> folded("  " + "ab " * 30)
-    ['  ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab ab', '    ab ab ab ab']
-    """
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    wrapped = textwrap.wrap(line, 80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return wrapped or [line]
-
-
-def _held_out_lines(checks: list[dict[str, Any]]) -> list[str]:
-    if not checks:
-        return []
-    errors = sorted(abs(check["error"]) for check in checks)
-    return [
-        f"  the curve predicts {len(checks)} sizes that it was not made from within {errors[len(errors) // 2]:.1%} "
-        f"(median), {errors[-1]:.1%} (worst)"
-    ]

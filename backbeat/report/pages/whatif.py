@@ -22,10 +22,10 @@ from backbeat.report.figures.timeline import timeline_parts
 from backbeat.report.pages.report_page import PageSettings, command_line, timelines
 from backbeat.report.pages.sections import step_memories
 from backbeat.report.pages.whatif_inputs import Controls, scaled_network
-from backbeat.report.study import STOCK, Study, instead_of_ddp, study
+from backbeat.report.study import STOCK, Study, study
 from backbeat.report.words.answer import answer
 from backbeat.report.words.numbers import format_number
-from backbeat.report.words.ways import chosen_way, way_headline, way_sentences
+from backbeat.report.words.ways import chosen_way, instead_of_ddp, way_headline, way_sentences
 from backbeat.simulate import at_batch
 from backbeat.simulate.batch import sibling
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_workers
@@ -80,7 +80,8 @@ def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     if state.bucket:
         asked[f"ddp, {state.bucket} MiB"] = {"strategy": STOCK, "bucket_bytes": state.bucket * 2**20}
     asked[f"optimal{many}"] = {"strategy": "optimal", "communicators": state.communicators}
-    asked |= {name: {"strategy": name} for name in instead_of_ddp(profile, state.budget_bytes)}
+    held = instead_of_ddp(profile, network, counts, budget_bytes=state.budget_bytes)
+    asked |= {name: {"strategy": name} for name in held[:1]}
     plans = {}
     if thorough:
         # Searching at every number of workers would take seconds: the plan for the last one is followed down the curve.

@@ -13,7 +13,7 @@ from backbeat.planners.max_batch import Point
 from backbeat.report.tables.scaling_tables import WINNER, fitted_table, table_of
 from backbeat.report.words.numbers import format_number
 from backbeat.simulate.memory_timeline import MemoryTimeline
-from backbeat.units import counted, format_bytes, format_seconds, printable
+from backbeat.units import counted, first_to_last, format_bytes, format_seconds, printable
 
 
 class Policy(NamedTuple):
@@ -33,7 +33,7 @@ def segments_table(profile: Profile, memory: MemoryPlan, width: int | None = Non
         names = [name for segment in run for name in segment.blocks]
         saved = sum(blocks[name].saved_bytes for name in names)
         again = sum(blocks[name].forward_s for name in names) if run[0].action == "recompute" else 0.0
-        shown = printable(names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})")
+        shown = printable(first_to_last(names))
         count = "" if what == "keep" else f"{len(run)}" + (f" × {size}" if size > 1 else "")
         rows.append((shown, what, count, format_bytes(saved), format_seconds(again) if again else ""))
     headings = ("blocks", "what", "segments", "saved", "recomputed")

@@ -78,16 +78,24 @@ class Way:
         return self.label.partition(":")[0]
 
 
-def way_labels(profile: Profile, network: Network) -> list[str]:
-    """The strategies to weigh on this network. HSDP is that of whole nodes. A model without repeated blocks has no
-    units: then there is nothing to weigh."""
+def sharded_labels(profile: Profile, network: Network, counts: Sequence[int]) -> list[str]:
+    """The strategies to weigh beside DDP on these numbers of GPUs. HSDP is that of whole nodes. A model without
+    repeated blocks has no units: then there is nothing to weigh."""
     units = len(repeated([piece.name for piece in ModelPieces.of(profile).pieces if piece.elements]))
     if not units:
         return []
-    shards = network.topology.gpus_per_node
-    nodes = 1 < shards < network.workers and network.workers % shards == 0
+    node = network.topology.gpus_per_node
+    whole = node > 1 and all(count > node and count % node == 0 for count in counts)
     planned = ["sharded"] if units <= _MOST_PLANNED else []
-    return ["ddp", "fsdp", *([f"hsdp:{shards}"] if nodes else []), "zero2", *planned]
+    return ["fsdp", *([f"hsdp:{node}"] if whole else []), "zero2", *planned]
+
+
+def instead_of_ddp(
+    profile: Profile, network: Network, counts: Sequence[int], *, budget_bytes: int | None = None
+) -> list[str]:
+    """The same where stock DDP does not fit the device, or the budget; nothing where it does."""
+    fit = device_fit(profile, budget_bytes=budget_bytes)
+    return [] if fit is None or fit.fits else sharded_labels(profile, network, counts)
 
 
 def find_ways(

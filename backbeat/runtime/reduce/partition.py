@@ -19,10 +19,10 @@ from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError, nearest
 from backbeat.model import Plan
 from backbeat.model.plan import Compression
+from backbeat.model.reduction import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.runtime.reduce.settings import WrapperSettings
 
-FIRST_BUCKET_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20))
-BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", DDP_FIRST_BUCKET_BYTES))
 _owners: Any = WeakIdKeyDictionary()
 """The runner of each parameter: two at once would each take away what the other is sending."""
 
@@ -189,7 +189,7 @@ def plan_partition(
             found = [replace(spec, compression=bucket.compression) for spec in found]
         specs.extend(found)
     rest = [index for index in reversed(range(len(names))) if index not in named]
-    _fill(specs, rest, parameters, sparse, [BUCKET_BYTES], plan.communicators)
+    _fill(specs, rest, parameters, sparse, [DDP_BUCKET_BYTES], plan.communicators)
     return Partition(buckets=tuple(specs), communicators=plan.communicators, strategy=plan.strategy)
 
 
@@ -239,7 +239,7 @@ def with_newcomers(
 ) -> Partition:
     """The partition with parameters that became trainable in trailing buckets."""
     specs = list(partition.buckets)
-    _fill(specs, list(reversed(newcomers)), parameters, sparse, [BUCKET_BYTES], partition.communicators)
+    _fill(specs, list(reversed(newcomers)), parameters, sparse, [DDP_BUCKET_BYTES], partition.communicators)
     return replace(partition, buckets=tuple(specs))
 
 
@@ -298,7 +298,7 @@ def stock_partition(
     # overlap, and one thread that stays awake answers sooner than two that take turns.
     count = settings.communicators or (2 if communicators.backend == "gloo" and communicators.size > 1 else 1)
     count = communicators.allowed(count)
-    limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if settings.cap_bytes is None else [settings.cap_bytes]
+    limits = [FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES] if settings.cap_bytes is None else [settings.cap_bytes]
     specs: list[BucketSpec] = []
     _fill(specs, list(order), parameters.parameters, parameters.sparse, limits, count)
     return Partition(buckets=tuple(specs), communicators=count, strategy="ddp")

@@ -18,7 +18,7 @@ from backbeat.comm.communicators import Communicator, Communicators
 from backbeat.errors import CommunicationError, InputError, first_line
 from backbeat.runtime.reduce.failures import Monitor
 from backbeat.runtime.reduce.timing import Recorder
-from backbeat.units import format_bytes
+from backbeat.units import first_to_last, format_bytes
 
 if TYPE_CHECKING:
     from backbeat.runtime.reduce.arrivals import Arrivals
@@ -269,12 +269,7 @@ class ReducerContext:
         bucket = self.bucket_set.buckets[index]
         return CommunicationError(
             f"rank {self.communicators.rank}: bucket {index} of {len(self.bucket_set.buckets)} "
-            f"({len(bucket.members)} gradients, {self._listed(bucket.members)}, {format_bytes(bucket.bytes)}) was "
-            f"not reduced in step {self.step.number if step is None else step}: "
+            f"(gradients {first_to_last([self.names[member] for member in bucket.members])}, "
+            f"{format_bytes(bucket.bytes)}) was not reduced in step {self.step.number if step is None else step}: "
             f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {said})"
         )
-
-    def _listed(self, members: Sequence[int]) -> str:
-        """The first and the last of some parameters by name."""
-        first, last = self.names[members[0]], self.names[members[-1]]
-        return first if len(members) == 1 else f"{first} … {last}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.model import Plan, PlanPrediction
-from backbeat.units import format_bytes, format_seconds
+from backbeat.units import first_to_last, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from backbeat.runtime.reduce.reducer import Reducer
@@ -191,12 +191,10 @@ _HEADING = "bucket  communicator      bytes  launch predicted / measured  done p
 
 
 def _row(index: int, bucket: BucketReport) -> str:
-    first, last = bucket.gradients[0], bucket.gradients[-1]
-    names = first if len(bucket.gradients) == 1 else f"{first} … {last} ({len(bucket.gradients)})"
     return (
         f"{index:6d}  {bucket.communicator:12d}  {format_bytes(bucket.bytes):>9s}  "
         f"{_time(bucket.predicted_launch_s):>16s} / {_time(bucket.launched_s):<8s}  "
-        f"{_time(bucket.predicted_done_s):>14s} / {_time(bucket.done_s):<8s}  {names}"
+        f"{_time(bucket.predicted_done_s):>14s} / {_time(bucket.done_s):<8s}  {first_to_last(bucket.gradients)}"
     )
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+from backbeat.cli.common import print_answer
 from backbeat.cost.samples import Timing
 from backbeat.measure.network.case import Case
-from backbeat.measure.network.findings import MeasuredCluster, network_from, sharing_unknown, summary_lines, summary_of
+from backbeat.measure.network.findings import MeasuredCluster, network_from, sharing_unknown, summary_of
 from backbeat.measure.network.sampling import SamplingOutcome
 from backbeat.measure.network.verdict import verdict
+from backbeat.report.tables.calibration_tables import calibration_parts
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
 
@@ -80,10 +83,15 @@ def test_what_else_to_know(options: dict[str, Any], words: str) -> None:
     assert words not in said()
 
 
-def test_the_verdict_comes_before_the_details_and_fits_the_terminal() -> None:
+def test_the_verdict_comes_before_the_details_and_fits_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     summary = summary_of(calibration(hosts=1))
-    lines = summary_lines(summary)
+    print_answer(*calibration_parts(summary))
+    lines = capsys.readouterr().out.splitlines()
     end = lines.index("")
-    assert " ".join(lines[:end]) == summary["verdict"]
-    assert all(len(line) <= 80 for line in lines[:end])
+    assert " ".join(line.strip() for line in lines[:end]) == summary["verdict"]
+    assert all(len(line) <= 80 for line in lines)
     assert lines[end + 1].startswith("known: 4 workers")
+    text = " ".join(" ".join(lines).split())
+    assert "Latency 200 µs, then 1 ns a byte" in text
+    assert "all-reduce time latency line off by" in text
+    assert re.search(r"Link efficiency: \d\.\d\d with 2 communicators", text)

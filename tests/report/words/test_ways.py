@@ -20,10 +20,10 @@ from backbeat.report.words.ways import (
     Way,
     chosen_way,
     find_ways,
+    sharded_labels,
     sharding_lines,
     way_decision,
     way_headline,
-    way_labels,
     way_sentences,
     work_headline,
 )
@@ -127,10 +127,11 @@ def test_the_lines_to_write(ways: tuple[Way, ...]) -> None:
 
 def test_hsdp_is_weighed_where_nodes_are_whole_and_nothing_where_nothing_repeats() -> None:
     profile = bb.Profile.load("gpt2-b8-bf16-adamw-h200")
-    assert "hsdp:8" in way_labels(profile, bb.Network.load("dgx-h100").at(workers=64))
-    assert "hsdp:8" not in way_labels(profile, bb.Network.load("dgx-h100").at(workers=8))
-    assert way_labels(profile, affine(1e-5, 1e-9)) == ["ddp", "fsdp", "zero2", "sharded"]
-    assert way_labels(make_profile([4000], [1.0]), affine(1e-5, 1e-9)) == []
+    cluster = bb.Network.load("dgx-h100")
+    assert "hsdp:8" in sharded_labels(profile, cluster, [16, 64])
+    assert "hsdp:8" not in sharded_labels(profile, cluster, [8, 64])
+    assert sharded_labels(profile, affine(1e-5, 1e-9), [8]) == ["fsdp", "zero2", "sharded"]
+    assert sharded_labels(make_profile([4000], [1.0]), affine(1e-5, 1e-9), [8]) == []
     assert find_ways(profile, bb.Network.load("100gbe").at(workers=1), LABELS) == ()
 
 

@@ -1,0 +1,1 @@
+"""Bundled data: profiles, networks and accelerators; and the models of the profiles."""
