@@ -1,9 +1,9 @@
 """Communicators that carry one collective at a time, in the order given.
 
 A gloo process group runs two collectives at once on two worker threads, and two all-reduces of one size that meet in
-another order on another rank return each other's sums without a word. A gloo communicator is therefore a process group
-of our own with one worker thread, used from one place in one order. NCCL's carry one collective at a time by
-themselves: the first communicator is the process group, further ones are process groups over the same ranks.
+another order on another rank silently return each other's sums. A gloo communicator is therefore a process group of our
+own with one worker thread, used from one place in one order. NCCL's carry one collective at a time by themselves: the
+first communicator is the process group, further ones are process groups over the same ranks.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
-from backbeat.measure.model.pace import probe
+from backbeat.measure.model.launch_bound import launch_times
 from backbeat.measure.model.profiler import measure as measure_profile
 from backbeat.measure.model.training_step import Training, where_raised
 from backbeat.model import Mesh, Network, Plan, Profile, Sharding, ShardUnit
@@ -277,7 +277,7 @@ def measure(
         assert one.training is not None
         if one.training.clock.asynchronous:
             # What the host takes to issue a step, the device being idle: whether it could set the pace.
-            one.found["host_s"] = max(rig.ranks.every(probe(one.training, median).iteration_s))
+            one.found["host_s"] = max(rig.ranks.every(launch_times(one.training, median).iteration_s))
         with torch.no_grad():
             one.found["loss"] = sum(rig.ranks.every(float(one.training.plain_loss()))) / rig.ranks.size
     cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]
@@ -327,7 +327,8 @@ def _with_memory(rig: Rig) -> Profile:
     model = rig.copy()
     found = measure_profile(
         model, rig.step.batch, rig.step.loss, rig.step.make_optimizer(model), precision=rig.precision, iterations=8,
-        warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory, line_up=rig.ranks.line_up,
+        warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory,
+        wait_for_others=rig.ranks.wait_for_others,
     ).profile  # fmt: skip
     held = found.memory
     if held is not None:

@@ -43,7 +43,7 @@ from backbeat.runtime.parallel.candidates import (
 )
 from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save, with_note
 from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state, without_original
-from backbeat.runtime.parallel.rank_store import RankStore, asked_alike
+from backbeat.runtime.parallel.rank_store import RankStore, same_on_all_ranks
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
 from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
@@ -103,7 +103,7 @@ def parallelize(
     """
     if not dist.is_initialized():
         raise InputError("torch.distributed is not initialised: call init_process_group first, or run under torchrun")
-    with asked_alike("parallelize") as said:
+    with same_on_all_ranks("parallelize") as said:
         check_plain(model)
         said["model"] = model_digest(model)
         path = auto_path(plan)
@@ -237,7 +237,7 @@ class ParallelSearch:
         """Rank 0's profile with the spread of all ranks, and whether some rank's step leaves parameters without
         gradients. Errors are raised on all ranks."""
         self._say("timing steps of the example")
-        profile = self.ranks.together(self._measured, "a step of the example did not run")
+        profile = self.ranks.raise_on_all(self._measured, "a step of the example did not run")
         came = {gradient.name for gradient in profile.gradients}
         trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
         unused = any(self.ranks.every(bool(trained - came)))
@@ -275,7 +275,7 @@ class ParallelSearch:
             command="backbeat.runtime.parallelize",
             topk_speed=measure_topk if self.compression else None,
             apply_memory=apply_memory if self.memory_bytes is not None else None,
-            line_up=self.ranks.line_up,
+            wait_for_others=self.ranks.wait_for_others,
         ).profile
 
     def _network(self, profile: Profile) -> Network:

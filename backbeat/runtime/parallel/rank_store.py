@@ -31,16 +31,16 @@ T = TypeVar("T")
 _POLL_S = 0.05
 _HEAD_START_S = 0.5
 """How long a rank that gives the alarm waits before it aborts, so that the others abort first."""
-_LINE_UP = timedelta(seconds=2)
+_LONGEST_WAIT = timedelta(seconds=2)
 """The longest that ranks wait for each other where nothing but timing depends on it."""
 
 
 _calls: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-"""Calls of `asked_alike` on each process group so far: their number makes ranks use the same keys of the store."""
+"""Calls of `same_on_all_ranks` on each process group: their number makes ranks use the same keys of the store."""
 
 
 @contextlib.contextmanager
-def asked_alike(what: str) -> Iterator[dict[str, Any]]:
+def same_on_all_ranks(what: str) -> Iterator[dict[str, Any]]:
     """An error raised inside on one rank is raised on every rank. So is a difference between the dictionaries that
     ranks fill. Otherwise the ranks that go on would wait for those that do not."""
     said: dict[str, Any] = {}
@@ -116,7 +116,7 @@ class RankStore:
     def __init__(self, communicators: Communicators) -> None:
         self.communicators = communicators
         self.rank, self.size, self.device = communicators.rank, communicators.size, communicators.device
-        self._calls = self._lined_up = 0
+        self._calls = self._waits = 0
 
     def every(self, value: Any) -> list[Any]:
         """What every rank gave, in the order of ranks, on all of them."""
@@ -135,7 +135,7 @@ class RankStore:
         found = [(at, rank, text) for rank, (at, text) in enumerate(self.every([order, error])) if text is not None]
         return f"rank {min(found)[1]}: {min(found)[2]}" if found else None
 
-    def together(self, call: Callable[[], T], what: str) -> T:
+    def raise_on_all(self, call: Callable[[], T], what: str) -> T:
         """What the call returns on this rank; what it raises on one rank is raised on all."""
         found, error = None, None
         try:
@@ -149,16 +149,16 @@ class RankStore:
 
     def first_of(self, call: Callable[[], Any], what: str) -> Any:
         """What the call returns on rank 0, which alone makes it."""
-        return self.first(self.together(call if self.rank == 0 else lambda: None, what))
+        return self.first(self.raise_on_all(call if self.rank == 0 else lambda: None, what))
 
-    def line_up(self) -> None:
+    def wait_for_others(self) -> None:
         """Wait until every rank has come here as often as this one. It does not wait long: a rank that failed never
         comes, and what is timed next is timed without it."""
-        self._lined_up += 1
-        keys = [f"line-up/{self._lined_up}/{rank}" for rank in range(self.size)]
+        self._waits += 1
+        keys = [f"others/{self._waits}/{rank}" for rank in range(self.size)]
         self.communicators.store.set(keys[self.rank], "")
         with contextlib.suppress(DistStoreError):
-            self.communicators.store.wait(keys, _LINE_UP)
+            self.communicators.store.wait(keys, _LONGEST_WAIT)
 
     @contextlib.contextmanager
     def released(self, backends: Sequence[Any]) -> Iterator[Callable[[], int]]:

@@ -101,7 +101,7 @@ class _TimedSteps:
         """From the beginning of the first step to the end of the last, while these are reduced."""
         clock = self.training.clock
         clock.reserve(5 * steps)
-        self.ranks.line_up()
+        self.ranks.wait_for_others()
         sent = [self.ranks.communicators[0].all_reduce(one) for one in messages]
         marks = [self.training.iterate() for _ in range(steps)]
         for one in sent:

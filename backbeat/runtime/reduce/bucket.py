@@ -223,8 +223,8 @@ def views_of(payload: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[
 
 
 class SparseBucket(BucketBuffer):
-    """One parameter whose gradients name the rows they are of, as `nn.Embedding(sparse=True)` makes: it travels alone,
-    as it is. There is no buffer: rows differ from step to step."""
+    """One parameter that has sparse gradients, as of `nn.Embedding(sparse=True)`: they travel alone, as they are. There
+    is no buffer: their rows differ from step to step."""
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter]) -> None:
         super().__init__(spec, parameters)
@@ -269,7 +269,7 @@ class SparseBucket(BucketBuffer):
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
         # The same on every rank, since all read that it came late.
         raise CommunicationError(
-            "a gradient of rows came after it had been sent, and cannot be added to: use sparse=False, or "
+            "a sparse gradient came after it had been sent, and cannot be added to: use sparse=False, or "
             "use_reentrant=False where the embedding is checkpointed"
         )
 

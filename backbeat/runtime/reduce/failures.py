@@ -274,7 +274,7 @@ class LostCollectives:
     def remember(self, in_flight: Iterable[InFlight], step: int) -> None:
         """The host has let go of these buckets; the device may not have begun with them."""
         context = self._context
-        # A work keeps its tensors. Those that are no buffers, which stay anyway, it must not keep; its result does not.
+        # A Work keeps its tensors alive. For temporary tensors keep only its result, which does not.
         lean = context.reduce_dtype is not None or any(
             bucket.compressed or bucket.sparse for bucket in context.bucket_set.buckets
         )

@@ -94,7 +94,7 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         return super()._pre_forward(*inputs, **kwargs)
 
     def _refuse_unfrozen(self) -> None:
-        """Torch's reducer has the parameters that were trainable when it was made; ranks would part without a word."""
+        """Torch's reducer has the parameters that were trainable when it was made; ranks would silently part."""
         ignored = self.parameters_to_ignore
         unfrozen = (name for name, one in self._frozen if one.requires_grad and name not in ignored)
         name = next(unfrozen, None)

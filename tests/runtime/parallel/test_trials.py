@@ -189,16 +189,16 @@ def test_a_rank_that_never_comes_is_named(rank: int, came: tuple[int, ...], miss
             ranks.first(None)
 
 
-def test_a_rank_that_lines_up_waits_for_all() -> None:
+def test_a_rank_waits_for_all_others() -> None:
     happened: list[object] = []
     store = SimpleNamespace(
         set=lambda key, value: happened.append(key), wait=lambda keys, limit: happened.append(list(keys))
     )
-    RankStore(SimpleNamespace(rank=0, size=2, device=None, store=store)).line_up()  # type: ignore[arg-type]
-    assert happened == ["line-up/1/0", ["line-up/1/0", "line-up/1/1"]]
+    RankStore(SimpleNamespace(rank=0, size=2, device=None, store=store)).wait_for_others()  # type: ignore[arg-type]
+    assert happened == ["others/1/0", ["others/1/0", "others/1/1"]]
 
 
-def test_ranks_line_up_and_go_on_without_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_for_others_and_go_on_without_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     early, late = (
         RankStore(SimpleNamespace(rank=rank, size=2, device=None, store=store))  # type: ignore[arg-type]
@@ -207,20 +207,20 @@ def test_ranks_line_up_and_go_on_without_one_that_failed(monkeypatch: pytest.Mon
     went: list[str] = []
 
     def wait() -> None:
-        early.line_up()
+        early.wait_for_others()
         went.append("early")
 
     waiting = threading.Thread(target=wait)
-    monkeypatch.setattr(rank_store, "_LINE_UP", timedelta(seconds=60))
+    monkeypatch.setattr(rank_store, "_LONGEST_WAIT", timedelta(seconds=60))
     waiting.start()
     went.append("late")
-    late.line_up()
+    late.wait_for_others()
     waiting.join()
     assert went == ["late", "early"]
-    monkeypatch.setattr(rank_store, "_LINE_UP", timedelta(milliseconds=20))
-    early.line_up()
+    monkeypatch.setattr(rank_store, "_LONGEST_WAIT", timedelta(milliseconds=20))
+    early.wait_for_others()
     # It never came the second time, and comes back to where the other has been.
-    late.line_up()
+    late.wait_for_others()
 
 
 def test_a_store_that_is_gone_says_who_kept_it() -> None:
@@ -262,7 +262,7 @@ def test_the_profile_has_the_spread_between_ranks(others: list[float]) -> None:
     search: Any = object.__new__(ParallelSearch)
     search.model, search._measured, search._say = nn.Linear(2, 2), lambda: own, lambda text: None
     search.ranks = SimpleNamespace(
-        together=lambda call, what: call(),
+        raise_on_all=lambda call, what: call(),
         every=lambda value: [list(value), others] if isinstance(value, tuple) else [value, value],
         first=lambda value: value,
     )
