@@ -4,7 +4,6 @@ accumulation, whatever plan a model runs."""
 from __future__ import annotations
 
 import contextlib
-import json
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
 
     from backbeat.model import Plan
 
-NOTE = "parallelize "
-"""A plan that `parallelize` made has a note that begins so, and goes on with what it was made for."""
-UNUSED = "unused"
-"""In that note: whether a step leaves parameters without gradients, which torch's DDP has to be told."""
 _SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
 
 
@@ -37,7 +32,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceM
         return fully_shard(model, plan, mesh)
     wrapped: Any
     if is_stock(plan):
-        unused = bool((made_for(plan) or {}).get(UNUSED))
+        unused = plan.made_for is not None and plan.made_for.unused
         wrapped = DistributedDataParallel(model, reducer="ddp", process_group=group, find_unused_parameters=unused)
         # A `Watch` compares its prediction.
         wrapped.backbeat_plan = plan
@@ -49,16 +44,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceM
 
 def is_stock(plan: Plan) -> bool:
     """Whether `parallelize` found torch's own DDP best: the plan is then only its prediction."""
-    return plan.strategy == "ddp" and plan.memory is None and made_for(plan) is not None
-
-
-def made_for(plan: Plan) -> dict[str, Any] | None:
-    """What `parallelize` made the plan for; None where it did not make it."""
-    note = next((note for note in plan.notes if note.startswith(NOTE)), None)
-    if note is None:
-        return None
-    found: dict[str, Any] = json.loads(note.removeprefix(NOTE))
-    return found
+    return plan.strategy == "ddp" and plan.memory is None and plan.made_for is not None
 
 
 def check_plain(model: nn.Module) -> None:

@@ -28,11 +28,12 @@ from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_mem
 from backbeat.measure.network.calibration import calibrate
 from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
+from backbeat.model.plan import MadeFor
 from backbeat.runtime.auto import message_sizes
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.memory.room import room_for
-from backbeat.runtime.parallel.apply_plan import UNUSED, apply_plan, check_plain, is_stock
+from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock
 from backbeat.runtime.parallel.candidates import (
     FARTHEST,
     Candidate,
@@ -41,7 +42,7 @@ from backbeat.runtime.parallel.candidates import (
     predicted_candidates,
     worth_trying,
 )
-from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save, with_note
+from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save
 from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state, without_original
 from backbeat.runtime.parallel.rank_store import RankStore, same_on_all_ranks
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
@@ -166,7 +167,7 @@ class ParallelSearch:
             return known
         profile, unused = self._profile()
         network = self._network(profile)
-        candidates = self._candidates(profile, network, {**now, UNUSED: unused})
+        candidates = self._candidates(profile, network, msgspec.structs.replace(now, unused=unused))
         # A prediction that rests on small messages alone excludes nothing.
         beyond = self.ranks.first(extrapolation(network, profile))
         tried = worth_trying(candidates) if beyond <= FARTHEST else candidates
@@ -213,11 +214,12 @@ class ParallelSearch:
             workers=1,
             communicators=1,
             buckets=(Bucket(gradients=names, communicator=0),),
+            made_for=MadeFor(ranks=1, unused=unused),
         )
         self._say("stock DDP: there is one rank, and nothing to send", last=True)
-        return Taken(plan=with_note(one, {"ranks": 1, UNUSED: unused}), words="", dropped={})
+        return Taken(plan=one, words="", dropped={})
 
-    def _known(self, now: dict[str, Any]) -> Taken | None:
+    def _known(self, now: MadeFor) -> Taken | None:
         """The plan in the file, if it still holds."""
 
         def read() -> tuple[str, str]:
@@ -304,8 +306,8 @@ class ParallelSearch:
         slowdown = measure_step_slowdown(self.model, self.example, self.ranks, network, step_s, limit_s)
         return msgspec.structs.replace(network, slowdown=slowdown)
 
-    def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> list[Candidate]:
-        """Rank 0's candidates, each with a note of what it was made for."""
+    def _candidates(self, profile: Profile, network: Network, now: MadeFor) -> list[Candidate]:
+        """Rank 0's candidates, each with what it was made for."""
 
         def planned() -> list[dict[str, Any]]:
             found = predicted_candidates(
@@ -315,7 +317,8 @@ class ParallelSearch:
                 compression=self.compression,
                 communicators=1 if self.ranks.communicators.limit == 1 else None,
             )
-            return [Candidate(kind=one.kind, plan=with_note(one.plan, now)).to_text() for one in found]
+            made = [msgspec.structs.replace(one.plan, made_for=now) for one in found]
+            return [Candidate(kind=one.kind, plan=plan).to_text() for one, plan in zip(found, made, strict=True)]
 
         return [Candidate.from_text(one) for one in self.ranks.first_of(planned, "planning failed")]
 
