@@ -34,8 +34,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceM
     if is_stock(plan):
         unused = plan.made_for is not None and plan.made_for.unused
         wrapped = DistributedDataParallel(model, reducer="ddp", process_group=group, find_unused_parameters=unused)
-        # A `Watch` compares its prediction.
-        wrapped.backbeat_plan = plan
+        wrapped.stock.plan = plan
     else:
         wrapped = DistributedDataParallel(model, plan=plan, process_group=group)
     parallel: nn.Module = wrapped
