@@ -29,11 +29,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
+from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
-from backbeat.errors import BackbeatError, InputError
+from backbeat.errors import BackbeatError, InputError, where_raised
 from backbeat.measure.model.launch_bound import launch_times
 from backbeat.measure.model.profiler import measure as measure_profile
-from backbeat.measure.model.training_step import Training, where_raised
+from backbeat.measure.model.training_step import Training
 from backbeat.model import Mesh, Network, Plan, Profile, Sharding, ShardUnit
 from backbeat.model.files import decode, encode
 from backbeat.planners import SHARDED, STRATEGIES
@@ -43,7 +44,6 @@ from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.parallel import prepare
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.preserve import free
-from backbeat.runtime.parallel.rank_store import RankStore
 from backbeat.runtime.parallel.trials import ExampleStep
 
 OPTIMIZER = "adamw"
@@ -116,7 +116,7 @@ class Rig:
     def __init__(self, node: Any, model: Model, batch_size: int | None, precision: str) -> None:
         self.model, self.device, self.precision = model, node.device, precision
         world: Any = torch.distributed.group.WORLD
-        self.ranks = RankStore(Communicators(world, node.device, 1))
+        self.ranks = RankStore(Communicators(world, node.device, 1), "sides")
         # The same weights on every rank, and a batch of its own. On the host, so that what is profiled has the GPU's
         # memory for itself.
         torch.manual_seed(0)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from backbeat.comm.machine import short_name
-from backbeat.errors import BackbeatError, InputError
+from backbeat.errors import BackbeatError, InputError, where_raised
 from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.compose import compose
 from backbeat.measure.model.inputs import parse_device
 from backbeat.measure.model.profiler import MeasuredModel, measure
-from backbeat.measure.model.training_step import Loss, OutOfMemoryError, is_out_of_memory, where_raised
+from backbeat.measure.model.training_step import Loss, OutOfMemoryError, is_out_of_memory
 from backbeat.model import Profile
 from backbeat.model.checks import at_least
 

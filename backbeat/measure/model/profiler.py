@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name, short_name, source
-from backbeat.errors import InputError, MeasurementError
+from backbeat.errors import InputError, MeasurementError, where_raised
 from backbeat.measure.model.batches import samples_in, to_device
 from backbeat.measure.model.compiled import NOTE as COMPILED
 from backbeat.measure.model.inputs import check_model, device_of
@@ -34,7 +34,6 @@ from backbeat.measure.model.training_step import (
     is_out_of_memory,
     scaler_for,
     tensor_cores,
-    where_raised,
 )
 from backbeat.model import Profile
 from backbeat.model.checks import at_least

@@ -23,8 +23,8 @@ from backbeat.model.plan import MadeFor
 if TYPE_CHECKING:
     from torch import nn
 
+    from backbeat.comm.agreement import RankStore
     from backbeat.model import Network
-    from backbeat.runtime.parallel.rank_store import RankStore
     from backbeat.runtime.parallel.trials import ExampleStep
 
 logger = logging.getLogger("backbeat.runtime")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch.distributed as dist
 
-from backbeat.comm.agreement import agree
+from backbeat.comm.agreement import RankStore, agree, same_on_all_ranks
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
@@ -44,7 +44,6 @@ from backbeat.runtime.parallel.candidates import (
 )
 from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save
 from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state, without_original
-from backbeat.runtime.parallel.rank_store import RankStore, same_on_all_ranks
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
 from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
@@ -139,7 +138,7 @@ class ParallelSearch:
         # Before the first of them exists: a plan on two communicators may be taken.
         set_nccl_launch_order(world, self.example.device)
         communicators = Communicators(world, self.example.device, 1)
-        self.ranks = RankStore(communicators)
+        self.ranks = RankStore(communicators, "parallelize")
         self._began = time.monotonic()
 
     def run(self) -> Taken:

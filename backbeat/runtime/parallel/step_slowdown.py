@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backbeat.measure.model.training_step import where_raised
+from backbeat.errors import where_raised
 from backbeat.measure.network.beside_compute import message_bytes
 from backbeat.model import Slowdown
 from backbeat.runtime.parallel.preserve import copy_of, free
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from backbeat.comm.agreement import RankStore
     from backbeat.measure.model.training_step import Training
     from backbeat.model import Network
-    from backbeat.runtime.parallel.rank_store import RankStore
     from backbeat.runtime.parallel.trials import ExampleStep
 
 _WARMUP = 2

@@ -17,16 +17,17 @@ from test_candidates import candidate
 from torch import nn
 
 import backbeat as bb
+from backbeat.comm import agreement
+from backbeat.comm.agreement import RankStore, _abort_on_alarm
 from backbeat.errors import CommunicationError
 from backbeat.measure.model.profiler import measure
 from backbeat.model import Profile
 from backbeat.runtime.memory import room
 from backbeat.runtime.memory.room import room_for
-from backbeat.runtime.parallel import rank_store, trials
+from backbeat.runtime.parallel import trials
 from backbeat.runtime.parallel.plan_file import conditions
 from backbeat.runtime.parallel.prepare import ParallelSearch
 from backbeat.runtime.parallel.preserve import copy_of, without_original
-from backbeat.runtime.parallel.rank_store import RankStore, _abort_on_alarm
 from backbeat.runtime.parallel.trials import ExampleStep, take_turns, try_plan
 from backbeat.simulate.stragglers import between_ranks
 from tests.problems import make_profile
@@ -165,7 +166,7 @@ def test_a_plan_is_kept_for_the_same_model_batch_and_network() -> None:
 
 
 def test_the_error_that_came_first_is_told() -> None:
-    ranks = RankStore(SimpleNamespace(rank=0, size=3, device=None))  # type: ignore[arg-type]
+    ranks = RankStore(SimpleNamespace(rank=0, size=3, device=None), "parallelize")  # type: ignore[arg-type]
     for rows, told in (
         ([[2, "late"], [1, "first"], [0, None]], "rank 1: first"),
         ([[0, "same"], [0, "time"]], "rank 0: same"),
@@ -179,7 +180,7 @@ def test_the_error_that_came_first_is_told() -> None:
 def test_a_rank_that_never_comes_is_named(rank: int, came: tuple[int, ...], missing: str) -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(milliseconds=50))
-    ranks = RankStore(SimpleNamespace(rank=rank, size=3, device=None, store=store))  # type: ignore[arg-type]
+    ranks = RankStore(SimpleNamespace(rank=rank, size=3, device=None, store=store), "parallelize")  # type: ignore[arg-type]
     for one in came:
         store.set(f"parallelize/1/{one}", "null")
     with pytest.raises(CommunicationError, match=f"waited 0.05 s for rank {missing}: it ended"):
@@ -194,14 +195,14 @@ def test_a_rank_waits_for_all_others() -> None:
     store = SimpleNamespace(
         set=lambda key, value: happened.append(key), wait=lambda keys, limit: happened.append(list(keys))
     )
-    RankStore(SimpleNamespace(rank=0, size=2, device=None, store=store)).wait_for_others()  # type: ignore[arg-type]
+    RankStore(SimpleNamespace(rank=0, size=2, device=None, store=store), "parallelize").wait_for_others()  # type: ignore[arg-type]
     assert happened == ["others/1/0", ["others/1/0", "others/1/1"]]
 
 
 def test_ranks_wait_for_others_and_go_on_without_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     early, late = (
-        RankStore(SimpleNamespace(rank=rank, size=2, device=None, store=store))  # type: ignore[arg-type]
+        RankStore(SimpleNamespace(rank=rank, size=2, device=None, store=store), "parallelize")  # type: ignore[arg-type]
         for rank in range(2)
     )
     went: list[str] = []
@@ -211,13 +212,13 @@ def test_ranks_wait_for_others_and_go_on_without_one_that_failed(monkeypatch: py
         went.append("early")
 
     waiting = threading.Thread(target=wait)
-    monkeypatch.setattr(rank_store, "_LONGEST_WAIT", timedelta(seconds=60))
+    monkeypatch.setattr(agreement, "_LONGEST_WAIT", timedelta(seconds=60))
     waiting.start()
     went.append("late")
     late.wait_for_others()
     waiting.join()
     assert went == ["late", "early"]
-    monkeypatch.setattr(rank_store, "_LONGEST_WAIT", timedelta(milliseconds=20))
+    monkeypatch.setattr(agreement, "_LONGEST_WAIT", timedelta(milliseconds=20))
     early.wait_for_others()
     # It never came the second time, and comes back to where the other has been.
     late.wait_for_others()
@@ -226,12 +227,12 @@ def test_ranks_wait_for_others_and_go_on_without_one_that_failed(monkeypatch: py
 def test_a_store_that_is_gone_says_who_kept_it() -> None:
     keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", keeper.port, is_master=False)
-    ranks = RankStore(SimpleNamespace(rank=1, size=2, device=None, store=store, backend="gloo"))  # type: ignore[arg-type]
+    ranks = RankStore(SimpleNamespace(rank=1, size=2, device=None, store=store, backend="gloo"), "parallelize")  # type: ignore[arg-type]
     del keeper
     for ask in (ranks.every, ranks.first):
         with pytest.raises(CommunicationError, match=r"does not answer .* mostly rank 0, is gone"):
             ask(None)
-    with ranks.released([]) as alarm, pytest.raises(CommunicationError, match="does not answer"):
+    with ranks.alarm_for([]) as alarm, pytest.raises(CommunicationError, match="does not answer"):
         alarm()
 
 
@@ -328,7 +329,7 @@ def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
         device=torch.device("cpu"),
         failure=lambda *_: None,
         every=lambda seconds: [seconds, seconds + 5.0],
-        released=lambda backends: contextlib.nullcontext(lambda: 0),
+        alarm_for=lambda backends: contextlib.nullcontext(lambda: 0),
     )
     step = replace(example(torch.ones(1, 2)), loss=loss)
     found = try_plan(nn.Linear(2, 2), SimpleNamespace(compressed=compressed), step, ranks, 4)  # type: ignore[arg-type]
@@ -343,9 +344,9 @@ def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
 def test_on_nccl_a_thread_looks_for_the_alarm(backend: str) -> None:
     store, aborted = dist.HashStore(), threading.Event()
     shared = SimpleNamespace(add=store.add, clone=lambda: store)
-    ranks = RankStore(SimpleNamespace(rank=0, size=1, device=None, backend=backend, store=shared))  # type: ignore[arg-type]
+    ranks = RankStore(SimpleNamespace(rank=0, size=1, device=None, backend=backend, store=shared), "parallelize")  # type: ignore[arg-type]
     before = threading.active_count()
-    with ranks.released([SimpleNamespace(abort=aborted.set)]) as alarm:
+    with ranks.alarm_for([SimpleNamespace(abort=aborted.set)]) as alarm:
         assert threading.active_count() - before == (backend == "nccl")
         assert not aborted.is_set()
         assert (alarm(), alarm()) == (1, 2)

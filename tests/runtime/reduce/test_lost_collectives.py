@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, WorkResult
 
+from backbeat.comm.communicators import abort
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.reduce.failures import DONE, IN_FLIGHT, CommunicationError, LostCollectives, abort, work_result
+from backbeat.runtime.reduce.failures import DONE, IN_FLIGHT, CommunicationError, LostCollectives, work_result
 from backbeat.runtime.reduce.step import InFlight
 
 
@@ -187,7 +188,7 @@ def test_a_communicator_that_cannot_be_aborted_does_not_hide_the_message() -> No
             raise RuntimeError("already gone")
 
     stubborn = Stubborn()
-    abort(SimpleNamespace(backends=lambda: [stubborn]))  # type: ignore[arg-type]
+    abort([stubborn], in_one_call=True)
     assert tried == [stubborn]
 
 
