@@ -34,7 +34,7 @@ from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError, where_raised
 from backbeat.measure.model.launch_bound import launch_times
 from backbeat.measure.model.profiler import measure as measure_profile
-from backbeat.measure.model.training_step import Training
+from backbeat.measure.model.training_step import Training, release
 from backbeat.model import Mesh, Network, Plan, Profile, Sharding, ShardUnit
 from backbeat.model.files import decode, encode
 from backbeat.planners import SHARDED, STRATEGIES
@@ -43,7 +43,6 @@ from backbeat.runtime import parallelize
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.parallel import prepare
 from backbeat.runtime.parallel.apply_plan import apply_plan
-from backbeat.runtime.parallel.preserve import free
 from backbeat.runtime.parallel.trials import ExampleStep
 
 OPTIMIZER = "adamw"
@@ -195,7 +194,7 @@ class Rig:
             self.seconds(training, WARM_UP)
             found[str(cap)] = self.slowest(self.seconds(training, TUNING_STEPS))
             del training
-            free(self.device)
+            release(self.device)
         return found
 
 
@@ -250,7 +249,7 @@ def measure(
 ) -> dict[str, Any] | None:
     """All sides of one model: what rank 0 knows; None from the others."""
     # What an earlier model left: wrapped models hold themselves.
-    free(node.device)
+    release(node.device)
     began = time.monotonic()
     rig = Rig(node, MODELS[model], batch_size, precision)
     trained, seen, search_s = rig.auto(budget_s)
@@ -347,7 +346,7 @@ def _started(side: Side, rig: Rig) -> bool:
     if "error" in side.found:
         return False
     error = None
-    free(rig.device)
+    release(rig.device)
     before = allocated_bytes(rig.device)
     try:
         side.training = rig.training(side.build(rig.copy()))
@@ -358,7 +357,7 @@ def _started(side: Side, rig: Rig) -> bool:
     found = rig.ranks.failure(error)
     if found is not None:
         side.found["error"], side.training = found, None
-        free(rig.device)
+        release(rig.device)
     elif rig.device.type == "cuda" and side.name != "auto":
         # What is allocated before is the other sides'; `auto` was built before any.
         side.found["peak_bytes"] = max(rig.ranks.every(peak - before + rig.batch_bytes))

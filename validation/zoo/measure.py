@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 
 from backbeat.errors import BackbeatError
-from backbeat.measure.model.factory import Workload, load, profile_name, release
-from backbeat.measure.model.profiler import MeasuredModel, measure
-from backbeat.measure.model.training_step import autocast, tensor_cores
+from backbeat.measure.model.factory import Workload, load
+from backbeat.measure.model.profiler import MeasuredModel, measure, profile_name
+from backbeat.measure.model.training_step import autocast, release, tensor_cores
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
 from backbeat.units import parse_duration

@@ -4,6 +4,7 @@ precisions that a profile can be taken in, as PyTorch's own switches."""
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -119,6 +120,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         "out of memory" in text or "not enough memory" in text or "CUDNN_STATUS_ALLOC_FAILED" in text
     )
+
+
+def release(device: torch.device) -> None:
+    """Models may hold themselves: what is gone should not count to what comes next."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def check_precision(precision: str, device: torch.device) -> None:

@@ -1,9 +1,7 @@
-"""A plan of either kind on a plain model: buckets in the DDP wrapper, units by `fully_shard`; and gradient
-accumulation, whatever plan a model runs."""
+"""A plan of either kind on a plain model: buckets in the DDP wrapper, units by `fully_shard`."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,8 +12,6 @@ from backbeat.runtime.reduce.settings import TorchDDP, check_model
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from backbeat.model import Plan
@@ -64,30 +60,3 @@ def check_plain(model: nn.Module) -> None:
     if not trained:
         raise InputError("no parameter of the model has requires_grad: there is nothing to train; unfreeze some")
     check_free(list(trained), list(trained.values()))
-
-
-@contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Forward and backward inside keep their gradients on this rank; the next ones outside send the sum.
-
-        with nullcontext() if last else no_sync(model):
-            loss(model, batch).backward()
-
-    For wrapped models it is torch's `no_sync`, for units `set_requires_gradient_sync`; also where these are parts of
-    the model given, as in a LightningModule. Units then keep whole gradients in memory, which a plan with
-    `gradient_sync="every"` does not count on.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    from backbeat.runtime.sharded.torch_fsdp import sends_gradients
-
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, TorchDDP):
-                stack.enter_context(module.no_sync())
-            elif isinstance(module, FSDPModule):
-                reduces, all_reduces = sends_gradients(module)
-                stack.callback(module.set_requires_all_reduce, all_reduces, recurse=False)
-                stack.callback(module.set_requires_gradient_sync, reduces, recurse=False)
-                module.set_requires_gradient_sync(False, recurse=False)
-        yield

@@ -24,7 +24,7 @@ from backbeat.errors import InputError
 from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.inputs import device_of
 from backbeat.measure.model.profiler import measure
-from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory
+from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, release
 from backbeat.measure.network.calibration import calibrate
 from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
@@ -32,7 +32,6 @@ from backbeat.model.plan import MadeFor
 from backbeat.runtime.auto import message_sizes
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
-from backbeat.runtime.memory.room import room_for
 from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock
 from backbeat.runtime.parallel.candidates import (
     FARTHEST,
@@ -43,7 +42,7 @@ from backbeat.runtime.parallel.candidates import (
     worth_trying,
 )
 from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save
-from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state, without_original
+from backbeat.runtime.parallel.preserve import copy_of, preserved_state, room_for, without_original
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
 from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
@@ -255,7 +254,7 @@ class ParallelSearch:
         except Exception as error:
             if not isinstance(error, OutOfMemoryError) and not is_out_of_memory(error):
                 raise
-        free(self.example.device)
+        release(self.example.device)
         # No room for a copy: the model itself, put back afterwards from the host.
         return self._measured_of(self.model, keep=True)
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from backbeat.errors import where_raised
+from backbeat.measure.model.training_step import release
 from backbeat.measure.network.beside_compute import message_bytes
 from backbeat.model import Slowdown
-from backbeat.runtime.parallel.preserve import copy_of, free
+from backbeat.runtime.parallel.preserve import copy_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +85,7 @@ def measure_step_slowdown(
         except Exception as raised:
             error = where_raised(raised)
     copied = timed = None  # type: ignore[assignment]
-    free(ranks.device)
+    release(ranks.device)
     if len(ratios) < pairs.count:
         return None
     factor = max(mean(ranks.every(median(ratios))), 1.0)

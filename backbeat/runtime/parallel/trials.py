@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from backbeat.comm.clock import clock_for
 from backbeat.errors import InputError, where_raised
 from backbeat.measure.model.optimizers import make_optimizer
-from backbeat.measure.model.training_step import Loss, Training, scaler_for
+from backbeat.measure.model.training_step import Loss, Training, release, scaler_for
 from backbeat.runtime.parallel.apply_plan import apply_plan
-from backbeat.runtime.parallel.preserve import copy_of, free
+from backbeat.runtime.parallel.preserve import copy_of
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -197,13 +197,13 @@ def try_plan(
                 # Its connections end, and so do the collectives in which the other ranks wait.
                 copied = None
                 groups.close()
-                free(ranks.device)
+                release(ranks.device)
             # A rank that is done keeps its connections until all are.
             found = ranks.failure(error, order)
         copied = None
         groups.close()
     copied = None
-    free(ranks.device)
+    release(ranks.device)
     return found if found is not None else float(max(ranks.every(seconds)))
 
 

@@ -22,12 +22,10 @@ from backbeat.comm.agreement import RankStore, _abort_on_alarm
 from backbeat.errors import CommunicationError
 from backbeat.measure.model.profiler import measure
 from backbeat.model import Profile
-from backbeat.runtime.memory import room
-from backbeat.runtime.memory.room import room_for
-from backbeat.runtime.parallel import trials
+from backbeat.runtime.parallel import preserve, trials
 from backbeat.runtime.parallel.plan_file import conditions
 from backbeat.runtime.parallel.prepare import ParallelSearch
-from backbeat.runtime.parallel.preserve import copy_of, without_original
+from backbeat.runtime.parallel.preserve import copy_of, room_for, without_original
 from backbeat.runtime.parallel.trials import ExampleStep, take_turns, try_plan
 from backbeat.simulate.stragglers import between_ranks
 from tests.problems import make_profile
@@ -118,7 +116,7 @@ def test_the_optimizer_of_a_trial_has_what_is_trained() -> None:
 def test_a_copy_in_training_needs_a_tenth_more_than_its_peak(
     free: int | None, enough: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_free_bytes", lambda device: free)
+    monkeypatch.setattr(preserve, "_free_bytes", lambda device: free)
     profile = bb.Profile.load("gpt2-b8-bf16-h200")
     assert profile.memory is not None
     for memory in ({"peak_bytes": 10**6}, {"peak_bytes": 0, "steady_bytes": 500_000}):
@@ -131,9 +129,9 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) 
     """As many as torchrun says, or else as the job has."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    found = [room._free_bytes(torch.device("cpu"))]
+    found = [preserve._free_bytes(torch.device("cpu"))]
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    found.append(room._free_bytes(torch.device("cpu")))
+    found.append(preserve._free_bytes(torch.device("cpu")))
     if found[0] is None:
         pytest.skip("the machine does not say how much memory is free")
     assert found[1] is not None
@@ -142,7 +140,8 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_plan_is_kept_for_the_same_model_batch_and_network() -> None:
     def digests(model: nn.Module, batch: Any, network: str = "10gbe") -> dict[str, Any]:
-        return conditions(model, example(batch), ALONE, bb.Network.load(network), {"precision": "bf16"})
+        found = conditions(model, example(batch), ALONE, bb.Network.load(network), {"precision": "bf16"})
+        return msgspec.structs.asdict(found)
 
     first = digests(nn.Linear(3, 2), torch.ones(4, 3))
     assert (first["ranks"], first["precision"], first["message_s"]) == (2, "bf16", None)
