@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 
@@ -62,3 +63,11 @@ def did_you_mean(name: str, known: Iterable[str], others: str = "") -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or its kind."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def where_raised(error: BaseException) -> str:
+    """`ValueError: …  (file.py, line 12)`: the innermost frame, on one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{at}" if text else f"{type(error).__name__}{at}"

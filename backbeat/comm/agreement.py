@@ -1,16 +1,39 @@
-"""Ranks compare what they are about to do before they do it."""
+"""Ranks compare what they are about to do before they do it, and what came of it where any of them may fail.
+
+A rank that waits in a collective for one that raised waits until the timeout. So what may fail goes through the job's
+store: every rank leaves its result there, good or bad, and reads the others'.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from itertools import zip_longest
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed import DistStoreError
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup
 
-from backbeat.comm.communicators import Communicators
-from backbeat.errors import CommunicationError, InputError
+from backbeat.comm.communicators import Communicators, abort
+from backbeat.errors import BackbeatError, CommunicationError, InputError, first_line, where_raised
+
+T = TypeVar("T")
+
+_POLL_S = 0.05
+_HEAD_START_S = 0.5
+"""How long a rank that gives the alarm waits before it aborts, so that the others abort first."""
+_LONGEST_WAIT = timedelta(seconds=2)
+"""The longest that ranks wait for each other where nothing but timing depends on it."""
+_calls: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+"""Calls of `same_on_all_ranks` on each process group: their number makes ranks use the same keys of the store."""
 
 
 def agree(communicators: Communicators, topic: str, lines: Sequence[str], what: str) -> None:
@@ -94,3 +117,194 @@ def _around(theirs: str, mine: str) -> tuple[str, str]:
     at = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b), min(len(theirs), len(mine)))
     start = max(at - 60, 0)
     return repr("…" + theirs[start : at + 60] + "…"), repr("…" + mine[start : at + 60] + "…")
+
+
+def collect(communicators: Communicators, topic: str, value: Any, within: timedelta) -> list[Any] | None:
+    """On rank 0, what every rank left for this topic, which the store then forgets; None on the others. Raises
+    TimeoutError where some rank leaves nothing in time."""
+    keys = [f"{topic}/{rank}" for rank in range(communicators.size)]
+    communicators.store.set(keys[communicators.rank], json.dumps(value))
+    if communicators.rank != 0:
+        return None
+    try:
+        communicators.store.wait(keys, within)
+    except RuntimeError as error:
+        # As every kind of store raises it.
+        raise TimeoutError(f"{topic}: some rank left nothing in {within.total_seconds():g} s") from error
+    found = [json.loads(communicators.store.get(key)) for key in keys]
+    for key in keys:
+        communicators.store.delete_key(key)
+    return found
+
+
+@contextlib.contextmanager
+def same_on_all_ranks(what: str) -> Iterator[dict[str, Any]]:
+    """An error raised inside on one rank is raised on every rank. So is a difference between the dictionaries that
+    ranks fill. Otherwise the ranks that go on would wait for those that do not. `what` is the call that all make."""
+    said: dict[str, Any] = {}
+    error = None
+    try:
+        yield said
+    except Exception as raised:
+        if dist.get_world_size() == 1:
+            raise
+        error = _in_words(raised)
+    if dist.get_world_size() == 1:
+        return
+    world: Any = dist.group.WORLD
+    _calls[world] = _calls.get(world, 0) + 1
+    store = PrefixStore(f"backbeat/asked/{_calls[world]}", dist.distributed_c10d._get_default_store())
+    found = _every(what, store, "said", dist.get_rank(), dist.get_world_size(), [error, said])
+    errors = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
+    if errors:
+        rank, text = next(iter(errors.items()))
+        alike = len(errors) == len(found) and len(set(errors.values())) == 1
+        raise InputError(text if alike else f"{what}: rank {rank}: {text}")
+    first = found[0][1]
+    for rank, (_, other) in enumerate(found):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise InputError(
+                    f"{what}: {name} is {first.get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}: give the "
+                    "same on every rank"
+                )
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, BackbeatError) else where_raised(error)
+
+
+@contextlib.contextmanager
+def _answering(caller: str) -> Iterator[None]:
+    """Says who is lost where the store is: one of the ranks keeps it, unless torchrun does."""
+    try:
+        yield
+    except DistNetworkError as error:
+        raise CommunicationError(
+            f"{caller}: the job's store does not answer ({first_line(error)}): the rank that keeps it, mostly "
+            "rank 0, is gone; look at what it printed last, and start again on every rank"
+        ) from error
+
+
+def _every(caller: str, store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
+    keys = [f"{key}/{other}" for other in range(size)]
+    with _answering(caller):
+        store.set(keys[rank], json.dumps(value))
+        if rank == 0:
+            store.set(key, json.dumps([json.loads(text) for text in _wait(caller, store, keys, keys)]))
+        answer: list[Any] = json.loads(*_wait(caller, store, [key], keys))
+        return answer
+
+
+def _wait(caller: str, store: Any, wanted: Sequence[str], by_rank: Sequence[str]) -> list[bytes]:
+    """What is left under these keys, each rank at its own."""
+    try:
+        return [store.get(key) for key in wanted]
+    except DistStoreError as error:
+        missing = [str(rank) for rank, key in enumerate(by_rank) if not store.check([key])]
+        raise CommunicationError(
+            f"{caller} waited {store.timeout.total_seconds():g} s for rank {', '.join(missing) or '0'}: it ended, "
+            f"hangs, or did not call {caller}; look at what it printed last, and start again on every rank"
+        ) from error
+
+
+class RankStore:
+    """Values that ranks exchange in the job's store, never by a collective. Every rank makes the same calls in the same
+    order."""
+
+    def __init__(self, communicators: Communicators, caller: str) -> None:
+        """caller: the function that every rank calls, for messages."""
+        self.communicators = communicators
+        self._caller = caller
+        self.rank, self.size, self.device = communicators.rank, communicators.size, communicators.device
+        self._calls = self._waits = 0
+
+    def every(self, value: Any) -> list[Any]:
+        """What every rank gave, in the order of ranks, on all of them."""
+        return _every(self._caller, self.communicators.store, self._next(), self.rank, self.size, value)
+
+    def first(self, value: Any) -> Any:
+        """What rank 0 gave."""
+        key, store = self._next(), self.communicators.store
+        with _answering(self._caller):
+            if self.rank == 0:
+                store.set(key, json.dumps(value))
+            return json.loads(*_wait(self._caller, store, [key], [key]))
+
+    def failure(self, error: str | None, order: int = 0) -> str | None:
+        """The first error by `order`, with its rank; later ones follow from it. None where no rank has one."""
+        found = [(at, rank, text) for rank, (at, text) in enumerate(self.every([order, error])) if text is not None]
+        return f"rank {min(found)[1]}: {min(found)[2]}" if found else None
+
+    def raise_on_all(self, call: Callable[[], T], what: str) -> T:
+        """What the call returns on this rank; what it raises on one rank is raised on all."""
+        found, error = None, None
+        try:
+            found = call()
+        except Exception as raised:
+            error = _in_words(raised)
+        failed = self.failure(error)
+        if failed is not None:
+            raise InputError(f"{self._caller}: {what}: {failed}")
+        return cast("T", found)
+
+    def first_of(self, call: Callable[[], Any], what: str) -> Any:
+        """What the call returns on rank 0, which alone makes it."""
+        return self.first(self.raise_on_all(call if self.rank == 0 else lambda: None, what))
+
+    def wait_for_others(self) -> None:
+        """Wait until every rank has come here as often as this one. It does not wait long: a rank that failed never
+        comes, and what is timed next is timed without it."""
+        self._waits += 1
+        keys = [f"others/{self._waits}/{rank}" for rank in range(self.size)]
+        self.communicators.store.set(keys[self.rank], "")
+        with contextlib.suppress(DistStoreError):
+            self.communicators.store.wait(keys, _LONGEST_WAIT)
+
+    @contextlib.contextmanager
+    def alarm_for(self, backends: Sequence[Any]) -> Iterator[Callable[[], int]]:
+        """Yields an alarm: a function by which a rank that cannot go on ends the others' collectives on these backends.
+
+        It returns how many ranks have called it.
+
+        Gloo needs no telling: a rank that takes its group down closes its connections, and the others raise. NCCL would
+        wait, so on each rank a thread looks for the alarm and aborts. The rank that gives the alarm aborts last: torch
+        takes down a rank whose peer is gone before it has aborted, a minute later.
+        """
+        key = f"{self._next()}/alarm"
+        nccl = self.communicators.backend == "nccl"
+        done = threading.Event()
+        thread = None
+        if nccl:
+            # The store's calls block each other: the thread has a connection of its own.
+            shared: Any = self.communicators.store
+            thread = threading.Thread(target=_abort_on_alarm, args=(shared.clone(), key, backends, done), daemon=True)
+            thread.start()
+
+        @_answering(self._caller)
+        def alarm() -> int:
+            # Before the thread could hear it.
+            done.set()
+            order = int(self.communicators.store.add(key, 1))
+            if nccl:
+                time.sleep(_HEAD_START_S)
+                abort(backends)
+            return order
+
+        try:
+            yield alarm
+        finally:
+            done.set()
+            if thread is not None:
+                thread.join()
+
+    def _next(self) -> str:
+        self._calls += 1
+        return f"{self._caller}/{self._calls}"
+
+
+def _abort_on_alarm(store: Any, key: str, backends: Sequence[Any], done: threading.Event) -> None:
+    while not done.wait(_POLL_S):
+        if store.check([key]):
+            abort(backends)
+            return

@@ -1,16 +1,17 @@
 """Communicators that carry one collective at a time, in the order given.
 
 A gloo process group runs two collectives at once on two worker threads, and two all-reduces of one size that meet in
-another order on another rank return each other's sums without a word. A gloo communicator is therefore a process group
-of our own with one worker thread, used from one place in one order. NCCL's carry one collective at a time by
-themselves: the first communicator is the process group, further ones are process groups over the same ranks.
+another order on another rank silently return each other's sums. A gloo communicator is therefore a process group of our
+own with one worker thread, used from one place in one order. NCCL's carry one collective at a time by themselves: the
+first communicator is the process group, further ones are process groups over the same ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -158,6 +159,24 @@ class Communicators:
             ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=some
         )
         return made
+
+
+def abort(backends: Sequence[Any], *, in_one_call: bool = False) -> None:
+    """Give up what these libraries' objects have in flight.
+
+    in_one_call: all in one call to the library, since one abort may wait for another's; one that is broken already must
+        not keep the others from going.
+    """
+    if not in_one_call:
+        for backend in backends:
+            backend.abort()
+        return
+    calls = [backend.abort for backend in backends]
+    if hasattr(backends[0], "_group_start"):
+        calls = [backends[0]._group_start, *calls, backends[0]._group_end]
+    for call in calls:
+        with contextlib.suppress(Exception):
+            call()
 
 
 @functools.cache

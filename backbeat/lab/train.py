@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from backbeat.lab.jobs import Turn
-from backbeat.measure.model.factory import Factory, Workload, load, measure_factory, release
-from backbeat.measure.model.training_step import autocast, tensor_cores
+from backbeat.measure.model.factory import Factory, Workload, load
+from backbeat.measure.model.profiler import measure_factory
+from backbeat.measure.model.training_step import autocast, release, tensor_cores
 from backbeat.model import Plan
 
 WARM_UP = 3

@@ -80,6 +80,28 @@ class PlanPrediction(Checked, frozen=True, kw_only=True):
         )
 
 
+class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The job that `parallelize` made a plan for. A later run takes the plan again where its job is the same."""
+
+    ranks: Annotated[int, Meta(ge=1)] | None = None
+    model: str | None = None
+    """A digest of the model, as are `batch` and a `network` that was given."""
+    batch: str | None = None
+    network: str | None = None
+    """The backend, where the network was measured."""
+    device: str | None = None
+    torch: str | None = None
+    backbeat: str | None = None
+    memory: int | None = None
+    compression: bool = False
+    precision: str | None = None
+    optimizer: str | None = None
+    message_s: float | None = None
+    """What one message took, where the network was measured."""
+    unused: bool = False
+    """Whether a step leaves parameters without gradients, which torch's DDP has to be told."""
+
+
 class Plan(Document, frozen=True, kw_only=True):
     """Buckets in launch order, or the units that parameters are sharded by."""
 
@@ -100,6 +122,8 @@ class Plan(Document, frozen=True, kw_only=True):
     """Present where buckets are formed at run time; `buckets` is then what the simulation formed."""
     memory: MemoryPlan | None = None
     predicted: PlanPrediction | None = None
+    made_for: MadeFor | None = None
+    """The job, where `parallelize` made the plan."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -23,9 +23,8 @@ from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 from backbeat.runtime.watch import Watch
 
 if TYPE_CHECKING:
-    from backbeat.runtime.parallel.apply_plan import no_sync
+    from backbeat.runtime.parallel.any_plan import full_state_dict, load_full_state_dict, no_sync
     from backbeat.runtime.parallel.prepare import parallelize
-    from backbeat.runtime.sharded.full_state import full_state_dict, load_full_state_dict
     from backbeat.runtime.sharded.shard import fully_shard
 
 __all__ = [
@@ -43,9 +42,9 @@ __all__ = [
 
 _LATER = {
     "fully_shard": "sharded.shard",
-    "full_state_dict": "sharded.full_state",
-    "load_full_state_dict": "sharded.full_state",
-    "no_sync": "parallel.apply_plan",
+    "full_state_dict": "parallel.any_plan",
+    "load_full_state_dict": "parallel.any_plan",
+    "no_sync": "parallel.any_plan",
     "parallelize": "parallel.prepare",
 }
 

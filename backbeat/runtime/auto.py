@@ -1,4 +1,5 @@
-"""`plan="auto"`: measure under DDP's buckets, plan, switch, measure these again, and stay with them where it is slower.
+"""`plan="auto"`: measure under DDP's buckets, plan, switch, measure DDP's buckets again, and keep those if the plan is
+slower.
 
 Everything happens at the end of a step, in the same step on every rank. Decisions come from figures summed over ranks,
 or from rank 0. Ranks compare a new partition before it runs.

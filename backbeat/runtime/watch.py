@@ -9,7 +9,6 @@ Hugging Face Trainer. Alerts go to the logger `backbeat.runtime` too.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import statistics
@@ -21,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from backbeat.comm.agreement import collect
 from backbeat.errors import InputError
 from backbeat.report.drift import Drift, StepSample
 from backbeat.runtime.watched_steps import STEPS_PER_SAMPLE, watched_steps
@@ -70,14 +70,9 @@ class Watch:
         No collective: ranks that count their steps differently would wait for each other for ever.
         """
         communicators = self._steps.communicators
-        keys = [f"watch/{step}/{rank}" for rank in range(communicators.size)]
-        communicators.store.set(keys[communicators.rank], json.dumps(list(own)))
-        if communicators.rank != 0:
-            return
         try:
-            communicators.store.wait(keys, timedelta(seconds=self._patience_s))
-        except RuntimeError:
-            # As every kind of store raises it.
+            rows = collect(communicators, f"watch/{step}", list(own), timedelta(seconds=self._patience_s))
+        except TimeoutError:
             logger.warning(
                 "step %d is not shown: some rank has not come to it in %g s; every rank keeps a Watch, with the same "
                 "every=",
@@ -88,11 +83,8 @@ class Watch:
             self._patience_s = IMPATIENCE_S
             return
         self._patience_s = PATIENCE_S
-        rows: list[list[float]] = [json.loads(communicators.store.get(key)) for key in keys]
-        for key in keys:
-            communicators.store.delete_key(key)
         # A rank that ran out of data, or timed nothing, has no time of its own.
-        if any(row[0] <= 0 for row in rows):
+        if rows is None or any(row[0] <= 0 for row in rows):
             return
         sample = _over_ranks(step, rows)
         sample = msgspec.structs.replace(sample, **self._steps.predicted())

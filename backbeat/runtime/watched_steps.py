@@ -22,6 +22,7 @@ from backbeat.comm.clock import Mark, clock_for
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
 from backbeat.runtime.reduce.settings import TorchDDP
+from backbeat.runtime.reduce.stock_wrapper import StockDistributedDataParallel
 from backbeat.runtime.reduce.timing import Recorder, median
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 from backbeat.simulate.schedule import covered_s
@@ -117,7 +118,7 @@ class HookedSteps:
         weakref.finalize(self, _remove, handle, self._hooks)
 
     def predicted(self) -> dict[str, float | None]:
-        return _promised(getattr(self._model(), "backbeat_plan", None), self.communicators.size)
+        return _promised(_plan_of(self._model()), self.communicators.size)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         """At the end of each optimizer step, on every rank alike."""
@@ -240,6 +241,16 @@ def _parallel_part(model: Any) -> Any:
             "blocks (block.compile())"
         )
     return found
+
+
+def _plan_of(model: Any) -> Plan | None:
+    if isinstance(model, StockDistributedDataParallel):
+        return model.stock.plan
+    if isinstance(model, TorchDDP):
+        return None
+    from backbeat.runtime.sharded.shard import plan_of
+
+    return plan_of(model)
 
 
 def _reshard(model: Any) -> None:

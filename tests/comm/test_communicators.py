@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from backbeat.comm import communicators  # noqa: E402
-from backbeat.comm.communicators import Communicators, backend_of  # noqa: E402
+from backbeat.comm.communicators import Communicators, abort, backend_of  # noqa: E402
 from backbeat.comm.nccl import LAUNCH_ORDER, set_nccl_launch_order, why_one_nccl  # noqa: E402
 from backbeat.errors import InputError  # noqa: E402
 
@@ -192,3 +192,34 @@ def test_what_was_opened_on_an_earlier_group_does_not_count() -> None:
         keys.append(next(Communicators(world, torch.device("cpu"), 1).key for _ in range(opened)))
         dist.destroy_process_group()
     assert keys[0] == keys[1]
+
+
+def test_a_communicator_that_cannot_be_aborted_does_not_hide_the_message() -> None:
+    tried = []
+
+    class Stubborn:
+        def abort(self) -> None:
+            tried.append(self)
+            raise RuntimeError("already gone")
+
+    stubborn = Stubborn()
+    abort([stubborn], in_one_call=True)
+    assert tried == [stubborn]
+
+
+@pytest.mark.parametrize("in_one_call", [False, True])
+def test_backends_are_aborted_one_by_one_or_in_one_call(in_one_call: bool) -> None:
+    calls: list[str] = []
+
+    class Backend:
+        def _group_start(self) -> None:
+            calls.append("start")
+
+        def abort(self) -> None:
+            calls.append("abort")
+
+        def _group_end(self) -> None:
+            calls.append("end")
+
+    abort([Backend(), Backend()], in_one_call=in_one_call)
+    assert calls == (["start", "abort", "abort", "end"] if in_one_call else ["abort", "abort"])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from scenario_rig import Context, Oracle, mlp, registry, train
 from torch import nn
 
 from backbeat.model import CollectiveTimes, Network
-from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime import DistributedDataParallel, auto
+from backbeat.runtime.reduce.timing import TimedStep
 
 CHECKS, check = registry()
 
@@ -40,44 +42,74 @@ def auto_measures_plans_and_switches(ctx: Context) -> str:
     return str(report)
 
 
+def _timed_as(wrapped: DistributedDataParallel, **seconds: tuple[float, float]) -> None:
+    """Steps seem to take so long while the tuner is in each state: an iteration, and what is exposed of it."""
+    tuner, recorder = wrapped.reducer.tuner, wrapped.reducer.recorder
+    steps = recorder.steps
+
+    def told() -> list[TimedStep]:
+        iteration_s, exposed_s = seconds.get(tuner.state, (None, None))
+        if iteration_s is None or exposed_s is None:
+            return steps()
+        return [replace(one, iteration_s=iteration_s, ended_s=one.computed_s + exposed_s) for one in steps()]
+
+    recorder.steps = told
+
+
+def _until(ctx: Context, wrapped: DistributedDataParallel, states: set[str], most: int = 60) -> dict[str, Any]:
+    """Train until the tuner is in one of these states; returns the report and the buckets of the last step in each."""
+    oracle = Oracle(ctx, wrapped.module)
+    seen: dict[str, Any] = {}
+    for _ in range(most):
+        train(ctx, wrapped.module, wrapped, oracle, steps=1, lr=0.01)
+        state = wrapped.report().state
+        seen[state] = (wrapped.report(), wrapped.reducer.partition.buckets)
+        if state in states:
+            return seen
+    raise AssertionError(f"{wrapped.report().history}")
+
+
 @check
 def auto_calibrates_beneath_training(ctx: Context) -> str:
-    """Not before that is 1 % of training: after thousands of steps as short as these. It is made to be due here."""
+    """Not before that is 1 % of training: with steps of 0.53 s, and 0.2 s of calibration, after 38 of them."""
     model = ctx.build(lambda: mlp(depth=6))
-    oracle = Oracle(ctx, model)
-    wrapped = DistributedDataParallel(model, plan="auto", bucket_cap_mb=0.0004)
-    tuner = wrapped.reducer.tuner
-    tuner._too_early = lambda iteration_s: 25
-    train(ctx, model, wrapped, oracle, steps=20, lr=0.01)
-    assert tuner.state == "waiting", tuner.history
-    assert tuner._network is None
-    assert "planning in 25 steps" in tuner.history[-1]
-    assert not wrapped.reducer.recorder.steps(), "steps are timed long before anything is decided by them"
-    train(ctx, model, wrapped, oracle, steps=40, lr=0.01)
-    assert tuner._network.workers == ctx.size
-    assert tuner.state != "waiting"
+    networks = []
+
+    def measured(**options: Any) -> Network:
+        networks.append(auto_calibrate(**options))
+        return networks[-1]
+
+    auto_calibrate = auto.calibrate
+    with (
+        mock.patch.object(auto, "FIRST_STEPS", 0),
+        mock.patch.object(auto, "CALIBRATE_S", (0.2, 0.2)),
+        mock.patch.object(auto, "calibrate", measured),
+    ):
+        wrapped = DistributedDataParallel(model, plan="auto", bucket_cap_mb=0.0004)
+        _timed_as(wrapped, measuring=(0.53, 0.01), waiting=(0.53, 0.01))
+        _until(ctx, wrapped, {"waiting"})
+        assert "planning in 25 steps" in wrapped.report().history[-1]
+        assert not networks
+        train(ctx, model, wrapped, Oracle(ctx, model), steps=7, lr=0.01)
+        assert not wrapped.reducer.recorder.steps(), "steps are timed long before anything is decided by them"
+        _until(ctx, wrapped, {"trying", "settled"})
+    assert wrapped.reducer.steps == 38
+    assert [network.workers for network in networks] == [ctx.size]
     return str(wrapped.report())
 
 
 @check
 def auto_goes_back_if_worse(ctx: Context) -> None:
-    """The plan is made to look slow on every rank: DDP's buckets return, and the report says so."""
+    """The plan seems slow on every rank: DDP's buckets return, and the report says so."""
     model = ctx.build(lambda: mlp(depth=6))
-    oracle = Oracle(ctx, model)
     wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
-    before = None
-    for _ in range(60):
-        train(ctx, model, wrapped, oracle, steps=1, lr=0.01)
-        if wrapped.reducer.tuner.state == "trying":
-            before = before or wrapped.reducer.tuner._base.partition
-            wrapped.reducer.tuner._base = replace(wrapped.reducer.tuner._base, iteration_s=1e-9)
-        if wrapped.reducer.tuner.state == "settled":
-            break
-    assert before is not None, wrapped.reducer.tuner.history
-    assert wrapped.reducer.partition.buckets == before.buckets
-    report = wrapped.report()
+    _timed_as(wrapped, measuring=(0.25, 0.01), trying=(1.0, 0.01))
+    seen = _until(ctx, wrapped, {"settled"})
+    (_, before), (report, after) = seen["measuring"], seen["settled"]
+    assert seen["trying"][1] != before, "no plan was tried"
+    assert after == before
     assert "going back to DDP's buckets" in report.history[-1]
-    assert report.iteration_s == 1e-9
+    assert report.iteration_s == 0.25
     assert report.exposed_s is not None
     assert report.predicted_iteration_s is not None
     assert report.predicted_exposed_s is not None
@@ -90,39 +122,24 @@ def auto_goes_back_if_worse(ctx: Context) -> None:
 @check
 def auto_compares_with_ddp_before_and_after(ctx: Context) -> None:
     """What gains only over the job's first steps is not kept; what gains over later ones is."""
-    for plan_s, kept in ((1.0, False), (1e-9, True)):
+    for after_s, kept in ((0.5, False), (1.5, True)):
         model = ctx.build(lambda: mlp(depth=6))
-        oracle = Oracle(ctx, model)
         wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
-        tuner, seen = wrapped.reducer.tuner, set()
-        for _ in range(60):
-            train(ctx, model, wrapped, oracle, steps=1, lr=0.01)
-            seen.add(tuner.state)
-            if tuner.state == "trying":
-                tuner._base = replace(tuner._base, iteration_s=2.0)
-            if tuner.state == "comparing":
-                assert wrapped.reducer.partition.buckets == tuner._base.partition.buckets
-                tuner._tried = replace(tuner._tried, iteration_s=plan_s)
-                _reports_ddp_alone(wrapped)
-            if tuner.state in ("watching", "settled"):
-                break
-        assert "comparing" in seen, tuner.history
-        assert tuner.state == ("watching" if kept else "settled"), tuner.history
-        expected = tuner._tried if kept else tuner._base
-        assert wrapped.reducer.partition.buckets == expected.partition.buckets
-        assert wrapped.report().predicted_iteration_s == expected.plan.predicted.iteration_s
-        assert ("the plan runs" if kept else "staying with DDP's buckets") in tuner.history[-1]
-        assert (wrapped.report().strategy != "ddp") == kept
-
-
-def _reports_ddp_alone(wrapped: DistributedDataParallel) -> None:
-    """The plan was measured meanwhile, and none of its figures is told as DDP's."""
-    report, base = wrapped.report(), wrapped.reducer.tuner._base
-    assert report.strategy == "ddp"
-    assert report.iteration_s == base.iteration_s == 2.0
-    assert report.predicted_iteration_s == base.plan.predicted.iteration_s
-    for bucket in report.buckets:
-        assert bucket.launched_s is not None, bucket
+        _timed_as(wrapped, measuring=(2.0, 0.01), trying=(1.0, 0.01), comparing=(after_s, 0.01))
+        seen = _until(ctx, wrapped, {"watching", "settled"})
+        (_, before), (planned, tried), (compared, again) = (seen[one] for one in ("measuring", "trying", "comparing"))
+        assert tried != before == again, "DDP's buckets do not run again"
+        # The plan was measured meanwhile, and none of its figures is told as DDP's.
+        assert compared.strategy == "ddp"
+        assert compared.iteration_s == 2.0
+        assert compared.predicted_iteration_s != planned.predicted_iteration_s
+        for bucket in compared.buckets:
+            assert bucket.launched_s is not None, bucket
+        report, buckets = seen["watching" if kept else "settled"]
+        assert buckets == (tried if kept else before)
+        assert report.predicted_iteration_s == (planned if kept else compared).predicted_iteration_s
+        assert ("the plan runs" if kept else "staying with DDP's buckets") in report.history[-1]
+        assert (report.strategy != "ddp") == kept
 
 
 class LastFirst(nn.Module):
@@ -161,11 +178,14 @@ def a_strategy_by_name(ctx: Context) -> None:
 @check
 def auto_follows_drift(ctx: Context) -> None:
     """Exposed time that moves far from what it was makes the tuner measure again."""
-    wrapped = _trains_while_tuning(ctx, "auto", 30, network=NETWORK)
-    tuner = wrapped.reducer.tuner
-    tuner._begin("watching", 3)
-    tuner.running = replace(tuner.running, exposed_s=10.0)
-    oracle = Oracle(ctx, wrapped.module)
-    train(ctx, wrapped.module, wrapped, oracle, steps=4, lr=0.01)
-    assert tuner.state == "measuring", tuner.state
-    assert "exposed time moved" in tuner.history[-1]
+    for exposed_s, state, said in ((0.12, "watching", "the plan runs"), (0.9, "measuring", "exposed time moved")):
+        with mock.patch.object(auto, "WATCH_EVERY", 12):
+            model = ctx.build(lambda: mlp(depth=6))
+            wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
+        times = {"measuring": (2.0, 0.1), "trying": (1.0, 0.1), "comparing": (1.5, 0.1), "watching": (1.0, exposed_s)}
+        _timed_as(wrapped, **times)
+        _until(ctx, wrapped, {"watching"})
+        train(ctx, model, wrapped, Oracle(ctx, model), steps=12, lr=0.01)
+        report = wrapped.report()
+        assert report.state == state, report.history
+        assert said in report.history[-1]

@@ -3,7 +3,10 @@ ranks."""
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from compressed_checks import (
@@ -20,10 +23,12 @@ from rank_asserts import raises
 from scenario_rig import Context, mlp, registry
 from scenarios_graphs import Breakable, Twice
 from torch import nn
+from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from backbeat.model.blocks import MemoryPlan
 from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.reduce import arrivals
 from backbeat.runtime.reduce.failures import BrokenStepError, CommunicationError, NonFiniteError
 
 CHECKS, check = registry("compressed_")
@@ -73,17 +78,28 @@ def a_failed_step_that_autograd_lets_go_of_late(ctx: Context) -> None:
         optimizer.step()
     if ctx.rank == 0:
         wrapped.module.fail_at = 1
-    raises((FloatingPointError, BrokenStepError), lambda: backward(ctx, wrapped, 2))
+    held: list[Any] = []
+    queue = Variable._execution_engine.queue_callback
+
+    def queue_and_hold(callback: Any) -> None:
+        held.extend([callback] * 4)
+        queue(callback)
+
+    engine = SimpleNamespace(_execution_engine=SimpleNamespace(queue_callback=queue_and_hold))
+    with mock.patch.object(arrivals, "Variable", engine):
+        raises((FloatingPointError, BrokenStepError), lambda: backward(ctx, wrapped, 2))
     wrapped.module.fail_at = None
-    if ctx.rank == 0:
-        last, held = wrapped.reducer.runner._backward, [object()] * 4
-        last._thread = -1
-        truly = last._token
-        last._token = lambda: held.pop() if held else truly()
-    for step in range(3, 5):
-        backward(ctx, wrapped, step)
-        optimizer.step()
-        same_everywhere(ctx, wrapped.module, f"step {step}")
+    # Each time that the forward waits, one of those who hold on to the backward lets go.
+    waiting = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: held.pop())
+    foreign = mock.patch.object(arrivals, "_is_pythons", return_value=False)
+    with foreign, mock.patch.object(arrivals, "time", waiting):
+        backward(ctx, wrapped, 3)
+    assert not held or ctx.rank != 0, "the forward did not wait for the backward before it"
+    optimizer.step()
+    same_everywhere(ctx, wrapped.module, "step 3")
+    backward(ctx, wrapped, 4)
+    optimizer.step()
+    same_everywhere(ctx, wrapped.module, "step 4")
 
 
 @check

@@ -21,13 +21,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network
 from backbeat.runtime import DistributedDataParallel, fully_shard, parallelize
 from backbeat.runtime.parallel import candidates, plan_file, prepare, step_slowdown, trials
 from backbeat.runtime.parallel.candidates import Candidate
-from backbeat.runtime.parallel.rank_store import RankStore
 from backbeat.runtime.parallel.request import ParallelRequest
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
 from backbeat.runtime.parallel.trials import ExampleStep, try_plan
@@ -132,7 +132,7 @@ def auto_leaves_everything_as_it_was(ctx: Context) -> str:
 def a_slowdown_is_the_same_on_all_ranks(ctx: Context) -> str:
     model = ctx.build(Chain)
     world: Any = dist.group.WORLD
-    ranks = RankStore(Communicators(world, ctx.device, 1))
+    ranks = RankStore(Communicators(world, ctx.device, 1), "parallelize")
     quick = Network(name="quick", workers=ctx.size, all_reduce=CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-9))
     found = measure_step_slowdown(model, example(ctx), ranks, quick, 0.02, 0.1)
     assert found is not None
@@ -225,7 +225,7 @@ def a_backward_that_fails_ends_the_trial(ctx: Context) -> str:
 
     model = ctx.build(Chain)
     world: Any = dist.group.WORLD
-    ranks = RankStore(Communicators(world, ctx.device, 1))
+    ranks = RankStore(Communicators(world, ctx.device, 1), "parallelize")
     before = gloo_threads()
     kinds = (small_plan(model), plan_of(ctx), plan_of(ctx, replicate=ctx.size))
     # The rank whose trial ended does not answer: it is not waited for long.

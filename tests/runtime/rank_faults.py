@@ -122,7 +122,7 @@ def rank_lost_in_silence(ctx: Context) -> str:
     with (
         mock.patch.object(Communicators, "wait_raises", False),
         mock.patch.object(Communicator, "all_reduce", noted),
-        mock.patch.object(failures, "abort", side_effect=lambda communicators: given_up.set()),
+        mock.patch.object(failures, "abort", side_effect=lambda backends, in_one_call: given_up.set()),
         mock.patch.object(failures, "work_result", lambda work: "COMM_ERROR" if work in lost else failures.DONE),
         redirect_stderr(io.StringIO()) as said,
     ):

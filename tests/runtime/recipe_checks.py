@@ -29,11 +29,12 @@ from torch.utils.checkpoint import CheckpointError
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, PlanPrediction, Segment
+from backbeat.model.plan import MadeFor
 from backbeat.report.drift import StepSample
 from backbeat.report.tables.watch_table import watch_table
 from backbeat.runtime import Watch, full_state_dict, load_full_state_dict, no_sync, parallelize
 from backbeat.runtime import watch as watching
-from backbeat.runtime.parallel.apply_plan import NOTE, apply_plan
+from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.sharded.torch_fsdp import sends_gradients
 
 CHECKS, check = registry("recipe_")
@@ -49,7 +50,7 @@ def plans(ctx: Context) -> dict[str, Plan]:
     """One of every kind, for `Chain`."""
     small = small_plan(Chain())
     return {
-        "stock": replace(small, strategy="ddp", notes=(f"{NOTE}{{}}",)),
+        "stock": replace(small, strategy="ddp", made_for=MadeFor()),
         "buckets": small,
         "two communicators": small_plan(Chain(), communicators=2),
         "memory": replace(small, memory=OFFLOADED),

@@ -187,6 +187,7 @@ def twice(
     mesh = mesh_of(ctx, replicate)
     expected = hand(ctx.build(build), mesh)
     ours = fully_shard(ctx.build(build), plan=plan, mesh=mesh)
+    assert vars(ours).keys() == vars(expected).keys(), "a user's model carries something of ours"
     assert train(ctx, ours, **training) == train(ctx, expected, **training)
     same(whole(expected), whole(ours))
     return ours, expected

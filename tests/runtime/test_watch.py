@@ -18,14 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from backbeat.comm.clock import Clock
 from backbeat.errors import InputError
 from backbeat.model import Bucket, Plan, PlanPrediction
 from backbeat.report.drift import StepSample
-from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime import DistributedDataParallel, watched_steps
 from backbeat.runtime.integrations.watching import lightning_watch, scalars, to_tensorboard, to_wandb, watch_trainer
 from backbeat.runtime.reduce.timing import TimedStep
 from backbeat.runtime.watch import Watch, _over_ranks
-from backbeat.runtime.watched_steps import HookedSteps, _figures, _promised
+from backbeat.runtime.watched_steps import HookedSteps, _figures, _promised, covered
 from tests.forks import Fork, torchrun
 
 JOB = """
@@ -122,29 +123,46 @@ def units(model: Any) -> Any:
     return fully_shard(net, mesh=mesh)
 
 
-def train_units(units: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
-    """How many hooks there were before each step."""
-    counts = []
+def train_units(units: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
-        counts.append(sum(len(module._forward_hooks) for module in units.modules()))
         units(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    return counts
 
 
-def test_units_are_timed_from_outside_and_only_in_the_steps_of_a_sample(units: Any) -> None:
+class CountingClock(Clock):
+    """Counts the marks that are made in time."""
+
+    marks = 0
+
+    def mark(self) -> Any:
+        self.marks += 1
+        return super().mark()
+
+
+def test_units_are_timed_from_outside_and_only_in_the_steps_of_a_sample(
+    units: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = CountingClock()
+    monkeypatch.setattr(watched_steps, "clock_for", lambda device: clock)
     told: list[StepSample] = []
     watch = Watch(units, every=20, to=[told.append])
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     optimizer = sgd(units)
-    hooks = train_units(units, optimizer, 40)
+    timed = []
+    for step in range(1, 41):
+        before = clock.marks
+        units(torch.ones(2, 4)).sum().backward()
+        timed += [step] if clock.marks > before else []
+        optimizer.step()
     other.step()
     assert [sample.step for sample in told] == [20, 40]
     assert all(sample.overlap is None for sample in told)
-    assert [step for step, count in enumerate(hooks, start=1) if count > hooks[0]] == [18, 19, 20, 38, 39, 40]
+    assert timed == [18, 19, 20, 38, 39, 40]
     train_units(units, optimizer, 18)
     del watch
-    assert train_units(units, optimizer, 22) == [hooks[0]] * 22
+    before = clock.marks
+    train_units(units, optimizer, 22)
+    assert clock.marks == before
     assert len(told) == 2
 
 
@@ -223,16 +241,9 @@ def test_compiled_blocks_get_no_hooks(units: Any) -> None:
         Watch(compiled)
 
 
-def test_waits_inside_others_count_once(units: Any) -> None:
+def test_waits_inside_others_count_once() -> None:
     """A wait of a unit may hold another's: counted twice they would be more than the step."""
-    watch = Watch(units, every=6)
-    steps: Any = watch._steps
-    clock = steps._clock
-    steps._clock = SimpleNamespace(between=lambda begin, end: end - begin)
-    steps._timed = [(0.0, 10.0, [(1.0, 8.0), (2.0, 7.0), (9.0, 9.5)])]
-    own, iteration, waited, *_ = steps._figures()
-    assert (own, iteration, waited) == (2.5, 10.0, 7.5)
-    steps._clock = clock
+    assert covered([(1.0, 8.0), (2.0, 7.0), (9.0, 9.5)]) == 7.5
 
 
 def test_a_rank_that_never_comes_holds_up_one_sample(

@@ -31,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 import backbeat as bb
 from backbeat.comm.machine import source
 from backbeat.measure.model.chain import find_blocks
-from backbeat.measure.model.factory import load, measure_factory
+from backbeat.measure.model.factory import load
+from backbeat.measure.model.profiler import measure_factory
 from backbeat.measure.model.training_step import autocast, tensor_cores
 from backbeat.model import MemoryPlan, Profile, Segment
 from backbeat.runtime import DistributedDataParallel

@@ -31,8 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import backbeat as bb
 from backbeat.measure import profile as measure
-from backbeat.measure.model.factory import release
-from backbeat.measure.model.training_step import autocast
+from backbeat.measure.model.training_step import autocast, release
 from backbeat.model import MemoryPlan, Plan, Profile, Segment
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.zoo import models

@@ -29,11 +29,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
+from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
-from backbeat.errors import BackbeatError, InputError
-from backbeat.measure.model.pace import probe
+from backbeat.errors import BackbeatError, InputError, where_raised
+from backbeat.measure.model.launch_bound import launch_times
 from backbeat.measure.model.profiler import measure as measure_profile
-from backbeat.measure.model.training_step import Training, where_raised
+from backbeat.measure.model.training_step import Training, release
 from backbeat.model import Mesh, Network, Plan, Profile, Sharding, ShardUnit
 from backbeat.model.files import decode, encode
 from backbeat.planners import SHARDED, STRATEGIES
@@ -42,8 +43,6 @@ from backbeat.runtime import parallelize
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.parallel import prepare
 from backbeat.runtime.parallel.apply_plan import apply_plan
-from backbeat.runtime.parallel.preserve import free
-from backbeat.runtime.parallel.rank_store import RankStore
 from backbeat.runtime.parallel.trials import ExampleStep
 
 OPTIMIZER = "adamw"
@@ -116,7 +115,7 @@ class Rig:
     def __init__(self, node: Any, model: Model, batch_size: int | None, precision: str) -> None:
         self.model, self.device, self.precision = model, node.device, precision
         world: Any = torch.distributed.group.WORLD
-        self.ranks = RankStore(Communicators(world, node.device, 1))
+        self.ranks = RankStore(Communicators(world, node.device, 1), "sides")
         # The same weights on every rank, and a batch of its own. On the host, so that what is profiled has the GPU's
         # memory for itself.
         torch.manual_seed(0)
@@ -195,7 +194,7 @@ class Rig:
             self.seconds(training, WARM_UP)
             found[str(cap)] = self.slowest(self.seconds(training, TUNING_STEPS))
             del training
-            free(self.device)
+            release(self.device)
         return found
 
 
@@ -250,7 +249,7 @@ def measure(
 ) -> dict[str, Any] | None:
     """All sides of one model: what rank 0 knows; None from the others."""
     # What an earlier model left: wrapped models hold themselves.
-    free(node.device)
+    release(node.device)
     began = time.monotonic()
     rig = Rig(node, MODELS[model], batch_size, precision)
     trained, seen, search_s = rig.auto(budget_s)
@@ -277,7 +276,7 @@ def measure(
         assert one.training is not None
         if one.training.clock.asynchronous:
             # What the host takes to issue a step, the device being idle: whether it could set the pace.
-            one.found["host_s"] = max(rig.ranks.every(probe(one.training, median).iteration_s))
+            one.found["host_s"] = max(rig.ranks.every(launch_times(one.training, median).iteration_s))
         with torch.no_grad():
             one.found["loss"] = sum(rig.ranks.every(float(one.training.plain_loss()))) / rig.ranks.size
     cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]
@@ -327,7 +326,8 @@ def _with_memory(rig: Rig) -> Profile:
     model = rig.copy()
     found = measure_profile(
         model, rig.step.batch, rig.step.loss, rig.step.make_optimizer(model), precision=rig.precision, iterations=8,
-        warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory, line_up=rig.ranks.line_up,
+        warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory,
+        wait_for_others=rig.ranks.wait_for_others,
     ).profile  # fmt: skip
     held = found.memory
     if held is not None:
@@ -346,7 +346,7 @@ def _started(side: Side, rig: Rig) -> bool:
     if "error" in side.found:
         return False
     error = None
-    free(rig.device)
+    release(rig.device)
     before = allocated_bytes(rig.device)
     try:
         side.training = rig.training(side.build(rig.copy()))
@@ -357,7 +357,7 @@ def _started(side: Side, rig: Rig) -> bool:
     found = rig.ranks.failure(error)
     if found is not None:
         side.found["error"], side.training = found, None
-        free(rig.device)
+        release(rig.device)
     elif rig.device.type == "cuda" and side.name != "auto":
         # What is allocated before is the other sides'; `auto` was built before any.
         side.found["peak_bytes"] = max(rig.ranks.every(peak - before + rig.batch_bytes))

@@ -36,10 +36,9 @@ from backbeat.lab import experiment
 from backbeat.lab.requirements import check
 from backbeat.lab.setting import Setting
 from backbeat.measure.model.batches import to_device
-from backbeat.measure.model.training_step import autocast
+from backbeat.measure.model.training_step import autocast, release
 from backbeat.model.files import write
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.parallel.preserve import free
 from backbeat.units import parse_duration, parse_rate
 
 HERE = Path(__file__).resolve().parent
@@ -156,7 +155,7 @@ class Race:
             else:
                 built[name] = rig.fsdp2(rig.copy())
             self.prepared_s[name] = time.monotonic() - began
-        free(rig.device)
+        release(rig.device)
         self.trainees = [Trainee(rig, name, one, data(node.start.node), given) for name, one in built.items()]
         # Memory, kernels and workers are there before the clock runs: the same for all, and learned from.
         for one in self.trainees:

@@ -31,7 +31,7 @@ from backbeat.cost.operator_model import operator_model
 from backbeat.errors import BackbeatError
 from backbeat.measure.model.analytic import analytic_profile
 from backbeat.measure.model.factory import load
-from backbeat.measure.model.pace import CLOSE
+from backbeat.measure.model.launch_bound import CLOSE
 from backbeat.model import Profile, Source
 from backbeat.model.files import ZOO, write
 

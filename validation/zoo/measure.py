@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 
 from backbeat.errors import BackbeatError
-from backbeat.measure.model.factory import Workload, load, profile_name, release
-from backbeat.measure.model.profiler import MeasuredModel, measure
-from backbeat.measure.model.training_step import autocast, tensor_cores
+from backbeat.measure.model.factory import Workload, load
+from backbeat.measure.model.profiler import MeasuredModel, measure, profile_name
+from backbeat.measure.model.training_step import autocast, release, tensor_cores
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
 from backbeat.units import parse_duration
@@ -152,7 +152,7 @@ def _measure_model(
 
 def _report(result: MeasuredModel, path: Path, seconds: float, out: Path) -> None:
     profile = result.profile
-    memory = profile.memory
+    memory, bound = profile.memory, result.launch_bound
     columns = {
         "name": profile.name,
         "iteration_ms": f"{profile.single_s * 1e3:.3f}",
@@ -163,9 +163,9 @@ def _report(result: MeasuredModel, path: Path, seconds: float, out: Path) -> Non
         "gradient_MB": f"{profile.total_bytes / 1e6:.1f}",
         "peak_GB": f"{memory.peak_bytes / 1e9:.2f}" if memory else "",
         "hooked_over_plain": f"{result.overhead:.4f}",
-        "pace": result.pace.kind if result.pace else "",
-        "host_ms": f"{result.pace.host_s * 1e3:.3f}" if result.pace else "",
-        "device_ms": f"{result.pace.device_s * 1e3:.3f}" if result.pace and result.pace.device_s else "",
+        "pace": bound.kind if bound else "",
+        "host_ms": f"{bound.host_s * 1e3:.3f}" if bound else "",
+        "device_ms": f"{bound.device_s * 1e3:.3f}" if bound and bound.device_s else "",
         "iterations": str(len(profile.iteration_s)),
     }
     summary = out / "summary.tsv"

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-from backbeat.measure.model.factory import load, measure_factory, release
+from backbeat.measure.model.factory import load
+from backbeat.measure.model.profiler import measure_factory
+from backbeat.measure.model.training_step import release
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
 

@@ -20,14 +20,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from backbeat.comm.machine import today, versions
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.cost.operators import Traffic
-from backbeat.errors import BackbeatError, InputError
+from backbeat.errors import BackbeatError, InputError, where_raised
 from backbeat.measure.model.batches import map_batch
 from backbeat.measure.model.estimator import Estimator, VirtualClock
 from backbeat.measure.model.factory import Factory, Workload
 from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences
-from backbeat.measure.model.observation import Figures, take
+from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
-from backbeat.measure.model.training_step import PRECISIONS, Marks, Observer, Training, where_raised
+from backbeat.measure.model.training_step import PRECISIONS, Marks, Observer, Training
 from backbeat.model import ComputeShares, Profile, Source
 from backbeat.model.checks import at_least
 
@@ -181,7 +181,7 @@ def analytic_figures(
             unpacked_sequences(),
             _parameters_on_host(module, estimator),
         ):
-            figures = take(training, 1, 1, None)
+            figures = measure_training(training, 1, 1, None)
     except Exception as error:
         cause = error.__cause__ if isinstance(error, BackbeatError) else error
         if isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):

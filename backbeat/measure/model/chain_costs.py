@@ -17,10 +17,11 @@ from statistics import median
 import torch
 
 from backbeat.comm.clock import Clock, Mark
+from backbeat.errors import where_raised
 from backbeat.measure.model.batches import tensors_in
 from backbeat.measure.model.chain import BlockCall, BlockHooks, find_blocks
 from backbeat.measure.model.memory_by_kind import BlockBytes, BlockSizes, block_parameters, cast_inputs
-from backbeat.measure.model.training_step import AUTOCAST, Training, is_out_of_memory, where_raised
+from backbeat.measure.model.training_step import AUTOCAST, Training, is_out_of_memory
 from backbeat.model import Block, HostLink
 
 _TIMED = {"cpu": 3, "cuda": 5}

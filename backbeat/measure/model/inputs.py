@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from backbeat.errors import InputError, MeasurementError, MissingPartError
-from backbeat.measure.model.training_step import Training, is_out_of_memory, where_raised
+from backbeat.errors import InputError, MeasurementError, MissingPartError, where_raised
+from backbeat.measure.model.training_step import Training, is_out_of_memory
 from backbeat.model.profile import Dtype
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -23,9 +23,17 @@ from backbeat.measure.model.hooks import (
     ready_shares,
 )
 from backbeat.measure.model.inputs import Gradients, first_iteration
+from backbeat.measure.model.launch_bound import (
+    ApplyMemory,
+    LaunchBound,
+    LaunchTimes,
+    how_launch_bound,
+    launch_times,
+    needs_head_start,
+    recomputation,
+)
 from backbeat.measure.model.memory_by_kind import measure_memory
 from backbeat.measure.model.operator_work import count_flops
-from backbeat.measure.model.pace import ApplyMemory, Host, Pace, judge, needs_head_start, probe, recomputation
 from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory
 from backbeat.model import Gradient, Memory, Profile, Source
 
@@ -59,7 +67,7 @@ class Figures:
     hooked: Hooked
     activations: dict[int, int]
     memory: Memory
-    pace: Pace | None
+    launch_bound: LaunchBound | None
     """None where the host is the device."""
     compiled: bool
     chain: MeasuredChain
@@ -128,18 +136,19 @@ def rounded(seconds: float) -> float:
     return round(seconds, 8)
 
 
-def take(
+def measure_training(
     training: Training,
     iterations: int,
     warmup: int,
     time_limit_s: float | None,
     apply_memory: ApplyMemory | None = None,
     compile_blocks: bool = False,
-    line_up: Callable[[], None] | None = None,
+    wait_for_others: Callable[[], None] | None = None,
 ) -> Figures:
     """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host.
 
-    `line_up` is called, with an idle device, before each of three series of iterations: plain, hooked, and plain again.
+    `wait_for_others` is called, with an idle device, before each of three series of iterations: plain, hooked, plain
+    again.
     """
     gradients = first_iteration(training)
     compiled = is_compiled(training.model)
@@ -177,20 +186,20 @@ def take(
 
         def begin_together() -> None:
             clock.synchronize()
-            if line_up is not None:
-                line_up()
+            if wait_for_others is not None:
+                wait_for_others()
 
         # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
-        trailing = 0 if line_up is None else 1
+        trailing = 0 if wait_for_others is None else 1
         begin_together()
         plain = _block(training, (iterations + 1) // 2, trailing=trailing)
         clock.synchronize()
         host, again_s, fetch_s, ahead = None, None, None, None
         if clock.asynchronous:
-            host = probe(training)
+            host = launch_times(training)
             # Recomputed blocks would have to be compiled once more.
             if apply_memory is not None and not compile_blocks:
-                usual = probe(training, median)
+                usual = launch_times(training, median)
                 again_s = recomputation(training, chain.blocks, usual, apply_memory)
                 fetch_s = recomputation(training, chain.blocks, usual, apply_memory, "offload")
         begin_together()
@@ -202,11 +211,13 @@ def take(
         clock.synchronize()
 
         forward_s, backward_s = _phases(plain, training)
-        pace = None
+        bound = None
         if host is not None:
             device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
-            pace = judge(host, _iteration_s(plain, training), forward_s + backward_s, device_s, again_s, fetch_s)
-            if pace.kind == "launch-bound":
+            bound = how_launch_bound(
+                host, _iteration_s(plain, training), forward_s + backward_s, device_s, again_s, fetch_s
+            )
+            if bound.kind == "launch-bound":
                 # Plain iterations wait for the host, and so must those that say when each gradient is ready.
                 observed = hooked(None)
         return Figures(
@@ -218,7 +229,7 @@ def take(
             hooked=observed,
             activations=activations,
             memory=memory,
-            pace=pace,
+            launch_bound=bound,
             compiled=compiled,
             chain=chain,
             flops=flops[0],
@@ -256,7 +267,9 @@ def _block(training: Training, count: int, observer: Observer | None = None, *, 
     return [training.iterate(observer) for _ in range(leading + count + trailing)][leading : leading + count]
 
 
-def _hooked(training: Training, gradients: Gradients, owners: list[Owner], count: int, host: Host | None) -> Hooked:
+def _hooked(
+    training: Training, gradients: Gradients, owners: list[Owner], count: int, host: LaunchTimes | None
+) -> Hooked:
     """Watch the gradients, then the modules. Given the host's times, let it get that far ahead each time."""
     clock = training.clock
     with ReadyHooks(gradients.parameters, clock, host.backward_s if host else 0.0) as ready_hooks:

@@ -2,13 +2,15 @@
 
 Plain iterations give the times; separate, hooked ones give each gradient's share of backward and each module's share
 of forward. So the hooks' own cost is measured rather than contained in the figures, and it is said in a note.
+
+For the model of a factory, where memory runs out, the error names the batch size that fits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,23 +20,25 @@ from torch.utils._pytree import tree_map_only
 
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name, short_name, source
-from backbeat.errors import InputError, MeasurementError
+from backbeat.errors import InputError, MeasurementError, where_raised
 from backbeat.measure.model.batches import samples_in, to_device
 from backbeat.measure.model.compiled import NOTE as COMPILED
-from backbeat.measure.model.inputs import check_model, device_of
+from backbeat.measure.model.compose import compose
+from backbeat.measure.model.factory import Factory
+from backbeat.measure.model.inputs import check_model, device_of, parse_device
+from backbeat.measure.model.launch_bound import ApplyMemory, LaunchBound
 from backbeat.measure.model.noise import noise
-from backbeat.measure.model.observation import Figures, rounded, take
+from backbeat.measure.model.observation import Figures, measure_training, rounded
 from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
-from backbeat.measure.model.pace import ApplyMemory, Pace
 from backbeat.measure.model.training_step import (
     Loss,
     OutOfMemoryError,
     Training,
     check_precision,
     is_out_of_memory,
+    release,
     scaler_for,
     tensor_cores,
-    where_raised,
 )
 from backbeat.model import Profile
 from backbeat.model.checks import at_least
@@ -52,7 +56,7 @@ class MeasuredModel:
     profile: Profile
     overhead: float
     """Forward and backward with hooks, over the same without."""
-    pace: Pace | None
+    launch_bound: LaunchBound | None
     """Whether the device or the host bounds an iteration; None on a CPU."""
 
 
@@ -68,7 +72,7 @@ def profile(
     `loss(model, batch)` returns the scalar that backward starts from. The optimizer may be one of `sgd`, `adam` and
     `adamw` by name; without one, SGD with momentum. Options are those of `measure`: `precision`, `device`,
     `iterations`, `warmup`, `accumulation`, `batch_size`, `name`, `model_name`, `time_limit_s`, `accept_noise`,
-    `compile_blocks`, `keep`, `command`, `notes`, `topk_speed`, `apply_memory`, `line_up`.
+    `compile_blocks`, `keep`, `command`, `notes`, `topk_speed`, `apply_memory`, `wait_for_others`.
     """
     return measure(model, batch, loss, optimizer, **options).profile
 
@@ -95,7 +99,7 @@ def measure(
     notes: Iterable[str] = (),
     topk_speed: TopkSpeed | None = None,
     apply_memory: ApplyMemory | None = None,
-    line_up: Callable[[], None] | None = None,
+    wait_for_others: Callable[[], None] | None = None,
 ) -> MeasuredModel:
     """As `profile`, with the measurement's own cost.
 
@@ -104,7 +108,7 @@ def measure(
     under `torch.compile`, as `backbeat profile --compile` does. `keep=False` spares the copies that
     put the model back as it was. `topk_speed` and `apply_memory` come from `backbeat.runtime`, as
     `backbeat profile` gives them: without them the profile does not say what top-k costs, nor, on a GPU, what
-    recomputation costs the host. Where several ranks measure at once, `line_up` lets them begin each series of
+    recomputation costs the host. Where several ranks measure at once, `wait_for_others` lets them begin each series of
     iterations together, as the steps of training do: what they share, like a device or a host, is then shared alike.
     """
     for field, value in (("iterations", iterations), ("warmup", warmup), ("accumulation", accumulation)):
@@ -139,7 +143,9 @@ def measure(
     try:
         with _current(where), tensor_cores(precision, where):
             with put_back(model, given_optimizer, where) if keep else contextlib.nullcontext():
-                figures = take(training, iterations, warmup, time_limit_s, apply_memory, compile_blocks, line_up)
+                figures = measure_training(
+                    training, iterations, warmup, time_limit_s, apply_memory, compile_blocks, wait_for_others
+                )
             found = noise(figures.iteration_s, figures.forward_s + figures.backward_s, figures.overhead)
             if found is not None and not accept_noise:
                 raise MeasurementError(
@@ -181,18 +187,18 @@ def measure(
         host_link=figures.chain.host_link,
         compression_s_per_byte=s_per_byte,
         compression_s_per_bucket=s_per_bucket,
-        **{} if figures.pace is None else host_fields(figures.pace),
+        **{} if figures.launch_bound is None else host_fields(figures.launch_bound),
     )
-    return MeasuredModel(document, figures.overhead, figures.pace)
+    return MeasuredModel(document, figures.overhead, figures.launch_bound)
 
 
-def host_fields(pace: Pace) -> dict[str, float]:
+def host_fields(bound: LaunchBound) -> dict[str, float]:
     """What a profile says of the host, and of the device without waiting for it, as far as they are known."""
     found = {
-        "device_s": pace.device_s if pace.kind == "launch-bound" else None,
-        "host_s": pace.host_s,
-        "host_recompute_s": pace.recompute_s,
-        "host_fetch_s": pace.fetch_s,
+        "device_s": bound.device_s if bound.kind == "launch-bound" else None,
+        "host_s": bound.host_s,
+        "host_recompute_s": bound.recompute_s,
+        "host_fetch_s": bound.fetch_s,
     }
     return {field: rounded(seconds) for field, seconds in found.items() if seconds is not None}
 
@@ -203,8 +209,8 @@ def _notes(training: Training, figures: Figures) -> list[str]:
         f"with hooks, forward and backward took {figures.overhead:.4f} times the plain {plain_s * 1e3:.4g} ms; "
         "ready and forward times are shares of the plain backward and forward"
     ]
-    if figures.pace is not None:
-        notes.append(_pace_note(figures.pace))
+    if figures.launch_bound is not None:
+        notes.append(_launch_bound_note(figures.launch_bound))
     else:
         notes.append(f"CPU with {torch.get_num_threads()} threads; peak memory is the sum of its kinds, not measured")
     if figures.compiled:
@@ -218,18 +224,18 @@ def _notes(training: Training, figures: Figures) -> list[str]:
     return [*notes, *figures.chain.notes]
 
 
-def _pace_note(pace: Pace) -> str:
+def _launch_bound_note(bound: LaunchBound) -> str:
     host = (
-        f"{pace.kind}: the host submits an iteration in {pace.host_s * 1e3:.4g} ms, "
-        f"{pace.host_s / pace.iteration_s:.0%} of the {pace.iteration_s * 1e3:.4g} ms it takes"
+        f"{bound.kind}: the host submits an iteration in {bound.host_s * 1e3:.4g} ms, "
+        f"{bound.host_s / bound.iteration_s:.0%} of the {bound.iteration_s * 1e3:.4g} ms it takes"
     )
-    if pace.kind == "device-bound" or pace.device_s is None:
+    if bound.kind == "device-bound" or bound.device_s is None:
         return host
-    if pace.kind == "close to launch-bound":
+    if bound.kind == "close to launch-bound":
         return f"{host}; hooked iterations gave the host a head start, so that the shares are the device's own"
     return (
-        f"{host}; given a head start, the device does forward and backward in {pace.device_s * 1e3:.4g} ms; the shares "
-        "are at the host's pace; a faster host, a larger batch or CUDA graphs would shorten the iteration"
+        f"{host}; given a head start, the device does forward and backward in {bound.device_s * 1e3:.4g} ms; the "
+        "shares are at the host's pace; a faster host, a larger batch or CUDA graphs would shorten the iteration"
     )
 
 
@@ -265,3 +271,96 @@ def put_back(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, de
             parameter.grad = gradient
         if optimizer is not None and state is not None:
             optimizer.load_state_dict(state)
+
+
+def measure_factory(
+    factory: Factory,
+    *,
+    batch_size: int | None = None,
+    device: str | None = None,
+    name: str | None = None,
+    optimizer: str | None = None,
+    **options: Any,
+) -> MeasuredModel:
+    """Build and measure, with the options of `measure`. Where memory runs out, the error names a batch that fits.
+
+    `optimizer` names one for a factory that returns none.
+    """
+    options["optimizer"] = optimizer
+    if batch_size is not None:
+        at_least("batch size", batch_size, 1)
+    where = _device(device)
+    size = factory.batch_size(batch_size)
+    try:
+        return _build_and_measure(factory, batch_size, where, name, options)
+    except OutOfMemoryError as error:
+        message = str(error)
+    # Outside the handler, so that the traceback no longer holds the tensors that did not fit.
+    release(where)
+    if size is None:
+        raise OutOfMemoryError(f"{message}. {factory.spec} takes no batch_size, so no smaller one was tried")
+    fitting = _largest_fitting(factory, size // 2, where, options)
+    advice = f"batch size {fitting} fits: use --batch-size {fitting}" if fitting else "not even batch size 1 fits"
+    raise OutOfMemoryError(f"out of memory at batch size {size}; {advice}")
+
+
+def _build_and_measure(
+    factory: Factory, batch_size: int | None, device: torch.device, name: str | None, options: dict[str, Any]
+) -> MeasuredModel:
+    workload = factory.build(factory.batch_size(batch_size), device)
+    optimizer = options.get("optimizer")
+    samples = factory.samples(workload, batch_size, optimizer)
+    notes = (f"{factory.spec}: {factory.description}",) if factory.description else ()
+    return measure(
+        workload.model,
+        workload.batch,
+        workload.loss,
+        workload.optimizer or optimizer,
+        device=device,
+        batch_size=samples,
+        name=name or profile_name(factory, samples, options, device),
+        model_name=factory.title,
+        keep=False,
+        notes=notes,
+        **{option: value for option, value in options.items() if option != "optimizer"},
+    )
+
+
+def compose_factory(factory: Factory, from_layers: tuple[int, int], **options: Any) -> Profile:
+    """Measure the factory's model with each of two small numbers of layers; compose the profile of the whole from them.
+
+    The options are those of `measure_factory`.
+    """
+    layers, name = factory.layers, options.pop("name", None)
+    measured = []
+    for count in sorted(from_layers):
+        measured.append(measure_factory(factory.with_layers(count), **options).profile)
+        release(_device(options.get("device")))
+    return compose(measured[0], measured[1], layers, name=name)
+
+
+def profile_name(factory: Factory, samples: int | None, options: Mapping[str, Any], device: torch.device) -> str:
+    """`gpt2-b8-bf16-adamw-compile-h200`: what was measured, with what, on what."""
+    words = [factory.title, f"b{samples}", options.get("precision", "fp32")]
+    if options.get("optimizer") not in (None, "sgd"):
+        words.append(options["optimizer"])
+    if options.get("compile_blocks"):
+        words.append("compile")
+    return "-".join([*words, short_name(device)])
+
+
+def _largest_fitting(factory: Factory, size: int, device: torch.device, options: dict[str, Any]) -> int | None:
+    quick = {**options, "iterations": 1, "warmup": 1}
+    while size >= 1:
+        try:
+            _build_and_measure(factory, size, device, None, quick)
+            return size
+        except OutOfMemoryError:
+            pass
+        release(device)
+        size //= 2
+    return None
+
+
+def _device(given: str | None) -> torch.device:
+    return parse_device(given or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -4,7 +4,7 @@ precisions that a profile can be taken in, as PyTorch's own switches."""
 from __future__ import annotations
 
 import contextlib
-import traceback
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -122,12 +122,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def where_raised(error: BaseException) -> str:
-    """`ValueError: …  (file.py, line 12)`: the innermost frame, on one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{at}" if text else f"{type(error).__name__}{at}"
+def release(device: torch.device) -> None:
+    """Models may hold themselves: what is gone should not count to what comes next."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def check_precision(precision: str, device: torch.device) -> None:

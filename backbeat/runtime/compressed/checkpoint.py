@@ -26,7 +26,7 @@ import torch
 from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
-from backbeat.runtime.reduce.bucket import BucketBuffer
+from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.settings import TorchDDP
 from backbeat.runtime.reduce.step import ReducerContext
 
@@ -178,7 +178,7 @@ class CarriedResiduals:
                 if found is not None:
                     bucket.put(index, *found)
 
-    def add_owed(self, bucket: BucketBuffer, arrived: Sequence[int]) -> None:
+    def add_owed(self, bucket: BucketMemory, arrived: Sequence[int]) -> None:
         """What a member owes from a plan that compressed it goes with its first dense gradient."""
         if not self._held or not bucket.views:
             return

@@ -16,12 +16,12 @@ from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
 from backbeat.runtime.compressed.topk import TopK
-from backbeat.runtime.reduce.bucket import BucketBuffer, addresses_of, views_of
+from backbeat.runtime.reduce.bucket import BucketMemory, addresses_of, views_of
 from backbeat.runtime.reduce.partition import BucketSpec
 from backbeat.runtime.reduce.step import Step, TakenGradients
 
 
-class CompressedBucket(BucketBuffer):
+class CompressedBucket(BucketMemory):
     """One bucket. `store` keeps its residual; `dense`: the decoded mean gets a buffer of its own, to be `.grad`."""
 
     compressed = True
@@ -38,23 +38,15 @@ class CompressedBucket(BucketBuffer):
         momentum_of: Callable[[Any], float] | None,
         gathering: Scratch,
     ) -> None:
-        self.spec = spec
-        self.members = spec.members
-        self.parameters = [parameters[index] for index in spec.members]
+        super().__init__(spec, parameters)
         # Members keep these slices of every buffer, whatever memory format they are given later.
         self._slices = [
             torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
             for parameter in self.parameters
         ]
-        self.device = self.parameters[0].device
-        self.sparse = False
-        self.reduce_dtype = None
-        self.status_length = 0
-        self.views = []
         self.dtype = dtype
-        self.numel = sum(parameter.numel() for parameter in self.parameters)
         held = self.numel if dense else 0
-        self.flat = self.payload = torch.zeros(held, dtype=self.parameters[0].dtype, device=self.device)
+        self.payload = torch.zeros(held, dtype=self.parameters[0].dtype, device=self.device)
         self._dense = dense
         self._lay_slots()
         self.compressor = compressor

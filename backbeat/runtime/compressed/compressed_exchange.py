@@ -23,10 +23,11 @@ from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.checkpoint import CarriedResiduals
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.residual import Scratch, dtype_of, make_stores, numel_of
-from backbeat.runtime.compressed.topk import CudaGraphs, TopK
+from backbeat.runtime.compressed.topk import TopK
 from backbeat.runtime.compressed.updates import Updates, without_modes
-from backbeat.runtime.reduce.bucket import BucketBuffer
+from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.exchange import Exchange
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
 from backbeat.runtime.reduce.settings import CompressionOptions
@@ -77,7 +78,7 @@ class CompressedExchange(Exchange):
         """Where everybody's message comes in, of a bucket that is dealt with at once."""
         self._graphs = None if self.context.communicators.device.type in topk.HOSTS else CudaGraphs()
 
-    def bucket(self, spec: BucketSpec, status_length: int) -> BucketBuffer:
+    def bucket(self, spec: BucketSpec, status_length: int) -> BucketMemory:
         if spec.compression is None or not numel_of(spec, self.context):
             # The status message of compressed plans needs fp32 and travels alone.
             return super().bucket(spec, 0)
@@ -109,10 +110,10 @@ class CompressedExchange(Exchange):
                 "model.attach(optimizer, max_grad_norm=None) before the first backward, or leave it out"
             )
 
-    def carries_status(self, bucket: BucketBuffer) -> bool:
+    def carries_status(self, bucket: BucketMemory) -> bool:
         return False
 
-    def send(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> InFlight:
+    def send(self, index: int, bucket: BucketMemory, status: torch.Tensor | None) -> InFlight:
         step = self.context.step
         if not isinstance(bucket, CompressedBucket):
             if not step.contributes_nothing:
@@ -290,7 +291,7 @@ class CompressedExchange(Exchange):
         if parameters:
             self.updates.apply(parameters, without_momentum=self.options.momentum_correction)
 
-    def _update_dense(self, buckets: Sequence[BucketBuffer], used: Sequence[bool] | None) -> None:
+    def _update_dense(self, buckets: Sequence[BucketMemory], used: Sequence[bool] | None) -> None:
         """Update the members of these that have their gradients in `.grad`, which are clipped before if asked for."""
         present = [
             parameter

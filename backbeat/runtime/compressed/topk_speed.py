@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 
 from backbeat.measure.model.training_step import Training, is_out_of_memory
+from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.residual import Residual, accumulate, add_all
-from backbeat.runtime.compressed.topk import CudaGraphs, TopK
+from backbeat.runtime.compressed.topk import TopK
 
 DENSITY = 0.01
 _FEWEST_ELEMENTS = 2**20

@@ -30,10 +30,9 @@ from backbeat.runtime.compressed.checkpoint import (
     save_residuals,
 )
 from backbeat.runtime.integrations.watching import lightning_packages
-from backbeat.runtime.parallel.apply_plan import no_sync
+from backbeat.runtime.parallel.any_plan import load_full_state_dict, no_sync
 from backbeat.runtime.reduce.settings import split_options
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
-from backbeat.runtime.sharded.full_state import load_full_state_dict
 
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -1,10 +1,7 @@
-"""A plan of either kind on a plain model: buckets in the DDP wrapper, units by `fully_shard`; and gradient
-accumulation, whatever plan a model runs."""
+"""A plan of either kind on a plain model: buckets in the DDP wrapper, units by `fully_shard`."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,16 +12,10 @@ from backbeat.runtime.reduce.settings import TorchDDP, check_model
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from backbeat.model import Plan
 
-NOTE = "parallelize "
-"""A plan that `parallelize` made has a note that begins so, and goes on with what it was made for."""
-UNUSED = "unused"
-"""In that note: whether a step leaves parameters without gradients, which torch's DDP has to be told."""
 _SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
 
 
@@ -37,10 +28,9 @@ def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceM
         return fully_shard(model, plan, mesh)
     wrapped: Any
     if is_stock(plan):
-        unused = bool((made_for(plan) or {}).get(UNUSED))
+        unused = plan.made_for is not None and plan.made_for.unused
         wrapped = DistributedDataParallel(model, reducer="ddp", process_group=group, find_unused_parameters=unused)
-        # A `Watch` compares its prediction.
-        wrapped.backbeat_plan = plan
+        wrapped.stock.plan = plan
     else:
         wrapped = DistributedDataParallel(model, plan=plan, process_group=group)
     parallel: nn.Module = wrapped
@@ -49,16 +39,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceM
 
 def is_stock(plan: Plan) -> bool:
     """Whether `parallelize` found torch's own DDP best: the plan is then only its prediction."""
-    return plan.strategy == "ddp" and plan.memory is None and made_for(plan) is not None
-
-
-def made_for(plan: Plan) -> dict[str, Any] | None:
-    """What `parallelize` made the plan for; None where it did not make it."""
-    note = next((note for note in plan.notes if note.startswith(NOTE)), None)
-    if note is None:
-        return None
-    found: dict[str, Any] = json.loads(note.removeprefix(NOTE))
-    return found
+    return plan.strategy == "ddp" and plan.memory is None and plan.made_for is not None
 
 
 def check_plain(model: nn.Module) -> None:
@@ -79,30 +60,3 @@ def check_plain(model: nn.Module) -> None:
     if not trained:
         raise InputError("no parameter of the model has requires_grad: there is nothing to train; unfreeze some")
     check_free(list(trained), list(trained.values()))
-
-
-@contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Forward and backward inside keep their gradients on this rank; the next ones outside send the sum.
-
-        with nullcontext() if last else no_sync(model):
-            loss(model, batch).backward()
-
-    For wrapped models it is torch's `no_sync`, for units `set_requires_gradient_sync`; also where these are parts of
-    the model given, as in a LightningModule. Units then keep whole gradients in memory, which a plan with
-    `gradient_sync="every"` does not count on.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    from backbeat.runtime.sharded.torch_fsdp import sends_gradients
-
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, TorchDDP):
-                stack.enter_context(module.no_sync())
-            elif isinstance(module, FSDPModule):
-                reduces, all_reduces = sends_gradients(module)
-                stack.callback(module.set_requires_all_reduce, all_reduces, recurse=False)
-                stack.callback(module.set_requires_gradient_sync, reduces, recurse=False)
-                module.set_requires_gradient_sync(False, recurse=False)
-        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from pathlib import Path
 from statistics import median
@@ -19,13 +18,13 @@ from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.model.batches import tensors_in
 from backbeat.model import Plan
 from backbeat.model.files import encode
-from backbeat.runtime.parallel.apply_plan import NOTE, made_for
+from backbeat.model.plan import MadeFor
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from backbeat.comm.agreement import RankStore
     from backbeat.model import Network
-    from backbeat.runtime.parallel.rank_store import RankStore
     from backbeat.runtime.parallel.trials import ExampleStep
 
 logger = logging.getLogger("backbeat.runtime")
@@ -38,25 +37,23 @@ NETWORK_FACTOR = 2.0
 
 def conditions(
     model: nn.Module, example: ExampleStep, ranks: RankStore, network: Network | None, options: dict[str, Any]
-) -> dict[str, Any]:
+) -> MadeFor:
     """What a plan depends on; rank 0's answer on every rank. Every rank calls it."""
-    return dict(
-        ranks.first(
-            {
-                "ranks": ranks.size,
-                "model": model_digest(model),
-                "batch": digest([f"{tuple(one.shape)} {one.dtype}" for one in tensors_in(example.batch)]),
-                "network": ranks.communicators.backend if network is None else digest([encode(network).decode()]),
-                "device": device_name(example.device),
-                "torch": str(torch.__version__),
-                "backbeat": __version__,
-                **options,
-            }
-        )
-    ) | {"message_s": _probe(ranks) if network is None else None}
+    mine = MadeFor(
+        ranks=ranks.size,
+        model=model_digest(model),
+        batch=digest([f"{tuple(one.shape)} {one.dtype}" for one in tensors_in(example.batch)]),
+        network=ranks.communicators.backend if network is None else digest([encode(network).decode()]),
+        device=device_name(example.device),
+        torch=str(torch.__version__),
+        backbeat=__version__,
+        **options,
+    )
+    found = msgspec.convert(ranks.first(msgspec.to_builtins(mine)), MadeFor)
+    return msgspec.structs.replace(found, message_s=_probe(ranks) if network is None else None)
 
 
-def kept_plan(path: str, now: dict[str, Any]) -> tuple[Plan | None, str]:
+def kept_plan(path: str, now: MadeFor) -> tuple[Plan | None, str]:
     """The plan in the file, if it was made for the same conditions; otherwise None and why. Rank 0 calls it."""
     try:
         if not Path(path).exists():
@@ -64,24 +61,20 @@ def kept_plan(path: str, now: dict[str, Any]) -> tuple[Plan | None, str]:
         plan = Plan.load(path)
     except (OSError, BackbeatError) as error:
         return None, f"{path} cannot be read ({error})"
-    then = made_for(plan)
+    then = plan.made_for
     if then is None:
         raise InputError(
             f"{path} is a plan that parallelize did not make, and plan='auto:{path}' would write over it: name another "
             f"file, or give plan={path!r} to run it"
         )
-    differs = [key for key in now if key != "message_s" and now[key] != then.get(key)]
+    compared = (name for name in MadeFor.__struct_fields__ if name not in ("message_s", "unused"))
+    differs = [name for name in compared if getattr(now, name) != getattr(then, name)]
     if differs:
         return None, f"another {', '.join(differs)} than when {path} was made"
-    was, is_now = then.get("message_s"), now["message_s"]
+    was, is_now = then.message_s, now.message_s
     if was and is_now and not 1 / NETWORK_FACTOR <= is_now / was <= NETWORK_FACTOR:
         return None, f"another network than when {path} was made: a message takes {is_now / was:.2g} times as long"
     return plan, ""
-
-
-def with_note(plan: Plan, now: dict[str, Any]) -> Plan:
-    """The plan, saying what it was made for."""
-    return msgspec.structs.replace(plan, notes=(*plan.notes, NOTE + json.dumps(now)))
 
 
 def save(plan: Plan, path: str) -> None:

@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch.distributed as dist
 
-from backbeat.comm.agreement import agree
+from backbeat.comm.agreement import RankStore, agree, same_on_all_ranks
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.inputs import device_of
 from backbeat.measure.model.profiler import measure
-from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory
+from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, release
 from backbeat.measure.network.calibration import calibrate
 from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
+from backbeat.model.plan import MadeFor
 from backbeat.runtime.auto import message_sizes
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
-from backbeat.runtime.memory.room import room_for
-from backbeat.runtime.parallel.apply_plan import UNUSED, apply_plan, check_plain, is_stock
+from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock
 from backbeat.runtime.parallel.candidates import (
     FARTHEST,
     Candidate,
@@ -41,9 +41,8 @@ from backbeat.runtime.parallel.candidates import (
     predicted_candidates,
     worth_trying,
 )
-from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save, with_note
-from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state, without_original
-from backbeat.runtime.parallel.rank_store import RankStore, asked_alike
+from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save
+from backbeat.runtime.parallel.preserve import copy_of, preserved_state, room_for, without_original
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
 from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
@@ -103,7 +102,7 @@ def parallelize(
     """
     if not dist.is_initialized():
         raise InputError("torch.distributed is not initialised: call init_process_group first, or run under torchrun")
-    with asked_alike("parallelize") as said:
+    with same_on_all_ranks("parallelize") as said:
         check_plain(model)
         said["model"] = model_digest(model)
         path = auto_path(plan)
@@ -138,7 +137,7 @@ class ParallelSearch:
         # Before the first of them exists: a plan on two communicators may be taken.
         set_nccl_launch_order(world, self.example.device)
         communicators = Communicators(world, self.example.device, 1)
-        self.ranks = RankStore(communicators)
+        self.ranks = RankStore(communicators, "parallelize")
         self._began = time.monotonic()
 
     def run(self) -> Taken:
@@ -166,7 +165,7 @@ class ParallelSearch:
             return known
         profile, unused = self._profile()
         network = self._network(profile)
-        candidates = self._candidates(profile, network, {**now, UNUSED: unused})
+        candidates = self._candidates(profile, network, msgspec.structs.replace(now, unused=unused))
         # A prediction that rests on small messages alone excludes nothing.
         beyond = self.ranks.first(extrapolation(network, profile))
         tried = worth_trying(candidates) if beyond <= FARTHEST else candidates
@@ -213,11 +212,12 @@ class ParallelSearch:
             workers=1,
             communicators=1,
             buckets=(Bucket(gradients=names, communicator=0),),
+            made_for=MadeFor(ranks=1, unused=unused),
         )
         self._say("stock DDP: there is one rank, and nothing to send", last=True)
-        return Taken(plan=with_note(one, {"ranks": 1, UNUSED: unused}), words="", dropped={})
+        return Taken(plan=one, words="", dropped={})
 
-    def _known(self, now: dict[str, Any]) -> Taken | None:
+    def _known(self, now: MadeFor) -> Taken | None:
         """The plan in the file, if it still holds."""
 
         def read() -> tuple[str, str]:
@@ -237,7 +237,7 @@ class ParallelSearch:
         """Rank 0's profile with the spread of all ranks, and whether some rank's step leaves parameters without
         gradients. Errors are raised on all ranks."""
         self._say("timing steps of the example")
-        profile = self.ranks.together(self._measured, "a step of the example did not run")
+        profile = self.ranks.raise_on_all(self._measured, "a step of the example did not run")
         came = {gradient.name for gradient in profile.gradients}
         trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
         unused = any(self.ranks.every(bool(trained - came)))
@@ -254,7 +254,7 @@ class ParallelSearch:
         except Exception as error:
             if not isinstance(error, OutOfMemoryError) and not is_out_of_memory(error):
                 raise
-        free(self.example.device)
+        release(self.example.device)
         # No room for a copy: the model itself, put back afterwards from the host.
         return self._measured_of(self.model, keep=True)
 
@@ -275,7 +275,7 @@ class ParallelSearch:
             command="backbeat.runtime.parallelize",
             topk_speed=measure_topk if self.compression else None,
             apply_memory=apply_memory if self.memory_bytes is not None else None,
-            line_up=self.ranks.line_up,
+            wait_for_others=self.ranks.wait_for_others,
         ).profile
 
     def _network(self, profile: Profile) -> Network:
@@ -304,8 +304,8 @@ class ParallelSearch:
         slowdown = measure_step_slowdown(self.model, self.example, self.ranks, network, step_s, limit_s)
         return msgspec.structs.replace(network, slowdown=slowdown)
 
-    def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> list[Candidate]:
-        """Rank 0's candidates, each with a note of what it was made for."""
+    def _candidates(self, profile: Profile, network: Network, now: MadeFor) -> list[Candidate]:
+        """Rank 0's candidates, each with what it was made for."""
 
         def planned() -> list[dict[str, Any]]:
             found = predicted_candidates(
@@ -315,7 +315,8 @@ class ParallelSearch:
                 compression=self.compression,
                 communicators=1 if self.ranks.communicators.limit == 1 else None,
             )
-            return [Candidate(kind=one.kind, plan=with_note(one.plan, now)).to_text() for one in found]
+            made = [msgspec.structs.replace(one.plan, made_for=now) for one in found]
+            return [Candidate(kind=one.kind, plan=plan).to_text() for one, plan in zip(found, made, strict=True)]
 
         return [Candidate.from_text(one) for one in self.ranks.first_of(planned, "planning failed")]
 

@@ -1,21 +1,25 @@
-"""What `parallelize` leaves as it was: it trains copies of the model, restores random generators, and frees memory."""
+"""What `parallelize` leaves as it was: it trains copies of the model where memory has room, restores random generators,
+and frees memory."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import gc
+import os
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.measure.model.memory_by_kind import storage_bytes
-from backbeat.measure.model.training_step import is_out_of_memory
+from backbeat.measure.model.training_step import is_out_of_memory, release
 from backbeat.model import Profile
+from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +38,7 @@ def preserved_state(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        free(device)
+        release(device)
 
 
 def copy_of(model: nn.Module) -> nn.Module:
@@ -66,8 +70,26 @@ def without_original(profile: Profile, model: nn.Module) -> Profile:
     return replace(profile, memory=alone)
 
 
-def free(device: torch.device) -> None:
-    """Hand back what nobody holds any more."""
-    gc.collect()
+def room_for(profile: Profile, device: torch.device) -> str | None:
+    """Why there is no memory for a trained copy beside the model; None where there is."""
+    if profile.memory is None:
+        return None
+    need = profile.memory.peak_bytes or 2 * profile.memory.steady_bytes
+    have = _free_bytes(device)
+    if have is None or need * 1.1 <= have:
+        return None
+    return f"a copy in training takes {format_bytes(need)}, and {format_bytes(have)} are free"
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that this rank may take; None where the machine does not say."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return None if kilobytes is None else kilobytes * 1024 // ranks

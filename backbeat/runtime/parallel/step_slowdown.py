@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backbeat.measure.model.training_step import where_raised
+from backbeat.errors import where_raised
+from backbeat.measure.model.training_step import release
 from backbeat.measure.network.beside_compute import message_bytes
 from backbeat.model import Slowdown
-from backbeat.runtime.parallel.preserve import copy_of, free
+from backbeat.runtime.parallel.preserve import copy_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
 
+    from backbeat.comm.agreement import RankStore
     from backbeat.measure.model.training_step import Training
     from backbeat.model import Network
-    from backbeat.runtime.parallel.rank_store import RankStore
     from backbeat.runtime.parallel.trials import ExampleStep
 
 _WARMUP = 2
@@ -84,7 +85,7 @@ def measure_step_slowdown(
         except Exception as raised:
             error = where_raised(raised)
     copied = timed = None  # type: ignore[assignment]
-    free(ranks.device)
+    release(ranks.device)
     if len(ratios) < pairs.count:
         return None
     factor = max(mean(ranks.every(median(ratios))), 1.0)
@@ -101,7 +102,7 @@ class _TimedSteps:
         """From the beginning of the first step to the end of the last, while these are reduced."""
         clock = self.training.clock
         clock.reserve(5 * steps)
-        self.ranks.line_up()
+        self.ranks.wait_for_others()
         sent = [self.ranks.communicators[0].all_reduce(one) for one in messages]
         marks = [self.training.iterate() for _ in range(steps)]
         for one in sent:

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from backbeat.comm.clock import clock_for
-from backbeat.errors import InputError
+from backbeat.errors import InputError, where_raised
 from backbeat.measure.model.optimizers import make_optimizer
-from backbeat.measure.model.training_step import Loss, Training, scaler_for, where_raised
+from backbeat.measure.model.training_step import Loss, Training, release, scaler_for
 from backbeat.runtime.parallel.apply_plan import apply_plan
-from backbeat.runtime.parallel.preserve import copy_of, free
+from backbeat.runtime.parallel.preserve import copy_of
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from backbeat.comm.agreement import RankStore
     from backbeat.comm.communicators import Communicators
     from backbeat.model import Plan
     from backbeat.runtime.parallel.candidates import Candidate
-    from backbeat.runtime.parallel.rank_store import RankStore
 
 TURNS = 2
 WARMUP = 3
@@ -48,7 +48,7 @@ LEAST_STEPS, MOST_STEPS = 3, 10
 TIMEOUT_S = {"gloo": 30.0}
 """A collective of a trial gives up after this long, or after twenty steps if these take longer: what a failure on
 another rank costs where nothing else reports it. On gloo closed connections mostly do (`TrialGroups.close`), and a busy
-machine may hold a healthy rank up for seconds. NCCL needs the alarm (`RankStore.released`), and ends the process after
+machine may hold a healthy rank up for seconds. NCCL needs the alarm (`RankStore.alarm_for`), and ends the process after
 this long."""
 _ANOTHER_TIMEOUT_S = 120.0
 
@@ -186,7 +186,7 @@ def try_plan(
     if found is None:
         timeout_s = max(TIMEOUT_S.get(ranks.communicators.backend, _ANOTHER_TIMEOUT_S), 20 * step_s)
         groups = TrialGroups(plan, ranks.device, timedelta(seconds=timeout_s))
-        with ranks.released(groups.backends) as alarm:
+        with ranks.alarm_for(groups.backends) as alarm:
             try:
                 copied, seconds = _train(copied, plan, example, steps, groups)
             except Exception as raised:
@@ -197,13 +197,13 @@ def try_plan(
                 # Its connections end, and so do the collectives in which the other ranks wait.
                 copied = None
                 groups.close()
-                free(ranks.device)
+                release(ranks.device)
             # A rank that is done keeps its connections until all are.
             found = ranks.failure(error, order)
         copied = None
         groups.close()
     copied = None
-    free(ranks.device)
+    release(ranks.device)
     return found if found is not None else float(max(ranks.every(seconds)))
 
 

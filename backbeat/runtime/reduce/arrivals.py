@@ -1,4 +1,4 @@
-"""What autograd tells: whether a backward runs, and which gradients have arrived, on which CUDA stream.
+"""What autograd reports: whether a backward runs, and which gradients have arrived, on which CUDA stream.
 
 Gradients arrive: a hook on every parameter counts them down until a bucket is complete.
 
@@ -48,7 +48,7 @@ class Backward:
     def __init__(self) -> None:
         self._token: Callable[[], Any] = gone
         self._thread = threading.get_ident()
-        """Began it."""
+        """The thread that began it."""
 
     @property
     def running(self) -> bool:
@@ -222,7 +222,7 @@ class Arrivals:
         self.next_bucket = 0
         """The bucket that leaves next: those before it have left."""
         self.slow = True
-        """Arrivals take the long way: nothing may leave yet, or somebody wants to hear of each."""
+        """Arrivals go through `StepRunner._arrived`: nothing may leave yet, or somebody wants to hear of each."""
         self.root = -1
         """The engine's number of this backward; arrivals inside another come from a reentrant checkpoint."""
         self.nested = False
@@ -334,19 +334,19 @@ def register_hook(
     parameter: Parameter,
     index: int,
     arrivals: Arrivals,
-    slowly: Callable[[], Callable[[int], None] | None],
+    on_unusual: Callable[[], Callable[[int], None] | None],
     sender: Callable[[], Sender | None],
 ) -> Any:
     """Count the parameter's gradients down; returns the hook's handle.
 
-    `slowly` hears of arrivals that are not ordinary, `sender` when a bucket is complete. Both are held weakly: a
+    `on_unusual` hears of arrivals that are not ordinary, `sender` when a bucket is complete. Both are held weakly: a
     wrapper that is dropped must stop communicating, though its model lives on.
     """
 
     def arrived(_: torch.Tensor) -> None:
         # This runs once a gradient and is most of what the wrapper costs: `Arrivals.count` is written out here.
         if arrivals.slow or graph_task() != arrivals.root:
-            fired = slowly()
+            fired = on_unusual()
             if fired is not None:
                 fired(index)
             return

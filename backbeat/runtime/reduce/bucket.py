@@ -14,15 +14,59 @@ from backbeat.runtime.reduce.partition import BucketSpec, Partition
 from backbeat.runtime.reduce.step import Step, TakenGradients
 
 
-class BucketBuffer:
+class BucketMemory:
+    """One bucket of a reducer: its members, how it takes their gradients, and where their mean will be."""
+
+    compressed = False
+    """Whether the bucket sends only part of its gradients (`CompressedBucket`)."""
+    dtype: torch.dtype
+    """Of what is added up."""
+    payload: torch.Tensor
+    """Where the mean will be, one after the other; empty where it has no memory of its own."""
+
+    def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter]) -> None:
+        self.spec = spec
+        self.members = spec.members
+        self.parameters = [parameters[index] for index in spec.members]
+        self.device = self.parameters[0].device
+        self.sparse = spec.sparse
+        self.numel = 0 if self.sparse else sum(reals(parameter) for parameter in self.parameters)
+        self.reduce_dtype: torch.dtype | None = None
+        """The dtype that travels, where it is a narrower one."""
+        self.status_length = 0
+        """Numbers of the status message that travel after the gradients."""
+        self.views: list[torch.Tensor] = []
+        """The members' gradients, where they have slices of a buffer before they travel."""
+
+    @property
+    def bytes(self) -> int:
+        """What travels, without the status message."""
+        raise NotImplementedError
+
+    def take_all(self) -> bool:
+        """Take the members' gradients away, where every member is expected to hold one; False, and nothing done, where
+        not."""
+        raise NotImplementedError
+
+    def pack(self, step: Step) -> TakenGradients:
+        """As `take_all`, in any step: finds which members this rank used, and keeps the others' gradients."""
+        raise NotImplementedError
+
+    def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
+        """Take the sum in; returns the status message, where it carries one."""
+        raise NotImplementedError
+
+    def hand_back(self, used: Sequence[bool] | None, kept: Mapping[int, torch.Tensor]) -> None:
+        """The gradient of each member that some rank used (None: all) is its mean, the others' is what it was."""
+        raise NotImplementedError
+
+
+class BucketBuffer(BucketMemory):
     """One bucket's gradients, contiguous, with room for the status message after them where it is the last bucket.
 
     After a step `.grad` of each member is a view into the buffer. While the bucket is in flight, until backward ends,
     `.grad` is None: a gradient that autograd produces then is a tensor of its own, and cannot write into the buffer.
     """
-
-    compressed = False
-    """Whether the bucket sends only part of its gradients (`CompressedBucket`)."""
 
     def __init__(
         self,
@@ -32,23 +76,17 @@ class BucketBuffer:
         reduce_dtype: torch.dtype | None = None,
         status_length: int = 0,
     ) -> None:
-        self.spec = spec
-        self.members = spec.members
-        self.parameters = [parameters[index] for index in spec.members]
-        self.sparse = spec.sparse
+        super().__init__(spec, parameters)
         first = self.parameters[0]
-        self.device = first.device
         real = first.dtype.to_real() if first.dtype.is_complex else first.dtype
         self.dtype = real
         narrower = reduce_dtype is not None and reduce_dtype.itemsize < real.itemsize
         self.reduce_dtype = reduce_dtype if narrower else None
         self.status_length = status_length
-        self.numel = 0 if self.sparse else sum(reals(parameter) for parameter in self.parameters)
         held = self.numel + (status_length if self.reduce_dtype is None else 0)
         self.flat = torch.zeros(held, dtype=real, device=self.device)
         self.payload = self.flat[: self.numel]
         self.views = [] if self.sparse else views_of(self.payload, self.parameters)
-        """The members' gradients."""
         self._pairs = list(zip(self.parameters, self.views, strict=not self.sparse))
         self._slices = [view.detach() for view in self.views]
         self._addresses = addresses_of(self.views)
@@ -70,8 +108,6 @@ class BucketBuffer:
                 view.data = own
 
     def hand_back(self, used: Sequence[bool] | None, kept: Mapping[int, torch.Tensor]) -> None:
-        """The gradient of each member that some rank used (None: all) is its slice of the buffer, the others' is what
-        it was."""
         if used is None:
             for parameter, view in self._pairs:
                 parameter.grad = view
@@ -81,12 +117,9 @@ class BucketBuffer:
 
     @property
     def bytes(self) -> int:
-        """What travels, without the status message."""
         return self.numel * (self.reduce_dtype or self.dtype).itemsize
 
     def take_all(self) -> bool:
-        """Copy the members' gradients into the buffer and take them away, where every member is expected to hold one;
-        False, and nothing done, where not."""
         if not self._in_place:
             return False
         targets: list[torch.Tensor] = []
@@ -106,7 +139,6 @@ class BucketBuffer:
         return True
 
     def pack(self, step: Step) -> TakenGradients:
-        """As `take_all`, in any step: finds which members this rank used, and keeps the others' gradients."""
         if not self._in_place:
             self._restore_slices()
         fresh = step.arrivals.arrived_since_reduce
@@ -168,7 +200,6 @@ class BucketBuffer:
         return self._factor
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
-        """Bring the sum back into the buffer; returns the status message, where it carries one."""
         if message is self.flat:
             return self._tail_view
         if message is not self.payload:
@@ -223,8 +254,8 @@ def views_of(payload: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[
 
 
 class SparseBucket(BucketBuffer):
-    """One parameter whose gradients name the rows they are of, as `nn.Embedding(sparse=True)` makes: it travels alone,
-    as it is. There is no buffer: rows differ from step to step."""
+    """One parameter that has sparse gradients, as of `nn.Embedding(sparse=True)`: they travel alone, as they are. There
+    is no buffer: their rows differ from step to step."""
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter]) -> None:
         super().__init__(spec, parameters)
@@ -269,7 +300,7 @@ class SparseBucket(BucketBuffer):
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
         # The same on every rank, since all read that it came late.
         raise CommunicationError(
-            "a gradient of rows came after it had been sent, and cannot be added to: use sparse=False, or "
+            "a sparse gradient came after it had been sent, and cannot be added to: use sparse=False, or "
             "use_reentrant=False where the embedding is checkpointed"
         )
 
@@ -277,7 +308,7 @@ class SparseBucket(BucketBuffer):
 class BucketSet:
     """Buckets in launch order over a list of parameters."""
 
-    def __init__(self, partition: Partition, buckets: list[BucketBuffer], parameters: Sequence[Parameter]) -> None:
+    def __init__(self, partition: Partition, buckets: Sequence[BucketMemory], parameters: Sequence[Parameter]) -> None:
         self.partition = partition
         self.buckets = buckets
         self.bucket_of = [0] * len(parameters)

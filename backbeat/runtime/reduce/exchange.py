@@ -13,7 +13,7 @@ every rank alike:
     hand_back, or give_up                        the step has gradients; or it has none, and collectives stay in order
     undo                                         the step before had none either, which is known only now
 
-What differs from bucket to bucket is in the bucket's class (`bucket.BucketBuffer` and its subclasses): how it takes
+What differs from bucket to bucket is in the bucket's class (`bucket.BucketMemory` and its subclasses): how it takes
 gradients, which collective carries it, what becomes of the sum.
 """
 
@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import Parameter
 
 from backbeat.errors import BackbeatError, InputError
-from backbeat.runtime.reduce.bucket import BucketBuffer, SparseBucket
+from backbeat.runtime.reduce.bucket import BucketBuffer, BucketMemory, SparseBucket
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
 from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets, SummedStatus
 from backbeat.runtime.reduce.step import InFlight, ReducerContext
@@ -97,7 +97,7 @@ class Sender:
         else:
             self._launch(index, bucket, None)
 
-    def _launch_last(self, index: int, bucket: BucketBuffer) -> None:
+    def _launch_last(self, index: int, bucket: BucketMemory) -> None:
         """Send the last bucket, with the status message inside it or after it."""
         step, exchange, status = self._step, self.exchange, self._status
         if step.arrivals.late:
@@ -112,7 +112,7 @@ class Sender:
         work = self._context.communicator(bucket.spec.communicator).all_reduce(message)
         step.add_status_sent(InFlight(index, bucket, message, work))
 
-    def _launch(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> None:
+    def _launch(self, index: int, bucket: BucketMemory, status: torch.Tensor | None) -> None:
         context = self._context
         try:
             sent = self.exchange.send(index, bucket, status)
@@ -144,6 +144,7 @@ class Sender:
         context = self._context
         for index in summed.late:
             bucket = context.bucket_set.buckets[index]
+            assert isinstance(bucket, BucketBuffer)  # `keep_late` has seen to the others
             context.late_buckets += 1
             message = bucket.late_message(self._step.arrivals.late, context.scale)
             work = context.communicator(bucket.spec.communicator).all_reduce(message)
@@ -179,7 +180,7 @@ class Exchange:
     def prepare(self, partition: Partition) -> None:
         """Another partition is about to be taken in."""
 
-    def bucket(self, spec: BucketSpec, status_length: int) -> BucketBuffer:
+    def bucket(self, spec: BucketSpec, status_length: int) -> BucketMemory:
         """The memory of a bucket, with room for a status message of this length after the gradients."""
         if spec.sparse:
             return SparseBucket(spec, self.context.parameters)
@@ -193,13 +194,14 @@ class Exchange:
     def check_open(self) -> None:
         """A step is about to begin. Raising here refuses it."""
 
-    def carries_status(self, bucket: BucketBuffer) -> bool:
+    def carries_status(self, bucket: BucketMemory) -> bool:
         """Whether the status message travels inside this bucket, when it is the last; alone otherwise."""
         return bucket.status_length > 0
 
-    def send(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> InFlight:
+    def send(self, index: int, bucket: BucketMemory, status: torch.Tensor | None) -> InFlight:
         """Start the collective of a bucket that has taken its gradients."""
         context = self.context
+        assert isinstance(bucket, BucketBuffer)  # others have an exchange of their own
         message, work = bucket.launch(context.communicator(bucket.spec.communicator), context.scale, status)
         return InFlight(index, bucket, message, work)
 
@@ -254,10 +256,10 @@ class HookExchange(Exchange):
         self._state = state
         self._hook = hook
 
-    def carries_status(self, bucket: BucketBuffer) -> bool:
+    def carries_status(self, bucket: BucketMemory) -> bool:
         return False
 
-    def send(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> InFlight:
+    def send(self, index: int, bucket: BucketMemory, status: torch.Tensor | None) -> InFlight:
         if bucket.sparse:
             return super().send(index, bucket, status)
         last = index == len(self.context.bucket_set.buckets) - 1
@@ -280,7 +282,7 @@ class HookExchange(Exchange):
 class GradBucket:
     """A bucket as hooks see it: the methods of torch's `dist.GradBucket`, which cannot be built from Python."""
 
-    def __init__(self, bucket: BucketBuffer, index: int, last: bool) -> None:
+    def __init__(self, bucket: BucketMemory, index: int, last: bool) -> None:
         self._bucket = bucket
         self._buffer = bucket.payload
         self._index = index

@@ -8,7 +8,6 @@ that failed can then say which one is missing, behind, or has gone on without th
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import sys
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import _distributed_c10d
 
-from backbeat.comm.communicators import Communicators
+from backbeat.comm.communicators import Communicators, abort
 from backbeat.errors import CommunicationError, first_line
 
 if TYPE_CHECKING:
@@ -274,7 +273,7 @@ class LostCollectives:
     def remember(self, in_flight: Iterable[InFlight], step: int) -> None:
         """The host has let go of these buckets; the device may not have begun with them."""
         context = self._context
-        # A work keeps its tensors. Those that are no buffers, which stay anyway, it must not keep; its result does not.
+        # A Work keeps its tensors alive. For temporary tensors keep only its result, which does not.
         lean = context.reduce_dtype is not None or any(
             bucket.compressed or bucket.sparse for bucket in context.bucket_set.buckets
         )
@@ -306,7 +305,7 @@ class LostCollectives:
         # Not by a logger alone, which may write anywhere: the process has a minute left.
         sys.stderr.write(f"backbeat: {context.lost}\n")
         sys.stderr.flush()
-        abort(context.communicators)
+        abort(context.communicators.backends(), in_one_call=True)
         return True
 
     def _watchdog_error(self, steps: Sequence[_Sent]) -> str:
@@ -332,18 +331,6 @@ class _Sent:
         if self.event is not None and self.event.query():
             return None
         return next((index for index, work in self.works if work_result(work) != DONE), None)
-
-
-def abort(communicators: Communicators) -> None:
-    """Give every communicator up, all in one call to the library: one abort may wait for another's."""
-    backends = communicators.backends()
-    calls = [backend.abort for backend in backends]
-    if hasattr(backends[0], "_group_start"):
-        calls = [backends[0]._group_start, *calls, backends[0]._group_end]
-    for call in calls:
-        # One that is broken already must not keep the others from going.
-        with contextlib.suppress(Exception):
-            call()
 
 
 def _result_of(work: Any) -> Any:

@@ -45,7 +45,7 @@ class ManagedParameters:
         self.names: list[str] = []
         self.parameters: list[Parameter] = []
         self.sparse: list[bool] = []
-        """Whether each one's gradients name the rows they are of."""
+        """Whether each one has sparse gradients."""
         self._extend([(name, parameter) for name, parameter in managed if parameter.requires_grad])
         self.frozen = [(name, parameter) for name, parameter in managed if not parameter.requires_grad]
 

@@ -23,7 +23,7 @@ from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.memory.budget import BudgetCheck
-from backbeat.runtime.reduce.bucket import BucketBuffer
+from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.exchange import Exchange, Hook
 from backbeat.runtime.reduce.partition import (
     ManagedParameters,
@@ -134,7 +134,7 @@ class Reducer:
         return self.runner.exchange
 
     @property
-    def buckets(self) -> list[BucketBuffer]:
+    def buckets(self) -> Sequence[BucketMemory]:
         return self.runner.context.bucket_set.buckets
 
     @property

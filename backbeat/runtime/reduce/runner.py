@@ -187,9 +187,9 @@ class StepRunner:
         self._finish()
 
     def _register_hooks(self, first: int) -> list[Any]:
-        slowly, sender = weakref.WeakMethod(self._arrived), weakref.ref(self._sender)
+        on_unusual, sender = weakref.WeakMethod(self._arrived), weakref.ref(self._sender)
         indices = enumerate(self.context.parameters[first:], start=first)
-        return [register_hook(parameter, index, self._arrivals, slowly, sender) for index, parameter in indices]
+        return [register_hook(parameter, index, self._arrivals, on_unusual, sender) for index, parameter in indices]
 
     def _arrived(self, index: int) -> None:
         """A gradient arrived, and something about it is not ordinary."""

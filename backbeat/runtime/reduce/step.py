@@ -22,7 +22,7 @@ from backbeat.units import first_to_last, format_bytes
 
 if TYPE_CHECKING:
     from backbeat.runtime.reduce.arrivals import Arrivals
-    from backbeat.runtime.reduce.bucket import BucketBuffer, BucketSet
+    from backbeat.runtime.reduce.bucket import BucketMemory, BucketSet
 
 
 class StepState(Enum):
@@ -53,7 +53,7 @@ class InFlight(NamedTuple):
     """A bucket that has left and is not back."""
 
     bucket_index: int
-    bucket: BucketBuffer
+    bucket: BucketMemory
     message: torch.Tensor
     work: Any
     """A `Work`, or the future that a communication hook returned."""
@@ -104,7 +104,7 @@ class Step:
         """Gradients of parameters that this rank did not use, for the case that nobody did."""
         self._reduces = False
         self._used = bytearray()
-        self._whole: list[BucketBuffer] = []
+        self._whole: list[BucketMemory] = []
         """Buckets all of whose members were used: `_used` does not list them yet."""
         self._removed = False
 
@@ -167,7 +167,7 @@ class Step:
         self.status_in_flight = None
         self.kept = {}
 
-    def add_taken(self, bucket: BucketBuffer, taken: TakenGradients | None) -> None:
+    def add_taken(self, bucket: BucketMemory, taken: TakenGradients | None) -> None:
         """A bucket has taken its gradients; None: every member had one."""
         if taken is None:
             self._whole.append(bucket)

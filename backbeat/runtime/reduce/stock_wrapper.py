@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +13,8 @@ from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.model import Plan
 from backbeat.runtime.compressed.updates import check_uncompressed
-from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
+from backbeat.runtime.memory.activations import Handle
+from backbeat.runtime.memory.budget import BudgetCheck, apply_memory, budget_check_of, ends_with
 from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits, claim
 from backbeat.runtime.reduce.settings import (
     TORCH_SIGNATURE,
@@ -27,6 +29,21 @@ from backbeat.runtime.reduce.settings import (
 logger = logging.getLogger("backbeat.runtime")
 
 
+@dataclass(slots=True, kw_only=True)
+class StockRun:
+    """What backbeat keeps of a model that torch's own reducer trains."""
+
+    frozen: list[tuple[str, torch.nn.Parameter]]
+    """Parameters that were not trainable when torch's reducer was made."""
+    spread: tuple[int, torch.dtype | None] | None
+    """Over how many communicators buckets go, and in which dtype; None where torch sends them itself."""
+    memory: Handle | None = None
+    """The memory plan in force on the model."""
+    budget_check: BudgetCheck | None = None
+    plan: Plan | None = None
+    """What a `Watch` compares with: the prediction of `parallelize`, where it took stock DDP."""
+
+
 class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
     """`DistributedDataParallel(…, reducer="ddp")`: torch's own reducer.
 
@@ -35,6 +52,8 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
     """
 
     bucket_bytes_cap: int
+    stock: StockRun
+    """All that is ours; everything else is torch's."""
 
     def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         own, kwargs = split_options(kwargs)
@@ -60,20 +79,22 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if plan is not None:
             # torch.compile splits the graph where such a bucket would end, and refuses less than the first bucket.
             self.bucket_bytes_cap = max(FIRST_BUCKET_BYTES, self.bucket_bytes_cap)
-        self._frozen = [pair for pair in module.named_parameters() if pair[0] not in trained]
         count = settings.communicators or (plan.communicators if plan is not None else 1)
-        self._spreads = (count, settings.reduce_dtype) if count > 1 or settings.reduce_dtype is not None else None
+        self.stock = StockRun(
+            frozen=[pair for pair in module.named_parameters() if pair[0] not in trained],
+            spread=(count, settings.reduce_dtype) if count > 1 or settings.reduce_dtype is not None else None,
+        )
         self._spread_buckets()
         # Last: a wrapper that was refused must leave the model as it was.
-        self.memory = apply_memory(self, module, memory)
-        self._budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)
+        self.stock.memory = apply_memory(self, module, memory)
+        self.stock.budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)
 
     compressed = False
 
     def _spread_buckets(self) -> None:
         """Open communicators, as every rank must together, and send each bucket on its own; once."""
-        if self._spreads is not None and all(hook is not _spread for hook, _ in self._comm_hooks):
-            count, reduce_dtype = self._spreads
+        if self.stock.spread is not None and all(hook is not _spread for hook, _ in self._comm_hooks):
+            count, reduce_dtype = self.stock.spread
             set_nccl_launch_order(self.process_group, self.device)
             opened = Communicators(self.process_group, self.device, count)
             self.register_comm_hook((opened, reduce_dtype), _spread)
@@ -89,14 +110,14 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if torch.is_grad_enabled():
             self._refuse_unfrozen()
             self._spread_buckets()
-            if self._budget_check is not None:
-                self._budget_check.after_step()
+            if self.stock.budget_check is not None:
+                self.stock.budget_check.after_step()
         return super()._pre_forward(*inputs, **kwargs)
 
     def _refuse_unfrozen(self) -> None:
-        """Torch's reducer has the parameters that were trainable when it was made; ranks would part without a word."""
+        """Torch's reducer has the parameters that were trainable when it was made; ranks would silently part."""
         ignored = self.parameters_to_ignore
-        unfrozen = (name for name, one in self._frozen if one.requires_grad and name not in ignored)
+        unfrozen = (name for name, one in self.stock.frozen if one.requires_grad and name not in ignored)
         name = next(unfrozen, None)
         if name is not None:
             raise InputError(
@@ -116,7 +137,7 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        ends_with(self, self.memory)
+        ends_with(self, self.stock.memory)
 
 
 def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:

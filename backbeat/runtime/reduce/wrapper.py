@@ -15,6 +15,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
+from backbeat.report.tables.bucket_table import Report
 from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
@@ -32,7 +33,7 @@ from backbeat.runtime.reduce.settings import (
     settings_of,
 )
 from backbeat.runtime.reduce.stock_wrapper import StockDistributedDataParallel
-from backbeat.runtime.reduce.timing import Report, make_report
+from backbeat.runtime.reduce.timing import make_report
 
 
 class DistributedDataParallel(TorchDDP):  # type: ignore[misc]

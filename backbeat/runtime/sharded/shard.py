@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,8 @@ logger = logging.getLogger("backbeat.runtime")
 _BROADCAST_BYTES = 250 * 2**20
 """DDP's own."""
 _NAMES = ("replicate", "shard")
+_plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+"""The plan of each model that is sharded here: a user's model carries nothing of ours."""
 
 
 def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: DeviceMesh | None = None) -> nn.Module:
@@ -88,10 +91,13 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
             _tell_loop(sharding)
     _set_prefetch(units)
     set_knobs(model, sharding)
-    sharded: Any = model
-    # A `Watch` compares its prediction.
-    sharded.backbeat_plan = loaded
+    _plans[model] = loaded
     return model
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that the model was sharded by, which a `Watch` compares with; None where torch alone sharded it."""
+    return _plans.get(model)
 
 
 def _tell_loop(sharding: Sharding) -> None:

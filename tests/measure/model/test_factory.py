@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from backbeat import Profile
 from backbeat.cli import app
 from backbeat.errors import InputError, MeasurementError
-from backbeat.measure.model.factory import compose_factory, inspect_factory, load, measure_factory
+from backbeat.measure.model.factory import inspect_factory, load
+from backbeat.measure.model.profiler import compose_factory, measure_factory
 
 QUICK = {"iterations": 2, "warmup": 1, "device": "cpu"}
 

@@ -51,12 +51,12 @@ def test_what_is_too_short_is_not_judged() -> None:
 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = profiler.take
+    taken = profiler.measure_training
 
     def disturbed(*arguments: Any) -> Any:
         return replace(taken(*arguments), iteration_s=[0.015, 0.254] * 15, forward_s=0.010, backward_s=0.020)
 
-    monkeypatch.setattr(profiler, "take", disturbed)
+    monkeypatch.setattr(profiler, "measure_training", disturbed)
 
 
 @pytest.mark.usefixtures("busy")

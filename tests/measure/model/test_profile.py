@@ -227,7 +227,7 @@ def test_the_time_limit_keeps_a_few_iterations() -> None:
     result = measure(classifier(), images(), loss, iterations=20, warmup=1, time_limit_s=0.0, accept_noise=True)
     assert len(result.profile.iteration_s) == 8
     assert result.overhead > 0
-    assert result.pace is None
+    assert result.launch_bound is None
 
 
 def test_ranks_can_begin_every_series_of_iterations_together() -> None:
@@ -236,7 +236,7 @@ def test_ranks_can_begin_every_series_of_iterations_together() -> None:
     steps = [0]
     model = classifier()
     model.register_forward_pre_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
-    result = profile(model, images(), loss, **QUICK, line_up=lambda: seen.append(steps[0]))
+    result = profile(model, images(), loss, **QUICK, wait_for_others=lambda: seen.append(steps[0]))
     first, hooked, second = seen
     # One more after each half, for ranks that are slower.
     half = len(result.iteration_s) // 2

@@ -77,16 +77,21 @@ def test_a_plan_brings_its_memory_part_along(known: Profile, tmp_path: Path) -> 
 def test_buckets_are_kept_where_a_plan_has_no_memory_part(known: Profile) -> None:
     made = plan(known, Network.load("10gbe").at(workers=4), "wfbp")
     wrapped = DistributedDataParallel(model_of(), plan=made, memory_budget=least(known), profile=known)
-    assert wrapped.reducer.partition.strategy == "wfbp"
-    assert wrapped.reducer.memory is not None
+    report = wrapped.report()
+    assert report.strategy == "wfbp"
+    assert [one.gradients for one in report.buckets] == [one.gradients for one in made.buckets]
+    assert wrapped.reducer.memory.plan == memory_plan(known, least(known), made, workers=1)
 
 
 def test_a_strategy_and_a_network_are_planned_together(known: Profile) -> None:
     wrapped = DistributedDataParallel(
         model_of(), plan="optimal", network="10gbe", memory_budget=least(known), profile=known
     )
-    assert wrapped.reducer.memory is not None
-    assert wrapped.reducer.settings.plan is not None
+    together = plan(known, Network.load("10gbe").at(workers=1), "optimal", memory_bytes=least(known))
+    report = wrapped.report()
+    assert report.strategy == "optimal"
+    assert [one.gradients for one in report.buckets] == [one.gradients for one in together.buckets]
+    assert wrapped.reducer.memory.plan == together.memory
 
 
 def test_a_generous_budget_changes_nothing(known: Profile) -> None:

@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from test_candidates import candidate
 from torch import nn
 
 from backbeat.errors import InputError
+from backbeat.model.plan import MadeFor
 from backbeat.runtime.parallel.apply_plan import is_stock
-from backbeat.runtime.parallel.plan_file import kept_plan, model_digest, save, with_note
+from backbeat.runtime.parallel.plan_file import kept_plan, model_digest, save
 
-NOW: dict[str, Any] = {"ranks": 2, "model": "ab", "batch": "cd", "network": "gloo", "message_s": 1e-3}
+NOW = MadeFor(ranks=2, model="ab", batch="cd", network="gloo", message_s=1e-3)
 
 
 @pytest.fixture
@@ -24,12 +25,12 @@ def path(tmp_path: Path) -> str:
 
 
 def test_read_again(path: str) -> None:
-    plan = with_note(candidate("buckets").plan, NOW)
+    plan = replace(candidate("buckets").plan, made_for=NOW)
     save(plan, path)
     for message_s in (0.6e-3, 1.5e-3, None):
-        assert kept_plan(path, {**NOW, "message_s": message_s}) == (plan, "")
+        assert kept_plan(path, replace(NOW, message_s=message_s)) == (plan, "")
     # The folder is there by now. A plan for a network that was given says nothing of messages.
-    given = with_note(plan, {**NOW, "message_s": None})
+    given = replace(plan, made_for=replace(NOW, message_s=None))
     save(given, path)
     assert kept_plan(path, NOW)[1] == ""
 
@@ -62,8 +63,8 @@ def test_models_with_the_same_names_and_shapes_are_told_apart(other: nn.Module) 
     ],
 )
 def test_made_anew(path: str, field: str, value: Any, said: str) -> None:
-    save(with_note(candidate("units").plan, NOW), path)
-    found, why = kept_plan(path, {**NOW, field: value})
+    save(replace(candidate("units").plan, made_for=NOW), path)
+    found, why = kept_plan(path, replace(NOW, **{field: value}))
     assert found is None
     assert said in why
 
@@ -86,9 +87,9 @@ def test_a_file_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytes
 
 
 def test_stock_ddp_is_what_parallelize_found() -> None:
-    plan = msgspec.structs.replace(candidate("stock").plan, strategy="ddp")
+    plan = replace(candidate("stock").plan, strategy="ddp")
     assert not is_stock(plan)
-    assert is_stock(with_note(plan, NOW))
+    assert is_stock(replace(plan, made_for=NOW))
 
 
 def test_a_folder_that_may_not_be_read(path: str) -> None:

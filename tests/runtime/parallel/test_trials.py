@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from test_candidates import candidate
 from torch import nn
 
 import backbeat as bb
-from backbeat.errors import CommunicationError
 from backbeat.measure.model.profiler import measure
 from backbeat.model import Profile
-from backbeat.runtime.memory import room
-from backbeat.runtime.memory.room import room_for
-from backbeat.runtime.parallel import rank_store, trials
+from backbeat.runtime.parallel import preserve, trials
 from backbeat.runtime.parallel.plan_file import conditions
 from backbeat.runtime.parallel.prepare import ParallelSearch
-from backbeat.runtime.parallel.preserve import copy_of, without_original
-from backbeat.runtime.parallel.rank_store import RankStore, _abort_on_alarm
+from backbeat.runtime.parallel.preserve import copy_of, room_for, without_original
 from backbeat.runtime.parallel.trials import ExampleStep, take_turns, try_plan
 from backbeat.simulate.stragglers import between_ranks
 from tests.problems import make_profile
@@ -117,7 +110,7 @@ def test_the_optimizer_of_a_trial_has_what_is_trained() -> None:
 def test_a_copy_in_training_needs_a_tenth_more_than_its_peak(
     free: int | None, enough: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_free_bytes", lambda device: free)
+    monkeypatch.setattr(preserve, "_free_bytes", lambda device: free)
     profile = bb.Profile.load("gpt2-b8-bf16-h200")
     assert profile.memory is not None
     for memory in ({"peak_bytes": 10**6}, {"peak_bytes": 0, "steady_bytes": 500_000}):
@@ -130,9 +123,9 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) 
     """As many as torchrun says, or else as the job has."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    found = [room._free_bytes(torch.device("cpu"))]
+    found = [preserve._free_bytes(torch.device("cpu"))]
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    found.append(room._free_bytes(torch.device("cpu")))
+    found.append(preserve._free_bytes(torch.device("cpu")))
     if found[0] is None:
         pytest.skip("the machine does not say how much memory is free")
     assert found[1] is not None
@@ -141,7 +134,8 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_plan_is_kept_for_the_same_model_batch_and_network() -> None:
     def digests(model: nn.Module, batch: Any, network: str = "10gbe") -> dict[str, Any]:
-        return conditions(model, example(batch), ALONE, bb.Network.load(network), {"precision": "bf16"})
+        found = conditions(model, example(batch), ALONE, bb.Network.load(network), {"precision": "bf16"})
+        return msgspec.structs.asdict(found)
 
     first = digests(nn.Linear(3, 2), torch.ones(4, 3))
     assert (first["ranks"], first["precision"], first["message_s"]) == (2, "bf16", None)
@@ -164,88 +158,6 @@ def test_a_plan_is_kept_for_the_same_model_batch_and_network() -> None:
     assert [key for key in first if first[key] != other[key]] == ["network"]
 
 
-def test_the_error_that_came_first_is_told() -> None:
-    ranks = RankStore(SimpleNamespace(rank=0, size=3, device=None))  # type: ignore[arg-type]
-    for rows, told in (
-        ([[2, "late"], [1, "first"], [0, None]], "rank 1: first"),
-        ([[0, "same"], [0, "time"]], "rank 0: same"),
-        ([[0, None], [0, None]], None),
-    ):
-        ranks.every = lambda _, rows=rows: rows  # type: ignore[method-assign, misc]
-        assert ranks.failure(None) == told
-
-
-@pytest.mark.parametrize(("rank", "came", "missing"), [(0, (0, 1), "2"), (1, (0, 1), "2"), (1, (1, 2), "0")])
-def test_a_rank_that_never_comes_is_named(rank: int, came: tuple[int, ...], missing: str) -> None:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(milliseconds=50))
-    ranks = RankStore(SimpleNamespace(rank=rank, size=3, device=None, store=store))  # type: ignore[arg-type]
-    for one in came:
-        store.set(f"parallelize/1/{one}", "null")
-    with pytest.raises(CommunicationError, match=f"waited 0.05 s for rank {missing}: it ended"):
-        ranks.every(None)
-    if rank != 0:
-        with pytest.raises(CommunicationError, match="for rank 0: it ended"):
-            ranks.first(None)
-
-
-def test_a_rank_that_lines_up_waits_for_all() -> None:
-    happened: list[object] = []
-    store = SimpleNamespace(
-        set=lambda key, value: happened.append(key), wait=lambda keys, limit: happened.append(list(keys))
-    )
-    RankStore(SimpleNamespace(rank=0, size=2, device=None, store=store)).line_up()  # type: ignore[arg-type]
-    assert happened == ["line-up/1/0", ["line-up/1/0", "line-up/1/1"]]
-
-
-def test_ranks_line_up_and_go_on_without_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    early, late = (
-        RankStore(SimpleNamespace(rank=rank, size=2, device=None, store=store))  # type: ignore[arg-type]
-        for rank in range(2)
-    )
-    went: list[str] = []
-
-    def wait() -> None:
-        early.line_up()
-        went.append("early")
-
-    waiting = threading.Thread(target=wait)
-    monkeypatch.setattr(rank_store, "_LINE_UP", timedelta(seconds=60))
-    waiting.start()
-    went.append("late")
-    late.line_up()
-    waiting.join()
-    assert went == ["late", "early"]
-    monkeypatch.setattr(rank_store, "_LINE_UP", timedelta(milliseconds=20))
-    early.line_up()
-    # It never came the second time, and comes back to where the other has been.
-    late.line_up()
-
-
-def test_a_store_that_is_gone_says_who_kept_it() -> None:
-    keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = dist.TCPStore("127.0.0.1", keeper.port, is_master=False)
-    ranks = RankStore(SimpleNamespace(rank=1, size=2, device=None, store=store, backend="gloo"))  # type: ignore[arg-type]
-    del keeper
-    for ask in (ranks.every, ranks.first):
-        with pytest.raises(CommunicationError, match=r"does not answer .* mostly rank 0, is gone"):
-            ask(None)
-    with ranks.released([]) as alarm, pytest.raises(CommunicationError, match="does not answer"):
-        alarm()
-
-
-def test_an_alarm_ends_collectives_and_silence_does_not() -> None:
-    ended: list[str] = []
-    backends = [SimpleNamespace(abort=lambda name=name: ended.append(name)) for name in ("one", "two")]
-    done = threading.Event()
-    store = SimpleNamespace(check=lambda keys: done.set())
-    _abort_on_alarm(store, "key", backends, done)
-    assert ended == []
-    _abort_on_alarm(SimpleNamespace(check=lambda keys: keys == ["key"]), "key", backends, threading.Event())
-    assert ended == ["one", "two"]
-
-
 def test_a_copy_starts_without_gradients_and_leaves_the_models() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
@@ -262,7 +174,7 @@ def test_the_profile_has_the_spread_between_ranks(others: list[float]) -> None:
     search: Any = object.__new__(ParallelSearch)
     search.model, search._measured, search._say = nn.Linear(2, 2), lambda: own, lambda text: None
     search.ranks = SimpleNamespace(
-        together=lambda call, what: call(),
+        raise_on_all=lambda call, what: call(),
         every=lambda value: [list(value), others] if isinstance(value, tuple) else [value, value],
         first=lambda value: value,
     )
@@ -328,7 +240,7 @@ def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
         device=torch.device("cpu"),
         failure=lambda *_: None,
         every=lambda seconds: [seconds, seconds + 5.0],
-        released=lambda backends: contextlib.nullcontext(lambda: 0),
+        alarm_for=lambda backends: contextlib.nullcontext(lambda: 0),
     )
     step = replace(example(torch.ones(1, 2)), loss=loss)
     found = try_plan(nn.Linear(2, 2), SimpleNamespace(compressed=compressed), step, ranks, 4)  # type: ignore[arg-type]
@@ -337,18 +249,3 @@ def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
     assert calls == [made] * (trials.WARMUP + 4)
     assert hasattr(made, "attached") == compressed
     assert closed
-
-
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_on_nccl_a_thread_looks_for_the_alarm(backend: str) -> None:
-    store, aborted = dist.HashStore(), threading.Event()
-    shared = SimpleNamespace(add=store.add, clone=lambda: store)
-    ranks = RankStore(SimpleNamespace(rank=0, size=1, device=None, backend=backend, store=shared))  # type: ignore[arg-type]
-    before = threading.active_count()
-    with ranks.released([SimpleNamespace(abort=aborted.set)]) as alarm:
-        assert threading.active_count() - before == (backend == "nccl")
-        assert not aborted.is_set()
-        assert (alarm(), alarm()) == (1, 2)
-        if backend == "nccl":
-            assert aborted.wait(60)
-    assert threading.active_count() == before

@@ -42,6 +42,10 @@ def test_it_is_torchs_wrapper_and_reducer() -> None:
     assert alike(gradients(wrapped), gradients(made()))
 
 
+def test_it_carries_one_thing_beside_torchs_own() -> None:
+    assert vars(made()).keys() - vars(TorchDDP(mlp())).keys() == {"stock"}
+
+
 @pytest.mark.parametrize("options", [{}, {"communicators": 2}, {"reduce_dtype": torch.bfloat16}], ids=str)
 def test_copies_train_too(options: dict[str, Any]) -> None:
     wrapped = DistributedDataParallel(mlp(), reducer="ddp", **options)

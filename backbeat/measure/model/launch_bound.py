@@ -1,4 +1,4 @@
-"""Who sets the pace of an iteration: the device, or the host that submits its work.
+"""Whether the device bounds an iteration, or the host that launches its kernels.
 
 A device that is slower than its host never waits: times between its events are its own. Hooks cost the host time, and
 where it was only a little faster than the device they make the device wait inside the very spans being measured. There
@@ -30,7 +30,7 @@ _MOST_PINNED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
-class Host:
+class LaunchTimes:
     """What one iteration takes the host to submit, each part begun with an idle device."""
 
     forward_s: float
@@ -43,8 +43,8 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Who waits for whom in one iteration, and the times that say so."""
+class LaunchBound:
+    """Whether the host bounds an iteration (launch-bound) or the device does, and the times that say so."""
 
     kind: Kind
     host_s: float
@@ -59,7 +59,7 @@ class Pace:
     """The same where the input of every block waits on the host."""
 
 
-def probe(training: Training, of: Callable[[Iterable[float]], float] = min) -> Host:
+def launch_times(training: Training, of: Callable[[Iterable[float]], float] = min) -> LaunchTimes:
     """The quickest of a few submissions, since what disturbs a host makes it slower, never faster; or their median.
 
     Waiting for the device between the parts keeps each of them within the launch queue, which lets the host get about
@@ -85,7 +85,7 @@ def probe(training: Training, of: Callable[[Iterable[float]], float] = min) -> H
         update_s, _ = submitted(training.update)
         probes.append((forward_s, backward_s, earlier_s + update_s))
     forward_s, backward_s, rest_s = (of(part) for part in zip(*probes, strict=True))
-    return Host(forward_s, backward_s, rest_s)
+    return LaunchTimes(forward_s, backward_s, rest_s)
 
 
 class AppliedMemory(Protocol):
@@ -101,7 +101,7 @@ ApplyMemory = Callable[[torch.nn.Module, MemoryPlan], AppliedMemory]
 def recomputation(
     training: Training,
     blocks: Sequence[Block],
-    plain: Host,
+    plain: LaunchTimes,
     apply_memory: ApplyMemory,
     inputs: Literal["keep", "offload"] = "keep",
 ) -> float | None:
@@ -116,7 +116,7 @@ def recomputation(
         handle = apply_memory(training.model, MemoryPlan(segments=_one_by_one(blocks, inputs)))
         try:
             training.iterate()
-            host = probe(training, median)
+            host = launch_times(training, median)
         finally:
             handle.remove()
     except (InputError, RuntimeError):
@@ -137,26 +137,26 @@ def _one_by_one(blocks: Sequence[Block], inputs: Literal["keep", "offload"] = "k
     return tuple(Segment(blocks=tuple(names), action="recompute", input=inputs) for names in segments)
 
 
-def needs_head_start(host: Host, iteration_s: float) -> bool:
+def needs_head_start(host: LaunchTimes, iteration_s: float) -> bool:
     return host.iteration_s >= CLOSE * iteration_s
 
 
-def judge(
-    host: Host,
+def how_launch_bound(
+    host: LaunchTimes,
     iteration_s: float,
     plain_s: float,
     device_s: float | None,
     recompute_s: float | None = None,
     fetch_s: float | None = None,
-) -> Pace:
+) -> LaunchBound:
     """`plain_s` is forward and backward in plain iterations, `device_s` the same with the host ahead.
 
-    >>> host = Host(forward_s=0.3, backward_s=0.5, update_s=0.1)
-    >>> judge(host, 2.0, 1.8, None).kind
+    >>> host = LaunchTimes(forward_s=0.3, backward_s=0.5, update_s=0.1)
+    >>> how_launch_bound(host, 2.0, 1.8, None).kind
     'device-bound'
-    >>> judge(host, 1.0, 0.9, 0.9).kind
+    >>> how_launch_bound(host, 1.0, 0.9, 0.9).kind
     'close to launch-bound'
-    >>> judge(host, 1.0, 0.9, 0.7).kind
+    >>> how_launch_bound(host, 1.0, 0.9, 0.7).kind
     'launch-bound'
     """
     kind: Kind
@@ -166,4 +166,4 @@ def judge(
         kind = "launch-bound"
     else:
         kind = "close to launch-bound"
-    return Pace(kind, host.iteration_s, iteration_s, device_s, recompute_s, fetch_s)
+    return LaunchBound(kind, host.iteration_s, iteration_s, device_s, recompute_s, fetch_s)

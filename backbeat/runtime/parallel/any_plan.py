@@ -1,16 +1,43 @@
-"""A parallel model's whole state, in one call: to save as a plain file, or to load from one."""
+"""What works alike whatever plan a model runs: gradient accumulation, and its whole state in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from backbeat.errors import InputError
+from backbeat.runtime.reduce.settings import TorchDDP
+from backbeat.runtime.sharded.torch_fsdp import sends_gradients
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Forward and backward inside keep their gradients on this rank; the next ones outside send the sum.
+
+        with nullcontext() if last else no_sync(model):
+            loss(model, batch).backward()
+
+    For wrapped models it is torch's `no_sync`, for units `set_requires_gradient_sync`; also where these are parts of
+    the model given, as in a LightningModule. Units then keep whole gradients in memory, which a plan with
+    `gradient_sync="every"` does not count on.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, TorchDDP):
+                stack.enter_context(module.no_sync())
+            elif isinstance(module, FSDPModule):
+                reduces, all_reduces = sends_gradients(module)
+                stack.callback(module.set_requires_all_reduce, all_reduces, recurse=False)
+                stack.callback(module.set_requires_gradient_sync, reduces, recurse=False)
+                module.set_requires_gradient_sync(False, recurse=False)
+        yield
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Who sets the pace, on a device that is made up: it works behind the host through a queue, as a GPU does."""
+"""Launch-bound or device-bound, on a device that is made up: it works behind the host through a queue, as GPUs do."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from backbeat.comm.clock import Clock
-from backbeat.measure.model.observation import Figures, take
-from backbeat.measure.model.pace import Pace, _one_by_one
-from backbeat.measure.model.profiler import _pace_note, host_fields
+from backbeat.measure.model.launch_bound import LaunchBound, _one_by_one
+from backbeat.measure.model.observation import Figures, measure_training
+from backbeat.measure.model.profiler import _launch_bound_note, host_fields
 from backbeat.measure.model.training_step import Training
 from backbeat.model import Block
 from backbeat.runtime.memory import apply
@@ -98,7 +98,7 @@ def take_figures(clock: MadeUpDevice, host_s: float, layers: list[float], accumu
         scaler=None,
         clock=clock,
     )
-    return take(training, 8, 2, None, apply)
+    return measure_training(training, 8, 2, None, apply)
 
 
 def own_shares(layers: list[float]) -> dict[int, float]:
@@ -119,8 +119,8 @@ def test_a_slow_device_needs_no_head_start() -> None:
     clock = MadeUpDevice(mark_s=0.2)
     layers = [3.0, 4.0, 5.0, 3.0, 6.0, 3.0]
     figures = take_figures(clock, 1.0, layers)
-    assert figures.pace is not None
-    assert figures.pace.kind == "device-bound"
+    assert figures.launch_bound is not None
+    assert figures.launch_bound.kind == "device-bound"
     assert clock.delays == []
     assert_own(figures, layers)
 
@@ -129,12 +129,12 @@ def test_where_hooks_would_make_the_device_wait_it_is_given_a_head_start() -> No
     clock = MadeUpDevice(mark_s=0.6)
     layers = [0.5, 0.5, 1.5, 1.5, 1.0, 1.0, 1.0, 0.5, 1.2, 1.3] * 3
     figures = take_figures(clock, 0.8, layers)
-    assert figures.pace is not None
-    assert figures.pace.kind == "close to launch-bound"
+    assert figures.launch_bound is not None
+    assert figures.launch_bound.kind == "close to launch-bound"
     assert clock.delays
     assert max(clock.delays) <= 2 * 0.8 * len(layers) + 1
     assert_own(figures, layers)
-    assert "head start" in _pace_note(figures.pace)
+    assert "head start" in _launch_bound_note(figures.launch_bound)
 
 
 def test_without_it_the_shares_would_be_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,15 +150,15 @@ def test_a_slow_host_sets_the_pace_of_the_hooked_iterations_too() -> None:
     clock = MadeUpDevice(mark_s=0.01)
     layers = [1.0, 0.1, 0.4, 0.7] * 5
     figures = take_figures(clock, 2.0, layers)
-    assert figures.pace is not None
-    assert figures.pace.kind == "launch-bound"
-    assert figures.pace.device_s == pytest.approx(3 * sum(layers))
+    assert figures.launch_bound is not None
+    assert figures.launch_bound.kind == "launch-bound"
+    assert figures.launch_bound.device_s == pytest.approx(3 * sum(layers))
     # Submissions are evenly spaced whatever the device does in between.
     count = len(layers)
     assert figures.hooked.ready == pytest.approx(
         {index: (count - index) / count for index in range(count)}, abs=1.5 / count
     )
-    note = _pace_note(figures.pace)
+    note = _launch_bound_note(figures.launch_bound)
     assert note.startswith("launch-bound: the host submits an iteration in")
     assert "head start" in note
 
@@ -168,8 +168,8 @@ def test_accumulation_gives_the_head_start_to_the_watched_micro_batch_only() -> 
     once, thrice = MadeUpDevice(mark_s=0.3), MadeUpDevice(mark_s=0.3)
     take_figures(once, 0.8, layers)
     figures = take_figures(thrice, 0.8, layers, accumulation=3)
-    assert figures.pace is not None
-    assert figures.pace.kind == "close to launch-bound"
+    assert figures.launch_bound is not None
+    assert figures.launch_bound.kind == "close to launch-bound"
     assert len(thrice.delays) == len(once.delays)
     assert_own(figures, layers)
 
@@ -186,15 +186,15 @@ def test_shares_are_the_devices_own_unless_it_waits_in_plain_iterations(
 ) -> None:
     clock = MadeUpDevice(mark_s, queue)
     figures = take_figures(clock, host_s, layers)
-    assert figures.pace is not None
-    if figures.pace.kind == "device-bound":
+    assert figures.launch_bound is not None
+    if figures.launch_bound.kind == "device-bound":
         # Hooks may add to the host's time, which is at most 0.6 of the device's without them.
         if host_s * 3 * len(layers) + mark_s * (len(layers) + 8) < 0.9 * 3 * sum(layers):
             assert figures.overhead < 1.3
-    elif figures.pace.kind == "close to launch-bound":
+    elif figures.launch_bound.kind == "close to launch-bound":
         assert figures.hooked.ready == pytest.approx(own_shares(layers), abs=0.06)
     else:
-        assert figures.pace.host_s >= 0.6 * figures.pace.iteration_s
+        assert figures.launch_bound.host_s >= 0.6 * figures.launch_bound.iteration_s
 
 
 class Saving(Layer):
@@ -209,29 +209,29 @@ def test_recomputing_every_block_is_timed_on_the_host(monkeypatch: pytest.Monkey
     layers = [1.0, 1.5, 0.5, 1.0]
     monkeypatch.setitem(globals(), "Layer", Saving)
     figures = take_figures(MadeUpDevice(mark_s=0.3), 0.8, layers, accumulation)
-    assert figures.pace is not None
+    assert figures.launch_bound is not None
     # Each forward is submitted once more, and nothing else; copies take this host no time.
-    assert figures.pace.recompute_s == pytest.approx(0.8 * len(layers))
-    assert figures.pace.fetch_s == pytest.approx(0.8 * len(layers))
+    assert figures.launch_bound.recompute_s == pytest.approx(0.8 * len(layers))
+    assert figures.launch_bound.fetch_s == pytest.approx(0.8 * len(layers))
     for block in figures.chain.blocks:
         assert (block.host_forward_s, block.host_backward_s) == pytest.approx((0.8, 1.6))
 
 
 def test_inputs_that_would_take_long_to_pin_are_not_offloaded_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "Layer", Saving)
-    monkeypatch.setattr("backbeat.measure.model.pace._MOST_PINNED_BYTES", 8)
+    monkeypatch.setattr("backbeat.measure.model.launch_bound._MOST_PINNED_BYTES", 8)
     figures = take_figures(MadeUpDevice(mark_s=0.3), 0.8, [1.0, 1.5, 0.5])
-    assert figures.pace is not None
-    assert figures.pace.recompute_s is not None
-    assert figures.pace.fetch_s is None
+    assert figures.launch_bound is not None
+    assert figures.launch_bound.recompute_s is not None
+    assert figures.launch_bound.fetch_s is None
 
 
 def test_only_a_launch_bound_profile_says_what_the_device_takes_alone() -> None:
     for kind, device_s in (("launch-bound", 0.7), ("close to launch-bound", None)):
-        pace = Pace(kind, host_s=1.0, iteration_s=1.1, device_s=0.7, recompute_s=0.2)  # type: ignore[arg-type]
-        assert host_fields(pace).get("device_s") == device_s
-        assert host_fields(pace)["host_recompute_s"] == 0.2
-        assert "host_fetch_s" not in host_fields(pace)
+        bound = LaunchBound(kind, host_s=1.0, iteration_s=1.1, device_s=0.7, recompute_s=0.2)  # type: ignore[arg-type]
+        assert host_fields(bound).get("device_s") == device_s
+        assert host_fields(bound)["host_recompute_s"] == 0.2
+        assert "host_fetch_s" not in host_fields(bound)
 
 
 class Counting(Saving):
@@ -251,8 +251,8 @@ def test_blocks_that_cannot_be_recomputed_are_profiled_all_the_same(monkeypatch:
     monkeypatch.setitem(globals(), "Layer", Counting)
     figures = take_figures(MadeUpDevice(mark_s=0.2), 1.0, layers)
     assert figures.chain.blocks
-    assert figures.pace is not None
-    assert figures.pace.recompute_s is None
+    assert figures.launch_bound is not None
+    assert figures.launch_bound.recompute_s is None
     assert_own(figures, layers)
 
 
@@ -276,5 +276,5 @@ def test_a_block_that_writes_into_its_input_goes_with_the_one_before() -> None:
 
 
 def test_the_note_says_what_the_host_takes() -> None:
-    note = _pace_note(Pace("device-bound", 0.010, 0.040, None))
+    note = _launch_bound_note(LaunchBound("device-bound", 0.010, 0.040, None))
     assert note == "device-bound: the host submits an iteration in 10 ms, 25% of the 40 ms it takes"
