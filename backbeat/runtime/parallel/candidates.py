@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from backbeat.simulate import predict
 from backbeat.units import counted, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from typing import Any
 
     from backbeat.model import Network, Profile
@@ -190,24 +191,30 @@ def simplest(candidates: Sequence[Candidate], seconds: Mapping[str, float], tole
     return min(equal, key=lambda one: (KINDS.index(one.kind), seconds[one.name]))
 
 
-def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, how: str) -> str:
+def in_words(
+    taken: Candidate, seconds: Mapping[str, float], tolerance: float, measured: Collection[str], why: str = ""
+) -> str:
     """The line that rank 0 prints: what was taken, what it gains over stock DDP, how far it is from the bound.
 
-    `seconds` holds a step of each candidate by name; `how` says whether measured or predicted.
+    `seconds` holds a step of each candidate by name, those of `measured` as measured, the others as predicted; `why`
+    says why not all were measured.
     """
     found_s, stock_s = seconds[taken.name], seconds.get("stock DDP")
+    how = "measured" if taken.name in measured else f"predicted{why}"
     text = f"{taken.name}, {format_seconds(found_s)} a step {how}"
     if taken.kind == "stock":
         others = [name for name in seconds if name != taken.name]
         best = min(others, key=lambda name: seconds[name], default=None)
         if best is not None:
-            text += f"; {format_seconds(seconds[best])} with {best}"
-        if best is not None and seconds[best] < found_s:
-            why = "turns may differ by" if how == "measured" else "predictions may be off by"
-            gain = f"the {tolerance:.1%} that {why}" if tolerance > SIMPLER_WITHIN else f"{SIMPLER_WITHIN:.0%}"
+            how = "" if taken.name not in measured or best in measured else f", predicted{why}"
+            text += f"; {format_seconds(seconds[best])} with {best}{how}"
+        if best is not None and seconds[best] < found_s and tolerance < math.inf:
+            off = "turns may differ by" if best in measured else "predictions may be off by"
+            gain = f"the {tolerance:.1%} that {off}" if tolerance > SIMPLER_WITHIN else f"{SIMPLER_WITHIN:.0%}"
             text += f", no gain beyond {gain}"
     elif stock_s is not None:
-        text += f", {stock_s / found_s:.2f} times as fast as stock DDP ({format_seconds(stock_s)})"
+        how = " measured" if "stock DDP" in measured and taken.name not in measured else ""
+        text += f", {stock_s / found_s:.2f} times as fast as stock DDP ({format_seconds(stock_s)}{how})"
     else:
         text += "; stock DDP does not run here"
     if taken.bound_s <= 0:
@@ -225,9 +232,10 @@ def decide(
     tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "", beyond: float = 1.0
 ) -> dict[str, str]:
     """The plan to take, encoded, and the line that says why; or an error. What was measured decides. Where time or
-    memory (`short` says so) allowed fewer than two trials, predictions decide.
+    memory (`short` says so) allowed fewer than two trials, predictions decide: after one trial, as far as they were
+    right about that one.
 
-    `beyond` is what `extrapolation` returned.
+    `beyond` is what `extrapolation` returned. Predictions that rest on much smaller messages take what is simplest.
 
     On gloo FSDP2 does not overlap communication with computation, and predictions assume that it does. So a prediction
     takes units on gloo only where nothing else runs.
@@ -235,24 +243,28 @@ def decide(
     left = [one for one in tried if one.name not in trials.dropped]
     if not left:
         return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
-    seconds, tolerance, how = trials.measured, trials.repeatability, "measured"
-    untried = [one.name for one in left if one.name not in seconds]
-    if untried and len(seconds) > 1:
-        left = [one for one in left if one.name in seconds]
+    measured, tolerance, why = trials.measured, trials.repeatability, ""
+    seconds: Mapping[str, float] = measured
+    untried = [one.name for one in left if one.name not in measured]
+    if untried and len(measured) > 1:
+        left = [one for one in left if one.name in measured]
     elif untried:
         if backend == "gloo":
-            left = [one for one in left if one.kind not in SHARDED_KINDS] or left
-        seconds, tolerance = {one.name: one.predicted_s for one in left}, PREDICTED
+            left = [one for one in left if one.kind not in SHARDED_KINDS or one.name in measured] or left
+        scale = next((measured[one.name] / one.predicted_s for one in left if one.name in measured), 1.0)
+        seconds = {one.name: one.predicted_s * scale for one in left}
+        tolerance = math.inf if beyond > FARTHEST else max(PREDICTED, scale - 1, 1 / scale - 1)
         why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
-        how = f"predicted{why}"
     taken = simplest(left, seconds, tolerance)
-    words = in_words(taken, seconds, tolerance, how)
-    if how == "measured" and untried:
+    words = in_words(taken, seconds, tolerance, measured, why)
+    if untried and len(measured) > 1:
         words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"
     if beyond > FARTHEST:
+        simply = ", too far to take more than the simplest" if tolerance == math.inf else ""
         words += (
-            f"; predictions are extrapolated to messages {beyond:.0f} times as large as measured, budget_s= gives more"
+            f"; predictions are extrapolated to messages {beyond:.0f} times as large as measured{simply}, budget_s= "
+            "gives more"
         )
-    for name, why in trials.dropped.items():
-        words += f"; {name} was dropped, {why}"
+    for name, reason in trials.dropped.items():
+        words += f"; {name} was dropped, {reason}"
     return {"plan": encode(taken.plan).decode(), "words": words}

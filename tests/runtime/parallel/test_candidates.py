@@ -111,6 +111,34 @@ def test_predictions_decide_where_not_all_were_tried() -> None:
     assert "no gain beyond the 5.0% that predictions may be off by" in little
 
 
+def test_where_one_was_tried_predictions_count_as_far_as_they_were_right_about_it() -> None:
+    """Predicted at 271 ms and measured at 140, stock DDP stays: what is predicted at 236 may be as far off."""
+    stock, buckets = candidate("stock", 0.271), candidate("buckets", 0.236)
+    words = decide([stock, buckets], Trials(seconds={stock.name: [0.140]}), None)["words"]
+    assert words.startswith(
+        "stock DDP, 140 ms a step measured; 122 ms with 1 bucket of buckets on 1 communicator, predicted"
+    )
+    assert "(no time was left to try all; budget_s= gives more), no gain beyond the 93.6% that predictions may" in words
+    words = decide([stock, buckets], Trials(seconds={stock.name: [0.280]}), None)["words"]
+    assert words.startswith("1 bucket of buckets on 1 communicator, 244 ms a step predicted (no time was left")
+    assert "1.15 times as fast as stock DDP (280 ms measured)" in words
+
+
+def test_predictions_extrapolated_too_far_take_the_simplest() -> None:
+    stock, buckets, units = candidate("stock", 1.0), candidate("buckets", 0.8), candidate("units", 0.5)
+    for trials in (Trials(), Trials(seconds={stock.name: [1.0]})):
+        words = decide([stock, buckets, units], trials, None, beyond=49.0)["words"]
+        assert words.startswith("stock DDP, 1.00 s a step")
+        assert "49 times as large as measured, too far to take more than the simplest" in words
+        assert not decide([stock, buckets, units], trials, None, beyond=8.0)["words"].startswith("stock DDP")
+    assert decide([buckets, units], Trials(), None, beyond=49.0)["words"].startswith("1 bucket")
+    # Two that were measured need no prediction.
+    trials = Trials(seconds={stock.name: [1.0, 1.0], buckets.name: [0.8, 0.8]})
+    words = decide([stock, buckets, units], trials, None, beyond=49.0)["words"]
+    assert words.startswith("1 bucket")
+    assert "too far" not in words
+
+
 def test_units_are_not_taken_by_prediction_on_gloo() -> None:
     stock, units = candidate("stock", 1.0), candidate("units", 0.5)
     assert decide([stock, units], Trials(), None, "gloo")["words"].startswith("stock DDP")
