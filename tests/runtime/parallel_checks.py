@@ -311,9 +311,10 @@ def stock_ddp_is_told_of_parameters_without_gradients(ctx: Context) -> None:
     """Also where another rank than the first leaves them out, and where stock DDP needs no comparison."""
     model = ctx.build(lambda: Halved(ctx.rank == 0))
     with mock.patch.object(prepare, "worth_trying", lambda found: found[:1]):
-        wrapped = parallelize(
-            model, "auto", example=(tokens(ctx, 0), loss_of), optimizer="sgd", network=slow(ctx), budget_s=60.0
-        )
+        taken = search(ctx, model, loss_of, budget_s=60.0).run()
+    assert taken.words.startswith("stock DDP")
+    assert " a step measured" in taken.words
+    wrapped = prepare.apply_plan(model, taken.plan)
     assert isinstance(wrapped, TorchDDP)
     assert not isinstance(wrapped, DistributedDataParallel)
     losses(ctx, wrapped, 3)

@@ -59,6 +59,12 @@ class Candidate:
         return (predicted.bound_s if predicted is not None else None) or 0.0
 
     @property
+    def computing_s(self) -> float:
+        """A step without what it waits for communication."""
+        predicted = self.plan.predicted
+        return self.predicted_s - ((predicted.exposed_s if predicted is not None else None) or 0.0)
+
+    @property
     def name(self) -> str:
         """In words."""
         plan = self.plan
@@ -178,7 +184,7 @@ def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:
         return list(candidates)
     others = [one for one in candidates if one is not stock]
     gains = any(one.predicted_s < stock.predicted_s * (1 - SIMPLER_WITHIN) for one in others)
-    if not gains and stock.predicted_s <= stock.bound_s * (1 + SIMPLER_WITHIN):
+    if not gains and _at_bound(stock):
         return [stock]
     return [stock, *(one for one in others if one.predicted_s < stock.predicted_s * (1 + 5 * SIMPLER_WITHIN))]
 
@@ -220,22 +226,35 @@ def in_words(
     if taken.bound_s <= 0:
         return text
     over = found_s / taken.bound_s - 1
-    if taken.kind == "stock" and len(seconds) == 1 and over <= SIMPLER_WITHIN:
-        return f"{text}; the bound leaves nothing to gain"
+    if taken.kind == "stock" and len(seconds) == 1 and _at_bound(taken):
+        return f"{text}; by prediction the bound leaves nothing to gain"
     bound = f"the bound of {format_seconds(taken.bound_s)}"
     if over < -SIMPLER_WITHIN:
-        return f"{text}; less than {bound}: steps were slower while the example was timed"
+        # The bound is computation or the link.
+        steps = found_s < taken.computing_s
+        what, when = ("steps", "the example was timed") if steps else ("messages", "the network was measured")
+        return f"{text}; less than {bound}: {what} were slower while {when}"
     return f"{text}; {max(over, 0):.0%} over {bound}"
 
 
+def _at_bound(stock: Candidate) -> bool:
+    return stock.predicted_s <= stock.bound_s * (1 + SIMPLER_WITHIN)
+
+
 def decide(
-    tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "", beyond: float = 1.0
+    tried: Sequence[Candidate],
+    trials: Trials,
+    short: str | None,
+    backend: str = "",
+    beyond: float = 1.0,
+    excluded: Sequence[Candidate] = (),
 ) -> dict[str, str]:
     """The plan to take, encoded, and the line that says why; or an error. What was measured decides. Where time or
     memory (`short` says so) allowed fewer than two trials, predictions decide: after one trial, as far as they were
     right about that one.
 
     `beyond` is what `extrapolation` returned. Predictions that rest on much smaller messages take what is simplest.
+    Those `excluded` were predicted to be too slow to try.
 
     On gloo FSDP2 does not overlap communication with computation, and predictions assume that it does. So a prediction
     takes units on gloo only where nothing else runs.
@@ -257,6 +276,9 @@ def decide(
         why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
     taken = simplest(left, seconds, tolerance)
     words = in_words(taken, seconds, tolerance, measured, why)
+    if len(tried) == 1 and excluded and not _at_bound(taken):
+        best = min(excluded, key=attrgetter("predicted_s"))
+        words += f"; all others are predicted to be slower, {format_seconds(best.predicted_s)} with {best.name}"
     if untried and len(measured) > 1:
         words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"
     if beyond > FARTHEST:

@@ -173,7 +173,8 @@ class ParallelSearch:
         trials, short = Trials(), self.ranks.failure(room_for(profile, self.example.device))
         if short is None:
             tried, trials = self._try(tried, candidates)
-        taken = self.ranks.first(decide(tried, trials, short, self.ranks.communicators.backend, beyond))
+        excluded = [one for one in candidates if one not in tried]
+        taken = self.ranks.first(decide(tried, trials, short, self.ranks.communicators.backend, beyond, excluded))
         if "error" in taken:
             raise InputError(taken["error"])
         plan = decode(taken["plan"].encode(), Plan, where="rank 0's plan")
@@ -191,7 +192,7 @@ class ParallelSearch:
             (one,) = tried
             found = try_plan(self.model, one.plan, self.example, self.ranks, LEAST_STEPS, one.predicted_s)
             if not isinstance(found, str):
-                return tried, Trials()
+                return tried, Trials(seconds={one.name: [found]})
             tried, dropped = candidates, {one.name: found}
         left = [one for one in tried if one.name not in dropped]
         trials = take_turns(self.model, left, self.example, self.ranks, deadline_s, self._say)

@@ -30,8 +30,8 @@ SHARDING = Sharding(
 )
 
 
-def candidate(kind: str, seconds: float = 1.0, bound_s: float = 0.5) -> Candidate:
-    predicted = PlanPrediction(iteration_s=seconds, bound_s=bound_s)
+def candidate(kind: str, seconds: float = 1.0, bound_s: float = 0.5, exposed_s: float = 0.0) -> Candidate:
+    predicted = PlanPrediction(iteration_s=seconds, bound_s=bound_s, exposed_s=exposed_s)
     if kind in ("units", "copies"):
         mesh = Mesh(replicate=1 if kind == "units" else 2, shard=2)
         sharding = msgspec.structs.replace(SHARDING, mesh=mesh)
@@ -85,13 +85,27 @@ def test_measured_decides_over_predicted() -> None:
 
 
 def test_words_say_only_what_holds() -> None:
-    stock, buckets = candidate("stock", bound_s=1.2), candidate("buckets", bound_s=0.5)
+    stock, buckets = candidate("stock", 1.3, bound_s=1.2, exposed_s=0.2), candidate("buckets", bound_s=0.5)
     trials = Trials(seconds={stock.name: [1.0, 1.02], buckets.name: [1.1, 1.1]})
     words = decide([stock, buckets], trials, None)["words"]
     assert words.startswith(
         "stock DDP, 1.00 s a step measured; 1.10 s with 1 bucket of buckets on 1 communicator; less"
     )
     assert words.endswith("less than the bound of 1.20 s: steps were slower while the example was timed")
+    # Longer than what a step computes: it was the link.
+    stock = candidate("stock", 1.3, bound_s=1.2, exposed_s=0.5)
+    words = decide([stock, buckets], trials, None)["words"]
+    assert words.endswith("less than the bound of 1.20 s: messages were slower while the network was measured")
+
+
+def test_of_a_single_candidate_it_says_what_was_measured_and_why_no_other_was_tried() -> None:
+    stock, buckets, units = candidate("stock", 1.0, 0.94), candidate("buckets", 1.06), candidate("units", 1.5)
+    assert worth_trying([stock, buckets, units]) == [stock]
+    words = decide([stock], Trials(seconds={stock.name: [1.034]}), None, excluded=[buckets, units])["words"]
+    assert words == (
+        "stock DDP, 1.03 s a step measured; 10% over the bound of 940 ms; all others are predicted to be slower, "
+        "1.06 s with 1 bucket of buckets on 1 communicator"
+    )
 
 
 def test_turns_that_differ_are_no_gain() -> None:
