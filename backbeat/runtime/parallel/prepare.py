@@ -46,7 +46,7 @@ from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state, w
 from backbeat.runtime.parallel.rank_store import RankStore, asked_alike
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
-from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
+from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, affordable, take_turns, try_plan
 from backbeat.simulate.stragglers import between_ranks
 
 if TYPE_CHECKING:
@@ -140,6 +140,8 @@ class ParallelSearch:
         communicators = Communicators(world, self.example.device, 1)
         self.ranks = RankStore(communicators)
         self._began = time.monotonic()
+        self._left_out = ""
+        """What was not measured, for the line that rank 0 prints."""
 
     def run(self) -> Taken:
         if self.ranks.size == 1:
@@ -180,14 +182,14 @@ class ParallelSearch:
         plan = decode(taken["plan"].encode(), Plan, where="rank 0's plan")
         if self.path and self.ranks.rank == 0:
             save(plan, self.path)
-        return Taken(plan=plan, words=taken["words"], dropped=trials.dropped)
+        return Taken(plan=plan, words=taken["words"] + self._left_out, dropped=trials.dropped)
 
     def _try(self, tried: list[Candidate], candidates: list[Candidate]) -> tuple[list[Candidate], Trials]:
         """The candidates tried, and their trials. A single candidate needs no comparison, but must run; if it does not,
         all are tried."""
         deadline_s, dropped = self._began + self.budget_s, {}
         if len(tried) == 1:
-            if self.ranks.first(time.monotonic() > deadline_s):
+            if not self.ranks.first(affordable(tried, deadline_s - time.monotonic()))[0]:
                 return tried, Trials()
             (one,) = tried
             found = try_plan(self.model, one.plan, self.example, self.ranks, LEAST_STEPS, one.predicted_s)
@@ -277,6 +279,7 @@ class ParallelSearch:
             topk_speed=measure_topk if self.compression else None,
             apply_memory=apply_memory if self.memory_bytes is not None else None,
             line_up=self.ranks.line_up,
+            brief=True,
         ).profile
 
     def _network(self, profile: Profile) -> Network:
@@ -303,6 +306,9 @@ class ParallelSearch:
         self._say("timing steps beside communication")
         step_s, limit_s = max(profile.forward_s + profile.backward_s, 1e-4), self.budget_s * SLOWDOWN_SHARE
         slowdown = measure_step_slowdown(self.model, self.example, self.ranks, network, step_s, limit_s)
+        if isinstance(slowdown, str):
+            self._left_out = f"; steps were not timed beside communication: {slowdown}"
+            return network
         return msgspec.structs.replace(network, slowdown=slowdown)
 
     def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> list[Candidate]:
