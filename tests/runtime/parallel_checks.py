@@ -401,5 +401,17 @@ def refusals(ctx: Context) -> None:
         (plain, {"example": pair, "memory": "0GB"}, "above zero"),
     ):
         raises(InputError, lambda given=given, options=options: parallelize(given, **options), match)
+    # Before anything is timed.
+    with mock.patch.object(prepare, "ParallelSearch", mock.Mock(side_effect=AssertionError)):
+        for options, match in (
+            (
+                {"precision": "fp8"},
+                "precision is 'fp8': it must be 'bf16' or 'fp16' where training runs under autocast",
+            ),
+            *([({"precision": "tf32"}, "precision is 'tf32'")] if ctx.device.type == "cpu" else []),
+            ({"optimizer": "lion"}, "optimizer is 'lion': it must be sgd, adam or adamw"),
+            ({"memory": "lots"}, "memory: 'lots' is not a size"),
+        ):
+            raises(InputError, lambda options=options: parallelize(plain, example=pair, **options), match)
     assert candidates.KINDS[0] == Candidate(kind="stock", plan=small_plan(plain)).kind
     fully_shard(ctx.build(Chain), plan_of(ctx))
