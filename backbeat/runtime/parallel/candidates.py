@@ -111,10 +111,9 @@ def predicted_candidates(
     add("stock", "ddp", memory_bytes=memory_bytes)
     add("buckets", "best", communicators=communicators, memory_bytes=memory_bytes)
     version = _release(torch.__version__)
-    for strategy in UNITS:
+    for strategy in sharded_strategies(network):
         choices = {"memory_bytes": memory_bytes, "torch_version": version} if strategy in BUDGETED else {}
-        if strategy != "hsdp" or 1 < network.topology.gpus_per_node < network.workers:
-            add("units", strategy, **choices)
+        add("units", strategy, **choices)
     if compression:
         add("compressed", "compressed", communicators=communicators, memory_bytes=memory_bytes)
     fitting = [
@@ -135,6 +134,12 @@ def predicted_candidates(
     if stock is not None and planned is not None and stock.plan.buckets == planned.plan.buckets:
         best["buckets"] = None
     return [one for one in best.values() if one is not None]
+
+
+def sharded_strategies(network: Network) -> list[str]:
+    """Those that may be predicted for it, the ones planned quickest first."""
+    within = 1 < network.topology.gpus_per_node < network.workers
+    return [strategy for strategy in UNITS if strategy != "hsdp" or within]
 
 
 def _release(version: str) -> str:
