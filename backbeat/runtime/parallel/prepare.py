@@ -163,7 +163,7 @@ class ParallelSearch:
             "precision": self.example.precision,
             "optimizer": self.example.optimizer if isinstance(self.example.optimizer, str) else "given",
         }
-        now = conditions(self.model, self.example, self.ranks, self.network, options)
+        now = conditions(self.model, self.example, self.ranks, self.network, options, kept=bool(self.path))
         if self.path and (known := self._known(now)) is not None:
             return known
         profile, unused = self._profile()
