@@ -146,9 +146,10 @@ class ParallelSearch:
     def run(self) -> Taken:
         if self.ranks.size == 1:
             return self._alone()
-        with preserved_state(self.example.device):
-            taken = self._run()
-        agree(self.ranks.communicators, "taken", [encode(taken.plan).decode()], "the plan taken")
+        with self.ranks.watched():
+            with preserved_state(self.example.device):
+                taken = self._run()
+            agree(self.ranks.communicators, "taken", [encode(taken.plan).decode()], "the plan taken")
         self.ranks.communicators.close()
         if self.ranks.rank == 0:
             self._say(taken.words, last=True)

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup
 
-from backbeat.errors import BackbeatError, CommunicationError, InputError, first_line
+from backbeat.errors import BackbeatError, CommunicationError, InputError, MeasurementError, first_line
 from backbeat.measure.model.training_step import where_raised
+from backbeat.runtime.parallel.heartbeat import Heartbeat, LostRankError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -89,18 +90,20 @@ def _answering() -> Iterator[None]:
 
 
 @_answering()
-def _every(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
+def _every(store: Any, key: str, rank: int, size: int, value: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
     keys = [f"{key}/{other}" for other in range(size)]
     store.set(keys[rank], json.dumps(value))
     if rank == 0:
-        store.set(key, json.dumps([json.loads(text) for text in _wait(store, keys, keys)]))
-    answer: list[Any] = json.loads(*_wait(store, [key], keys))
+        store.set(key, json.dumps([json.loads(text) for text in _wait(store, keys, keys, heartbeat)]))
+    answer: list[Any] = json.loads(*_wait(store, [key], keys, heartbeat))
     return answer
 
 
-def _wait(store: Any, wanted: Sequence[str], by_rank: Sequence[str]) -> list[bytes]:
+def _wait(store: Any, wanted: Sequence[str], by_rank: Sequence[str], heartbeat: Heartbeat | None = None) -> list[bytes]:
     """What is left under these keys, each rank at its own."""
     try:
+        if heartbeat is not None:
+            heartbeat.wait(wanted, by_rank)
         return [store.get(key) for key in wanted]
     except DistStoreError as error:
         missing = [str(rank) for rank, key in enumerate(by_rank) if not store.check([key])]
@@ -117,10 +120,29 @@ class RankStore:
         self.communicators = communicators
         self.rank, self.size, self.device = communicators.rank, communicators.size, communicators.device
         self._calls = self._lined_up = 0
+        self._heartbeat: Heartbeat | None = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, a rank that is lost is named by all others, soon: where they wait for it, and where a collective
+        fails."""
+        self._heartbeat = heartbeat = Heartbeat(self.communicators.store, self.rank, self.size)
+        heartbeat.start()
+        try:
+            yield
+        except LostRankError:
+            raise
+        except (RuntimeError, MeasurementError) as error:
+            with _answering():
+                heartbeat.name_lost(error)
+            raise
+        finally:
+            heartbeat.stop()
+            self._heartbeat = None
 
     def every(self, value: Any) -> list[Any]:
         """What every rank gave, in the order of ranks, on all of them."""
-        return _every(self.communicators.store, self._next(), self.rank, self.size, value)
+        return _every(self.communicators.store, self._next(), self.rank, self.size, value, self._heartbeat)
 
     @_answering()
     def first(self, value: Any) -> Any:
@@ -128,7 +150,7 @@ class RankStore:
         key, store = self._next(), self.communicators.store
         if self.rank == 0:
             store.set(key, json.dumps(value))
-        return json.loads(*_wait(store, [key], [key]))
+        return json.loads(*_wait(store, [key], [key], self._heartbeat))
 
     def failure(self, error: str | None, order: int = 0) -> str | None:
         """The first error by `order`, with its rank; later ones follow from it. None where no rank has one."""
