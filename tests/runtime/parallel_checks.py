@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
-from backbeat.model import CollectiveTimes, Network
+from backbeat.model import CollectiveTimes, Network, Slowdown
 from backbeat.runtime import DistributedDataParallel, fully_shard, parallelize
 from backbeat.runtime.parallel import candidates, plan_file, prepare, step_slowdown, trials
 from backbeat.runtime.parallel.candidates import Candidate
@@ -34,12 +35,13 @@ from backbeat.runtime.parallel.trials import ExampleStep, try_plan
 from backbeat.runtime.reduce import failures
 
 CHECKS, check = registry("parallelize_")
+NO_SLOWDOWN = Slowdown(matmul=1.0, attention=1.0, memory=1.0)
 
 
 def slow(ctx: Context) -> Network:
     """So slow that every kind of plan is predicted to gain over stock DDP."""
     times = CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-6)
-    return Network(name="slow", workers=ctx.size, all_reduce=times, backend="gloo")
+    return Network(name="slow", workers=ctx.size, all_reduce=times, backend="gloo", slowdown=NO_SLOWDOWN)
 
 
 class Noisy(Chain):
@@ -133,7 +135,7 @@ def a_slowdown_is_the_same_on_all_ranks(ctx: Context) -> str:
     model = ctx.build(Chain)
     world: Any = dist.group.WORLD
     ranks = RankStore(Communicators(world, ctx.device, 1))
-    quick = Network(name="quick", workers=ctx.size, all_reduce=CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-9))
+    quick = CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-9).curve.at
     found = measure_step_slowdown(model, example(ctx), ranks, quick, 0.02, 0.5)
     assert not isinstance(found, str), found
     assert found.matmul >= 1
@@ -151,6 +153,21 @@ def a_slowdown_is_the_same_on_all_ranks(ctx: Context) -> str:
     with mock.patch.object(step_slowdown, "copy_of", mock.Mock(side_effect=AssertionError)):
         assert "too slow" in str(measure_step_slowdown(model, example(ctx), ranks, quick, 2.0, 3.0))
     return f"{found.matmul:.2f}"
+
+
+@check
+def of_a_given_network_what_it_does_not_say_is_measured(ctx: Context) -> None:
+    """How much communication slows a step down is the model's and the host's, not the network's."""
+    model = ctx.build(Chain)
+    bare = msgspec.structs.replace(slow(ctx), slowdown=None)
+    one = search(ctx, model, loss_of, network=bare)
+    profile, _ = one._profile()
+    found = one._network(profile)
+    assert found.slowdown is not None or "beside communication" in one._left_out
+    assert set(gathered(ctx, found)) == {found}
+    assert msgspec.structs.replace(found, slowdown=None) == bare
+    with mock.patch.object(prepare, "measure_step_slowdown", mock.Mock(side_effect=AssertionError)):
+        assert search(ctx, model, loss_of)._network(profile) == slow(ctx)
 
 
 @check

@@ -25,7 +25,7 @@ from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.inputs import device_of
 from backbeat.measure.model.profiler import measure
 from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory
-from backbeat.measure.network.calibration import calibrate
+from backbeat.measure.network.calibration import calibrate, with_sharded_host
 from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
 from backbeat.runtime.auto import message_sizes
@@ -41,6 +41,7 @@ from backbeat.runtime.parallel.candidates import (
     predicted_candidates,
     worth_trying,
 )
+from backbeat.runtime.parallel.link_probe import message_bytes, message_s
 from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save, with_note
 from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state, without_original
 from backbeat.runtime.parallel.rank_store import RankStore, asked_alike
@@ -50,12 +51,14 @@ from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials,
 from backbeat.simulate.stragglers import between_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import nn
 
     from backbeat.measure.model.training_step import Loss
 
 BUDGET_S = 50.0
-CALIBRATE_SHARE, SLOWDOWN_SHARE, PROFILE_SHARE = 0.12, 0.06, 0.2
+CALIBRATE_SHARE, SLOWDOWN_SHARE, HOST_SHARE, PROFILE_SHARE = 0.12, 0.06, 0.012, 0.2
 """Of the budget; trials have the rest."""
 
 
@@ -96,7 +99,9 @@ def parallelize(
     memory: for "auto": what an iteration may take on the device, in bytes or like "6GB".
     compression: for "auto": "allow" lets it take compressed buckets. Then also call `model.attach(optimizer,
         max_grad_norm=…)`.
-    network: for "auto": a `Network`, a name or a path to predict with; measured on the job's ranks where left out.
+    network: for "auto": a `Network`, a name or a path to predict with; measured on the job's ranks where left out. What
+        it does not say of the model and the host is measured: how much communication slows a step down, and FSDP2's
+        cost.
     precision: for "auto": `bf16` or `fp16` where training runs under autocast around `loss`; left out, the loss runs
         as it is.
     budget_s: for "auto": about how long it may take.
@@ -284,12 +289,43 @@ class ParallelSearch:
         ).profile
 
     def _network(self, profile: Profile) -> Network:
-        size = self.ranks.size
-        if self.network is not None:
-            return self.network if self.network.workers == size else self.network.at(workers=size)
+        """The network given, or as measured; with what the model's steps and the host add, unless it says so."""
+        network = self._calibrated(profile) if self.network is None else self._given(self.network)
+        if network.slowdown is not None:
+            return network
+        # The job's own link may be another than the one given.
+        seconds_of = network.all_reduce.curve.at if self.network is None else self._link()
+        self._say("timing steps beside communication")
+        step_s, limit_s = max(profile.forward_s + profile.backward_s, 1e-4), self.budget_s * SLOWDOWN_SHARE
+        slowdown = measure_step_slowdown(self.model, self.example, self.ranks, seconds_of, step_s, limit_s)
+        if isinstance(slowdown, str):
+            self._left_out = f"; steps were not timed beside communication: {slowdown}"
+            return network
+        return msgspec.structs.replace(network, slowdown=slowdown)
+
+    def _link(self) -> Callable[[int], float]:
+        """What messages take on the job's link, about."""
+        size = message_bytes(self.ranks, self.model)
+        s_per_byte = message_s(self.ranks, size, 0.0) / size
+        return lambda sent: sent * s_per_byte
+
+    def _given(self, network: Network) -> Network:
+        """For as many ranks; on GPUs with what FSDP2 costs the host."""
+        network = network if network.workers == self.ranks.size else network.at(workers=self.ranks.size)
+        known = network.sharded is not None and network.sharded.host is not None
+        if known or self.example.device.type != "cuda":
+            return network
+        self._say("timing what FSDP2 costs the host")
+
+        def largest(values: Sequence[float]) -> list[float]:
+            return [max(column) for column in zip(*self.ranks.every(list(values)), strict=True)]
+
+        return with_sharded_host(network, self.ranks.communicators, largest, self.budget_s * HOST_SHARE)
+
+    def _calibrated(self, profile: Profile) -> Network:
         self._say("measuring the network")
         links = self.ranks.communicators
-        network = calibrate(
+        return calibrate(
             group=links.process_group,
             device=links.device,
             budget_s=self.budget_s * CALIBRATE_SHARE,
@@ -304,13 +340,6 @@ class ParallelSearch:
             sharded=True,
             brief=True,
         )
-        self._say("timing steps beside communication")
-        step_s, limit_s = max(profile.forward_s + profile.backward_s, 1e-4), self.budget_s * SLOWDOWN_SHARE
-        slowdown = measure_step_slowdown(self.model, self.example, self.ranks, network, step_s, limit_s)
-        if isinstance(slowdown, str):
-            self._left_out = f"; steps were not timed beside communication: {slowdown}"
-            return network
-        return msgspec.structs.replace(network, slowdown=slowdown)
 
     def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> list[Candidate]:
         """Rank 0's candidates, each with a note of what it was made for."""

@@ -19,12 +19,11 @@ from backbeat.model import Slowdown
 from backbeat.runtime.parallel.preserve import copy_of, free
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
     from backbeat.measure.model.training_step import Training
-    from backbeat.model import Network
     from backbeat.runtime.parallel.rank_store import RankStore
     from backbeat.runtime.parallel.trials import ExampleStep
 
@@ -62,14 +61,18 @@ class Pairs:
 
 
 def measure_step_slowdown(
-    model: nn.Module, example: ExampleStep, ranks: RankStore, network: Network, step_s: float, limit_s: float
+    model: nn.Module,
+    example: ExampleStep,
+    ranks: RankStore,
+    seconds_of: Callable[[int], float],
+    step_s: float,
+    limit_s: float,
 ) -> Slowdown | str:
     """The same on every rank, which all call it; or, as text, why it was not measured: it would take longer than
     `limit_s`, or some rank cannot train another copy.
 
-    `step_s` is what a step takes alone.
+    `seconds_of` says what an all-reduce of so many bytes takes on the job's link, `step_s` what a step takes alone.
     """
-    seconds_of = network.all_reduce.curve.at
     size = ranks.first(message_bytes(seconds_of))
     within = Pairs.within(limit_s, step_s, seconds_of(size))
     found = ranks.first(within and asdict(within))
