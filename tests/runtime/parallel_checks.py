@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import tempfile
 import threading
 import time
+import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +31,7 @@ from backbeat.model import CollectiveTimes, Network, Slowdown
 from backbeat.runtime import DistributedDataParallel, fully_shard, parallelize
 from backbeat.runtime.parallel import candidates, plan_file, prepare, step_slowdown, trials
 from backbeat.runtime.parallel.candidates import Candidate
+from backbeat.runtime.parallel.preserve import copy_of
 from backbeat.runtime.parallel.rank_store import RankStore
 from backbeat.runtime.parallel.request import ParallelRequest
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
@@ -128,6 +132,41 @@ def auto_leaves_everything_as_it_was(ctx: Context) -> str:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert len(set(gathered(ctx, (taken.plan, taken.words)))) == 1
     return taken.words
+
+
+@check
+def auto_leaves_no_copy_behind(ctx: Context) -> None:
+    """Every kind was tried: neither a copy of the model is left afterwards, nor anything of its size."""
+    model = ctx.build(Chain)
+    copies: list[weakref.ref[nn.Parameter]] = []
+
+    def remembered(given: nn.Module) -> nn.Module:
+        made = copy_of(given)
+        copies.extend(weakref.ref(one) for one in made.parameters())
+        return made
+
+    searched(ctx, model)
+    before = tensors_alive()
+    with (
+        mock.patch.object(prepare, "copy_of", remembered),
+        mock.patch.object(step_slowdown, "copy_of", remembered),
+        mock.patch.object(trials, "copy_of", remembered),
+    ):
+        searched(ctx, model, network=msgspec.structs.replace(slow(ctx), slowdown=None))
+    assert len(copies) > 3 * len(list(model.parameters()))
+    assert not [one for one in copies if one() is not None]
+    after = tensors_alive()
+    assert after["Parameter"] == before["Parameter"]
+    assert after["bytes"] - before["bytes"] < sum(one.nbytes for one in model.parameters())
+
+
+def tensors_alive() -> Counter[str]:
+    gc.collect()
+    found: Counter[str] = Counter()
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor):
+            found.update({type(one).__name__: 1, "bytes": one.nbytes})
+    return found
 
 
 @check
