@@ -26,6 +26,8 @@ from backbeat.comm.communicators import Communicators, abort
 from backbeat.errors import BackbeatError, CommunicationError, InputError, first_line, where_raised
 
 T = TypeVar("T")
+WaitForKeys = Callable[[Sequence[str], Sequence[str]], None]
+"""Waits until all of the first keys are in the store; of the second each rank writes its own."""
 
 _POLL_S = 0.05
 _HEAD_START_S = 0.5
@@ -175,7 +177,7 @@ def _in_words(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _answering(caller: str) -> Iterator[None]:
+def answering(caller: str) -> Iterator[None]:
     """Says who is lost where the store is: one of the ranks keeps it, unless torchrun does."""
     try:
         yield
@@ -186,19 +188,25 @@ def _answering(caller: str) -> Iterator[None]:
         ) from error
 
 
-def _every(caller: str, store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
+def _every(
+    caller: str, store: Any, key: str, rank: int, size: int, value: Any, waiting: WaitForKeys | None = None
+) -> list[Any]:
     keys = [f"{key}/{other}" for other in range(size)]
-    with _answering(caller):
+    with answering(caller):
         store.set(keys[rank], json.dumps(value))
         if rank == 0:
-            store.set(key, json.dumps([json.loads(text) for text in _wait(caller, store, keys, keys)]))
-        answer: list[Any] = json.loads(*_wait(caller, store, [key], keys))
+            store.set(key, json.dumps([json.loads(text) for text in _wait(caller, store, keys, keys, waiting)]))
+        answer: list[Any] = json.loads(*_wait(caller, store, [key], keys, waiting))
         return answer
 
 
-def _wait(caller: str, store: Any, wanted: Sequence[str], by_rank: Sequence[str]) -> list[bytes]:
+def _wait(
+    caller: str, store: Any, wanted: Sequence[str], by_rank: Sequence[str], waiting: WaitForKeys | None = None
+) -> list[bytes]:
     """What is left under these keys, each rank at its own."""
     try:
+        if waiting is not None:
+            waiting(wanted, by_rank)
         return [store.get(key) for key in wanted]
     except DistStoreError as error:
         missing = [str(rank) for rank, key in enumerate(by_rank) if not store.check([key])]
@@ -218,18 +226,20 @@ class RankStore:
         self._caller = caller
         self.rank, self.size, self.device = communicators.rank, communicators.size, communicators.device
         self._calls = self._waits = 0
+        self.waiting: WaitForKeys | None = None
+        """How to wait for others, in place of the store's own way."""
 
     def every(self, value: Any) -> list[Any]:
         """What every rank gave, in the order of ranks, on all of them."""
-        return _every(self._caller, self.communicators.store, self._next(), self.rank, self.size, value)
+        return _every(self._caller, self.communicators.store, self._next(), self.rank, self.size, value, self.waiting)
 
     def first(self, value: Any) -> Any:
         """What rank 0 gave."""
         key, store = self._next(), self.communicators.store
-        with _answering(self._caller):
+        with answering(self._caller):
             if self.rank == 0:
                 store.set(key, json.dumps(value))
-            return json.loads(*_wait(self._caller, store, [key], [key]))
+            return json.loads(*_wait(self._caller, store, [key], [key], self.waiting))
 
     def failure(self, error: str | None, order: int = 0) -> str | None:
         """The first error by `order`, with its rank; later ones follow from it. None where no rank has one."""
@@ -281,7 +291,7 @@ class RankStore:
             thread = threading.Thread(target=_abort_on_alarm, args=(shared.clone(), key, backends, done), daemon=True)
             thread.start()
 
-        @_answering(self._caller)
+        @answering(self._caller)
         def alarm() -> int:
             # Before the thread could hear it.
             done.set()

@@ -7,10 +7,12 @@ or from rank 0. Ranks compare a new partition before it runs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import statistics
+import time
 import weakref
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +28,7 @@ from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Prof
 from backbeat.model.files import decode, encode
 from backbeat.model.reduction import DDP_BUCKET_BYTES
 from backbeat.planners import plan as make_plan
+from backbeat.runtime.parallel.candidates import sharded_strategies
 from backbeat.runtime.reduce.partition import Partition, plan_partition
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.timing import TimedStep, median
@@ -44,6 +47,8 @@ DRIFT_FLOOR = 0.02
 """And by this share of an iteration, below which drift is noise."""
 WORTH_TELLING = 0.03
 """Units are mentioned where they are predicted to save more than this share of an iteration."""
+TELL_STEPS = 0.5
+"""No further kind of units is predicted once that took as long as this share of an iteration."""
 WATCH_EVERY = 200
 CALIBRATE_S = (0.2, 2.0)
 """Training stands still while the network is measured: so long at least and at most."""
@@ -343,25 +348,33 @@ class Tuner:
             return f"error: {error}"
 
     def _tell_of_units(self, profile: Profile, network: Network, iteration: float) -> None:
-        """What sharding may gain, which no change of buckets does; silent where it is not known or not much.
+        """What sharding may gain, which no change of buckets does; silent where it is not known or not much, and on
+        gloo, where units are slower than predicted.
 
         The update is left out: what is measured as such here may be a data loader's, which no sharding shortens.
+        Strategies that take long to plan are left out where steps are short: training waits meanwhile.
         """
-        if self._reducer.communicators.rank != 0:
+        communicators = self._reducer.communicators
+        if communicators.rank != 0 or communicators.backend == "gloo":
             return
         bare = msgspec.structs.replace(profile, update_s=0.0)
-        try:
-            now, units = (make_plan(bare, network, strategy).predicted for strategy in ("ddp", "zero2"))
-        except BackbeatError:
-            return
-        if now is None or units is None or not now.iteration_s or not units.iteration_s:
-            return
-        gain_s = now.iteration_s - units.iteration_s
+        began = time.monotonic()
+        found: dict[str, float] = {}
+        for strategy in ("ddp", *sharded_strategies(network)):
+            if len(found) > 1 and time.monotonic() - began > TELL_STEPS * iteration:
+                break
+            with contextlib.suppress(BackbeatError):
+                predicted = make_plan(bare, network, strategy).predicted
+                found[strategy] = (predicted.iteration_s if predicted is not None else None) or math.inf
+        now_s = found.pop("ddp", 0.0)
+        gain_s = now_s - min(found.values(), default=now_s)
         if gain_s > WORTH_TELLING * iteration:
-            self._say(
+            text = (
                 f"sharded units are predicted to save {gain_s * 1e3:.2f} of {iteration * 1e3:.2f} ms an iteration: "
                 "parallelize(model, plan='auto', example=(batch, loss)) tries them"
             )
+            self.history.append(text)
+            logger.warning(text)
 
     def _present_plan(self, profile: Profile, network: Network) -> Plan:
         """The buckets that run now as a plan, with their prediction."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import tempfile
 import threading
 import time
+import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -24,22 +28,24 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
-from backbeat.model import CollectiveTimes, Network
+from backbeat.model import CollectiveTimes, Network, Slowdown
 from backbeat.runtime import DistributedDataParallel, fully_shard, parallelize
 from backbeat.runtime.parallel import candidates, plan_file, prepare, step_slowdown, trials
 from backbeat.runtime.parallel.candidates import Candidate
+from backbeat.runtime.parallel.preserve import copy_of
 from backbeat.runtime.parallel.request import ParallelRequest
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
 from backbeat.runtime.parallel.trials import ExampleStep, try_plan
 from backbeat.runtime.reduce import failures
 
 CHECKS, check = registry("parallelize_")
+NO_SLOWDOWN = Slowdown(matmul=1.0, attention=1.0, memory=1.0)
 
 
 def slow(ctx: Context) -> Network:
     """So slow that every kind of plan is predicted to gain over stock DDP."""
     times = CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-6)
-    return Network(name="slow", workers=ctx.size, all_reduce=times, backend="gloo")
+    return Network(name="slow", workers=ctx.size, all_reduce=times, backend="gloo", slowdown=NO_SLOWDOWN)
 
 
 class Noisy(Chain):
@@ -129,13 +135,48 @@ def auto_leaves_everything_as_it_was(ctx: Context) -> str:
 
 
 @check
+def auto_leaves_no_copy_behind(ctx: Context) -> None:
+    """Every kind was tried: neither a copy of the model is left afterwards, nor anything of its size."""
+    model = ctx.build(Chain)
+    copies: list[weakref.ref[nn.Parameter]] = []
+
+    def remembered(given: nn.Module) -> nn.Module:
+        made = copy_of(given)
+        copies.extend(weakref.ref(one) for one in made.parameters())
+        return made
+
+    searched(ctx, model)
+    before = tensors_alive()
+    with (
+        mock.patch.object(prepare, "copy_of", remembered),
+        mock.patch.object(step_slowdown, "copy_of", remembered),
+        mock.patch.object(trials, "copy_of", remembered),
+    ):
+        searched(ctx, model, network=msgspec.structs.replace(slow(ctx), slowdown=None))
+    assert len(copies) > 3 * len(list(model.parameters()))
+    assert not [one for one in copies if one() is not None]
+    after = tensors_alive()
+    assert after["Parameter"] == before["Parameter"]
+    assert after["bytes"] - before["bytes"] < sum(one.nbytes for one in model.parameters())
+
+
+def tensors_alive() -> Counter[str]:
+    gc.collect()
+    found: Counter[str] = Counter()
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor):
+            found.update({type(one).__name__: 1, "bytes": one.nbytes})
+    return found
+
+
+@check
 def a_slowdown_is_the_same_on_all_ranks(ctx: Context) -> str:
     model = ctx.build(Chain)
     world: Any = dist.group.WORLD
     ranks = RankStore(Communicators(world, ctx.device, 1), "parallelize")
-    quick = Network(name="quick", workers=ctx.size, all_reduce=CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-9))
-    found = measure_step_slowdown(model, example(ctx), ranks, quick, 0.02, 0.1)
-    assert found is not None
+    quick = CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-9).curve.at
+    found = measure_step_slowdown(model, example(ctx), ranks, quick, 0.02, 0.5)
+    assert not isinstance(found, str), found
     assert found.matmul >= 1
     assert set(gathered(ctx, found)) == {found}
 
@@ -146,8 +187,26 @@ def a_slowdown_is_the_same_on_all_ranks(ctx: Context) -> str:
         return copy.deepcopy(model)
 
     with mock.patch.object(step_slowdown, "copy_of", no_room):
-        assert measure_step_slowdown(model, example(ctx), ranks, quick, 0.02, 0.1) is None
+        assert "rank 1: OutOfMemoryError" in str(measure_step_slowdown(model, example(ctx), ranks, quick, 0.02, 0.5))
+    # Slow steps: not even begun.
+    with mock.patch.object(step_slowdown, "copy_of", mock.Mock(side_effect=AssertionError)):
+        assert "too slow" in str(measure_step_slowdown(model, example(ctx), ranks, quick, 2.0, 3.0))
     return f"{found.matmul:.2f}"
+
+
+@check
+def of_a_given_network_what_it_does_not_say_is_measured(ctx: Context) -> None:
+    """How much communication slows a step down is the model's and the host's, not the network's."""
+    model = ctx.build(Chain)
+    bare = msgspec.structs.replace(slow(ctx), slowdown=None)
+    one = search(ctx, model, loss_of, network=bare)
+    profile, _ = one._profile()
+    found = one._network(profile)
+    assert found.slowdown is not None or "beside communication" in one._left_out
+    assert set(gathered(ctx, found)) == {found}
+    assert msgspec.structs.replace(found, slowdown=None) == bare
+    with mock.patch.object(prepare, "measure_step_slowdown", mock.Mock(side_effect=AssertionError)):
+        assert search(ctx, model, loss_of)._network(profile) == slow(ctx)
 
 
 @check
@@ -311,9 +370,10 @@ def stock_ddp_is_told_of_parameters_without_gradients(ctx: Context) -> None:
     """Also where another rank than the first leaves them out, and where stock DDP needs no comparison."""
     model = ctx.build(lambda: Halved(ctx.rank == 0))
     with mock.patch.object(prepare, "worth_trying", lambda found: found[:1]):
-        wrapped = parallelize(
-            model, "auto", example=(tokens(ctx, 0), loss_of), optimizer="sgd", network=slow(ctx), budget_s=60.0
-        )
+        taken = search(ctx, model, loss_of, budget_s=60.0).run()
+    assert taken.words.startswith("stock DDP")
+    assert " a step measured" in taken.words
+    wrapped = prepare.apply_plan(model, taken.plan)
     assert isinstance(wrapped, TorchDDP)
     assert not isinstance(wrapped, DistributedDataParallel)
     losses(ctx, wrapped, 3)
@@ -397,5 +457,17 @@ def refusals(ctx: Context) -> None:
         (plain, {"example": pair, "memory": "0GB"}, "above zero"),
     ):
         raises(InputError, lambda given=given, options=options: parallelize(given, **options), match)
+    # Before anything is timed.
+    with mock.patch.object(prepare, "ParallelSearch", mock.Mock(side_effect=AssertionError)):
+        for options, match in (
+            (
+                {"precision": "fp8"},
+                "precision is 'fp8': it must be 'bf16' or 'fp16' where training runs under autocast",
+            ),
+            *([({"precision": "tf32"}, "precision is 'tf32'")] if ctx.device.type == "cpu" else []),
+            ({"optimizer": "lion"}, "optimizer is 'lion': it must be sgd, adam or adamw"),
+            ({"memory": "lots"}, "memory: 'lots' is not a size"),
+        ):
+            raises(InputError, lambda options=options: parallelize(plain, example=pair, **options), match)
     assert candidates.KINDS[0] == Candidate(kind="stock", plan=small_plan(plain)).kind
     fully_shard(ctx.build(Chain), plan_of(ctx))

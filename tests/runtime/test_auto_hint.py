@@ -8,17 +8,49 @@ from unittest import mock
 import pytest
 
 import backbeat as bb
+from backbeat.runtime import auto
 from backbeat.runtime.auto import Tuner
+
+PROFILE = bb.Profile.load("gpt2-b8-bf16-h200")
+
+
+def hint(network: bb.Network, backend: str = "nccl", iteration_s: float = 10.0) -> list[str]:
+    tuner = object.__new__(Tuner)
+    tuner.history = []
+    tuner._reducer = SimpleNamespace(communicators=SimpleNamespace(rank=0, backend=backend))
+    tuner._tell_of_units(PROFILE, network, iteration_s)
+    return tuner.history
 
 
 @pytest.mark.parametrize(("network", "told"), [("10gbe", True), ("dgx-h100", False)])
-def test_units_are_mentioned_where_they_gain(network: str, told: bool) -> None:
-    tuner = object.__new__(Tuner)
-    tuner.history = []
-    tuner._reducer = SimpleNamespace(communicators=SimpleNamespace(rank=0))
-    profile = bb.Profile.load("gpt2-b8-bf16-h200")
-    tuner._tell_of_units(profile, bb.Network.load(network).at(workers=8), profile.forward_s + profile.backward_s)
-    assert any("parallelize(model" in line for line in tuner.history) == told
+def test_units_are_mentioned_where_they_gain(network: str, told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """At a level that shows where nobody has set up logging; and not on gloo, where units do not gain it."""
+    at, iteration_s = bb.Network.load(network).at(workers=8), PROFILE.forward_s + PROFILE.backward_s
+    hint(at, "gloo", iteration_s)
+    assert caplog.records == []
+    assert len(hint(at, "nccl", iteration_s)) == told
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * told
+    assert all("parallelize(model" in record.message for record in caplog.records)
+
+
+def test_the_best_units_are_weighed_as_far_as_training_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"ddp": 10.0, "zero2": 9.9, "fsdp": 9.8, "decoupled": 9.5, "sharded": 8.0}
+    now = [0.0]
+
+    def plan(profile: bb.Profile, network: bb.Network, strategy: str) -> SimpleNamespace:
+        now[0] += 2.0
+        return SimpleNamespace(predicted=SimpleNamespace(iteration_s=seconds[strategy]))
+
+    monkeypatch.setattr(auto, "make_plan", plan)
+    monkeypatch.setattr(auto, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    network = bb.Network.load("10gbe").at(workers=8)
+    (said,) = hint(network, iteration_s=20.0)
+    assert "save 2000.00 of 20000.00 ms" in said
+    # Half of a step is over after the fourth, and after the first, which is weighed in any case.
+    (said,) = hint(network, iteration_s=14.0)
+    assert "save 500.00 of" in said
+    (said,) = hint(network, iteration_s=1.0)
+    assert "save 100.00 of" in said
 
 
 @pytest.mark.parametrize(("iteration_s", "budget_s"), [(0.001, 0.2), (0.2, 0.4), (5.0, 2.0)])

@@ -44,8 +44,9 @@ class MeasuredChain:
     notes: tuple[str, ...]
 
 
-def measure_blocks(training: Training) -> MeasuredChain:
-    """Measure the model's chain of blocks; empty where it has none. The model must not be compiled."""
+def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
+    """Measure the model's chain of blocks; empty where it has none. The model must not be compiled. With `once`, one
+    iteration gives their times."""
     found = find_blocks(training.model)
     weights = BlockBytes(found, _alive(training))
     if found:
@@ -59,7 +60,7 @@ def measure_blocks(training: Training) -> MeasuredChain:
     if len(links) < 2:
         return MeasuredChain((), None, 0, 0, ())
     blocks = {name: found[name] for name in links}
-    seconds = _times(training, blocks)
+    seconds = _times(training, blocks, 1 if once else _TIMED.get(training.device.type, 3))
     host_s = _host_times(training, blocks) if training.clock.asynchronous else {}
     sizes = weights.sizes
     parameters = block_parameters(blocks)
@@ -163,22 +164,23 @@ class BackwardBlockHooks(BlockHooks):
         self._at("end", name)
 
 
-def _times(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[tuple[str, str], float]:
-    """Median seconds of each block's forward and backward, by (`forward` or `backward`, name)."""
+def _times(training: Training, blocks: dict[str, torch.nn.Module], count: int) -> dict[tuple[str, str], float]:
+    """Median seconds of each block's forward and backward over `count` iterations, by (`forward` or `backward`,
+    name)."""
     clock = training.clock
-    count = _TIMED.get(training.device.type, 3)
+    # One before them refills the queue of a device that works behind the host, or warms a CPU's caches.
+    leading = 1 if clock.asynchronous or count > 1 else 0
     clock.reserve((count + 1) * (3 * len(blocks) + 16) * 2)
     passes: list[list[tuple[str, str, Mark]]] = []
     ends: list[list[Mark]] = []
     with BackwardBlockHooks(blocks, lambda what, name: passes[-1].append((what, name, clock.mark()))):
-        # The first refills the queue of a device that works behind the host.
-        for _ in range(count + 1):
+        for _ in range(leading + count):
             passes.append([])
             marks = training.iterate()
             ends.append([micro_batch.backward_end for micro_batch in marks.micro_batches])
     clock.synchronize()
     seen: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for borders, end in zip(passes[1:], ends[1:], strict=True):
+    for borders, end in zip(passes[leading:], ends[leading:], strict=True):
         for key, seconds in _spans(borders, end, clock).items():
             seen[key].append(seconds / training.accumulation)
     return {key: median(values) for key, values in seen.items()}

@@ -39,6 +39,10 @@ from backbeat.model import Gradient, Memory, Profile, Source
 
 _HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8
+_FEWEST_IN_BRIEF = 2
+_UNHURRIED = 28
+"""What a measurement takes with the fewest iterations of each kind; where there is no time for them, a brief one takes
+fewer yet."""
 
 
 @dataclass(frozen=True)
@@ -144,35 +148,41 @@ def measure_training(
     apply_memory: ApplyMemory | None = None,
     compile_blocks: bool = False,
     wait_for_others: Callable[[], None] | None = None,
+    brief: bool = False,
 ) -> Figures:
     """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host.
 
     `wait_for_others` is called, with an idle device, before each of three series of iterations: plain, hooked, plain
-    again.
+    again. `brief` leaves FLOPs out, and where the time limit is short takes as few iterations as give the other figures.
     """
     gradients = first_iteration(training)
     compiled = is_compiled(training.model)
-    flops = (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
+    flops: tuple[float | None, str | None] = (None, None)
+    if not brief:
+        flops = (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
     blocks = graph_blocks(training.model).values() if compile_blocks else None
     owners = [] if compiled else find_owners(training.model, gradients.parameters, blocks)
     with compiled_blocks(training) if compile_blocks else nullcontext(training) as training:
         clock = training.clock
-        for _ in range(max(0, warmup - 2)):
+        hurried = False
+        for _ in range(max(1, warmup - 1)):
+            clock.synchronize()
+            started = clock.host_s()
             training.iterate()
-        clock.synchronize()
-        started = clock.host_s()
-        training.iterate()
-        clock.synchronize()
-        one_s = clock.host_s() - started
+            clock.synchronize()
+            one_s = clock.host_s() - started
+            if brief and time_limit_s is not None and one_s * _UNHURRIED > time_limit_s:
+                hurried = True
+                break
         hooked_iterations = min(iterations, _HOOKED_ITERATIONS)
         if time_limit_s is not None:
             affordable = int(time_limit_s / max(one_s, 1e-9))
-            iterations = max(min(iterations, affordable // 2), min(iterations, _FEWEST_ITERATIONS))
-            fewest = min(hooked_iterations, _FEWEST_ITERATIONS // 2)
-            hooked_iterations = max(min(hooked_iterations, affordable // 6), fewest)
+            fewest = _FEWEST_IN_BRIEF if hurried else _FEWEST_ITERATIONS
+            iterations = max(min(iterations, affordable // 2), min(iterations, fewest))
+            hooked_iterations = max(min(hooked_iterations, affordable // 6), min(hooked_iterations, fewest // 2))
 
         memory, activations = measure_memory(training, gradients, owners)
-        chain = _chain(training, compiled)
+        chain = _chain(training, compiled, once=hurried)
         memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
         per_iteration = 3 * training.accumulation + 4
         # Every block begins with an iteration that only refills the device's queue, and may end with one for the other
@@ -190,7 +200,7 @@ def measure_training(
                 wait_for_others()
 
         # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
-        trailing = 0 if wait_for_others is None else 1
+        trailing = 0 if wait_for_others is None or hurried else 1
         begin_together()
         plain = _block(training, (iterations + 1) // 2, trailing=trailing)
         clock.synchronize()
@@ -238,12 +248,12 @@ def measure_training(
         )
 
 
-def _chain(training: Training, compiled: bool) -> MeasuredChain:
+def _chain(training: Training, compiled: bool, once: bool) -> MeasuredChain:
     """The blocks; none where a compiled model hides them, or where looking at them takes the last of the memory."""
     if compiled:
         return MeasuredChain((), None, 0, 0, ())
     try:
-        return measure_blocks(training)
+        return measure_blocks(training, once=once)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

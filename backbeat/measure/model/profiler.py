@@ -72,7 +72,7 @@ def profile(
     `loss(model, batch)` returns the scalar that backward starts from. The optimizer may be one of `sgd`, `adam` and
     `adamw` by name; without one, SGD with momentum. Options are those of `measure`: `precision`, `device`,
     `iterations`, `warmup`, `accumulation`, `batch_size`, `name`, `model_name`, `time_limit_s`, `accept_noise`,
-    `compile_blocks`, `keep`, `command`, `notes`, `topk_speed`, `apply_memory`, `wait_for_others`.
+    `compile_blocks`, `keep`, `command`, `notes`, `topk_speed`, `apply_memory`, `wait_for_others`, `brief`.
     """
     return measure(model, batch, loss, optimizer, **options).profile
 
@@ -100,6 +100,7 @@ def measure(
     topk_speed: TopkSpeed | None = None,
     apply_memory: ApplyMemory | None = None,
     wait_for_others: Callable[[], None] | None = None,
+    brief: bool = False,
 ) -> MeasuredModel:
     """As `profile`, with the measurement's own cost.
 
@@ -110,6 +111,7 @@ def measure(
     `backbeat profile` gives them: without them the profile does not say what top-k costs, nor, on a GPU, what
     recomputation costs the host. Where several ranks measure at once, `wait_for_others` lets them begin each series of
     iterations together, as the steps of training do: what they share, like a device or a host, is then shared alike.
+    `brief` is for a job that waits: the limit may lower the number of all iterations to 9, and FLOPs are left out.
     """
     for field, value in (("iterations", iterations), ("warmup", warmup), ("accumulation", accumulation)):
         at_least(field, value, 1)
@@ -144,7 +146,7 @@ def measure(
         with _current(where), tensor_cores(precision, where):
             with put_back(model, given_optimizer, where) if keep else contextlib.nullcontext():
                 figures = measure_training(
-                    training, iterations, warmup, time_limit_s, apply_memory, compile_blocks, wait_for_others
+                    training, iterations, warmup, time_limit_s, apply_memory, compile_blocks, wait_for_others, brief
                 )
             found = noise(figures.iteration_s, figures.forward_s + figures.backward_s, figures.overhead)
             if found is not None and not accept_noise:

@@ -9,7 +9,7 @@ import datetime
 import os
 import platform
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -131,7 +131,7 @@ def measure_cluster(
             network = _with_slowdowns(network, links[0], where, timeout_s)
     if host_s:
         show("what FSDP2 costs the host", 1.0)
-        network = _with_sharded_host(network, links, bench, host_s)
+        network = with_sharded_host(network, links, bench.agree, host_s)
     # Only after success: taking down a communicator whose peer is gone can wait for ever.
     links.close()
     measured = tuple(case for case in held_out if case in outcome.timings)
@@ -153,12 +153,17 @@ def _with_slowdowns(network: Network, link: Communicator, where: torch.device, t
     return msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, slowdown=beside))
 
 
-def _with_sharded_host(network: Network, links: Communicators, bench: Bench, limit_s: float) -> Network:
-    """Where FSDP2 does not run, or not on every rank, the network is as good for everything else."""
+def with_sharded_host(
+    network: Network, links: Communicators, agree: Callable[[Sequence[float]], list[float]], limit_s: float
+) -> Network:
+    """The network with what FSDP2 costs the host. Collective; `agree` gives the largest figures over ranks.
+
+    Where FSDP2 does not run, or not on every rank, the network is as good for everything else.
+    """
     what = "what FSDP2 costs the host"
     try:
         with explained(what):
-            unit_s, parameter_s, update_s = bench.agree(measure_sharded_host(links, limit_s))
+            unit_s, parameter_s, update_s = agree(measure_sharded_host(links, limit_s))
     except MissingPartError as error:
         return msgspec.structs.replace(network, notes=(*network.notes, f"{what} was not measured: {error}"))
     known = network.sharded or ShardedTimes()

@@ -67,7 +67,10 @@ def within_budget(
 def budget_size(budget: int | float | str, name: str = "memory_budget") -> int:
     """An argument of this name, in bytes."""
     if isinstance(budget, str):
-        size: float = parse_bytes(budget)
+        try:
+            size: float = parse_bytes(budget)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
     elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and math.isfinite(budget):
         size = budget
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from backbeat.simulate import predict
 from backbeat.units import counted, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from typing import Any
 
     from backbeat.model import Network, Profile
@@ -56,6 +57,12 @@ class Candidate:
     def bound_s(self) -> float:
         predicted = self.plan.predicted
         return (predicted.bound_s if predicted is not None else None) or 0.0
+
+    @property
+    def computing_s(self) -> float:
+        """A step without what it waits for communication."""
+        predicted = self.plan.predicted
+        return self.predicted_s - ((predicted.exposed_s if predicted is not None else None) or 0.0)
 
     @property
     def name(self) -> str:
@@ -104,10 +111,9 @@ def predicted_candidates(
     add("stock", "ddp", memory_bytes=memory_bytes)
     add("buckets", "best", communicators=communicators, memory_bytes=memory_bytes)
     version = _release(torch.__version__)
-    for strategy in UNITS:
+    for strategy in sharded_strategies(network):
         choices = {"memory_bytes": memory_bytes, "torch_version": version} if strategy in BUDGETED else {}
-        if strategy != "hsdp" or 1 < network.topology.gpus_per_node < network.workers:
-            add("units", strategy, **choices)
+        add("units", strategy, **choices)
     if compression:
         add("compressed", "compressed", communicators=communicators, memory_bytes=memory_bytes)
     fitting = [
@@ -128,6 +134,12 @@ def predicted_candidates(
     if stock is not None and planned is not None and stock.plan.buckets == planned.plan.buckets:
         best["buckets"] = None
     return [one for one in best.values() if one is not None]
+
+
+def sharded_strategies(network: Network) -> list[str]:
+    """Those that may be predicted for it, the ones planned quickest first."""
+    within = 1 < network.topology.gpus_per_node < network.workers
+    return [strategy for strategy in UNITS if strategy != "hsdp" or within]
 
 
 def _release(version: str) -> str:
@@ -177,7 +189,7 @@ def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:
         return list(candidates)
     others = [one for one in candidates if one is not stock]
     gains = any(one.predicted_s < stock.predicted_s * (1 - SIMPLER_WITHIN) for one in others)
-    if not gains and stock.predicted_s <= stock.bound_s * (1 + SIMPLER_WITHIN):
+    if not gains and _at_bound(stock):
         return [stock]
     return [stock, *(one for one in others if one.predicted_s < stock.predicted_s * (1 + 5 * SIMPLER_WITHIN))]
 
@@ -190,44 +202,64 @@ def simplest(candidates: Sequence[Candidate], seconds: Mapping[str, float], tole
     return min(equal, key=lambda one: (KINDS.index(one.kind), seconds[one.name]))
 
 
-def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, how: str) -> str:
+def in_words(
+    taken: Candidate, seconds: Mapping[str, float], tolerance: float, measured: Collection[str], why: str = ""
+) -> str:
     """The line that rank 0 prints: what was taken, what it gains over stock DDP, how far it is from the bound.
 
-    `seconds` holds a step of each candidate by name; `how` says whether measured or predicted.
+    `seconds` holds a step of each candidate by name, those of `measured` as measured, the others as predicted; `why`
+    says why not all were measured.
     """
     found_s, stock_s = seconds[taken.name], seconds.get("stock DDP")
+    how = "measured" if taken.name in measured else f"predicted{why}"
     text = f"{taken.name}, {format_seconds(found_s)} a step {how}"
     if taken.kind == "stock":
         others = [name for name in seconds if name != taken.name]
         best = min(others, key=lambda name: seconds[name], default=None)
         if best is not None:
-            text += f"; {format_seconds(seconds[best])} with {best}"
-        if best is not None and seconds[best] < found_s:
-            why = "turns may differ by" if how == "measured" else "predictions may be off by"
-            gain = f"the {tolerance:.1%} that {why}" if tolerance > SIMPLER_WITHIN else f"{SIMPLER_WITHIN:.0%}"
+            how = "" if taken.name not in measured or best in measured else f", predicted{why}"
+            text += f"; {format_seconds(seconds[best])} with {best}{how}"
+        if best is not None and seconds[best] < found_s and tolerance < math.inf:
+            off = "turns may differ by" if best in measured else "predictions may be off by"
+            gain = f"the {tolerance:.1%} that {off}" if tolerance > SIMPLER_WITHIN else f"{SIMPLER_WITHIN:.0%}"
             text += f", no gain beyond {gain}"
     elif stock_s is not None:
-        text += f", {stock_s / found_s:.2f} times as fast as stock DDP ({format_seconds(stock_s)})"
+        how = " measured" if "stock DDP" in measured and taken.name not in measured else ""
+        text += f", {stock_s / found_s:.2f} times as fast as stock DDP ({format_seconds(stock_s)}{how})"
     else:
         text += "; stock DDP does not run here"
     if taken.bound_s <= 0:
         return text
     over = found_s / taken.bound_s - 1
-    if taken.kind == "stock" and len(seconds) == 1 and over <= SIMPLER_WITHIN:
-        return f"{text}; the bound leaves nothing to gain"
+    if taken.kind == "stock" and len(seconds) == 1 and _at_bound(taken):
+        return f"{text}; by prediction the bound leaves nothing to gain"
     bound = f"the bound of {format_seconds(taken.bound_s)}"
     if over < -SIMPLER_WITHIN:
-        return f"{text}; less than {bound}: steps were slower while the example was timed"
+        # The bound is computation or the link.
+        steps = found_s < taken.computing_s
+        what, when = ("steps", "the example was timed") if steps else ("messages", "the network was measured")
+        return f"{text}; less than {bound}: {what} were slower while {when}"
     return f"{text}; {max(over, 0):.0%} over {bound}"
 
 
+def _at_bound(stock: Candidate) -> bool:
+    return stock.predicted_s <= stock.bound_s * (1 + SIMPLER_WITHIN)
+
+
 def decide(
-    tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "", beyond: float = 1.0
+    tried: Sequence[Candidate],
+    trials: Trials,
+    short: str | None,
+    backend: str = "",
+    beyond: float = 1.0,
+    excluded: Sequence[Candidate] = (),
 ) -> dict[str, str]:
     """The plan to take, encoded, and the line that says why; or an error. What was measured decides. Where time or
-    memory (`short` says so) allowed fewer than two trials, predictions decide.
+    memory (`short` says so) allowed fewer than two trials, predictions decide: after one trial, as far as they were
+    right about that one.
 
-    `beyond` is what `extrapolation` returned.
+    `beyond` is what `extrapolation` returned. Predictions that rest on much smaller messages take what is simplest.
+    Those `excluded` were predicted to be too slow to try.
 
     On gloo FSDP2 does not overlap communication with computation, and predictions assume that it does. So a prediction
     takes units on gloo only where nothing else runs.
@@ -235,24 +267,31 @@ def decide(
     left = [one for one in tried if one.name not in trials.dropped]
     if not left:
         return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
-    seconds, tolerance, how = trials.measured, trials.repeatability, "measured"
-    untried = [one.name for one in left if one.name not in seconds]
-    if untried and len(seconds) > 1:
-        left = [one for one in left if one.name in seconds]
+    measured, tolerance, why = trials.measured, trials.repeatability, ""
+    seconds: Mapping[str, float] = measured
+    untried = [one.name for one in left if one.name not in measured]
+    if untried and len(measured) > 1:
+        left = [one for one in left if one.name in measured]
     elif untried:
         if backend == "gloo":
-            left = [one for one in left if one.kind not in SHARDED_KINDS] or left
-        seconds, tolerance = {one.name: one.predicted_s for one in left}, PREDICTED
+            left = [one for one in left if one.kind not in SHARDED_KINDS or one.name in measured] or left
+        scale = next((measured[one.name] / one.predicted_s for one in left if one.name in measured), 1.0)
+        seconds = {one.name: one.predicted_s * scale for one in left}
+        tolerance = math.inf if beyond > FARTHEST else max(PREDICTED, scale - 1, 1 / scale - 1)
         why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
-        how = f"predicted{why}"
     taken = simplest(left, seconds, tolerance)
-    words = in_words(taken, seconds, tolerance, how)
-    if how == "measured" and untried:
+    words = in_words(taken, seconds, tolerance, measured, why)
+    if len(tried) == 1 and excluded and not _at_bound(taken):
+        best = min(excluded, key=attrgetter("predicted_s"))
+        words += f"; all others are predicted to be slower, {format_seconds(best.predicted_s)} with {best.name}"
+    if untried and len(measured) > 1:
         words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"
     if beyond > FARTHEST:
+        simply = ", too far to take more than the simplest" if tolerance == math.inf else ""
         words += (
-            f"; predictions are extrapolated to messages {beyond:.0f} times as large as measured, budget_s= gives more"
+            f"; predictions are extrapolated to messages {beyond:.0f} times as large as measured{simply}, budget_s= "
+            "gives more"
         )
-    for name, why in trials.dropped.items():
-        words += f"; {name} was dropped, {why}"
+    for name, reason in trials.dropped.items():
+        words += f"; {name} was dropped, {reason}"
     return {"plan": encode(taken.plan).decode(), "words": words}

@@ -5,20 +5,19 @@ from __future__ import annotations
 import hashlib
 import logging
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from backbeat import __version__
-from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name
 from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.model.batches import tensors_in
 from backbeat.model import Plan
 from backbeat.model.files import encode
 from backbeat.model.plan import MadeFor
+from backbeat.runtime.parallel.link_probe import message_bytes, message_s
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,16 +28,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("backbeat.runtime")
 
-PROBE_BYTES = 2**20
-PROBES = 9
-NETWORK_FACTOR = 2.0
-"""A message's time that has changed by more than this factor, either way, means another network."""
+NETWORK_FACTOR = 1.5
+"""A message's time that has changed by more than this factor, either way, means another network. A link at 60 % makes
+it 1.67; a busy host, where a message is quick once in a second, less than this."""
 
 
 def conditions(
-    model: nn.Module, example: ExampleStep, ranks: RankStore, network: Network | None, options: dict[str, Any]
+    model: nn.Module,
+    example: ExampleStep,
+    ranks: RankStore,
+    network: Network | None,
+    options: dict[str, Any],
+    *,
+    kept: bool = True,
 ) -> MadeFor:
-    """What a plan depends on; rank 0's answer on every rank. Every rank calls it."""
+    """What a plan depends on; rank 0's answer on every rank. Every rank calls it. The network is asked only for a plan
+    that is `kept`."""
     mine = MadeFor(
         ranks=ranks.size,
         model=model_digest(model),
@@ -50,7 +55,8 @@ def conditions(
         **options,
     )
     found = msgspec.convert(ranks.first(msgspec.to_builtins(mine)), MadeFor)
-    return msgspec.structs.replace(found, message_s=_probe(ranks) if network is None else None)
+    seconds = message_s(ranks, message_bytes(ranks, model)) if network is None and kept else None
+    return msgspec.structs.replace(found, message_s=seconds)
 
 
 def kept_plan(path: str, now: MadeFor) -> tuple[Plan | None, str]:
@@ -96,19 +102,3 @@ def model_digest(model: nn.Module) -> str:
 
 def digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _probe(ranks: RankStore) -> float:
-    """Seconds of one message, the least of a few: enough to tell one network from another."""
-    clock, communicator = clock_for(ranks.device), ranks.communicators[0]
-    message = torch.zeros(PROBE_BYTES // 4, device=ranks.device)
-    communicator.all_reduce(message).wait()
-    seconds = []
-    for _ in range(PROBES):
-        clock.reserve(2)
-        begin = clock.mark()
-        communicator.all_reduce(message).wait()
-        end = clock.mark()
-        clock.synchronize()
-        seconds.append(clock.between(begin, end))
-    return float(median(ranks.every(min(seconds))))

@@ -25,7 +25,7 @@ from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.inputs import device_of
 from backbeat.measure.model.profiler import measure
 from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, release
-from backbeat.measure.network.calibration import calibrate
+from backbeat.measure.network.calibration import calibrate, with_sharded_host
 from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
 from backbeat.model.plan import MadeFor
@@ -41,20 +41,24 @@ from backbeat.runtime.parallel.candidates import (
     predicted_candidates,
     worth_trying,
 )
+from backbeat.runtime.parallel.heartbeat import watched
+from backbeat.runtime.parallel.link_probe import message_bytes, message_s
 from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save
 from backbeat.runtime.parallel.preserve import copy_of, preserved_state, room_for, without_original
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
-from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
+from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, affordable, take_turns, try_plan
 from backbeat.simulate.stragglers import between_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import nn
 
     from backbeat.measure.model.training_step import Loss
 
 BUDGET_S = 50.0
-CALIBRATE_SHARE, SLOWDOWN_SHARE, PROFILE_SHARE = 0.12, 0.06, 0.2
+CALIBRATE_SHARE, SLOWDOWN_SHARE, HOST_SHARE, PROFILE_SHARE = 0.12, 0.06, 0.012, 0.2
 """Of the budget; trials have the rest."""
 
 
@@ -95,7 +99,9 @@ def parallelize(
     memory: for "auto": what an iteration may take on the device, in bytes or like "6GB".
     compression: for "auto": "allow" lets it take compressed buckets. Then also call `model.attach(optimizer,
         max_grad_norm=…)`.
-    network: for "auto": a `Network`, a name or a path to predict with; measured on the job's ranks where left out.
+    network: for "auto": a `Network`, a name or a path to predict with; measured on the job's ranks where left out. What
+        it does not say of the model and the host is measured: how much communication slows a step down, and FSDP2's
+        cost.
     precision: for "auto": `bf16` or `fp16` where training runs under autocast around `loss`; left out, the loss runs
         as it is.
     budget_s: for "auto": about how long it may take.
@@ -139,13 +145,16 @@ class ParallelSearch:
         communicators = Communicators(world, self.example.device, 1)
         self.ranks = RankStore(communicators, "parallelize")
         self._began = time.monotonic()
+        self._left_out = ""
+        """What was not measured, for the line that rank 0 prints."""
 
     def run(self) -> Taken:
         if self.ranks.size == 1:
             return self._alone()
-        with preserved_state(self.example.device):
-            taken = self._run()
-        agree(self.ranks.communicators, "taken", [encode(taken.plan).decode()], "the plan taken")
+        with watched(self.ranks):
+            with preserved_state(self.example.device):
+                taken = self._run()
+            agree(self.ranks.communicators, "taken", [encode(taken.plan).decode()], "the plan taken")
         self.ranks.communicators.close()
         if self.ranks.rank == 0:
             self._say(taken.words, last=True)
@@ -160,7 +169,7 @@ class ParallelSearch:
             "precision": self.example.precision,
             "optimizer": self.example.optimizer if isinstance(self.example.optimizer, str) else "given",
         }
-        now = conditions(self.model, self.example, self.ranks, self.network, options)
+        now = conditions(self.model, self.example, self.ranks, self.network, options, kept=bool(self.path))
         if self.path and (known := self._known(now)) is not None:
             return known
         profile, unused = self._profile()
@@ -172,25 +181,26 @@ class ParallelSearch:
         trials, short = Trials(), self.ranks.failure(room_for(profile, self.example.device))
         if short is None:
             tried, trials = self._try(tried, candidates)
-        taken = self.ranks.first(decide(tried, trials, short, self.ranks.communicators.backend, beyond))
+        excluded = [one for one in candidates if one not in tried]
+        taken = self.ranks.first(decide(tried, trials, short, self.ranks.communicators.backend, beyond, excluded))
         if "error" in taken:
             raise InputError(taken["error"])
         plan = decode(taken["plan"].encode(), Plan, where="rank 0's plan")
         if self.path and self.ranks.rank == 0:
             save(plan, self.path)
-        return Taken(plan=plan, words=taken["words"], dropped=trials.dropped)
+        return Taken(plan=plan, words=taken["words"] + self._left_out, dropped=trials.dropped)
 
     def _try(self, tried: list[Candidate], candidates: list[Candidate]) -> tuple[list[Candidate], Trials]:
         """The candidates tried, and their trials. A single candidate needs no comparison, but must run; if it does not,
         all are tried."""
         deadline_s, dropped = self._began + self.budget_s, {}
         if len(tried) == 1:
-            if self.ranks.first(time.monotonic() > deadline_s):
+            if not self.ranks.first(affordable(tried, deadline_s - time.monotonic()))[0]:
                 return tried, Trials()
             (one,) = tried
             found = try_plan(self.model, one.plan, self.example, self.ranks, LEAST_STEPS, one.predicted_s)
             if not isinstance(found, str):
-                return tried, Trials()
+                return tried, Trials(seconds={one.name: [found]})
             tried, dropped = candidates, {one.name: found}
         left = [one for one in tried if one.name not in dropped]
         trials = take_turns(self.model, left, self.example, self.ranks, deadline_s, self._say)
@@ -276,15 +286,47 @@ class ParallelSearch:
             topk_speed=measure_topk if self.compression else None,
             apply_memory=apply_memory if self.memory_bytes is not None else None,
             wait_for_others=self.ranks.wait_for_others,
+            brief=True,
         ).profile
 
     def _network(self, profile: Profile) -> Network:
-        size = self.ranks.size
-        if self.network is not None:
-            return self.network if self.network.workers == size else self.network.at(workers=size)
+        """The network given, or as measured; with what the model's steps and the host add, unless it says so."""
+        network = self._calibrated(profile) if self.network is None else self._given(self.network)
+        if network.slowdown is not None:
+            return network
+        # The job's own link may be another than the one given.
+        seconds_of = network.all_reduce.curve.at if self.network is None else self._link()
+        self._say("timing steps beside communication")
+        step_s, limit_s = max(profile.forward_s + profile.backward_s, 1e-4), self.budget_s * SLOWDOWN_SHARE
+        slowdown = measure_step_slowdown(self.model, self.example, self.ranks, seconds_of, step_s, limit_s)
+        if isinstance(slowdown, str):
+            self._left_out = f"; steps were not timed beside communication: {slowdown}"
+            return network
+        return msgspec.structs.replace(network, slowdown=slowdown)
+
+    def _link(self) -> Callable[[int], float]:
+        """What messages take on the job's link, about."""
+        size = message_bytes(self.ranks, self.model)
+        s_per_byte = message_s(self.ranks, size, 0.0) / size
+        return lambda sent: sent * s_per_byte
+
+    def _given(self, network: Network) -> Network:
+        """For as many ranks; on GPUs with what FSDP2 costs the host."""
+        network = network if network.workers == self.ranks.size else network.at(workers=self.ranks.size)
+        known = network.sharded is not None and network.sharded.host is not None
+        if known or self.example.device.type != "cuda":
+            return network
+        self._say("timing what FSDP2 costs the host")
+
+        def largest(values: Sequence[float]) -> list[float]:
+            return [max(column) for column in zip(*self.ranks.every(list(values)), strict=True)]
+
+        return with_sharded_host(network, self.ranks.communicators, largest, self.budget_s * HOST_SHARE)
+
+    def _calibrated(self, profile: Profile) -> Network:
         self._say("measuring the network")
         links = self.ranks.communicators
-        network = calibrate(
+        return calibrate(
             group=links.process_group,
             device=links.device,
             budget_s=self.budget_s * CALIBRATE_SHARE,
@@ -299,10 +341,6 @@ class ParallelSearch:
             sharded=True,
             brief=True,
         )
-        self._say("timing steps beside communication")
-        step_s, limit_s = max(profile.forward_s + profile.backward_s, 1e-4), self.budget_s * SLOWDOWN_SHARE
-        slowdown = measure_step_slowdown(self.model, self.example, self.ranks, network, step_s, limit_s)
-        return msgspec.structs.replace(network, slowdown=slowdown)
 
     def _candidates(self, profile: Profile, network: Network, now: MadeFor) -> list[Candidate]:
         """Rank 0's candidates, each with what it was made for."""

@@ -11,6 +11,8 @@ import torch
 
 from backbeat.errors import InputError
 from backbeat.measure.model.batches import to_device
+from backbeat.measure.model.optimizers import OPTIMIZERS
+from backbeat.measure.model.training_step import PRECISIONS
 from backbeat.model import Network, Plan
 from backbeat.model.files import encode
 from backbeat.planners import STRATEGIES
@@ -56,10 +58,16 @@ class ParallelRequest:
                 "compression='allow' with precision='fp16': training in fp16 scales its loss, and what a compressed "
                 "bucket keeps for later steps cannot follow the scale; train in bf16, or leave compression out"
             )
-        if not isinstance(optimizer, str) and not callable(optimizer):
+        if precision not in (None, *PRECISIONS) or (precision == "tf32" and device.type != "cuda"):
             raise InputError(
-                f"optimizer is a {type(optimizer).__name__}: it must be sgd, adam or adamw, or a function of a list of "
-                "parameters that returns one"
+                f"precision is {precision!r}: it must be 'bf16' or 'fp16' where training runs under autocast, or left "
+                "out"
+            )
+        if optimizer not in OPTIMIZERS if isinstance(optimizer, str) else not callable(optimizer):
+            given = repr(optimizer) if isinstance(optimizer, str) else f"a {type(optimizer).__name__}"
+            raise InputError(
+                f"optimizer is {given}: it must be sgd, adam or adamw, or a function of a list of parameters that "
+                "returns one"
             )
         found = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
         if found is not None and not isinstance(found, Network):

@@ -20,13 +20,12 @@ from backbeat.model import Slowdown
 from backbeat.runtime.parallel.preserve import copy_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
     from backbeat.comm.agreement import RankStore
     from backbeat.measure.model.training_step import Training
-    from backbeat.model import Network
     from backbeat.runtime.parallel.trials import ExampleStep
 
 _WARMUP = 2
@@ -34,7 +33,7 @@ _SAMPLE_S = 0.03
 """Short steps are timed several at once."""
 _COVERED = 1.5
 """All-reduces last for this many times what the steps take alone."""
-_LEAST_PAIRS, _MOST_PAIRS = 3, 9
+_LEAST_PAIRS, _MOST_PAIRS = 2, 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,29 +45,41 @@ class Pairs:
     messages: int
 
     @classmethod
-    def within(cls, limit_s: float, step_s: float, message_s: float) -> Pairs:
-        """
+    def within(cls, limit_s: float, step_s: float, message_s: float) -> Pairs | None:
+        """None where even the fewest take longer.
+
         >>> Pairs.within(3.0, 0.1, 0.02)
         Pairs(count=9, steps=1, messages=9)
-        >>> Pairs.within(1.0, 0.5, 0.01).count, Pairs.within(3.0, 0.001, 0.01).steps
-        (3, 30)
+        >>> Pairs.within(3.0, 0.5, 0.01).count, Pairs.within(3.0, 0.001, 0.01).steps, Pairs.within(3.0, 0.7, 0.01)
+        (2, 30, None)
         """
         steps = max(1, math.ceil(_SAMPLE_S / step_s))
         messages = 1 + math.ceil(_COVERED * steps * step_s / max(message_s, 1e-5))
         fitting = int(limit_s / (steps * step_s + messages * message_s))
-        return cls(count=min(max(fitting, _LEAST_PAIRS), _MOST_PAIRS), steps=steps, messages=messages)
+        if fitting < _LEAST_PAIRS:
+            return None
+        return cls(count=min(fitting, _MOST_PAIRS), steps=steps, messages=messages)
 
 
 def measure_step_slowdown(
-    model: nn.Module, example: ExampleStep, ranks: RankStore, network: Network, step_s: float, limit_s: float
-) -> Slowdown | None:
-    """The same on every rank, which all call it; None where some rank cannot train another copy.
+    model: nn.Module,
+    example: ExampleStep,
+    ranks: RankStore,
+    seconds_of: Callable[[int], float],
+    step_s: float,
+    limit_s: float,
+) -> Slowdown | str:
+    """The same on every rank, which all call it; or, as text, why it was not measured: it would take longer than
+    `limit_s`, or some rank cannot train another copy.
 
-    `step_s` is what a step takes alone.
+    `seconds_of` says what an all-reduce of so many bytes takes on the job's link, `step_s` what a step takes alone.
     """
-    seconds_of = network.all_reduce.curve.at
     size = ranks.first(message_bytes(seconds_of))
-    pairs = Pairs(**ranks.first(asdict(Pairs.within(limit_s, step_s, seconds_of(size)))))
+    within = Pairs.within(limit_s, step_s, seconds_of(size))
+    found = ranks.first(within and asdict(within))
+    if found is None:
+        return "too slow, budget_s= gives more"
+    pairs = Pairs(**found)
     error: str | None = None
     ratios: list[float] = []
     try:
@@ -78,7 +89,7 @@ def measure_step_slowdown(
         message = torch.zeros(size // 4, device=ranks.device)
     except Exception as raised:
         error = where_raised(raised)
-    while ranks.failure(error) is None and len(ratios) < pairs.count:
+    while (failed := ranks.failure(error)) is None and len(ratios) < pairs.count:
         try:
             alone = timed.seconds(pairs.steps)
             ratios.append(timed.seconds(pairs.steps, [message] * pairs.messages) / alone)
@@ -86,8 +97,8 @@ def measure_step_slowdown(
             error = where_raised(raised)
     copied = timed = None  # type: ignore[assignment]
     release(ranks.device)
-    if len(ratios) < pairs.count:
-        return None
+    if failed is not None:
+        return failed
     factor = max(mean(ranks.every(median(ratios))), 1.0)
     return Slowdown(matmul=factor, attention=factor, memory=factor)
 

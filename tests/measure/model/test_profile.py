@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from backbeat import Profile
+from backbeat.comm.clock import Clock
 from backbeat.errors import InputError
 from backbeat.measure import profile
+from backbeat.measure.model import profiler
 from backbeat.measure.model.profiler import measure
 
 
@@ -228,6 +232,32 @@ def test_the_time_limit_keeps_a_few_iterations() -> None:
     assert len(result.profile.iteration_s) == 8
     assert result.overhead > 0
     assert result.launch_bound is None
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [(2.0, range(9, 11)), (0.5, range(15, 24)), (0.01, range(41, 42))])
+def test_a_job_that_waits_waits_for_few_slow_steps(
+    step_s: float, steps: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 10 s; what all figures need is there in any case."""
+    took, ticks, clock = [0], count(), Clock()
+    for name in ("mark", "host_s"):
+        monkeypatch.setattr(clock, name, lambda: took[0] * step_s + next(ticks) * 1e-6)
+    monkeypatch.setattr(profiler, "clock_for", lambda device: clock)
+
+    def slow(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        took[0] += 1
+        return loss(model, batch)
+
+    found = profile(
+        classifier(), images(), slow, iterations=10, warmup=3, time_limit_s=10.0, brief=True, accept_noise=True,
+        wait_for_others=lambda: None,
+    )  # fmt: skip
+    assert took[0] in steps
+    assert found.single_s == pytest.approx(step_s, rel=0.01)
+    assert len(found.iteration_s) >= 2
+    assert found.memory is not None
+    assert found.flops_per_sample is None
+    assert all(gradient.forward_s is not None for gradient in found.gradients)
 
 
 def test_ranks_can_begin_every_series_of_iterations_together() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from backbeat.comm.communicators import Communicators  # noqa: E402
 from backbeat.measure.network import sharded_host  # noqa: E402
 from backbeat.measure.network.bench import Bench  # noqa: E402
-from backbeat.measure.network.calibration import _with_sharded_host  # noqa: E402
+from backbeat.measure.network.calibration import with_sharded_host  # noqa: E402
 from backbeat.measure.network.sharded_host import StepTime, measure_sharded_host, split  # noqa: E402
 
 SECONDS = st.floats(0.0, 1.0)
@@ -159,12 +159,12 @@ def test_where_fsdp2_does_not_run_the_network_stays(monkeypatch: pytest.MonkeyPa
     links = alone()
     bench = Bench(list(links), rank=0, workers=1, device=torch.device("cpu"), timeout_s=60)
     network = bb.Network.load("25gbe")
-    known = _with_sharded_host(network, links, bench, 60.0)
+    known = with_sharded_host(network, links, bench.agree, 60.0)
     assert known.sharded is not None
     assert known.sharded.host is not None
     # As in a torch without it.
     monkeypatch.delattr("torch.distributed.fsdp.fully_shard")
-    found = _with_sharded_host(network, alone(), bench, 60.0)
+    found = with_sharded_host(network, alone(), bench.agree, 60.0)
     assert found.sharded == network.sharded
     *notes, last = found.notes
     assert tuple(notes) == network.notes

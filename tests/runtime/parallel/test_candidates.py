@@ -30,8 +30,8 @@ SHARDING = Sharding(
 )
 
 
-def candidate(kind: str, seconds: float = 1.0, bound_s: float = 0.5) -> Candidate:
-    predicted = PlanPrediction(iteration_s=seconds, bound_s=bound_s)
+def candidate(kind: str, seconds: float = 1.0, bound_s: float = 0.5, exposed_s: float = 0.0) -> Candidate:
+    predicted = PlanPrediction(iteration_s=seconds, bound_s=bound_s, exposed_s=exposed_s)
     if kind in ("units", "copies"):
         mesh = Mesh(replicate=1 if kind == "units" else 2, shard=2)
         sharding = msgspec.structs.replace(SHARDING, mesh=mesh)
@@ -85,13 +85,27 @@ def test_measured_decides_over_predicted() -> None:
 
 
 def test_words_say_only_what_holds() -> None:
-    stock, buckets = candidate("stock", bound_s=1.2), candidate("buckets", bound_s=0.5)
+    stock, buckets = candidate("stock", 1.3, bound_s=1.2, exposed_s=0.2), candidate("buckets", bound_s=0.5)
     trials = Trials(seconds={stock.name: [1.0, 1.02], buckets.name: [1.1, 1.1]})
     words = decide([stock, buckets], trials, None)["words"]
     assert words.startswith(
         "stock DDP, 1.00 s a step measured; 1.10 s with 1 bucket of buckets on 1 communicator; less"
     )
     assert words.endswith("less than the bound of 1.20 s: steps were slower while the example was timed")
+    # Longer than what a step computes: it was the link.
+    stock = candidate("stock", 1.3, bound_s=1.2, exposed_s=0.5)
+    words = decide([stock, buckets], trials, None)["words"]
+    assert words.endswith("less than the bound of 1.20 s: messages were slower while the network was measured")
+
+
+def test_of_a_single_candidate_it_says_what_was_measured_and_why_no_other_was_tried() -> None:
+    stock, buckets, units = candidate("stock", 1.0, 0.94), candidate("buckets", 1.06), candidate("units", 1.5)
+    assert worth_trying([stock, buckets, units]) == [stock]
+    words = decide([stock], Trials(seconds={stock.name: [1.034]}), None, excluded=[buckets, units])["words"]
+    assert words == (
+        "stock DDP, 1.03 s a step measured; 10% over the bound of 940 ms; all others are predicted to be slower, "
+        "1.06 s with 1 bucket of buckets on 1 communicator"
+    )
 
 
 def test_turns_that_differ_are_no_gain() -> None:
@@ -109,6 +123,34 @@ def test_predictions_decide_where_not_all_were_tried() -> None:
     little = decide([stock, candidate("buckets", 0.97)], Trials(), "full")["words"]
     assert little.startswith("stock DDP, 1.00 s a step predicted (full); 970 ms with 1 bucket")
     assert "no gain beyond the 5.0% that predictions may be off by" in little
+
+
+def test_where_one_was_tried_predictions_count_as_far_as_they_were_right_about_it() -> None:
+    """Predicted at 271 ms and measured at 140, stock DDP stays: what is predicted at 236 may be as far off."""
+    stock, buckets = candidate("stock", 0.271), candidate("buckets", 0.236)
+    words = decide([stock, buckets], Trials(seconds={stock.name: [0.140]}), None)["words"]
+    assert words.startswith(
+        "stock DDP, 140 ms a step measured; 122 ms with 1 bucket of buckets on 1 communicator, predicted"
+    )
+    assert "(no time was left to try all; budget_s= gives more), no gain beyond the 93.6% that predictions may" in words
+    words = decide([stock, buckets], Trials(seconds={stock.name: [0.280]}), None)["words"]
+    assert words.startswith("1 bucket of buckets on 1 communicator, 244 ms a step predicted (no time was left")
+    assert "1.15 times as fast as stock DDP (280 ms measured)" in words
+
+
+def test_predictions_extrapolated_too_far_take_the_simplest() -> None:
+    stock, buckets, units = candidate("stock", 1.0), candidate("buckets", 0.8), candidate("units", 0.5)
+    for trials in (Trials(), Trials(seconds={stock.name: [1.0]})):
+        words = decide([stock, buckets, units], trials, None, beyond=49.0)["words"]
+        assert words.startswith("stock DDP, 1.00 s a step")
+        assert "49 times as large as measured, too far to take more than the simplest" in words
+        assert not decide([stock, buckets, units], trials, None, beyond=8.0)["words"].startswith("stock DDP")
+    assert decide([buckets, units], Trials(), None, beyond=49.0)["words"].startswith("1 bucket")
+    # Two that were measured need no prediction.
+    trials = Trials(seconds={stock.name: [1.0, 1.0], buckets.name: [0.8, 0.8]})
+    words = decide([stock, buckets, units], trials, None, beyond=49.0)["words"]
+    assert words.startswith("1 bucket")
+    assert "too far" not in words
 
 
 def test_units_are_not_taken_by_prediction_on_gloo() -> None:

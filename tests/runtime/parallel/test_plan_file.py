@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from msgspec.structs import replace
 from test_candidates import candidate
 from torch import nn
 
+from backbeat.comm.clock import Clock
 from backbeat.errors import InputError
 from backbeat.model.plan import MadeFor
+from backbeat.runtime.parallel import link_probe
 from backbeat.runtime.parallel.apply_plan import is_stock
+from backbeat.runtime.parallel.link_probe import message_bytes, message_s
 from backbeat.runtime.parallel.plan_file import kept_plan, model_digest, save
 
 NOW = MadeFor(ranks=2, model="ab", batch="cd", network="gloo", message_s=1e-3)
@@ -27,12 +33,68 @@ def path(tmp_path: Path) -> str:
 def test_read_again(path: str) -> None:
     plan = replace(candidate("buckets").plan, made_for=NOW)
     save(plan, path)
-    for message_s in (0.6e-3, 1.5e-3, None):
-        assert kept_plan(path, replace(NOW, message_s=message_s)) == (plan, "")
+    for seconds in (0.7e-3, 1.4e-3, None):
+        assert kept_plan(path, replace(NOW, message_s=seconds)) == (plan, "")
     # The folder is there by now. A plan for a network that was given says nothing of messages.
     given = replace(plan, made_for=replace(NOW, message_s=None))
     save(given, path)
     assert kept_plan(path, NOW)[1] == ""
+
+
+class Link:
+    """Two ranks on a link where a message takes `seconds`. The host is busy for 0.3 s of every 0.4: a message takes 4.5
+    times as long then."""
+
+    def __init__(self, seconds: float, seed: int, backend: str = "gloo") -> None:
+        self.seconds, self.random, self.now = seconds, random.Random(seed), 0.0
+        self.phase = self.random.uniform(0, 0.4)
+        self.device, self.backend, self.communicators = torch.device("cpu"), backend, self
+
+    def __getitem__(self, index: int) -> Link:
+        return self
+
+    def all_reduce(self, message: torch.Tensor) -> Link:
+        busy = (self.now + self.phase) % 0.4 < 0.3
+        self.now += self.seconds * self.random.uniform(1, 1.2) * (4.5 if busy else 1)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def every(self, value: list[Any]) -> list[list[Any]]:
+        over, *seconds = value
+        return [value, [over, *(one * self.random.uniform(0.5, 1) for one in seconds)]]
+
+
+def probed_s(link: Any, monkeypatch: pytest.MonkeyPatch) -> float:
+    clock = Clock()
+    monkeypatch.setattr(clock, "mark", lambda: link.now)
+    monkeypatch.setattr(link_probe, "clock_for", lambda device: clock)
+    monkeypatch.setattr(link_probe, "time", SimpleNamespace(monotonic=lambda: link.now))
+    return message_s(link, link_probe.LEAST_BYTES)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seconds", [2e-4, 9e-3])
+def test_a_busy_host_is_the_same_network_and_a_link_at_60_percent_is_not(
+    seconds: float, seed: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was, busy, slower = (
+        probed_s(Link(seconds / rate, seed + number), monkeypatch)
+        for number, rate in ((0, 1.0), (100, 1.0), (200, 0.6))
+    )
+    save(replace(candidate("buckets").plan, made_for=replace(NOW, message_s=was)), path)
+    assert kept_plan(path, replace(NOW, message_s=busy))[1] == ""
+    assert "another network" in kept_plan(path, replace(NOW, message_s=slower))[1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "rows", "size"),
+    [("nccl", 1, 2**20), ("nccl", 2048, 2**23), ("nccl", 9000, 2**24), ("gloo", 2048, 2**20)],
+)
+def test_the_message_is_as_large_as_the_model_where_links_are_fast(backend: str, rows: int, size: int) -> None:
+    link: Any = Link(1e-3, 0, backend)
+    assert message_bytes(link, nn.Linear(1024, rows, bias=False)) == size
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from torch import nn
 
 import backbeat as bb
 from backbeat.measure.model.profiler import measure
+from backbeat.measure.network import calibration
 from backbeat.model import Profile
+from backbeat.model.sharded_times import ShardedHost, ShardedTimes
 from backbeat.runtime.parallel import preserve, trials
 from backbeat.runtime.parallel.plan_file import conditions
 from backbeat.runtime.parallel.prepare import ParallelSearch
@@ -184,6 +186,27 @@ def test_the_profile_has_the_spread_between_ranks(others: list[float]) -> None:
     expected = between_ranks([[3.0, 5.0], others]) if len(others) == 2 else own.iteration_s
     assert found.iteration_s == pytest.approx(expected)
     assert msgspec.structs.replace(found, iteration_s=own.iteration_s) == own
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_gpus_what_fsdp2_costs_the_host_is_measured_for_a_network_without_it(
+    device: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = bb.Network.load("10gbe").at(workers=2)
+    if known:
+        host = ShardedHost(unit_s=1e-3, parameter_s=1e-5, update_s=1e-6)
+        network = msgspec.structs.replace(network, sharded=ShardedTimes(host=host))
+    search: Any = object.__new__(ParallelSearch)
+    search.example, search.budget_s, search._say = replace(example(), device=torch.device(device)), 50.0, print
+    search.ranks = SimpleNamespace(size=2, communicators=None, every=lambda values: [values, [3.0, 1.0, 4.0]])
+    monkeypatch.setattr(calibration, "measure_sharded_host", lambda links, limit_s: (2.0, 2.0, 2.0))
+    found = search._given(network)
+    if device == "cuda" and not known:
+        assert found.sharded is not None
+        assert found.sharded.host == ShardedHost(unit_s=3.0, parameter_s=2.0, update_s=4.0)
+    else:
+        assert found == network
 
 
 def test_without_a_gpu_the_original_is_not_counted_in_the_first_place() -> None:
