@@ -153,7 +153,7 @@ def measure_training(
     """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host.
 
     `wait_for_others` is called, with an idle device, before each of three series of iterations: plain, hooked, plain
-    again. `brief` leaves FLOPs out, and where the time limit is short takes as few iterations as give the other figures.
+    again. `brief` leaves FLOPs out, and where the time limit is short takes as few iterations as give the rest.
     """
     gradients = first_iteration(training)
     compiled = is_compiled(training.model)
