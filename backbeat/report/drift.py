@@ -2,13 +2,13 @@
 
 A figure has a *usual* level: the median of its first samples. It has shifted when several samples in a row lie beyond
 that level on the same side, by more than its scatter explains. The shifted level is then the usual one, so that a
-second shift, or the way back, is told too. Nothing here reads a clock or a device.
+second shift, or the way back, is told too. The first samples are themselves judged once they make a level: ranks beside
+each other, the link and the step beside what was predicted. Nothing here reads a clock or a device.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -24,8 +24,12 @@ LEAST = 0.05
 """A shift by less than this share is not told."""
 SCATTERS = 4.0
 """Nor one by less than this many times the scatter of the first samples."""
+SLOW_RANK = 0.10
+"""A rank may be slower than the others by this share from the start: what ranks do differs a little."""
+SLOW_LINK = 0.25
+"""Transfers may take longer than predicted by this share from the start: calibrations are a few seconds long."""
 OFF_PREDICTION = 0.15
-"""Iterations may differ by this share from the plan's prediction before it is told."""
+"""Steps may differ by this share from the plan's prediction before it is told, exposed time by this share of a step."""
 
 
 class StepSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -110,6 +114,18 @@ class Level:
         new = statistics.median(found for _, found in beyond)
         return replace(self, usual=new, beyond=()), Shift(beyond[0][0], self.usual, new)
 
+    def off(self, base: float | None, least: float) -> float:
+        """By what share the usual level differs from another; 0 where that is no more than `least` or the scatter, or
+        where one is not known.
+
+        >>> Level(usual=1.3, scatter=0.01).off(1.0, 0.1)
+        0.3
+        """
+        if self.usual is None or not base:
+            return 0.0
+        share = self.usual / base - 1.0
+        return round(share, 9) if abs(share) > max(least, SCATTERS * self.scatter) else 0.0
+
     def _learn(self, value: float) -> Level:
         first = (*self.first, value)
         if len(first) < LEARNT:
@@ -128,16 +144,23 @@ class Drift:
 
     def __init__(self) -> None:
         self._levels: dict[str | int, Level] = {}
-        self._iterations: deque[float] = deque(maxlen=LEARNT + 1)
-        """The first ones: enough to compare them with the prediction, once."""
+        self._samples = 0
+        self._base_s = 0.0
+        """Added to exposed times, which may be near zero, so that their shifts are shares of a step."""
+        self._least_s = 0.0
+        """The usual exposed time with that: one that falls below it, as beside a straggler, is no news."""
 
     def after(self, sample: StepSample) -> tuple[str, ...]:
         """What this sample completes, in words; mostly nothing."""
         typical = statistics.median_low(sample.own_s)
+        self._samples += 1
+        self._base_s = self._base_s or typical
         told = [*self._ranks(sample, typical), *self._all_ranks(sample, typical), *self._link(sample)]
-        self._iterations.append(sample.iteration_s)
-        if len(self._iterations) == LEARNT:
-            told += _against_prediction(statistics.median(self._iterations), sample.predicted_iteration_s)
+        told += self._exposed(sample)
+        self._shift("step", sample.step, sample.iteration_s)
+        if self._samples == LEARNT:
+            self._least_s = self._level("exposed").usual or 0.0
+            told += self._from_start(sample)
         return tuple(told)
 
     def _ranks(self, sample: StepSample, typical: float) -> Iterable[str]:
@@ -169,19 +192,60 @@ class Drift:
             share, base = 1 / shift.ratio, "of what it gave before"
         yield f"the link gives {_percent(share)} {base} since step {shift.since_step}"
 
+    def _exposed(self, sample: StepSample) -> Iterable[str]:
+        """Where torch alone knows the transfers: what the rank that waits least still waits for."""
+        shift = self._shift("exposed", sample.step, max(self._base_s + sample.exposed_s, self._least_s))
+        if shift is not None and sample.transfer_s is None:
+            before, after = (format_seconds(one - self._base_s) for one in (shift.before, shift.after))
+            word = "rose" if shift.ratio > 1 else "fell"
+            yield f"exposed communication {word} from {before} to {after} a step since step {shift.since_step}"
+
+    def _from_start(self, sample: StepSample) -> Iterable[str]:
+        for rank in range(len(sample.own_s)):
+            slower = self._level(rank).off(1.0, SLOW_RANK)
+            if slower > 0:
+                yield f"rank {rank} has been {_percent(slower)} slower than the others since the start"
+        slower = self._level("link").off(sample.predicted_transfer_s, SLOW_LINK)
+        if slower > 0:
+            yield f"the link has given {_percent(1 / (1 + slower))} of what was calibrated since the start"
+        predicted = sample.predicted_iteration_s
+        off = self._level("step").off(predicted, OFF_PREDICTION)
+        if predicted and off:
+            measured = f"{format_seconds(predicted * (1 + off))}, {format_seconds(predicted)} predicted"
+            word, why = ("longer", self._why(sample)) if off > 0 else ("shorter", "")
+            yield f"steps take {_percent(abs(off))} {word} than predicted ({measured}){why}"
+        elif predicted and sample.predicted_exposed_s is not None:
+            expected = self._base_s + sample.predicted_exposed_s
+            more = self._level("exposed").off(expected, 0.0) * expected
+            if more > OFF_PREDICTION * predicted:
+                yield _exposed_words(sample.predicted_exposed_s + more, sample.predicted_exposed_s)
+
+    def _why(self, sample: StepSample) -> str:
+        """The largest part of what a step takes longer than predicted."""
+        own, exposed = self._level("own").usual, self._level("exposed").usual
+        if sample.predicted_iteration_s is None or sample.predicted_exposed_s is None or own is None or exposed is None:
+            return ""
+        predicted_own = sample.predicted_iteration_s - sample.predicted_exposed_s
+        exposed -= self._base_s
+        behind, rank = max((self._level(rank).usual or 1.0, rank) for rank in range(len(sample.own_s)))
+        words = {
+            _exposed_words(exposed, sample.predicted_exposed_s): exposed - sample.predicted_exposed_s,
+            f"a rank computes for {format_seconds(own)}, {format_seconds(predicted_own)} predicted": own
+            - predicted_own,
+            f"the others wait for rank {rank}": (behind - 1.0) * own,
+        }
+        return f": {max(words, key=lambda text: words[text])}"
+
+    def _level(self, name: str | int) -> Level:
+        return self._levels.get(name, Level())
+
     def _shift(self, name: str | int, step: int, value: float) -> Shift | None:
-        self._levels[name], shift = self._levels.get(name, Level()).after(step, value)
+        self._levels[name], shift = self._level(name).after(step, value)
         return shift
 
 
-def _against_prediction(measured: float, predicted: float | None) -> list[str]:
-    if not predicted or abs(measured / predicted - 1) <= OFF_PREDICTION:
-        return []
-    word = "longer" if measured > predicted else "shorter"
-    return [
-        f"an iteration takes {format_seconds(measured)}, {_percent(abs(measured / predicted - 1))} {word} than the "
-        f"{format_seconds(predicted)} predicted"
-    ]
+def _exposed_words(measured: float, predicted: float) -> str:
+    return f"{format_seconds(measured)} of communication are exposed, {format_seconds(predicted)} predicted"
 
 
 def _percent(share: float) -> str:

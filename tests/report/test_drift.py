@@ -29,8 +29,10 @@ def job(
     since: int = 30,
     link: float = 1.0,
     predicted: bool = True,
+    units: bool = False,
 ) -> list[StepSample]:
-    """A job whose ranks `slow` take longer, and whose link gives the share `link`, from a sample on."""
+    """A job whose ranks `slow` take longer, and whose link gives the share `link`, from a sample on. Of units exposed
+    time is known and transfers are not."""
     chance = random.Random(seed)
 
     def noisy(value: float) -> float:
@@ -41,16 +43,18 @@ def job(
         late = index >= since
         factors = [(slow or {}).get(rank, 1.0) if late else 1.0 for rank in range(ranks)]
         own = tuple(noisy(0.1 * factor) for factor in factors)
+        exposed_s = noisy(0.01 + (0.06 / link - 0.06 if late else 0.0)) if units else 0.01
         made.append(
             StepSample(
                 step=(index + 1) * EVERY,
                 own_s=own,
-                iteration_s=max(own) + 0.01,
-                exposed_s=0.01,
-                span_s=0.05,
-                transfer_s=noisy(0.06 / (link if late else 1.0)),
-                predicted_transfer_s=0.06 if predicted else None,
+                iteration_s=max(own) + exposed_s,
+                exposed_s=exposed_s,
+                span_s=None if units else 0.05,
+                transfer_s=None if units else noisy(0.06 / (link if late else 1.0)),
+                predicted_transfer_s=0.06 if predicted and not units else None,
                 predicted_iteration_s=0.11,
+                predicted_exposed_s=0.01,
             )
         )
     return made
@@ -61,10 +65,57 @@ def alerts(samples: list[StepSample]) -> list[str]:
     return [alert for sample in samples for alert in drift.after(sample)]
 
 
-@given(st.integers(0, 10**6), NOISE, st.integers(1, 9))
+@given(st.integers(0, 10**6), NOISE, st.integers(1, 9), st.booleans())
 @settings(deadline=None)
-def test_stationary_noise_is_no_drift(seed: int, noise: float, ranks: int) -> None:
-    assert alerts(job(seed, noise, ranks=ranks)) == []
+def test_stationary_noise_is_no_drift(seed: int, noise: float, ranks: int, units: bool) -> None:
+    assert alerts(job(seed, noise, ranks=ranks, units=units)) == []
+
+
+@given(st.integers(0, 10**6), st.floats(0.0, 0.15), st.integers(1, 9), st.floats(0.85, 1.15))
+@settings(deadline=None)
+def test_noise_from_the_start_is_no_alert(seed: int, noise: float, ranks: int, near: float) -> None:
+    """Nor a prediction that is near. Ranks of one job, and what each waits for the noisiest, are not."""
+    samples = [
+        replace(one, predicted_transfer_s=0.06 * near, predicted_iteration_s=one.iteration_s)
+        for one in job(seed, noise, ranks=ranks, samples=LEARNT)
+    ]
+    assert alerts(samples) == []
+
+
+@given(st.integers(0, 10**6), NOISE, st.integers(2, 9), st.floats(1.25, 5.0), st.data())
+@settings(deadline=None)
+def test_a_rank_slow_from_the_start_is_named_once(
+    seed: int, noise: float, ranks: int, factor: float, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, ranks - 1))
+    found = alerts(job(seed, noise, ranks=ranks, slow={rank: factor}, since=0))
+    assert len(found) == 2
+    assert found[0].startswith(f"rank {rank} has been ")
+    assert found[1].endswith(f": the others wait for rank {rank}")
+
+
+@given(st.integers(0, 10**6), NOISE, st.floats(0.1, 0.65))
+@settings(deadline=None)
+def test_a_link_slow_from_the_start_is_told_once(seed: int, noise: float, link: float) -> None:
+    (found,) = alerts(job(seed, noise, link=link, since=0))
+    assert found.startswith("the link has given ")
+    (found,) = alerts(job(seed, noise, link=link, since=0, units=True))
+    assert found.startswith("steps take ")
+    assert found.endswith(" of communication are exposed, 10.0 ms predicted")
+
+
+@given(st.integers(0, 10**6), NOISE, st.floats(0.1, 0.65))
+@settings(deadline=None)
+def test_a_link_that_slows_units_down_shows_as_exposed_time(seed: int, noise: float, link: float) -> None:
+    (found,) = alerts(job(seed, noise, link=link, units=True))
+    assert found.startswith("exposed communication rose from ")
+    assert found.endswith(f" a step since step {31 * EVERY}")
+
+
+def test_exposed_time_that_falls_beside_a_straggler_is_no_news() -> None:
+    samples = job(0, 0.0, units=True, samples=90)
+    samples = [replace(one, exposed_s=0.0 if 30 <= index < 60 else one.exposed_s) for index, one in enumerate(samples)]
+    assert alerts(samples) == []
 
 
 @given(st.integers(0, 10**6), NOISE, st.integers(2, 9), st.floats(1.25, 5.0), st.data())
@@ -83,6 +134,13 @@ def test_the_words() -> None:
     assert alerts(job(0, 0.0, link=0.6, since=23)) == ["the link gives 60 % of what was calibrated since step 1200"]
     assert alerts(job(0, 0.0, link=0.6, predicted=False)) == [
         "the link gives 60 % of what it gave before since step 1550"
+    ]
+    assert alerts(job(0, 0.0, slow={5: 1.12}, since=0)) == [
+        "rank 5 has been 12 % slower than the others since the start"
+    ]
+    assert alerts(job(0, 0.0, link=0.6, since=0)) == ["the link has given 60 % of what was calibrated since the start"]
+    assert alerts(job(0, 0.0, link=0.6, units=True)) == [
+        "exposed communication rose from 10.0 ms to 50.0 ms a step since step 1550"
     ]
     everyone = dict.fromkeys(range(6), 1.5)
     assert alerts(job(0, 0.0, slow=everyone)) == ["every rank computes 50 % slower since step 1550"]
@@ -104,9 +162,20 @@ def test_a_few_slow_samples_are_no_drift() -> None:
 
 
 def test_a_wrong_prediction_is_told_once() -> None:
-    samples = [replace(one, predicted_iteration_s=0.08) for one in job(0, 0.0)]
-    assert alerts(samples) == ["an iteration takes 110 ms, 38 % longer than the 80.0 ms predicted"]
-    assert alerts(samples[: LEARNT - 1]) == []
+    for iteration_s, exposed_s, words in (
+        (0.08, None, "steps take 38 % longer than predicted (110 ms, 80.0 ms predicted)"),
+        (0.08, 0.005, "steps take 38 % longer than predicted (110 ms, 80.0 ms predicted): "
+         "a rank computes for 100 ms, 75.0 ms predicted"),
+        (0.15, 0.05, "steps take 27 % shorter than predicted (110 ms, 150 ms predicted)"),
+    ):  # fmt: skip
+        samples = [
+            replace(one, predicted_iteration_s=iteration_s, predicted_exposed_s=exposed_s) for one in job(0, 0.0)
+        ]
+        assert alerts(samples) == [words]
+        assert alerts(samples[: LEARNT - 1]) == []
+    # Computing that is faster hides what is exposed longer.
+    samples = [replace(one, exposed_s=0.04, iteration_s=0.11) for one in job(0, 0.0)]
+    assert alerts(samples) == ["40.0 ms of communication are exposed, 10.0 ms predicted"]
 
 
 def test_the_table_fits_a_terminal_and_reads_its_own_log(tmp_path: Path) -> None:
@@ -122,7 +191,10 @@ def test_the_table_fits_a_terminal_and_reads_its_own_log(tmp_path: Path) -> None
     log.write_bytes(b"\n".join(map(msgspec.json.encode, samples)) + b'\n{"step": 12')
     assert read_samples(log) == samples
     assert "no sample yet" in watch_table([])
-    assert "no drift" in watch_table(job(1, 0.0))
+    quiet = job(1, 0.0)
+    assert "no drift" in watch_table(quiet)
+    assert watch_table(quiet[:3]).endswith(f"still learning what is usual: 3 of {LEARNT} samples")
+    assert watch_table([*quiet, quiet[0]]).endswith("learning what is usual: 1 of 10 samples"), "a job started again"
 
 
 def test_what_is_not_known_of_units_is_a_dash() -> None:

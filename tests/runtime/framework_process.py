@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 tests/runtime/framework_process.py
 
 from __future__ import annotations
 
+import copy
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,14 +19,15 @@ import torch.distributed as dist
 from compressed_rig import SOME, compressed
 from msgspec.structs import replace
 from rank_asserts import raises
-from recipe_checks import counterpart, plans
+from recipe_checks import LOWER, counterpart, loss_of, plans
 from scenario_rig import Context
-from sharded_checks import Chain, loss_of
+from sharded_checks import Chain
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from backbeat.errors import InputError
 from backbeat.model import Plan
-from backbeat.runtime import parallelize
+from backbeat.runtime import full_state_dict, load_full_state_dict, parallelize
 
 Parallel = Callable[[nn.Module], Any]
 """Makes a plain model parallel."""
@@ -104,6 +106,27 @@ def lightning_wraps(plan: Plan) -> tuple[list[float], list[float]]:
     return seeded(lightning, lambda model: model, ours), seeded(lightning, lambda model: model, stock)
 
 
+def saved(model: Any, optimizer: Any) -> dict[str, Any]:
+    """What any kind of plan goes on from, as on rank 0; of wrapped models torch hands out the tensors in use."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    states = full_state_dict(model), get_optimizer_state_dict(model, optimizer, options=options)
+    return copy.deepcopy(dict(zip(("model", "optimizer"), states, strict=True)))
+
+
+def load(model: Any, optimizer: Any, state: dict[str, Any]) -> None:
+    load_full_state_dict(model, state["model"])
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def loop_resumes(loop: Callable[..., list[float]], before: Plan, after: Plan) -> tuple[list[float], list[float]]:
+    """The same in a loop that is not given a file: a second epoch under another plan, and both under the first."""
+    kept: dict[str, Any] = {}
+    seeded(loop, lambda model: parallelize(model, before), save=kept)
+    found = seeded(loop, lambda model: parallelize(model, after), resume=kept)
+    return found, seeded(loop, lambda model: parallelize(model, before), epochs=2)[MICRO_BATCHES:]
+
+
 def lightning_resumes(before: Plan, after: Plan) -> tuple[list[float], list[float]]:
     """A second epoch from a checkpoint of the first, under a plan of another kind; and both under the first."""
     return _resumed([lambda model: parallelize(model, before)], [lambda model: parallelize(model, after)])
@@ -138,18 +161,23 @@ def _below(prefix: str, plan: Plan) -> Plan:
     return replace(plan, buckets=tuple(buckets), memory=memory)
 
 
-def accelerate(parallel: Parallel) -> list[float]:
+def accelerate(
+    parallel: Parallel, *, epochs: int = 1, save: dict[str, Any] | None = None, resume: dict[str, Any] | None = None
+) -> list[float]:
     """`parallelize` first; `evaluation_mode` asks for mixed precision and no wrapper of Accelerate's own."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     model = parallel(Chain())
     optimizer: Any = optimizer_of(model)
+    if resume is not None:
+        load(model, optimizer, resume)
+    parallel_model, plain_optimizer = model, optimizer
     model = accelerator.prepare_model(model, evaluation_mode=True)
     loader = torch.utils.data.DataLoader(data(accelerator.num_processes), batch_size=5)
     optimizer, loader = accelerator.prepare(optimizer, loader)
     losses = []
-    for (batch,) in loader:
+    for (batch,) in (batch for _ in range(epochs) for batch in loader):
         with accelerator.accumulate(model):
             loss = loss_of(model, batch)
             accelerator.backward(loss)
@@ -158,10 +186,14 @@ def accelerate(parallel: Parallel) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
+    if save is not None:
+        save |= saved(parallel_model, plain_optimizer)
     return losses
 
 
-def trainer(parallel: Parallel) -> list[float]:
+def trainer(
+    parallel: Parallel, *, epochs: int = 1, save: dict[str, Any] | None = None, resume: dict[str, Any] | None = None
+) -> list[float]:
     """`parallelize` first; the Trainer holds the plain model, and takes what is parallel as wrapped already."""
     from transformers import Trainer, TrainingArguments
 
@@ -173,6 +205,10 @@ def trainer(parallel: Parallel) -> list[float]:
             losses.append(loss.item())
             return loss
 
+        def _get_train_sampler(self, *_: Any) -> Any:
+            # The same order in every epoch, so that the second one can be trained by itself.
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -181,7 +217,7 @@ def trainer(parallel: Parallel) -> list[float]:
             per_device_train_batch_size=5,
             gradient_accumulation_steps=ACCUMULATE,
             max_grad_norm=CLIP,
-            num_train_epochs=1,
+            num_train_epochs=epochs,
             lr_scheduler_type="constant",
             remove_unused_columns=False,
             save_strategy="no",
@@ -189,16 +225,20 @@ def trainer(parallel: Parallel) -> list[float]:
             disable_tqdm=True,
         )
         model = parallel(Chain())
-        plain = getattr(model, "module", model)
+        plain, optimizer = getattr(model, "module", model), optimizer_of(model)
+        if resume is not None:
+            load(model, optimizer, resume)
         found = Recorded(
             model=plain,
             args=arguments,
             train_dataset=data(arguments.world_size),
             data_collator=lambda rows: {"batch": torch.stack([one for (one,) in rows])},
-            optimizers=(optimizer_of(model), None),
+            optimizers=(optimizer, None),
         )
         found.model_wrapped = found.accelerator.prepare_model(model, evaluation_mode=True)
         found.train()
+        if save is not None:
+            save |= saved(model, optimizer)
     return losses
 
 
@@ -267,6 +307,14 @@ def main() -> None:
     for kind, following in (("stock", "fsdp"), ("hsdp", "compressed"), ("compressed", "memory")):
         losses = lightning_resumes(known[kind], known[following])
         compare(f"lightning resuming {kind} with {following}", known[kind], *losses)
+    for loop, kind, following in (
+        (accelerate, "buckets", "mixed reshard"),
+        (accelerate, LOWER, LOWER),
+        (trainer, "hsdp", "stock"),
+        (trainer, LOWER, LOWER),
+    ):
+        losses = loop_resumes(loop, known[kind], known[following])
+        compare(f"{loop.__name__} resuming {kind} with {following}", known[kind], *losses)
     # Most of what compressed buckets have to send stays on its rank: without residuals the losses are others.
     some = compressed(Chain(), SOME)
     compare("lightning resuming residuals", some, *lightning_resumes(some, some))

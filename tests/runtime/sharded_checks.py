@@ -147,14 +147,15 @@ def by_hand(
     model: Any,
     mesh: DeviceMesh,
     units: Sequence[Sequence[str]] = LAYERS,
-    reshard: bool = True,
+    reshard: bool | Sequence[bool] = True,
     policy: MixedPrecisionPolicy | None = None,
 ) -> Any:
     modules = dict(model.named_modules())
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
-    for names in units:
+    freed = [reshard] * len(units) if isinstance(reshard, bool) else reshard
+    for names, frees in zip(units, freed, strict=True):
         found = [modules[name] for name in names]
-        torch_fully_shard(found if len(found) > 1 else found[0], reshard_after_forward=reshard, **options)
+        torch_fully_shard(found if len(found) > 1 else found[0], reshard_after_forward=frees, **options)
     torch_fully_shard(model, **options)
     return model
 

@@ -134,4 +134,4 @@ def test_hugging_face_trainer() -> None:
 )
 def test_every_kind_of_plan_trains_as_its_counterpart() -> None:
     out = torchrun(Path(__file__).parent / "framework_process.py", limit_s=400)
-    assert out.count("as its counterpart") == 2 * (3 * 9 + 4 + 3 + 2), out
+    assert out.count("as its counterpart") == 2 * (3 * 11 + 4 + 3 + 4 + 2), out

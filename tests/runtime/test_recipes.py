@@ -1,4 +1,4 @@
-"""Recipes under every kind of plan, on 2 ranks; and gone on with by 2 of 4."""
+"""Recipes under every kind of plan, on 2 ranks; and gone on with by 2 of 4, and by 4 after 2."""
 
 from __future__ import annotations
 

@@ -366,23 +366,41 @@ def test_dashboards_get_figures_and_alerts() -> None:
     assert "backbeat/predicted_exposed_s" not in scalars(SAMPLE)
 
 
-def test_lightning_gets_a_callback(model: Any, units: Any) -> None:
+def always_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backbeat.runtime.watch.Drift.after", lambda self, sample: ("slow",))
+
+
+def test_lightning_gets_a_callback(model: Any, units: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pytorch_lightning")
     # `strategy="backbeat"` wraps the LightningModule; with "backbeat_parallelize" this holds what is parallel.
     for strategy_model in (model, nn.ModuleDict({"net": units})):
         logged: list[Any] = []
-        logger = SimpleNamespace(log_metrics=lambda figures, step, logged=logged: logged.append((step, figures)))
+        alerts: list[Any] = []
+        loggers = [
+            SimpleNamespace(log_metrics=lambda figures, step, logged=logged: logged.append((step, figures))),
+            # Lightning's TensorBoardLogger, WandbLogger and CSVLogger hold what their tools are written to with.
+            *(
+                SimpleNamespace(log_metrics=lambda *_, **__: None, experiment=tool)
+                for tool in (
+                    SimpleNamespace(add_text=lambda name, text, step, alerts=alerts: alerts.append((text, step))),
+                    SimpleNamespace(alert=lambda title, text, alerts=alerts: alerts.append(text)),
+                    SimpleNamespace(),
+                )
+            ),
+        ]
         callback = lightning_watch("pytorch_lightning", every=10, to=lambda sample: None)
-        trainer = SimpleNamespace(strategy=SimpleNamespace(model=strategy_model), loggers=[logger])
+        trainer = SimpleNamespace(strategy=SimpleNamespace(model=strategy_model), loggers=loggers)
         callback.on_train_start(trainer, None)
+        always_slow(monkeypatch)
         trained = model if strategy_model is model else units
         train_units(trained, sgd(trained), 10)
         ((step, figures),) = logged
         assert step == 10
         assert figures["backbeat/iteration_s"] > 0
+        assert alerts == [("slow", 10), "step 10: slow"]
 
 
-def test_the_hugging_face_trainer_gets_a_callback(model: Any, units: Any) -> None:
+def test_the_hugging_face_trainer_gets_a_callback(model: Any, units: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     for wrapped in (model, units):
         callbacks: list[Any] = []
@@ -393,7 +411,12 @@ def test_the_hugging_face_trainer_gets_a_callback(model: Any, units: Any) -> Non
         for _ in range(10):
             callbacks[0].on_step_begin(None, None, None)
             train_units(wrapped, optimizer, 1)
-        assert [figures["backbeat/straggler_rank"] for figures in logged] == [0.0]
+        train_units(wrapped, optimizer, 9)
+        always_slow(monkeypatch)
+        train_units(wrapped, optimizer, 1)
+        monkeypatch.undo()
+        assert [figures["backbeat/straggler_rank"] for figures in logged] == [0.0, 0.0]
+        assert [figures.get("backbeat/alert") for figures in logged] == [None, "slow"]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

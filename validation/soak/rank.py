@@ -1,7 +1,8 @@
 """One rank of the soak: trains a small model under torchrun, resumes from the last checkpoint, names what goes wrong.
 
 It prints one JSON line for each thing that `soak.py` wants to know. The batch is the same at any number of ranks and
-all is in double precision, so losses are those of one process up to rounding.
+all is in double precision, so losses are those of one process up to rounding. Units gather parameters in single
+precision: a plan knows no other.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from backbeat.errors import BackbeatError
+from backbeat.model import Mesh, Plan
 from backbeat.report.drift import Level
-from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime import DistributedDataParallel, full_state_dict, load_full_state_dict, parallelize
 
 BATCH = 12
 """Divisible by 1, 2, 3 and 4 ranks."""
@@ -60,13 +64,23 @@ def batch_of(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tens
 
 def loss_of(model: nn.Module, step: int, rank: int = 0, ranks: int = 1) -> torch.Tensor:
     inputs, wanted = batch_of(step, rank, ranks)
-    return nn.functional.mse_loss(model(inputs), wanted)
+    return nn.functional.mse_loss(model(inputs).double(), wanted)
 
 
-def save(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """What any kind of plan on any number of ranks goes on from, on rank 0. Every rank calls it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return {
+        "model": full_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "step": step,
+    }
+
+
+def save(file: Path, state: dict[str, Any]) -> None:
     """The whole file or none: what is there stays until the new one is on disk."""
     buffer = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, buffer)
+    torch.save(state, buffer)
     draft = file.with_suffix(".draft")
     try:
         with draft.open("wb", buffering=0) as stream:
@@ -118,33 +132,38 @@ class Rank:
 
     def run(self) -> int:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        model = make_model()
+        model = self._parallel(ranks)
         optimizer = make_optimizer(model)
         if self.checkpoint.exists():
             kept = torch.load(self.checkpoint)
-            model.load_state_dict(kept["model"])
-            optimizer.load_state_dict(kept["optimizer"])
+            load_full_state_dict(model, kept["model"])
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_optimizer_state_dict(model, optimizer, kept["optimizer"], options=options)
             self.step = kept["step"]
-        wrapped = self._wrap(model)
         tell("began", step=self.step, ranks=ranks)
         ended = False
         while not ended and not self.leaving:
-            ended = self._one_step(wrapped, model, optimizer, rank, ranks)
+            ended = self._one_step(model, optimizer, rank, ranks)
         tell("ended" if ended else "left", step=self.step)
         # torchrun takes a rank that leaves with 0 for one that has done its work.
         return 0 if ended else 1
 
-    def _wrap(self, model: nn.Module) -> nn.Module:
+    def _parallel(self, ranks: int) -> nn.Module:
         try:
-            return DistributedDataParallel(model, plan=self.folder / "plan.json")
+            plan = Plan.load(self.folder / "plan.json")
+            if plan.sharding is not None:
+                # Units are planned for one number of ranks, and this job has several.
+                mesh = Mesh(replicate=1, shard=ranks)
+                plan = replace(plan, sharding=replace(plan.sharding, mesh=mesh))
+            return parallelize(make_model(), plan)
         except BackbeatError as error:
             tell("plan", text=str(error))
-            return DistributedDataParallel(model)
+            return DistributedDataParallel(make_model())
 
-    def _one_step(self, wrapped: nn.Module, model: nn.Module, optimizer: Any, rank: int, ranks: int) -> bool:
+    def _one_step(self, model: nn.Module, optimizer: Any, rank: int, ranks: int) -> bool:
         begin = time.monotonic()
         time.sleep(self.step_s + (self.slow_s if self.step < self.slow_until else 0.0))
-        loss = loss_of(wrapped, self.step, rank, ranks)
+        loss = loss_of(model, self.step, rank, ranks)
         self._look(time.monotonic() - begin)
         optimizer.zero_grad()
         loss.backward()
@@ -154,13 +173,18 @@ class Rank:
         if self.step % TELL_EVERY == 0:
             tell("alive", step=self.step, bytes=resident_bytes(), threads=len(os.listdir("/proc/self/task")))
         self.step += 1
-        if rank == 0 and self.step % SAVE_EVERY == 0:
-            try:
-                save(self.checkpoint, model, optimizer, self.step)
-                tell("saved", step=self.step)
-            except OSError as error:
-                tell("unsaved", step=self.step, text=f"the checkpoint of step {self.step} is not written: {error}")
+        if self.step % SAVE_EVERY == 0:
+            state = state_of(model, optimizer, self.step)
+            if rank == 0:
+                self._save(state)
         return self._last()
+
+    def _save(self, state: dict[str, Any]) -> None:
+        try:
+            save(self.checkpoint, state)
+            tell("saved", step=self.step)
+        except OSError as error:
+            tell("unsaved", step=self.step, text=f"the checkpoint of step {self.step} is not written: {error}")
 
     def _last(self) -> bool:
         """Whether this was the last step: the file names one far enough ahead that every rank sees it in time."""

@@ -76,10 +76,32 @@ def rows(folder: Path, record: dict[str, Any]) -> Iterator[Row]:
                 "lab": record["lab"],
                 "model": case["model"],
                 "side": side["side"],
+                "runs": runs(side),
+                "turns_s": side["turns_s"],
                 "measured_s": measured_s(side["turns_s"]),
                 "repeat": repeat(side["turns_s"]),
                 **found,
             }
+
+
+def runs(side: dict[str, Any]) -> str:
+    """What equal plans have in common, whichever strategy made them; torch's own DDP runs by itself."""
+    plan = side.get("plan")
+    if plan is None:
+        return str(side["side"])
+    parts = {name: plan.get(name) for name in ("buckets", "communicators", "sharding", "memory")}
+    return json.dumps([plan["strategy"] == "ddp", parts], sort_keys=True)
+
+
+def once(found: list[Row]) -> list[Row]:
+    """Equal plans of one lab and model as one row, with the turns of all: `auto` may take what another side is."""
+    alike: dict[tuple[str, str, str], list[Row]] = {}
+    for row in found:
+        alike.setdefault((row["lab"], row["model"], row["runs"]), []).append(row)
+    return [
+        {**same[0], "measured_s": measured_s([turn for row in same for turn in row["turns_s"]])}
+        for same in alike.values()
+    ]
 
 
 def predict_side(profile: Profile, network: Network, plan: Plan) -> Prediction:
@@ -180,7 +202,7 @@ def show(folder: Path) -> None:
     if not found:
         sys.exit(f"no measured cases in {folder}: run compare.py, or name another folder")
     for kind in KINDS:
-        print(f"{kind}: {spread([row for row in found if row['kind'] == kind])}")
+        print(f"{kind}: {spread([row for row in once(found) if row['kind'] == kind])}")
     for side in dict.fromkeys(row["side"] for row in found):
         print(f"  {side}: {spread([row for row in found if row['side'] == side])}")
     for one in against_best(found):

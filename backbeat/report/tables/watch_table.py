@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.report.drift import StepSample
+from backbeat.report.drift import LEARNT, StepSample
 from backbeat.units import format_seconds, printable
 
 COLUMNS = 80
@@ -41,9 +41,18 @@ def watch_table(samples: Sequence[StepSample]) -> str:
         lines.append(f"{len(told) - _ALERTS} earlier alerts")
     for alert in told[-_ALERTS:]:
         lines += textwrap.wrap(printable(alert), COLUMNS - 2, initial_indent="! ", subsequent_indent="  ")
-    if not told:
+    learnt = _since_start(samples)
+    if learnt < LEARNT:
+        lines.append(f"still learning what is usual: {learnt} of {LEARNT} samples")
+    elif not told:
         lines.append("no drift")
     return "\n".join(lines)
+
+
+def _since_start(samples: Sequence[StepSample]) -> int:
+    """How many there are of the last job: a job that starts again appends to its log, and counts steps anew."""
+    starts = [at for at in range(1, len(samples)) if samples[at].step <= samples[at - 1].step]
+    return len(samples) - (starts[-1] if starts else 0)
 
 
 def _row(sample: StepSample) -> str:

@@ -50,8 +50,7 @@ def to_tensorboard(writer: Any) -> Callable[[StepSample], None]:
     def tell(sample: StepSample) -> None:
         for name, value in scalars(sample).items():
             writer.add_scalar(name, value, sample.step)
-        for alert in sample.alerts:
-            writer.add_text("backbeat/alert", alert, sample.step)
+        _alert(writer, sample)
 
     return tell
 
@@ -62,15 +61,23 @@ def to_wandb(run: Any) -> Callable[[StepSample], None]:
     def tell(sample: StepSample) -> None:
         # Without `step=`: W&B drops what comes with a smaller step than the loop's own.
         run.log({"backbeat/step": sample.step, **scalars(sample)})
-        for alert in sample.alerts:
-            run.alert(title="backbeat", text=f"step {sample.step}: {alert}")
+        _alert(run, sample)
 
     return tell
 
 
+def _alert(tool: Any, sample: StepSample) -> None:
+    """As text in a `SummaryWriter`, as an alert of a run of Weights & Biases; other tools have the log's warning."""
+    for alert in sample.alerts:
+        if hasattr(tool, "add_text"):
+            tool.add_text("backbeat/alert", alert, sample.step)
+        elif hasattr(tool, "alert"):
+            tool.alert(title="backbeat", text=f"step {sample.step}: {alert}")
+
+
 def lightning_watch(package: str | None = None, **options: Any) -> Any:
-    """A callback for Lightning's Trainer with `strategy="backbeat"`; samples go to its loggers too. Takes `Watch`'s
-    options."""
+    """A callback for Lightning's Trainer with `strategy="backbeat"`; samples and alerts go to its loggers too. Takes
+    `Watch`'s options."""
     base: Any = importlib.import_module(f"{package or lightning_packages()[0]}.callbacks").Callback
 
     class WatchCallback(base):  # type: ignore[misc]
@@ -78,6 +85,7 @@ def lightning_watch(package: str | None = None, **options: Any) -> Any:
             def tell(sample: StepSample) -> None:
                 for logger in trainer.loggers:
                     logger.log_metrics(scalars(sample), step=sample.step)
+                    _alert(getattr(logger, "experiment", None), sample)
 
             self.watch = Watch(trainer.strategy.model, **_telling(options, tell))
 
@@ -85,12 +93,14 @@ def lightning_watch(package: str | None = None, **options: Any) -> Any:
 
 
 def watch_trainer(trainer: Any, **options: Any) -> None:
-    """Watch what a Hugging Face Trainer trains within `planned(…)`; samples go into its logs too. Takes `Watch`'s
-    options."""
+    """Watch what a Hugging Face Trainer trains within `planned(…)`; samples and alerts go into its logs too. Takes
+    `Watch`'s options."""
     base: Any = importlib.import_module("transformers").TrainerCallback
 
     def tell(sample: StepSample) -> None:
-        trainer.log(scalars(sample))
+        # Strings, too, reach its TensorBoard (as text), W&B and printed logs.
+        alerts = {"backbeat/alert": "; ".join(sample.alerts)} if sample.alerts else {}
+        trainer.log({**scalars(sample), **alerts})
 
     class TrainerWatch(base):  # type: ignore[misc]
         watch: Watch | None = None
