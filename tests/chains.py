@@ -16,8 +16,8 @@ _FORWARD_S, _BACKWARD_S = 0.070, 0.140
 def resnet152(batch: int = 256, link_bytes_per_s: float = 55e9) -> Profile:
     """ResNet-152 in bf16 with every tensor's size from its shape; times are shared out by a rule, not measured."""
 
-    def size(communicators: int, side: int) -> int:
-        return batch * communicators * side * side * 2
+    def size(channels: int, side: int) -> int:
+        return batch * channels * side * side * 2
 
     big = size(64, 112)
     rows: list[tuple[float, int, Block]] = []
@@ -36,20 +36,18 @@ def resnet152(batch: int = 256, link_bytes_per_s: float = 55e9) -> Profile:
     add(1.0, 0, "maxpool", input_bytes=big, output_bytes=pooled, saved_bytes=4 * pooled,
         forward_peak_bytes=5 * pooled, backward_peak_bytes=big)  # fmt: skip
     entering, entering_channels, entering_side = pooled, 64, 56
-    for stage, (count, communicators, side) in enumerate(_STAGES, start=1):
+    for stage, (count, channels, side) in enumerate(_STAGES, start=1):
         for index in range(count):
             first = index == 0
-            narrow = size(communicators, entering_side if first else side)
-            inner, wide = size(communicators, side), size(4 * communicators, side)
+            narrow = size(channels, entering_side if first else side)
+            inner, wide = size(channels, side), size(4 * channels, side)
             saved = 2 * narrow + 2 * inner + wide + (wide if first else 0)
-            parameters = (
-                entering_channels * communicators + 9 * communicators**2 + 4 * communicators**2 + 12 * communicators
-            )
-            parameters += entering_channels * communicators * 4 if first else 0
+            parameters = entering_channels * channels + 9 * channels**2 + 4 * channels**2 + 12 * channels
+            parameters += entering_channels * channels * 4 if first else 0
             add(1.0 + 2.5 * wide / big, parameters, f"layer{stage}.{index}", input_bytes=entering, output_bytes=wide,
                 saved_bytes=saved, forward_peak_bytes=saved + wide + (wide if first else 0),
                 backward_peak_bytes=2 * wide if first else wide + inner, saves_output=True)  # fmt: skip
-            entering, entering_channels, entering_side = wide, 4 * communicators, side
+            entering, entering_channels, entering_side = wide, 4 * channels, side
     weight = sum(row[0] for row in rows)
     scale = batch / 256
     blocks = tuple(

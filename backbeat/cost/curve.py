@@ -1,7 +1,7 @@
 """How long one isolated collective takes: T(M), from two numbers or from a measured curve.
 
 Symbols of the papers, here and nowhere else: T(M) time of M bytes · a (alpha) latency of an affine cost · b (beta)
-seconds per byte · G seconds per byte of link time · s(M) = max(0, T(M) - G·M) latency · w(M) = T(M) - s(M) link work.
+seconds per byte · G seconds per byte of link time · s(M) = max(0, T(M) - G·M) latency · w(M) = T(M) - s(M) transfer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGEST_POINTS = 3
 
 
 class Curve:
-    """A monotone, piecewise linear cost: flat below the first size, slope `gradient_s_per_byte` beyond the last.
+    """A monotone, piecewise linear cost: flat below the first size, slope `link_s_per_byte` beyond the last.
 
     An affine cost is the curve of one segment that starts at zero bytes.
 
@@ -31,11 +31,11 @@ class Curve:
     [0.001, 0.001, 0.00125, 0.0015, 0.0025]
     """
 
-    def __init__(self, sizes: ArrayLike, times: ArrayLike, gradient_s_per_byte: float) -> None:
+    def __init__(self, sizes: ArrayLike, times: ArrayLike, link_s_per_byte: float) -> None:
         self.sizes: NDArray[np.float64] = np.asarray(sizes, dtype=np.float64)
         # Noise can make a larger message look faster than a smaller one; a cost must not fall with size.
         self.times: NDArray[np.float64] = np.maximum.accumulate(np.asarray(times, dtype=np.float64))
-        self.gradient_s_per_byte = gradient_s_per_byte
+        self.link_s_per_byte = link_s_per_byte
 
     @classmethod
     def affine(cls, alpha_s: float, beta_s_per_byte: float) -> Curve:
@@ -60,7 +60,7 @@ class Curve:
     def line(self) -> tuple[float, float]:
         """(a, b): itself where affine, otherwise the relative least-squares line through all points."""
         if self.is_affine:
-            return float(self.times[0]), self.gradient_s_per_byte
+            return float(self.times[0]), self.link_s_per_byte
         alpha, beta = relative_line(self.sizes, self.times)
         return max(alpha, 0.0), max(beta, 0.0)
 
@@ -68,9 +68,9 @@ class Curve:
         """Isolated seconds of messages of these sizes."""
         m = np.asarray(sizes, dtype=np.float64)
         if self.is_affine:
-            return np.asarray(self.times[0] + self.gradient_s_per_byte * m)
+            return np.asarray(self.times[0] + self.link_s_per_byte * m)
         beyond = np.maximum(m - self.sizes[-1], 0.0)
-        return np.asarray(np.interp(m, self.sizes, self.times) + self.gradient_s_per_byte * beyond)
+        return np.asarray(np.interp(m, self.sizes, self.times) + self.link_s_per_byte * beyond)
 
     def at(self, size: float) -> float:
         """`time` for one message, without the cost of an array.
@@ -89,7 +89,7 @@ class Curve:
 
     def slower(self, factor: float) -> Curve:
         """Every message takes that many times as long."""
-        return Curve(self.sizes, self.times * factor, self.gradient_s_per_byte * factor)
+        return Curve(self.sizes, self.times * factor, self.link_s_per_byte * factor)
 
     def joined(self, other: Curve, how: np.ufunc) -> Curve:
         """Both costs at the sizes of either, put together: their sum (`np.add`), or the lesser (`np.minimum`).
@@ -98,17 +98,17 @@ class Curve:
         0.006
         """
         sizes = np.union1d(self.sizes, other.sizes)
-        slope = float(how(self.gradient_s_per_byte, other.gradient_s_per_byte))
+        slope = float(how(self.link_s_per_byte, other.link_s_per_byte))
         return Curve(sizes, how(self.time(sizes), other.time(sizes)), slope)
 
-    def work(self, sizes: ArrayLike) -> NDArray[np.float64]:
+    def transfer(self, sizes: ArrayLike) -> NDArray[np.float64]:
         """Seconds of link time in each message, w(M)."""
         m = np.asarray(sizes, dtype=np.float64)
-        return np.minimum(self.gradient_s_per_byte * m, self.time(m))
+        return np.minimum(self.link_s_per_byte * m, self.time(m))
 
     def latency(self, sizes: ArrayLike) -> NDArray[np.float64]:
         """Seconds in which a message holds its communicator but not the link, s(M)."""
-        return self.time(sizes) - self.work(sizes)
+        return self.time(sizes) - self.transfer(sizes)
 
     def segments(self) -> list[tuple[float, float, float, float]]:
         """(from bytes, to bytes, time at zero of the segment's line, slope), covering every size from 0 up."""
@@ -118,7 +118,7 @@ class Curve:
         for low, high, start, end in zip(edges, edges[1:], times, times[1:], strict=False):
             slope = (end - start) / (high - low)
             lines.append((low, high, start - slope * low, slope))
-        slope = self.gradient_s_per_byte
+        slope = self.link_s_per_byte
         lines.append((edges[-1], float("inf"), times[-1] - slope * edges[-1], slope))
         return lines
 

@@ -9,7 +9,7 @@ with one `fall` for each kind of fabric and each load. They are fitted by `valid
 the sources are named, and the one that was left out to judge the fit. What falls here is bandwidth, that of large
 messages; latency grows with the algorithm's steps (`scaling`), and accounts for most of what small ones lose.
 
-On two nodes NCCL's tree passes the wire's own rate, which more nodes cannot: shares are those of the ring.
+On two nodes NCCL's tree passes the link's own rate, which more nodes cannot: shares are those of the ring.
 """
 
 from __future__ import annotations

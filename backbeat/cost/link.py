@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from backbeat.cost.curve import Curve
 
 _LITTLE_LATENCY = 0.1
-"""Of a batch's work; with less than this in latencies it is nearly all link work."""
+"""Of a batch's work; with less than this in latencies it is nearly all transfer."""
 _SMALL_BYTES = 32768
 """Messages up to this size are mostly latency: what e(n) they seem to show is noise, and costly for large messages."""
 _ALTERNATIONS = 20
@@ -86,7 +86,7 @@ class LinkCost:
 
     def without_latency(self) -> LinkCost:
         """Messages take the link's time alone, as if every latency were hidden."""
-        return LinkCost(Curve.affine(0.0, self.isolated.gradient_s_per_byte), None, self.efficiencies)
+        return LinkCost(Curve.affine(0.0, self.isolated.link_s_per_byte), None, self.efficiencies)
 
     def time(self, sizes: ArrayLike) -> NDArray[np.float64]:
         """Isolated time, T(M)."""
@@ -96,22 +96,20 @@ class LinkCost:
         """Time added right after another message on the same communicator, T_busy(M)."""
         return (self.busy or self.isolated).time(sizes)
 
-    def work(self, sizes: ArrayLike) -> NDArray[np.float64]:
+    def transfer(self, sizes: ArrayLike) -> NDArray[np.float64]:
         """Link time of each message; never more than it adds back to back, or one communicator were not the recursion.
 
         It may be more than an isolated message takes: one that finds a shaped link idle is let through faster than the
         link's rate, which says nothing of many.
         """
         if self.busy is None:
-            return self.isolated.work(sizes)
-        return np.minimum(
-            self.isolated.gradient_s_per_byte * np.asarray(sizes, dtype=np.float64), self.busy.time(sizes)
-        )
+            return self.isolated.transfer(sizes)
+        return np.minimum(self.isolated.link_s_per_byte * np.asarray(sizes, dtype=np.float64), self.busy.time(sizes))
 
     def split(self, sizes: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """(latency when isolated, latency right after another message, link work) of each message; the first is
+        """(latency when isolated, latency right after another message, transfer) of each message; the first is
         negative where an idle link gives a head start."""
-        work = self.work(sizes)
+        work = self.transfer(sizes)
         latency = self.time(sizes) - work
         return latency, (latency if self.busy is None else self.busy.time(sizes) - work), work
 
@@ -163,7 +161,7 @@ class LinkCost:
     def fit_sharing(self, points: Sequence[Batch]) -> dict[int, tuple[float, float]]:
         """(e(n), u(n)) for every communicator count measured, by relative least squares over its points.
 
-        The time of a batch is latency·u + shared/e. e comes from batches that are nearly all link work, where any are
+        The time of a batch is latency·u + shared/e. e comes from batches that are nearly all transfer, where any are
         measured. Among small messages one communicator's latency hides behind another's transfer, which would look like
         a wider link. What is left in the others is u; with one size only, latencies are taken to overlap. Where all
         messages are small (`only_small_messages`), e is left at 1.
@@ -194,7 +192,7 @@ class LinkCost:
     def _rounds(self, size: float, messages: int, communicators: int) -> list[tuple[int, float, float]]:
         """(messages at once, latency seconds, link seconds at e = 1): rounds of one message per communicator, in step.
 
-        All full rounds first, then the one that the rest make. A head start is link work that one message is spared; no
+        All full rounds first, then the one that the rest make. A head start is transfer that one message is spared; no
         latency that others could stretch.
         """
         latency, latency_busy, work = (float(part) for part in self.split(size))
@@ -206,7 +204,7 @@ class LinkCost:
 
     def _kinks(self) -> list[NDArray[np.float64]]:
         """Sizes between corners where G·M crosses a curve: there the split changes its form."""
-        slope = self.isolated.gradient_s_per_byte
+        slope = self.isolated.link_s_per_byte
         kinks = []
         for curve in (self.isolated, self.busy):
             for _, _, intercept, rise in curve.segments() if curve else ():
@@ -246,7 +244,7 @@ def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[
     latency, shared, target = parts.T
     stretch = 1.0
     if both:
-        # By what the model makes of them, not by what they took: a batch that was disturbed is not all link work.
+        # By what the model makes of them, not by what they took: a batch that was disturbed is not all transfer.
         little = latency <= _LITTLE_LATENCY * (latency + shared)
         linked, rest = parts[little], parts[~little]
         if len(linked) and len(rest):
@@ -304,4 +302,4 @@ def busy_curve(isolated: Curve, ratios: Mapping[int, float]) -> Curve:
     times = alone * np.interp(np.log(np.maximum(sizes, 1.0)), np.log(measured), ratio)
     saved = float(isolated.time(measured[-1])) * (1 - float(ratio[-1]))
     times = np.where(sizes > measured[-1], alone - saved, times)
-    return Curve(sizes, times, isolated.gradient_s_per_byte)
+    return Curve(sizes, times, isolated.link_s_per_byte)

@@ -1,6 +1,6 @@
 """Moving a calibration from one number of workers to another.
 
-Latency grows with the steps of the algorithm and link work with its traffic (`collectives`). Under `auto` the library
+Latency grows with the steps of the algorithm and transfer with its traffic (`collectives`). Under `auto` the library
 is taken to choose the cheaper of ring and tree at every size, as NCCL does; both are anchored at what was measured.
 Hierarchical clusters pay the inside of a node once and scale only what crosses nodes.
 """
@@ -95,7 +95,7 @@ def mixed(one: Curve, two: Curve, share: float) -> Curve:
     >>> mixed(Curve.affine(1e-3, 1e-9), Curve.affine(3e-3, 3e-9), 0.5).line
     (0.002, 2e-09)
     """
-    slope = (1 - share) * one.gradient_s_per_byte + share * two.gradient_s_per_byte
+    slope = (1 - share) * one.link_s_per_byte + share * two.link_s_per_byte
     sizes = np.union1d(one.sizes, two.sizes)
     times = (1 - share) * one.time(sizes) + share * two.time(sizes)
     if one.is_affine and two.is_affine:
@@ -109,11 +109,11 @@ def stretched(curve: Curve, *, latency: float = 1.0, transfer: float = 1.0) -> C
     >>> stretched(Curve.affine(1e-3, 1e-9), latency=3.0, transfer=2.0).line
     (0.003, 2e-09)
     """
-    slope = curve.gradient_s_per_byte * transfer
+    slope = curve.link_s_per_byte * transfer
     if curve.is_affine:
         return Curve.affine(float(curve.times[0]) * latency, slope)
     sizes = curve.sizes
-    return _through(*_with_slope(sizes, curve.latency(sizes) * latency + curve.work(sizes) * transfer, slope))
+    return _through(*_with_slope(sizes, curve.latency(sizes) * latency + curve.transfer(sizes) * transfer, slope))
 
 
 def beside_traffic(curve: Curve, slowdown: float) -> Curve:
@@ -130,13 +130,13 @@ def beside_traffic(curve: Curve, slowdown: float) -> Curve:
         return stretched(curve, transfer=slowdown)
     latency = curve.times[0]
     times = latency + (curve.times - latency) * slowdown
-    return _through(*_with_slope(curve.sizes, times, curve.gradient_s_per_byte * slowdown))
+    return _through(*_with_slope(curve.sizes, times, curve.link_s_per_byte * slowdown))
 
 
 def _stretch(
     collective: Collective, shape: Shape, measured: Shape, old: int, new: int, slowdown: float = 1.0
 ) -> tuple[float, float]:
-    """Factors of latency and of link work when a collective whose slope was `measured`'s runs as `shape` on `new`."""
+    """Factors of latency and of transfer when a collective whose slope was `measured`'s runs as `shape` on `new`."""
     return (
         steps(collective, shape, new) / steps(collective, shape, old),
         slowdown * traffic(collective, shape, new) / traffic(collective, measured, old),
@@ -147,10 +147,10 @@ def _cheapest(factors: list[tuple[float, float]], curve: Curve) -> Curve:
     """The least of the stretched curves at every size, with the sizes where they cross as points of its own."""
     if curve.is_affine:
         return cheaper_line(
-            [(float(curve.times[0]) * latency, curve.gradient_s_per_byte * work) for latency, work in factors]
+            [(float(curve.times[0]) * latency, curve.link_s_per_byte * work) for latency, work in factors]
         )
     sizes = np.concatenate([curve.sizes, curve.sizes[-1] * np.array([2.0, 4.0])])
-    latency, work = curve.latency(sizes), curve.work(sizes)
+    latency, work = curve.latency(sizes), curve.transfer(sizes)
     candidates = [latency * by_latency + work * by_work for by_latency, by_work in factors]
     if len(candidates) == 2:
         sizes, candidates = _with_crossings(sizes, candidates[0], candidates[1])
@@ -214,7 +214,7 @@ def _moved_across(whole: Curve, inner: Curve, old: int, new: int, topology: Plai
     across = Curve(
         sizes,
         np.maximum(whole.time(sizes) - within(sizes), 0.0),
-        max(whole.gradient_s_per_byte - (0.0 if topology.pipelined else inner.gradient_s_per_byte), 0.0),
+        max(whole.link_s_per_byte - (0.0 if topology.pipelined else inner.link_s_per_byte), 0.0),
     )
     across_algorithm = topology.across_algorithm
     shapes: tuple[Shape, ...] = ("ring", "tree") if across_algorithm == "auto" else (across_algorithm,)

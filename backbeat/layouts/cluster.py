@@ -151,7 +151,7 @@ class GpuCluster:
         long to start as the whole node's."""
         count = self.per_node if inside and self.per_node > 1 else 2 * self.per_node
         curve = self._curve("all_gather", count)
-        per_byte = max(curve.gradient_s_per_byte, 1e-15)
+        per_byte = max(curve.link_s_per_byte, 1e-15)
         rate = traffic("all_gather", "ring", count) / per_byte
         return curve.at(0.0) / (count - 1), rate / sharing
 

@@ -1,4 +1,4 @@
-"""A measured profile of a model's layers in place of the operator model's word for how fast they compute."""
+"""A measured profile of a model's layers used instead of the operator model's times."""
 
 from __future__ import annotations
 

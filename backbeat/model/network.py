@@ -204,7 +204,7 @@ class Network(Document, frozen=True, kw_only=True):
         how near that is.
         """
         own, further = self.all_reduce.curve, self._larger_halves
-        slope = own.gradient_s_per_byte if not further else sum(one.gradient_s_per_byte for one in further)
+        slope = own.link_s_per_byte if not further else sum(one.link_s_per_byte for one in further)
         return LinkCost.fit(Curve(own.sizes, own.times, slope), self._batches)
 
     @property

@@ -17,7 +17,7 @@ from backbeat.model.prediction import Prediction
 from backbeat.model.profile import Profile
 from backbeat.model.sharding import Sharding, check_modules
 
-_UNSAID = -1
+_NOT_GIVEN = -1
 """Communicators of a plan that does not say them; no file can hold this."""
 
 
@@ -112,7 +112,7 @@ class Plan(Document, frozen=True, kw_only=True):
     strategy: str
     model: str
     # A factory: files always say it, and a plan with buckets that does not is refused below.
-    communicators: Annotated[int, Meta(ge=1)] = msgspec.field(default_factory=lambda: _UNSAID)
+    communicators: Annotated[int, Meta(ge=1)] = msgspec.field(default_factory=lambda: _NOT_GIVEN)
     """Communicators that buckets use. In a sharded plan it follows from `sharding`."""
     buckets: Annotated[tuple[Bucket, ...], Meta(min_length=1)] = ()
     sharding: Sharding | None = None
@@ -135,7 +135,7 @@ class Plan(Document, frozen=True, kw_only=True):
             raise InputError(
                 "buckets is empty: a plan has at least one bucket, or `sharding`; make it again with `backbeat plan`"
             )
-        if self.communicators == _UNSAID:
+        if self.communicators == _NOT_GIVEN:
             raise InputError("communicators is missing: add it; `backbeat plan` writes it")
         for index, bucket in enumerate(self.buckets):
             if bucket.communicator >= self.communicators:
@@ -163,7 +163,7 @@ class Plan(Document, frozen=True, kw_only=True):
                 "`backbeat plan --workers`"
             )
         count = 1 + sharding.separate_reduce_scatter + (sharding.mesh.replicate > 1)
-        if self.communicators not in (_UNSAID, count):
+        if self.communicators not in (_NOT_GIVEN, count):
             raise InputError(
                 f"communicators is {self.communicators}, but this sharding uses {count}: leave communicators out"
             )
@@ -176,7 +176,7 @@ class Plan(Document, frozen=True, kw_only=True):
         plain = replace(self.sharding, reduce_scatter_buffers=1, separate_reduce_scatter=False)
         if plain == self.sharding:
             return None
-        return replace(self, sharding=plain, communicators=_UNSAID, predicted=None)
+        return replace(self, sharding=plain, communicators=_NOT_GIVEN, predicted=None)
 
     def need_buckets(self, user: str) -> None:
         """Refuse a sharded plan where gradients travel in buckets."""

@@ -131,17 +131,17 @@ class Specification:
     def _across_rate(self, nodes: int) -> float:
         """Bus bandwidth of a large all-reduce across nodes of a quiet cluster, in bytes a second."""
         share = self.fabric.share(nodes, "quiet") if self.fabric is not None else 1.0
-        wire = self.nic * self.nics_per_node * self.efficiency * share
+        nics_rate = self.nic * self.nics_per_node * self.efficiency * share
         if self.sharp or nodes == 2:
-            wire *= traffic("all_reduce", "ring", nodes * self.gpus_per_node)
-        return min(wire, self._inside_rate)
+            nics_rate *= traffic("all_reduce", "ring", nodes * self.gpus_per_node)
+        return min(nics_rate, self._inside_rate)
 
     @property
     def _inside_rate(self) -> float:
         if self.gpus_per_node == 1:
             return math.inf
         if isinstance(self.inside, CollectiveTimes):
-            slope = self.inside.curve.gradient_s_per_byte
+            slope = self.inside.curve.link_s_per_byte
             return traffic("all_reduce", "ring", self.gpus_per_node) / slope if slope > 0 else math.inf
         return self.inside
 

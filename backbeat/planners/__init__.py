@@ -15,7 +15,7 @@ from backbeat.planners.baselines import ddp, horovod, single, wfbp
 from backbeat.planners.best import best
 from backbeat.planners.compressed_or_dense import compressed
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.planners.memory_and_schedule import within
+from backbeat.planners.memory_and_schedule import plan_within_memory
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import decoupled, sharded
@@ -103,7 +103,7 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
 
     if name in BUDGETED or (options.memory_bytes is None and options.residuals is None):
         return schedule(profile)
-    return within(profile, network, schedule, options)
+    return plan_within_memory(profile, network, schedule, options)
 
 
 def _shards(strategy: str) -> tuple[str, int | None]:

@@ -20,7 +20,9 @@ from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.predict import predict
 
 
-def within(profile: Profile, network: Network, schedule: Callable[[Profile], Plan], options: StrategyOptions) -> Plan:
+def plan_within_memory(
+    profile: Profile, network: Network, schedule: Callable[[Profile], Plan], options: StrategyOptions
+) -> Plan:
     """The schedule with a memory plan that fits the budget.
 
     First a schedule for the profile as it is, then a memory plan beside it, then a second schedule for the later ready

@@ -1,4 +1,4 @@
-"""What a report is made of, without names: model, parameters, hosts and files, for reports that leave the house."""
+"""What a report is made of, without names: model, parameters, hosts and files, for reports that are shared."""
 
 from __future__ import annotations
 

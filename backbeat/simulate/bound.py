@@ -4,18 +4,18 @@ Take any gradient i. The buckets that hold it or a gradient after it launch no e
 the time from r_i to the end of communication. The bound is the largest r_i + (a lower bound of D), for these reasons,
 which hold for every bucketing, every order and every choice of communicators:
 
-**Prices.** While n buckets are on the link, they get e(n) seconds of link work done a second. The other k - n
+**Prices.** While n buckets are on the link, they get e(n) seconds of transfer done a second. The other k - n
 communicators advance latencies by q(k - n) seconds a second: one each, fewer where latencies slow each other down. Put
-a price on each second of link work and of latency. If what is earned a second is at most 1 at every n,
+a price on each second of transfer and of latency. If what is earned a second is at most 1 at every n,
 
     work·e(n) + latency·q(k - n) <= 1,
 
-then D is at least the price of all these buckets, c(M) = work·w(M) + latency·s(M) each, with w(M) the link work and
+then D is at least the price of all these buckets, c(M) = work·w(M) + latency·s(M) each, with w(M) the transfer and
 s(M) the latency after another bucket. On one communicator both prices are 1 and c(M) = T_busy(M). On two that share
-the link perfectly there are two best choices: (1, 0), all link work passes the link; and (1/2, 1/2), one of the two
+the link perfectly there are two best choices: (1, 0), all transfer passes the link; and (1/2, 1/2), one of the two
 communicators carries half of everything. No prices are better than those at a vertex of the inequalities.
 
-**A large gradient is never split.** With n buckets on the link one bucket gets e(n)/n. An extra price on the link work
+**A large gradient is never split.** With n buckets on the link one bucket gets e(n)/n. An extra price on the transfer
 of the bucket with the largest gradient adds largest·e(n)/n to what is earned a second.
 
 **Shares.** A bucket of M bytes holds only gradients of m <= M bytes. Take a fixed part f off its price: nothing, or the
@@ -27,7 +27,7 @@ So all these buckets cost at least f and the shares of gradient i and those afte
 (c(M) - f) / M is monotone: the corners decide.
 
 **The first bucket on a communicator** has nobody before it. It may cost less than its share, where an isolated message
-was measured to take less than one in a row: latency T - w and link work min(w, T). Each of k communicators has one
+was measured to take less than one in a row: latency T - w and transfer min(w, T). Each of k communicators has one
 such bucket at most, so k times the largest shortfall is taken off. On one communicator there is exactly one, and it
 takes T: where that is more than its share, the surplus is added.
 
@@ -58,9 +58,9 @@ class _Prices(NamedTuple):
     """What a second is worth."""
 
     work: float
-    """Of link work."""
+    """Of transfer."""
     largest: float
-    """Of link work for the bucket with the largest gradient, on top."""
+    """Of transfer for the bucket with the largest gradient, on top."""
     latency: float
 
 
@@ -73,7 +73,7 @@ class _Costs(NamedTuple):
 
     @classmethod
     def of(cls, cost: LinkCost, sizes: NDArray[np.float64]) -> _Costs:
-        return cls(cost.time(sizes), cost.busy_time(sizes), cost.work(sizes))
+        return cls(cost.time(sizes), cost.busy_time(sizes), cost.transfer(sizes))
 
     def back_to_back(self, prices: _Prices) -> NDArray[np.float64]:
         """c(M)."""
@@ -136,7 +136,7 @@ def _corners(cost: LinkCost, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
     curves = [cost.isolated] if cost.busy is None else [cost.isolated, cost.busy]
     corners = np.unique(np.concatenate([[smallest, sizes.max(), total], *(curve.sizes for curve in curves)]))
     corners = corners[(corners >= smallest) & (corners <= total)]
-    lines = [cost.isolated.gradient_s_per_byte * corners, *(curve.time(corners) for curve in curves)]
+    lines = [cost.isolated.link_s_per_byte * corners, *(curve.time(corners) for curve in curves)]
     crossings = []
     for one, two in combinations(lines, 2):
         gap = one - two
@@ -147,7 +147,7 @@ def _corners(cost: LinkCost, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _progress(cost: LinkCost, count: int, *, isolated_is_longer: bool) -> tuple[tuple[float, float, float], ...]:
-    """(e(n), e(n)/n, q(k - n)) for n from 0: link work, that of one bucket, and latency done a second.
+    """(e(n), e(n)/n, q(k - n)) for n from 0: transfer, that of one bucket, and latency done a second.
 
     e(n) is level between the counts measured; of equal ones the smallest n leaves most for latencies. Where an isolated
     message may take less than one in a row, part of the latency after another passes while the communicator is idle,
@@ -180,7 +180,7 @@ def _level_from(fitted: Mapping[int, float], most: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _best_prices(progress: tuple[tuple[float, float, float], ...]) -> list[_Prices]:
-    """The prices at the vertices of `progress · prices <= 1` that no other vertex is above, and link work alone.
+    """The prices at the vertices of `progress · prices <= 1` that no other vertex is above, and transfer alone.
 
     One communicator, and two that share the link perfectly:
 

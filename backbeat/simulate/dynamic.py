@@ -47,7 +47,7 @@ def fuse(
         reduced = max(tick + copy + float(cost.time(total)), free + copy + float(cost.busy_time(total)))
         ends.append(last)
         starts.append(tick)
-        on_link.append(max(reduced - float(cost.work(total)), tick + copy))
+        on_link.append(max(reduced - float(cost.transfer(total)), tick + copy))
         finishes.append(reduced + copy)
         free, first = finishes[-1], last
     return FusedFlow(np.array(starts), np.array(on_link), np.array(finishes), ends)

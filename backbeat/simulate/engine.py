@@ -43,7 +43,7 @@ def one_communicator(schedule: Schedule, cost: LinkCost) -> Flow:
     busy = alone if cost.busy is None else cost.busy_time(schedule.sizes).tolist()
     begun, ends = (np.array(times) for times in in_turn(schedule.ready.tolist(), alone, busy))
     # A head start on an idle link is no message sent before it was there.
-    return Flow(begun, np.maximum(ends - cost.work(schedule.sizes), begun), ends)
+    return Flow(begun, np.maximum(ends - cost.transfer(schedule.sizes), begun), ends)
 
 
 class Turns(NamedTuple):
@@ -112,7 +112,7 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
     [0.003, 0.003]
     """
     sizes = schedule.sizes
-    alone, busy, works = (of(sizes).tolist() for of in (cost.time, cost.busy_time, cost.work))
+    alone, busy, works = (of(sizes).tolist() for of in (cost.time, cost.busy_time, cost.transfer))
     ready = schedule.ready.tolist()
     communicators = schedule.communicators
     count = len(ready)

@@ -35,11 +35,9 @@ def _half(times: CollectiveTimes | None, network: Network) -> Curve:
         alone = whole.slower(0.5)
         if (parts := _parts(network)) is not None:
             latency, work = parts
-            times_s = latency * whole.latency(whole.sizes) + work * whole.work(whole.sizes)
-            alone = Curve(whole.sizes, times_s, work * whole.gradient_s_per_byte)
-    return Curve(
-        alone.sizes, np.maximum(alone.times, alone.gradient_s_per_byte * alone.sizes), alone.gradient_s_per_byte
-    )
+            times_s = latency * whole.latency(whole.sizes) + work * whole.transfer(whole.sizes)
+            alone = Curve(whole.sizes, times_s, work * whole.link_s_per_byte)
+    return Curve(alone.sizes, np.maximum(alone.times, alone.link_s_per_byte * alone.sizes), alone.link_s_per_byte)
 
 
 def _parts(network: Network) -> tuple[float, float] | None:

@@ -203,7 +203,7 @@ def broadcast_s(network: Network, size: int) -> float:
         return float(network.broadcast.curve.time(size))
     curve = network.cost.isolated
     ratio = traffic("broadcast", "ring", network.workers) / traffic("all_reduce", "ring", network.workers)
-    return float(curve.latency(size)) / 2 + float(curve.work(size)) * ratio
+    return float(curve.latency(size)) / 2 + float(curve.transfer(size)) * ratio
 
 
 def _bottleneck(breakdown: Breakdown, single: float) -> str:

@@ -123,7 +123,7 @@ def _across(network: Network, mesh: Mesh) -> Curve:
     across = Curve(
         sizes,
         np.maximum(whole.time(sizes) - (inside.time(sizes) if apart else inside.latency(sizes)), 0.0),
-        max(whole.gradient_s_per_byte - (inside.gradient_s_per_byte if apart else 0.0), 0.0),
+        max(whole.link_s_per_byte - (inside.link_s_per_byte if apart else 0.0), 0.0),
     )
     if over.all_gather is not None:
         across = across.joined(_as_gathered(over), np.minimum)
@@ -151,4 +151,4 @@ def _at(network: Network, workers: int) -> Network:
 
 def _by_part(curve: Curve, part: float) -> Curve:
     """The cost by whole bytes of a message of which this part is sent."""
-    return Curve(curve.sizes / part, curve.times, curve.gradient_s_per_byte * part)
+    return Curve(curve.sizes / part, curve.times, curve.link_s_per_byte * part)

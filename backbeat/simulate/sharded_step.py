@@ -171,12 +171,12 @@ class _Building:
         return self._put(call, StreamTask(stream, seconds, work, link, after))
 
     def _split(self, event: str, unit: int) -> tuple[float, float]:
-        """Latency and link work of a unit's collective: the same in every micro-batch."""
+        """Latency and transfer of a unit's collective: the same in every micro-batch."""
         if (event, unit) not in self.links:
             curve, width = self.cost.collective(event)
             size = self.chain.units[unit].elements * width
             seconds = curve.at(size)
-            work = min(curve.gradient_s_per_byte * size, seconds)
+            work = min(curve.link_s_per_byte * size, seconds)
             self.links[event, unit] = seconds - work, work
         return self.links[event, unit]
 

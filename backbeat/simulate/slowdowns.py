@@ -52,7 +52,7 @@ def slowdown_on(network: Network, device: Accelerator | None, *, sharded: bool =
         return None
     data = emulated()
     channels = CHANNELS[transport]
-    slope = network.cost.isolated.gradient_s_per_byte
+    slope = network.cost.isolated.link_s_per_byte
     bus = traffic("all_reduce", "ring", network.workers) / slope if slope > 0 else 0.0
     moved = min(channels.memory * bus / device.bytes_per_s, 1.0)
     same = device.name == data.accelerator

@@ -48,7 +48,7 @@ def run_streams(
 ) -> StreamTimes:
     """When every task runs.
 
-    Two collectives of 1 s latency and 1 s link work on two communicators: latencies overlap, transfers share the link.
+    Two collectives of 1 s latency and 1 s transfer on two communicators: latencies overlap, transfers share the link.
 
     >>> run_streams([StreamTask(1, 1.0, 1.0, 0), StreamTask(2, 1.0, 1.0, 0)]).ends
     [3.0, 3.0]

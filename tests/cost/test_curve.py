@@ -25,7 +25,7 @@ def test_affine_is_exact() -> None:
 
 def test_a_measured_curve_is_flat_below_linear_between_and_sloped_beyond() -> None:
     cost = curve([(1024, 1e-4), (2**20, 1e-3), (2**21, 2e-3), (2**22, 4e-3)]).cost.isolated
-    slope = cost.gradient_s_per_byte
+    slope = cost.link_s_per_byte
     assert slope == pytest.approx(1e-3 / 2**20, rel=1e-6)
     assert float(cost.time(10)) == 1e-4
     assert float(cost.time((1024 + 2**20) / 2)) == pytest.approx(5.5e-4)
@@ -38,7 +38,7 @@ def test_a_measured_curve_is_flat_below_linear_between_and_sloped_beyond() -> No
 def test_the_slope_comes_from_points_of_a_mebibyte_and_more() -> None:
     small = [(1024, 5e-3), (65536, 5e-3)]
     large = [(2**20, 5e-3 + 1e-9 * 2**20), (2**24, 5e-3 + 1e-9 * 2**24), (2**26, 5e-3 + 1e-9 * 2**26)]
-    assert Curve.through((*small, *large)).gradient_s_per_byte == pytest.approx(1e-9)
+    assert Curve.through((*small, *large)).link_s_per_byte == pytest.approx(1e-9)
 
 
 @given(networks())
@@ -60,10 +60,10 @@ def test_cost_rises_with_size_and_splits_without_remainder(network: object) -> N
 def test_the_cheapest_message_is_nowhere_beaten(network: object, one: float, two: float) -> None:
     cost = network.cost  # type: ignore[attr-defined]
     low, high = min(one, two), max(one, two)
-    least_startup, least_per_byte = cost.cheapest(low, high)
+    least_latency, least_per_byte = cost.cheapest(low, high)
     sizes = np.geomspace(low, high, 400)
     latency, _, work = cost.split(sizes)
-    assert np.maximum(latency, 0.0).min() >= least_startup * (1 - 1e-9) - 1e-12
+    assert np.maximum(latency, 0.0).min() >= least_latency * (1 - 1e-9) - 1e-12
     assert (np.minimum(work, cost.time(sizes)) / sizes).min() >= least_per_byte * (1 - 1e-9)
 
 
@@ -79,15 +79,15 @@ def test_on_a_slow_link_the_slope_comes_from_the_largest_points() -> None:
     # 8 Mbit/s: every point is far below 1 MiB, and latency hides the slope of the small ones.
     points = [(64, 9e-3), (1024, 9e-3), (4096, 9e-3), (65536, 65536e-6), (131072, 131072e-6), (262144, 262144e-6)]
     cost = Curve.through(tuple(points))
-    assert cost.gradient_s_per_byte == pytest.approx(1e-6)
+    assert cost.link_s_per_byte == pytest.approx(1e-6)
     assert float(cost.time(10**7)) == pytest.approx(10.0)
 
 
 def test_points_that_noise_made_level_do_not_make_a_link_of_endless_speed() -> None:
     points = [(1024, 1e-3), (65536, 5e-3), (2**19, 3e-2), (2**20, 6e-2), (2**21, 5e-2)]
-    assert Curve.through(tuple(points)).gradient_s_per_byte > 1e-8
+    assert Curve.through(tuple(points)).link_s_per_byte > 1e-8
     level = Curve.through(((1024, 1e-3), (2**20, 1e-3)))
-    assert level.gradient_s_per_byte == 0.0
+    assert level.link_s_per_byte == 0.0
 
 
 def test_a_head_start_on_an_idle_link_is_not_bandwidth() -> None:
@@ -99,7 +99,7 @@ def test_a_head_start_on_an_idle_link_is_not_bandwidth() -> None:
         all_reduce=CollectiveTimes(points=points),
         concurrency=(ConcurrencyPoint(bytes=500_000, messages=9, communicators=1, seconds=0.3e-3 + 8 * 0.5e-3),),
     ).cost
-    assert float(cost.work(500_000)) == pytest.approx(0.5e-3, rel=1e-6)
+    assert float(cost.transfer(500_000)) == pytest.approx(0.5e-3, rel=1e-6)
     both = Schedule(np.zeros(20), np.full(20, 5e5), [0, 1] * 10)
     # Twenty at once: the first finds the link idle, all others find it busy.
     assert simulate(both, cost).end_s == pytest.approx(0.3e-3 + 19 * 0.5e-3, rel=1e-3)

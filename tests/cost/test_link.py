@@ -47,7 +47,7 @@ def test_the_nearest_measured_count_speaks_for_the_others() -> None:
 
 
 @given(st.sampled_from([2, 4]), st.floats(0.4, 1.9), st.floats(1.0, 2.0))
-def test_startups_that_slow_each_other_down_are_told_from_a_contended_link(
+def test_latencies_that_slow_each_other_down_are_told_from_a_contended_link(
     communicators: int, efficiency: float, stretch: float
 ) -> None:
     rows = tuple(
@@ -98,7 +98,7 @@ def test_beyond_the_largest_size_measured_back_to_back_the_saving_stays_what_it_
         assert float(cost.time(size) - cost.busy_time(size)) == pytest.approx(0.5e-3)
 
 
-def test_startups_that_hide_behind_transfers_are_not_taken_for_a_wider_link() -> None:
+def test_latencies_that_hide_behind_transfers_are_not_taken_for_a_wider_link() -> None:
     """Small batches that end as soon as the link has carried them; large ones that share it and nothing more."""
     latency_s, per_byte = 0.1e-3, 1e-9
     hidden = [row(latency_s + 8 * size * per_byte, 8, 2, size) for size in (2**16, 2**18)]
@@ -108,7 +108,7 @@ def test_startups_that_hide_behind_transfers_are_not_taken_for_a_wider_link() ->
 
 
 @given(st.floats(0.4, 0.95), st.floats(1.0, 2.0))
-def test_a_head_start_is_not_stretched_as_startups_are(alone: float, stretch: float) -> None:
+def test_a_head_start_is_not_stretched_as_latencies_are(alone: float, stretch: float) -> None:
     """Large messages that find the link idle take less than its rate says, small ones little but their latency."""
     large = 20 * MEGABYTE
     isolated = Curve([1000, large], [1e-3, alone * large * 1e-9], 1e-9)
@@ -145,7 +145,7 @@ def test_whatever_was_measured_the_fit_is_a_number(times: list[float], rows: lis
 
 
 def test_small_messages_do_not_say_how_the_link_is_shared() -> None:
-    """They took 30 % longer than their latencies say: read as link work, that would make large messages crawl."""
+    """They took 30 % longer than their latencies say: read as transfer, that would make large messages crawl."""
     isolated = Curve.affine(2e-4, 1e-9)
     small = [Batch(size, 8, 2, 1.3 * (4 * 2e-4 + 8e-9 * size)) for size in (1024, 4096)]
     cost = LinkCost.fit(isolated, small)

@@ -34,7 +34,7 @@ def test_a_tree_grows_with_the_logarithm() -> None:
     assert there.cost.time(SIZES) == pytest.approx(3e-3 + 1e-9 * SIZES)
 
 
-def test_halving_doubling_has_a_trees_startup_and_a_rings_traffic() -> None:
+def test_halving_doubling_has_a_trees_latency_and_a_rings_traffic() -> None:
     there = affine(1e-3, 1e-9, workers=4, topology=Topology(algorithm="halving-doubling")).at(workers=64)
     assert there.cost.time(SIZES) == pytest.approx(3e-3 + 1e-9 * (63 / 64) / (3 / 4) * SIZES)
 
@@ -44,7 +44,7 @@ def test_halving_doubling_has_a_trees_startup_and_a_rings_traffic() -> None:
 def test_auto_takes_the_cheaper_at_every_size(base: Network, workers: int) -> None:
     there = base.at(workers=workers).cost
     sizes = SIZES[3:]  # below the first measured point a curve is flat, before and after moving
-    latency, work = base.cost.isolated.latency(sizes), base.cost.isolated.work(sizes)
+    latency, work = base.cost.isolated.latency(sizes), base.cost.isolated.transfer(sizes)
     ring = latency * (workers - 1) / 7 + work * ((workers - 1) / workers) / (7 / 8)
     tree = latency * np.log2(workers) / 3 + work * 8 / 7
     assert there.time(sizes) == pytest.approx(np.minimum(ring, tree), rel=2e-3)
@@ -54,7 +54,7 @@ def test_auto_takes_the_cheaper_at_every_size(base: Network, workers: int) -> No
 def test_between_measured_sizes_auto_changes_algorithm_where_the_two_cross(workers: int) -> None:
     base = curve(POINTS)
     known = base.cost.isolated.sizes
-    latency, work = base.cost.isolated.latency(known), base.cost.isolated.work(known)
+    latency, work = base.cost.isolated.latency(known), base.cost.isolated.transfer(known)
     ring = latency * (workers - 1) / 7 + work * ((workers - 1) / workers) / (7 / 8)
     tree = latency * np.log2(workers) / 3 + work * 8 / 7
     sizes = np.geomspace(known[0], known[-1], 200)
@@ -216,10 +216,10 @@ def test_slower_links_leave_latencies_and_busy_ones_only_the_smallest_messages()
     measured = curve(POINTS).all_reduce.curve
     sizes = np.array([size for size, _ in POINTS], dtype=float)
     slower, crowd = stretched(measured, transfer=3.0), beside_traffic(measured, 3.0)
-    assert slower.time(sizes) == pytest.approx(measured.latency(sizes) + 3 * measured.work(sizes))
+    assert slower.time(sizes) == pytest.approx(measured.latency(sizes) + 3 * measured.transfer(sizes))
     assert crowd.time(sizes) == pytest.approx(1e-4 + 3 * (measured.time(sizes) - 1e-4))
     for found in (slower, crowd):
-        assert found.gradient_s_per_byte == pytest.approx(3 * measured.gradient_s_per_byte)
+        assert found.link_s_per_byte == pytest.approx(3 * measured.link_s_per_byte)
     assert beside_traffic(Curve.affine(1e-4, 1e-9), 3.0).line == pytest.approx((1e-4, 3e-9))
 
 

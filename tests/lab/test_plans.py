@@ -31,7 +31,7 @@ def test_plans_that_do_not_exist_are_refused(text):
         plans.parse([text])
 
 
-def test_channels_behind_a_name_win_over_the_list():
+def test_communicators_behind_a_name_win_over_the_list():
     names = [choice.name for choice in plans.parse(["wfbp", "best/2"], [1])]
     assert names == ["wfbp/1", "best/2"]
 
@@ -61,7 +61,7 @@ def test_horovod_is_replayed_as_the_buckets_its_simulation_formed():
 
 
 @given(kind=st.sampled_from(["random", "equal"]), buckets=st.integers(1, 40), gradients=st.integers(1, 30))
-def test_groupings_cover_every_gradient_once_and_are_the_same_each_time(kind, buckets, gradients):
+def test_buckets_cover_every_gradient_once_and_are_the_same_each_time(kind, buckets, gradients):
     one = profile(gradients)
     (choice,) = plans.parse([f"{kind}:{buckets}"])
     made = plans.build(choice, one, network())

@@ -260,7 +260,7 @@ def test_halves_measured_with_larger_messages_say_what_a_large_all_reduce_takes(
     expected = slope if further else wrong * slope
     assert beyond[1] - beyond[0] == pytest.approx(expected * (2**24 - 2**20), rel=1e-6)
     in_pairs = replace(known, topology=nodes).cost
-    assert in_pairs.isolated.gradient_s_per_byte == pytest.approx(expected, rel=1e-6)
+    assert in_pairs.isolated.link_s_per_byte == pytest.approx(expected, rel=1e-6)
     for other in (
         replace(known, backend="gloo"),
         replace(known, all_gather=None),
@@ -271,4 +271,4 @@ def test_halves_measured_with_larger_messages_say_what_a_large_all_reduce_takes(
         replace(known, topology=Topology(gpus_per_node=4)),
         replace(known, all_reduce=CollectiveTimes(alpha_s=1e-4, beta_s_per_byte=wrong * slope)),
     ):
-        assert other.cost.isolated.gradient_s_per_byte == pytest.approx(wrong * slope, rel=1e-6)
+        assert other.cost.isolated.link_s_per_byte == pytest.approx(wrong * slope, rel=1e-6)

@@ -17,12 +17,12 @@ from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
 
 CHECKS, check = registry()
-ENCODED: set[str] = set()
+COMPRESSED: set[str] = set()
 """Make their own compressed plans, so that one route is enough."""
 
 
 def compressed(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
-    ENCODED.add(run.__name__)
+    COMPRESSED.add(run.__name__)
     return check(run)
 
 

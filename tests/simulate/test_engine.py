@@ -23,18 +23,18 @@ def schedule(ready: list[float], sizes: list[float], communicators: list[int]) -
 
 
 @st.composite
-def schedules(draw: st.DrawFn, most_channels: int = 1) -> Schedule:
+def schedules(draw: st.DrawFn, most_communicators: int = 1) -> Schedule:
     profile = draw(profiles(most=12))
     count = len(profile.gradients)
     cuts = sorted(draw(st.sets(st.integers(1, count - 1), max_size=count - 1))) if count > 1 else []
     ends = [*cuts, count]
-    communicators = draw(st.lists(st.integers(0, most_channels - 1), min_size=len(ends), max_size=len(ends)))
+    communicators = draw(st.lists(st.integers(0, most_communicators - 1), min_size=len(ends), max_size=len(ends)))
     return Schedule.of_ends(profile, ends, communicators)
 
 
 @settings(max_examples=300)
 @given(schedules(), networks())
-def test_with_one_channel_the_engine_is_the_recursion(buckets: Schedule, network: Network) -> None:
+def test_with_one_communicator_the_engine_is_the_recursion(buckets: Schedule, network: Network) -> None:
     expected, found = one_communicator(buckets, network.cost), simulate(buckets, network.cost)
     for field in ("starts", "on_link", "finishes"):
         assert getattr(found, field) == pytest.approx(getattr(expected, field), rel=1e-9, abs=1e-12)
@@ -56,7 +56,7 @@ def test_back_to_back_messages_take_their_own_time() -> None:
     assert flow.finishes == pytest.approx([2e-3, 3.5e-3, 12e-3])
 
 
-def test_two_channels_hide_startup_and_share_the_link() -> None:
+def test_two_communicators_hide_latency_and_share_the_link() -> None:
     flow = simulate(schedule([0, 0], [1e6, 2e6], [0, 1]), PLAIN)
     # Both start up until 1 ms; half the link each until the small one is done at 3 ms; then the rest at full speed.
     assert flow.finishes == pytest.approx([3e-3, 4e-3])
@@ -77,18 +77,18 @@ def test_the_engine_gives_back_the_batches_it_was_fitted_to(stretch: float) -> N
         assert simulate(buckets, cost).end_s == pytest.approx(cost.batch_s(1e6, messages, 2))
 
 
-def test_launches_keep_the_plans_order_across_channels() -> None:
+def test_launches_keep_the_plans_order_across_communicators() -> None:
     # The second bucket is ready first but may not overtake the first.
     flow = simulate(schedule([5e-3, 0], [1e6, 1e6], [0, 1]), PLAIN)
     assert flow.starts.tolist() == [5e-3, 5e-3]
 
 
-def test_a_group_waits_for_its_channel_and_holds_those_behind_it() -> None:
+def test_a_bucket_waits_for_its_communicator_and_holds_those_behind_it() -> None:
     flow = simulate(schedule([0, 0, 0], [1e6, 1e6, 1e6], [0, 0, 1]), PLAIN)
     assert flow.starts.tolist() == pytest.approx([0, 2e-3, 2e-3])
 
 
-@given(schedules(most_channels=3), networks())
+@given(schedules(most_communicators=3), networks())
 def test_the_link_is_never_overdrawn_and_nothing_is_early(buckets: Schedule, network: Network) -> None:
     cost = network.cost
     flow = simulate(buckets, cost)
@@ -97,7 +97,7 @@ def test_the_link_is_never_overdrawn_and_nothing_is_early(buckets: Schedule, net
     assert (flow.finishes >= flow.on_link - 1e-12).all()
     most = cost.best_efficiency(3)
     span = flow.end_s - flow.on_link.min()
-    least = np.minimum(cost.work(buckets.sizes), cost.time(buckets.sizes)).sum()
+    least = np.minimum(cost.transfer(buckets.sizes), cost.time(buckets.sizes)).sum()
     assert least / most <= span * (1 + 1e-9) + 1e-12
     for communicator in set(buckets.communicators):
         mine = [index for index, other in enumerate(buckets.communicators) if other == communicator]
@@ -112,7 +112,7 @@ def test_more_bytes_never_end_earlier(profile: Profile, network: Network) -> Non
     assert one_communicator(larger, network.cost).end_s >= one_communicator(buckets, network.cost).end_s - 1e-12
 
 
-def test_channel_numbers_may_be_large() -> None:
+def test_communicator_numbers_may_be_large() -> None:
     far = Schedule(np.array([0.0, 0.0]), np.array([1e6, 1e6]), [0, 10**12])
     near = Schedule(np.array([0.0, 0.0]), np.array([1e6, 1e6]), [0, 1])
     cost = affine(1e-3, 1e-9).cost

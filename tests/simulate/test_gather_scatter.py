@@ -62,4 +62,4 @@ def test_of_a_measured_all_reduce_latency_and_transfer_are_taken_apart() -> None
     network = curve(points, topology=Topology(algorithm="nvls", gpus_per_node=8))
     whole, found = network.cost.isolated, GatherScatter.of(network).gather
     for size, _ in points:
-        assert found.at(size) == pytest.approx(float(whole.latency(size) / 2 + whole.work(size) * 7 / 9))
+        assert found.at(size) == pytest.approx(float(whole.latency(size) / 2 + whole.transfer(size) * 7 / 9))

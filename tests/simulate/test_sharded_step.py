@@ -449,7 +449,7 @@ def test_copies_are_reduced_by_a_ring_for_each_rank_of_a_node() -> None:
     slow = replace(network, all_gather=CollectiveTimes(alpha_s=0.0, beta_s_per_byte=10 * second_per_byte))
     found = ShardedCost.of(profile, slow, plan.sharding).replicate  # type: ignore[arg-type]
     assert found is not None
-    assert found.gradient_s_per_byte == pytest.approx((1.5 - 0.2) * second_per_byte)
+    assert found.link_s_per_byte == pytest.approx((1.5 - 0.2) * second_per_byte)
 
 
 @pytest.mark.parametrize("workers", [4, 8])
@@ -468,10 +468,8 @@ def test_copies_are_reduced_by_what_is_known_of_larger_messages(workers: int) ->
     found = ShardedCost.of(profile, there, plan.sharding).replicate  # type: ignore[arg-type]
     assert found is not None
     # Half of a unit is each rank's, and all of it is sent over one link.
-    assert found.gradient_s_per_byte == pytest.approx(
-        there.at(workers=workers // 2).cost.isolated.gradient_s_per_byte / 2
-    )
-    assert there.cost.isolated.gradient_s_per_byte > 0.9e-9
+    assert found.link_s_per_byte == pytest.approx(there.at(workers=workers // 2).cost.isolated.link_s_per_byte / 2)
+    assert there.cost.isolated.link_s_per_byte > 0.9e-9
 
 
 def test_a_busy_cluster_is_slower() -> None:

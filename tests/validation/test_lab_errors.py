@@ -72,7 +72,7 @@ def test_what_was_measured_is_not_measured_again(measure: dict[str, Any]) -> Non
     assert measure["missing"](record, ["small"], choices[:1]) == {}
 
 
-def test_two_channels_on_many_nccl_nodes_are_left_out_where_cores_are_few(
+def test_two_communicators_on_many_nccl_nodes_are_left_out_where_cores_are_few(
     measure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 16)

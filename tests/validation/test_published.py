@@ -51,7 +51,7 @@ def test_tree_law_does_not_predict_them() -> None:
     assert all(abs(row["slope_ratio"] - 1) > 0.1 for row in rows)
 
 
-def test_no_law_predicts_the_startups_that_fall_and_rise() -> None:
+def test_no_law_predicts_the_latencies_that_fall_and_rise() -> None:
     rows = [row for row in laws.scaling_laws() if "one GPU a node" in row["series"]]
     assert all(row["latency_ratio"] > 3 for row in rows if (row["from"], row["to"]) == (2, 4))
     assert all(row["latency_ratio"] < 0.3 for row in rows if (row["from"], row["to"]) == (4, 8))
@@ -154,7 +154,7 @@ def test_gain_over_merging_depends_on_the_assumed_spread(asc: Table) -> None:
     assert gains[1] == pytest.approx(1.056, rel=0.02)
 
 
-def test_exact_merging_on_one_channel_has_most_of_the_published_gain(asc: Table) -> None:
+def test_exact_merging_on_one_communicator_has_most_of_the_published_gain(asc: Table) -> None:
     for row in asc.values():
         assert row["ours_s"]["optimal"] <= row["ours_s"]["mg-wfbp"] * (1 + 1e-9)
         assert row["ours_s"]["optimal"] < 1.02 * row["ours_s"]["asc-wfbp"]

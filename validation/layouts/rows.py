@@ -102,7 +102,7 @@ def _ringed(row: Network | WorkersRow) -> Network | WorkersRow:
     nodes = row.workers // 8
     curve = row.all_reduce.curve
     more = ((row.workers - 1) / row.workers) / ((nodes - 1) / nodes)
-    line = CollectiveTimes(alpha_s=curve.at(0.0), beta_s_per_byte=curve.gradient_s_per_byte * more)
+    line = CollectiveTimes(alpha_s=curve.at(0.0), beta_s_per_byte=curve.link_s_per_byte * more)
     return msgspec.structs.replace(row, all_reduce=line)
 
 

@@ -30,7 +30,7 @@ ON_H200 = {
 PUBLISHED = ("wfbp", "mg-wfbp", "asc-wfbp")
 OURS = (*PUBLISHED, "optimal", "best")
 
-_STARTUPS = np.geomspace(2e-4, 4e-3, 14)
+_LATENCIES = np.geomspace(2e-4, 4e-3, 14)
 _SLOPES = np.geomspace(8e-10, 4e-9, 14)
 _PAIRS = (0.8, 0.9, 1.0, 1.2, 1.5, 1.8)
 
@@ -99,7 +99,7 @@ def asc_fit(spread: Spread) -> dict[str, Any]:
     profiles = [analytic_profile(row["model"], row["compute_s"], spread=spread) for row in data]
     compute = np.array([row["compute_s"] for row in data])[:, None]
     paper = compute + np.array([[row["exposed_s"][name] for name in PUBLISHED] for row in data])
-    grid = list(itertools.product(_STARTUPS.tolist(), _SLOPES.tolist(), _PAIRS))
+    grid = list(itertools.product(_LATENCIES.tolist(), _SLOPES.tolist(), _PAIRS))
     errors = np.empty((len(grid), len(data), len(PUBLISHED)))
     for index, (alpha, beta, pair) in enumerate(grid):
         network = affine_network("fit", figures("asc_wfbp")["workers"], alpha, beta, pair=pair)

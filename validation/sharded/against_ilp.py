@@ -76,7 +76,7 @@ def compare(profile: Profile, network: Network) -> dict[str, Any]:
     atoms, cost = problem.atoms(base), problem.cost(network.workers)
     sizes = atoms.elements * cost.param_bytes, atoms.elements * cost.reduce_bytes
     gather, scatter = cost.gather.time(sizes[0]), cost.scatter.time(sizes[1])
-    root = (cost.gather.gradient_s_per_byte * cost.param_bytes, cost.scatter.gradient_s_per_byte * cost.reduce_bytes)
+    root = (cost.gather.link_s_per_byte * cost.param_bytes, cost.scatter.link_s_per_byte * cost.reduce_bytes)
     units = chosen(atoms, gather, scatter, root)
     stock = plan(profile, network, "fsdp")
     sharding = stock.sharding

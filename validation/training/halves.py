@@ -64,7 +64,7 @@ def cut(network: Network) -> Network | None:
 def show(folder: Path) -> None:
     own, halves = [], []
     for network in networks(folder):
-        slopes = [getattr(network, name).curve.gradient_s_per_byte for name in NAMES]
+        slopes = [getattr(network, name).curve.link_s_per_byte for name in NAMES]
         reach = " ".join(str(getattr(network, name).points[-1][0]) for name in NAMES)
         print(f"{network.backend} {network.name}, up to {reach} bytes: {slopes[0] / (slopes[1] + slopes[2]):.2f}")
         small = cut(network) if network.backend == "nccl" else None

@@ -252,7 +252,7 @@ def summary_of(calibration: MeasuredCluster) -> dict[str, Any]:
         "elapsed_s": calibration.outcome.elapsed_s,
         "alpha_s": alpha,
         "beta_s_per_byte": beta,
-        "gradient_s_per_byte": cost.isolated.gradient_s_per_byte,
+        "link_s_per_byte": cost.isolated.link_s_per_byte,
         "efficiency": {str(count): value for count, value in cost.efficiencies.items()},
         "latency_stretch": {str(count): value for count, value in cost.stretches.items()},
         "all_reduce": points,

@@ -37,7 +37,7 @@ def jumps(times: Mapping[int, float], uncertainties: Mapping[int, float] | None 
     if len(times) < 2:
         return []
     rising = sorted(times.items())
-    link = Curve.through(rising).gradient_s_per_byte
+    link = Curve.through(rising).link_s_per_byte
     found = []
     for (small, before), (large, after) in pairwise(rising):
         rise, carried = after - before, link * (large - small)

@@ -22,7 +22,7 @@ def verdict(summary: dict[str, Any]) -> str:
     points = summary["all_reduce"]
     largest = max(point["bytes"] for point in points)
     jitter = median([point["jitter"] for point in points if point["jitter"] is not None] or [0.0])
-    slope, latency_s = summary["gradient_s_per_byte"], summary["alpha_s"]
+    slope, latency_s = summary["link_s_per_byte"], summary["alpha_s"]
     # A line through a few points of a noisy curve may begin below zero.
     latency = format_seconds(latency_s if latency_s > 0 else min(point["seconds"] for point in points))
     speed = f"{format_bytes(round(1 / slope))}/s" if slope > 0 else "bandwidth not shown"

@@ -70,7 +70,7 @@ def _stretched_across(
     whole, inner = times.curve, inside.curve
     sizes = np.unique(np.concatenate([whole.sizes, inner.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
     within = inner.latency if pipelined else inner.time
-    slope = whole.gradient_s_per_byte - (0.0 if pipelined else inner.gradient_s_per_byte)
+    slope = whole.link_s_per_byte - (0.0 if pipelined else inner.link_s_per_byte)
     across = stretch(Curve(sizes, np.maximum(whole.time(sizes) - within(sizes), 0.0), max(slope, 0.0)))
     seconds = np.maximum(within(across.sizes) + across.time(across.sizes), inner.time(across.sizes))
     return CollectiveTimes.of(Curve(across.sizes, seconds, 0.0))

@@ -13,7 +13,7 @@ from backbeat.units import format_bytes, format_rate, format_seconds
 
 def calibration_parts(summary: Mapping[str, Any]) -> list[Table | str]:
     """Sentences, tables and empty lines, in order; `summary` is what `calibrate --json` prints."""
-    workers, slope = summary["workers"], summary["gradient_s_per_byte"]
+    workers, slope = summary["workers"], summary["link_s_per_byte"]
     # Every byte crosses a link 2(N-1)/N times in a bandwidth-optimal all-reduce; nccl-tests calls this bus bandwidth.
     bus = f", bus bandwidth {format_rate(8 * 2 * (workers - 1) / workers / slope)}" if slope > 0 else ""
     worst = max(summary["all_reduce"], key=lambda point: abs(point["line_error"]))

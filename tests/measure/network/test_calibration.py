@@ -45,7 +45,7 @@ def test_a_known_affine_cost_is_fitted_back(alpha: float, bandwidth: float) -> N
     found_alpha, found_beta = cost.isolated.line
     assert found_alpha == pytest.approx(alpha, rel=1e-6)
     assert found_beta == pytest.approx(1 / bandwidth, rel=1e-6)
-    assert cost.isolated.gradient_s_per_byte == pytest.approx(1 / bandwidth, rel=1e-6)
+    assert cost.isolated.link_s_per_byte == pytest.approx(1 / bandwidth, rel=1e-6)
     assert cost.efficiencies == {2: pytest.approx(1.0, rel=1e-3), 4: pytest.approx(1.0, rel=1e-3)}
 
 

@@ -67,7 +67,7 @@ def test_scaling_an_affine_network_scales_its_two_numbers_and_keeps_how_messages
 
 def test_beyond_the_last_point_of_a_noisy_curve_bytes_keep_their_slope() -> None:
     noisy = curve([(2**20, 1e-3), (2**23, 1e-3), (2**26, 1.6e-3)])
-    slope = noisy.all_reduce.curve.gradient_s_per_byte
+    slope = noisy.all_reduce.curve.link_s_per_byte
     for bandwidth, latency in ((2.0, 1.0), (0.5, 1.0), (1.0, 10.0), (1.0, 0.1)):
         there = scaled_network(noisy, bandwidth=bandwidth, latency=latency).cost
         for size in (2**26, 2**30, 2**33):

@@ -47,7 +47,7 @@ def test_encoding_delays_what_comes_after_it() -> None:
     assert bb.predict(profile, network, two_groups(TOPK, None)).iteration_s == pytest.approx(0.242)
 
 
-def test_each_encoded_group_costs_something_by_itself() -> None:
+def test_each_compressed_bucket_costs_something_by_itself() -> None:
     profile = make_profile(
         [4_000_000, 4_000_000], [0.1, 0.2], compression_s_per_byte=1e-8, compression_s_per_bucket=5e-3
     )
