@@ -30,7 +30,7 @@ logger = logging.getLogger("backbeat.runtime")
 
 NETWORK_FACTOR = 1.5
 """A message's time that has changed by more than this factor, either way, means another network. A link at 60 % makes
-it 1.67; a busy host, where a message is quick once in a second, less than this."""
+it 1.67. Two probes of 1 MiB on gloo, with five processes a core, differed by more in 4 pairs of 66."""
 
 
 def conditions(
