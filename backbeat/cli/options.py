@@ -59,6 +59,12 @@ Frameworks = Annotated[
 Accumulation = Annotated[int | None, typer.Option(help="Micro-batches per iteration.")]
 Communicators = Annotated[int | None, typer.Option(help="Communicators to use (for best: at most).")]
 Bucket = Annotated[str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")]
+Memory = Annotated[
+    str | None, typer.Option(help="Device memory an iteration may take, like 6GB: keep, recompute, offload or shard.")
+]
+Torch = Annotated[
+    str | None, typer.Option(help="What a sharded plan will run on, like 2.13. Default: what torch 2.6 has.")
+]
 Across = Annotated[
     str | None,
     typer.Option(help="What joins the nodes, where NETWORK was measured inside one: a network file or a bundled name."),

@@ -63,10 +63,7 @@ def plan(
     communicators: options.Communicators = None,
     bucket: options.Bucket = None,
     budget: Annotated[str | None, typer.Option(help="Stop improving after this long, like 2s (best only).")] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(help="Device memory an iteration may take, like 6GB: keep, recompute, offload or shard."),
-    ] = None,
+    memory: options.Memory = None,
     reserve: Annotated[
         str | None,
         typer.Option(
@@ -82,9 +79,7 @@ def plan(
         typer.Option(help="Where residuals of compressed buckets live: device or host. Default: device if it fits."),
     ] = None,
     reduce_dtype: options.ReduceDtype = None,
-    torch: Annotated[
-        str | None, typer.Option(help="What a sharded plan will run on, like 2.13. Default: what torch 2.6 has.")
-    ] = None,
+    torch: options.Torch = None,
     across: options.Across = None,
     nics_per_node: options.Links = 1,
     max_batch: Annotated[

@@ -16,7 +16,7 @@ from backbeat.cli.predict_sharded import is_sharded, sharded_headline, show_shar
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
-from backbeat.planners import BUCKETED
+from backbeat.planners import BUCKETED, BUDGETED
 from backbeat.report.figures import plot as plots
 from backbeat.report.figures.scaling_curve import scaling
 from backbeat.report.study import PLANNED, STOCK, STRATEGIES
@@ -45,6 +45,10 @@ def predict(
     communicators: options.Communicators = None,
     bucket: options.Bucket = None,
     reduce_dtype: options.ReduceDtype = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Device memory that sharding may take, like 40GB. Default: all of the device's.")
+    ] = None,
+    torch: options.Torch = None,
     price: options.Price = None,
     epoch_samples: options.EpochSamples = None,
     samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = 1_000_000,
@@ -59,6 +63,7 @@ def predict(
     counts = parse_workers(workers) if workers is not None else [cluster.workers]
     files = split(plan)
     every = wide or json
+    memory_bytes = size("--memory", memory) if memory is not None else None
     names = named = list(dict.fromkeys(split(strategy)))
     frameworks = [reduction_named(name) for name in split(framework)]
     if not names and not files:
@@ -66,7 +71,7 @@ def predict(
     offered: list[str] = []
     if not named and not files and not frameworks and global_batch is None:
         # With a job that DDP cannot hold, sharding is compared in place of buckets.
-        offered = instead_of_ddp(one, cluster, counts)
+        offered = instead_of_ddp(one, cluster, counts, budget_bytes=memory_bytes)
         names = [*(names if every or not offered else ()), *offered]
     if bucket is not None and named and BUCKETED.isdisjoint(names):
         raise InputError(f"--bucket is for ddp and horovod, not {', '.join(names)}: name one of them, or leave it out")
@@ -80,6 +85,8 @@ def predict(
         accumulation=accumulation,
         global_batch=global_batch,
         reduce_dtype=reduce_dtype,
+        memory_bytes=memory_bytes,
+        torch_version=torch,
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
         samples=samples,
@@ -88,6 +95,7 @@ def predict(
             *("backbeat", "plan", profile, network, *plan_options(across, nics_per_node, reduce_dtype)),
             *(("--accumulation", str(accumulation)) if accumulation else ()),
         ),
+        budget_words=(*(("--memory", memory) if memory else ()), *(("--torch", torch) if torch else ())),
         plan_files={made.strategy: file for made, file in zip(plans, files, strict=True)},
     )
     if plot is not None:
@@ -146,6 +154,8 @@ def _predict(profile: Profile, network: Network, schedule: Schedule, asked: Aske
         choices["communicators"] = asked.communicators
         if schedule in BUCKETED:
             choices["bucket_bytes"] = asked.bucket_bytes
+        if schedule in BUDGETED:
+            choices |= {"memory_bytes": asked.memory_bytes, "torch_version": asked.torch_version}
     return predict_sent(
         profile, network, schedule, accumulation=asked.accumulation, reduce_dtype=asked.reduce_dtype, **choices
     )

@@ -11,6 +11,7 @@ from typing import Any
 from backbeat.api import predict as predict_sent
 from backbeat.cli.common import console, print_answer
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
+from backbeat.planners import BUDGETED
 from backbeat.report.study import PLANNED, STOCK
 from backbeat.report.tables import scaling_tables as tables
 from backbeat.report.words.answer import unmeasured
@@ -44,6 +45,9 @@ class Asked:
     accumulation: int | None = None
     global_batch: int | None = None
     reduce_dtype: str | None = None
+    memory_bytes: int | None = None
+    """What takes the place of the device's memory."""
+    torch_version: str | None = None
     price: float | None = None
     epoch_samples: int | None = None
     samples: int = 1_000_000
@@ -51,6 +55,8 @@ class Asked:
     """What the job runs today, by the name of its rows."""
     plan_words: tuple[str, ...] = ()
     """The command that makes the plan, without the number of workers."""
+    budget_words: tuple[str, ...] = ()
+    """What it needs more for strategies that choose within a budget."""
     plan_files: dict[str, str] = field(default_factory=dict)
     """Plans that are there already, by the name of their row."""
 
@@ -89,9 +95,10 @@ class Predicted:
         for schedule, row in zip(self.schedules, (row for row in self.rows if row.workers == top), strict=True):
             if isinstance(schedule, Reduction):
                 # It may hold its share of the optimizer's state alone, or a second buffer of gradients.
-                fit = device_fit(schedule.on_device(self.profile, top))
+                fit = device_fit(schedule.on_device(self.profile, top), budget_bytes=self.asked.memory_bytes)
             else:
-                fit = device_fit(self.sent, schedule if isinstance(schedule, Plan) else None)
+                kept = schedule if isinstance(schedule, Plan) else None
+                fit = device_fit(self.sent, kept, budget_bytes=self.asked.memory_bytes)
             if fit is not None:
                 known = row.peak_bytes if isinstance(schedule, str) else None
                 found[row.strategy] = fit if known is None else replace(fit, peak_bytes=known)
@@ -155,7 +162,8 @@ class Predicted:
             if batch != profile.batch_size:
                 words[2] = f"PROFILE_AT_BATCH_{batch}"
         strategy = () if chosen.strategy == "best" else ("--strategy", chosen.strategy)
-        return shlex.join((*words, "--workers", str(chosen.workers), *strategy, "-o", "plan.json"))
+        budget = asked.budget_words if chosen.strategy in BUDGETED else ()
+        return shlex.join((*words, "--workers", str(chosen.workers), *strategy, *budget, "-o", "plan.json"))
 
 
 def content(found: Predicted) -> dict[str, Any]:

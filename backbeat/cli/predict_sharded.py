@@ -23,13 +23,13 @@ def is_sharded(schedule: Schedule) -> bool:
 
 def ways_of(found: Predicted) -> list[Way]:
     """Every row with what it takes of the device's memory; under DDP that does not depend on the workers."""
-    device = accelerator(found.profile.device)
+    device, budget = accelerator(found.profile.device), found.asked.memory_bytes
     plans = {schedule.strategy: schedule for schedule in found.schedules if isinstance(schedule, Plan)}
 
     def fit(row: Prediction) -> DeviceFit | None:
         if device is None or row.peak_bytes is None:
             return found.fits.get(row.strategy)
-        return DeviceFit(peak_bytes=row.peak_bytes, device=device.name, device_bytes=device.memory_bytes)
+        return DeviceFit.of(row.peak_bytes, device, budget)
 
     return [Way(label=row.strategy, plan=plans.get(row.strategy), prediction=row, fit=fit(row)) for row in found.rows]
 

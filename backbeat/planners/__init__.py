@@ -22,6 +22,7 @@ from backbeat.planners.sharded import decoupled, sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
 from backbeat.simulate.host_lane import HostLane, device_alone
 from backbeat.simulate.predict import predict
+from backbeat.units import format_bytes
 
 __all__ = ["SHARDED", "STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
 
@@ -140,8 +141,8 @@ def _check_memory(strategy: str, memory_bytes: int | None, reserve: float | None
         return
     if strategy.partition(":")[0] in SHARDED - BUDGETED:
         raise InputError(
-            f"memory_bytes is {memory_bytes}, but {strategy!r} keeps all activations: leave it out, and compare the "
-            "peak that is predicted with what the device has"
+            f"{strategy!r} keeps no budget of memory ({format_bytes(memory_bytes)}): it is what people write by hand; "
+            "use `sharded`, which chooses within one, or leave the budget out and see the peak that is predicted"
         )
     if memory_bytes <= 0:
         raise InputError(f"memory_bytes is {memory_bytes}: it must be above zero")

@@ -159,6 +159,17 @@ def test_an_8b_on_64_gpus_is_told_how_to_shard() -> None:
     assert '  fully_shard(model, plan="plan.json")' in text
 
 
+def test_sharding_keeps_a_budget_and_uses_the_torch_that_is_named() -> None:
+    words = ("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64")
+    text = joined(run(*words, "--memory", "40GB", "--torch", "2.13"))
+    assert re.search(r"in 3\d\.\d GB of the 40\.0 GB of one H200 \(as budgeted\)", text)
+    assert "DDP, FSDP, HSDP in groups of 8 and ZeRO-2 do not fit." in text
+    assert "--workers 64 --strategy sharded --memory 40GB --torch 2.13 -o plan.json" in text
+    # More room than anything needs changes nothing.
+    assert "budget" not in run(*words, "-s", "fsdp")
+    assert "FSDP" in run(*words, "-s", "fsdp", "--memory", "200GB")
+
+
 @pytest.mark.parametrize(
     ("network", "workers", "first", "decided"),
     [

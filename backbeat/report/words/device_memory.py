@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backbeat.cost.accelerators import accelerator
+from backbeat.cost.accelerators import Accelerator, accelerator
 from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -19,6 +19,18 @@ class DeviceFit:
     device_bytes: int
     optimizer: str | None = None
     """What the profile's memory was measured with."""
+
+    @classmethod
+    def of(
+        cls, peak_bytes: int, device: Accelerator, budget_bytes: int | None, optimizer: str | None = None
+    ) -> DeviceFit:
+        """A budget takes the place of the device's memory."""
+        return cls(
+            peak_bytes=peak_bytes,
+            device=device.name if budget_bytes is None else f"{device.name} (as budgeted)",
+            device_bytes=device.memory_bytes if budget_bytes is None else budget_bytes,
+            optimizer=optimizer,
+        )
 
     @property
     def fits(self) -> bool:
@@ -53,12 +65,7 @@ def device_fit(
     device = accelerator(profile.device)
     if profile.memory is None or device is None:
         return None
-    return DeviceFit(
-        peak_bytes=_peak(profile, plan, workers),
-        device=device.name if budget_bytes is None else f"{device.name} (as budgeted)",
-        device_bytes=device.memory_bytes if budget_bytes is None else budget_bytes,
-        optimizer=profile.optimizer,
-    )
+    return DeviceFit.of(_peak(profile, plan, workers), device, budget_bytes, profile.optimizer)
 
 
 def _peak(profile: Profile, plan: Plan | None, workers: int | None) -> int:

@@ -134,7 +134,8 @@ def work_headline(ways: Sequence[Way], verdict: str = "") -> str:
     if taken is None:
         return _nothing_fits(ways)
     large = [way.name for way in ways if not way.fits]
-    said = f" {' and '.join(large)} {'do' if len(large) > 1 else 'does'} not fit." if large else ""
+    listed = " and ".join([", ".join(large[:-1]), large[-1]]) if len(large) > 1 else "".join(large)
+    said = f" {listed} {'do' if len(large) > 1 else 'does'} not fit." if large else ""
     low, high = work_range(taken.prediction)
     work = f"{low} to {high}, from a busy cluster to a quiet one" if low != high else low
     do = "does" if taken.prediction.workers == 1 else "do"

@@ -12,6 +12,7 @@ import logging
 from collections import defaultdict
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import nn
 
 from backbeat.errors import InputError
@@ -83,6 +84,8 @@ def _joined(model: nn.Module, units: list[UnitModules]) -> list[UnitModules]:
         first.names += rest
         first.modules += rest.values()
         units = [unit for unit in units if unit not in others]
+        if dist.is_initialized() and dist.get_rank() > 0:
+            continue
         logger.warning(
             "modules %s share a parameter, so that they are one unit (%s), which the plan does not say",
             " and ".join(map(repr, tied)),
