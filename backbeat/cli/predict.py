@@ -16,7 +16,7 @@ from backbeat.cli.predict_sharded import is_sharded, sharded_headline, show_shar
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
-from backbeat.planners import BUCKETED, BUDGETED
+from backbeat.planners import BUCKETED, BUDGETED, whole_groups
 from backbeat.report.figures import plot as plots
 from backbeat.report.figures.scaling_curve import scaling
 from backbeat.report.study import PLANNED, STOCK, STRATEGIES
@@ -111,6 +111,9 @@ def predict(
         if global_batch is not None:
             here = strong_scaling(one, global_batch, count, accumulation=accumulation, other=other)
         for schedule in list(schedules):
+            if isinstance(schedule, str) and count != max(counts) and not whole_groups(schedule, cluster, count):
+                say(f"note: {schedule} is left out at {count} workers, which are not whole groups of its shards")
+                continue
             try:
                 row = _predict(here, there, schedule, asked)
             except InputError as error:

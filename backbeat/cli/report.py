@@ -10,6 +10,7 @@ import typer
 from backbeat.cli import options
 from backbeat.cli.common import check_page, load_network, plan_options, say, size, split
 from backbeat.model import Network, Plan, Profile, files
+from backbeat.planners import whole_groups
 from backbeat.report.measured import read_lab, read_trace
 from backbeat.report.pages.report_page import MOST_BYTES, PageSettings
 from backbeat.report.pages.report_page import report as make_page
@@ -84,6 +85,10 @@ def gather(
     of workers only."""
     asked = parse_workers(workers) if workers is not None else [network.workers]
     counts = curve_workers(asked) if curve else [asked[-1]]
+    if len(asked) == 1:
+        # Numbers that lead up to the one asked for are ours to choose.
+        names = chosen.get("strategies") or ()
+        counts = [one for one in counts if one in asked or all(whole_groups(name, network, one) for name in names)]
     loaded = {plan_label(path, made): made for path in plans for made in [Plan.load(path)]}
     measured = [row for path in labs for row in read_lab(path, profile)]
     measured += [read_trace(path) for path in traces]

@@ -107,6 +107,17 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     return plan_within_memory(profile, network, schedule, options)
 
 
+def whole_groups(strategy: str, network: Network, workers: int) -> bool:
+    """Whether so many workers form whole groups of the strategy's shards.
+
+    >>> network = Network.load("10gbe")
+    >>> [whole_groups(name, network, 12) for name in ("hsdp:4", "hsdp:8", "fsdp", "best")]
+    [True, False, True, True]
+    """
+    name, shards = _shards(strategy)
+    return name != "hsdp" or workers % (shards or network.topology.gpus_per_node) == 0
+
+
 def _shards(strategy: str) -> tuple[str, int | None]:
     name, colon, count = strategy.partition(":")
     if not colon:

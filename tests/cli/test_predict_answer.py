@@ -159,6 +159,16 @@ def test_an_8b_on_64_gpus_is_told_how_to_shard() -> None:
     assert '  fully_shard(model, plan="plan.json")' in text
 
 
+def test_numbers_of_workers_without_whole_groups_of_shards_are_left_out(tmp_path: Path) -> None:
+    words = ("llama-1b-b4-bf16-adamw-h200", "aws-p5", "-s", "fsdp,hsdp:8")
+    rows = json.loads(run("predict", *words, "-n", "4..16", "--json"))["rows"]
+    assert [row["workers"] for row in rows if row["strategy"] == "hsdp:8"] == [8, 16]
+    assert [row["workers"] for row in rows if row["strategy"] == "fsdp"] == [4, 8, 16]
+    run("report", *words, "-n", "16", "-o", str(tmp_path / "report.html"))
+    with pytest.raises(InputError, match="hsdp:8 needs a multiple of 8 workers"):
+        run("predict", *words, "-n", "8,12")
+
+
 def test_sharding_keeps_a_budget_and_uses_the_torch_that_is_named() -> None:
     words = ("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64")
     text = joined(run(*words, "--memory", "40GB", "--torch", "2.13"))

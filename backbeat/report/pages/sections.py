@@ -93,7 +93,7 @@ def scaling_section(study: Study, samples: int) -> Section:
         summary=f"With {study.best_label}, scaling goes from {curve[0].scaling_factor:.0%} on {curve[0].workers} GPUs "
         f"to {curve[-1].scaling_factor:.0%} on {curve[-1].workers}"
         f"{f' ({edges} from a busy to a quiet cluster)' if (edges := scaling_range(curve[-1])) else ''}. {knee}",
-        how="100 % means that N GPUs do the work of N. Each line is one way to bucket gradients into messages; grey is "
+        how="100 % means that N GPUs do the work of N. Each line is one way to send gradients, or to shard; grey is "
         "stock PyTorch DDP. Where a line falls, GPUs wait for communication instead of computing. The shaded band is "
         + ("a busy to a quiet cluster" if data.best.load_band else "how much single iterations differ")
         + ". The diamond marks the knee: beyond it, an added GPU brings less than half "
