@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -82,14 +83,15 @@ class Sharding(Checked, frozen=True, kw_only=True):
                     )
 
 
-def enclosing(name: str) -> list[str]:
+@lru_cache(maxsize=2**15)
+def enclosing(name: str) -> tuple[str, ...]:
     """The modules that a parameter or a module is in, the outermost first, and itself.
 
     >>> enclosing("layers.0.attn")
-    ['layers', 'layers.0', 'layers.0.attn']
+    ('layers', 'layers.0', 'layers.0.attn')
     """
     parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return tuple(".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def check_modules(sharding: Sharding, names: Iterable[str], model: str) -> None:

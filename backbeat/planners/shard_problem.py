@@ -82,6 +82,7 @@ class ShardProblem:
         self._times: dict[ShardChoice, float] = {}
         self._peaks: dict[ShardChoice, int] = {}
         self._pieces: dict[int, ModelPieces] = {0: self.pieces}
+        self._chain: tuple[ShardChoice, ShardedChain] | None = None
 
     @cached_property
     def breaks(self) -> frozenset[int]:
@@ -145,7 +146,10 @@ class ShardProblem:
         return self._pieces[count]
 
     def chain(self, choice: ShardChoice) -> ShardedChain:
-        return ShardedChain.of(self.pieces_with(choice), self.sharding(choice))
+        """The last is kept: its time and its peak are asked for one after the other."""
+        if self._chain is None or self._chain[0] != choice:
+            self._chain = choice, ShardedChain.of(self.pieces_with(choice), self.sharding(choice))
+        return self._chain[1]
 
     def seconds(self, choice: ShardChoice) -> float:
         """The step of one worker, by the engine."""

@@ -1,14 +1,16 @@
 """The search behind `sharded`: choices that fit a room of device memory, fast ones first.
 
-A choice that is too large recomputes as few blocks as needed, or keeps fewer units whole after forward. Nothing is
-random, and every limit counts evaluations: the same problem gives the same choices.
+A choice that is too large keeps fewer units whole after forward, recomputes as few blocks as needed, or both. Nothing
+is random, and every limit counts evaluations: the same problem gives the same choices.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise, product
+from functools import cached_property
+from itertools import combinations, pairwise, product
 
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.planners.shard_problem import Between, Scored, ShardChoice, ShardProblem
@@ -27,8 +29,16 @@ _IMPROVED = 2
 """How many of the fastest are improved."""
 _MANY = 200
 """Above so many atoms, where every simulation takes long, fewer lengths and meshes are tried."""
+_FITTED = 2
+"""How many are then made to fit on each mesh, of those kept and of those freed."""
+_GRAIN = 64
+"""Bisection counts in steps of so much of the whole."""
 _IMPROVEMENTS = 1500
 """Units simulated to improve one of them by moving boundaries."""
+_TIGHT = 6000
+"""Atoms simulated to improve all of them, where a faster one did not fit."""
+_SWAPPED = 16
+"""Up to so many units, one is kept in place of another."""
 _PREFETCH = (2, 3)
 _BUFFERS = (1, 2, 4)
 
@@ -46,21 +56,29 @@ class ShardSearch:
         many = count > _MANY
         self.lengths = [length for length in _LENGTHS[2 if many else 0 :: 2 if many else 1] if length < count]
         self.lengths += [count] * (count <= _LENGTHS[-1])
+        self.many = many
         self.meshes, self.improved = (1, 1) if many else (_MESHES, _IMPROVED)
+        self.tight = False  # something faster did not fit
         self._units: dict[tuple[object, ...], list[Ends]] = {}
 
     def run(self) -> list[Scored]:
         """What was found to fit, with what every torch has."""
         found = [*self.baselines()]
+        tried: Counter[tuple[int, bool]] = Counter()
         starts = ((self.problem.seconds(choice), choice) for choice in dict.fromkeys(self.starts()))
         for seconds, choice in sorted(starts, key=lambda one: one[0]):
             # Whatever makes it fit makes it slower.
             if found and seconds > min(one.seconds for one in found) * (1 + SIMPLER_WITHIN):
                 break
-            found += self.fitted(choice)
-        for one in self._fastest(found):
+            kind = choice.shard, bool(choice.kept)
+            if self.fits(choice) or not self.many or tried[kind] < _FITTED:
+                tried[kind] += not self.fits(choice)
+                found += self.fitted(choice)
+        found = found or self._fitting([self.smallest])
+        likely = self._likely(found)
+        for one in likely:
             found += self._fitting(replace(one.choice, prefetch=depth) for depth in _PREFETCH)
-            found.append(self._improved(one))
+            found.append(self._improved(one, _TIGHT // len(likely) if self.tight else None))
         return found
 
     def with_knobs(self, found: list[Scored]) -> list[Scored]:
@@ -70,7 +88,8 @@ class ShardSearch:
             for buffers, separate in product(_BUFFERS, (False, True)):
                 if (buffers, separate) != (1, False):
                     changed = replace(one.choice, buffers=buffers, separate=separate)
-                    units = self._programme(changed)[:1] if len(set(one.choice.kept)) < 2 else []
+                    alike = len(set(one.choice.kept)) < 2 and not self.many
+                    units = self._programme(changed)[:1] if alike else []
                     more += self._fitting(
                         _with_ends(changed, ends) for ends in dict.fromkeys([one.choice.ends, *units])
                     )
@@ -129,27 +148,52 @@ class ShardSearch:
                     yield _with_ends(base, ends)
 
     def fitted(self, choice: ShardChoice) -> list[Scored]:
-        """The choice itself, or with as few blocks recomputed, or as many units kept, as fit."""
+        """The choice itself, or with as many units kept as fit, as few blocks recomputed, or half of both."""
         if self.fits(choice):
             return [self.problem.scored(choice)]
-        blocks, count = len(self.problem.recomputable), len(choice.ends)
-        found = [self._most(lambda more: replace(choice, recomputed=blocks - more), blocks)]
+        self.tight = True
+        found = [self._refitted(choice)]
         if choice.kept and not self.whole:
-            found.append(self._most(lambda more: _last_kept(choice, more), count))
+            count = len(choice.ends)
+            most = self._most(lambda more: _last_kept(choice, more), count) or 0
+            found += [self._refitted(_last_kept(choice, number)) for number in {most, (most + count) // 2}]
         return [self.problem.scored(one) for one in found if one is not None]
+
+    @cached_property
+    def smallest(self) -> ShardChoice:
+        """The least peak that is found. Recomputing a block can raise it: all it saves is there twice for a moment."""
+        blocks, count = len(self.problem.recomputable), len(self.problem.names)
+        some = sorted({*range(0, blocks + 1, max(blocks // 4, 1)), blocks}, reverse=True)
+
+        def less(changed: ShardChoice, best: ShardChoice) -> ShardChoice | None:
+            found = min((replace(changed, recomputed=number) for number in some), key=self.problem.peak)
+            return found if self.problem.peak(found) < self.problem.peak(best) else None
+
+        starts = [tuple(range(1, count + 1)), tuple(sorted({*self.problem.breaks, count}))]
+        bases = [self._choice(ends, self.workers, self.whole) for ends in starts]
+        found = (self._climb(less(base, base) or base, less, _TIGHT // 2) for base in bases)
+        return min(found, key=self.problem.peak)
 
     def fits(self, choice: ShardChoice) -> bool:
         return self.room is None or self.problem.peak(choice) <= self.room
 
-    def _most(self, made: Callable[[int], ShardChoice], most: int) -> ShardChoice | None:
-        """The choice with the most of something that fits, by bisection; None where that with none does not."""
+    def _most(self, made: Callable[[int], ShardChoice], most: int) -> int | None:
+        """Of something as much as fits, by bisection; None where none of it does not."""
         low, high = 0, most
-        if not most or not self.fits(made(0)):
+        if not self.fits(made(0)):
             return None
-        while high - low > 1:
+        while high - low > max(most // _GRAIN, 1):
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(made(middle)) else (low, middle)
-        return made(low)
+        return low
+
+    def _refitted(self, choice: ShardChoice) -> ShardChoice | None:
+        """With as few blocks recomputed as fit; None where none are few enough."""
+        blocks = len(self.problem.recomputable)
+        if self.fits(replace(choice, recomputed=0)):
+            return replace(choice, recomputed=0)
+        kept = self._most(lambda more: replace(choice, recomputed=blocks - more), blocks)
+        return None if kept is None else replace(choice, recomputed=blocks - kept)
 
     def _choice(self, ends: Ends, shard: int, keep: bool, how: Between = "reshard") -> ShardChoice:
         return ShardChoice(ends=ends, shard=shard, kept=(True,) * len(ends) if keep else (), accumulate=how)
@@ -183,20 +227,46 @@ class ShardSearch:
         unique = {one.choice: one for one in found}.values()
         return sorted(unique, key=lambda one: (float(f"{one.seconds:.9g}"), self.changes(one)))[: self.improved]
 
-    def _improved(self, one: Scored) -> Scored:
-        """Boundaries moved, dropped and added, as long as that gains."""
-        left = _IMPROVEMENTS
-        improved = True
-        while improved:
-            improved = False
-            for changed in _neighbours(one.choice, self.problem.breaks):
-                left -= len(changed.ends)
+    def _likely(self, found: list[Scored]) -> list[Scored]:
+        """What to improve: the fastest, and where not all fits, the fastest that keeps no, some and all units, too."""
+        fastest = self._fastest(found)
+        if self.tight:
+            for kind in ({False}, {True}, {True, False}):
+                fastest += self._fastest([one for one in found if (set(one.choice.kept) or {False}) == kind])
+        return list(dict.fromkeys(fastest))
+
+    def _improved(self, one: Scored, atoms: int | None) -> Scored:
+        """Boundaries moved, dropped and added, and where not all fits, units kept and freed, as long as that gains."""
+        return self.problem.scored(self._climb(one.choice, self._faster, atoms))
+
+    def _climb(
+        self, best: ShardChoice, better: Callable[[ShardChoice, ShardChoice], ShardChoice | None], atoms: int | None
+    ) -> ShardChoice:
+        """Take the first neighbour that is better, as often as there is one and units, or atoms, may be simulated."""
+        flips, left = atoms is not None, _IMPROVEMENTS if atoms is None else atoms
+        found: ShardChoice | None = best
+        while found is not None:
+            best, found = found, None
+            for changed in _neighbours(best, self.problem.breaks, flips=flips and not self.whole):
+                left -= len(self.problem.names) if flips else len(changed.ends)
                 if left < 0:
-                    return one
-                if self.problem.seconds(changed) < one.seconds * (1 - 1e-6) and self.fits(changed):
-                    one, improved = self.problem.scored(changed), True
+                    return best
+                found = better(changed, best)
+                if found is not None:
                     break
-        return one
+        return best
+
+    def _faster(self, changed: ShardChoice, best: ShardChoice) -> ShardChoice | None:
+        """With as few blocks recomputed as fit."""
+        limit = self.problem.seconds(best) * (1 - 1e-6)
+        found: ShardChoice | None = changed
+        if not self.fits(changed):
+            # Recomputing more makes it slower.
+            can = self.tight and self.problem.seconds(changed) < limit
+            found = self._refitted(changed) if can else None
+        elif changed.recomputed:
+            found = self._refitted(changed)
+        return found if found is not None and self.problem.seconds(found) < limit else None
 
 
 def _with_ends(choice: ShardChoice, ends: Ends) -> ShardChoice:
@@ -206,25 +276,49 @@ def _with_ends(choice: ShardChoice, ends: Ends) -> ShardChoice:
     return replace(choice, ends=ends, kept=(True,) * len(ends) if choice.kept else ())
 
 
+def _keeping(choice: ShardChoice, ends: Ends, kept: tuple[bool, ...]) -> ShardChoice:
+    """These units, of which these are kept. Between micro-batches all are treated alike, or all resharded."""
+    how = choice.accumulate if all(kept) else "reshard"
+    return replace(choice, ends=ends, kept=kept if any(kept) else (), accumulate=how)
+
+
 def _last_kept(choice: ShardChoice, count: int) -> ShardChoice:
     """Only the last units stay whole: they are gathered again soonest."""
-    flags = (False,) * (len(choice.ends) - count) + (True,) * count
-    return replace(choice, kept=flags if count else (), accumulate="reshard")
+    return _keeping(choice, choice.ends, (False,) * (len(choice.ends) - count) + (True,) * count)
 
 
-def _neighbours(choice: ShardChoice, breaks: frozenset[int]) -> Iterator[ShardChoice]:
-    """A boundary dropped, moved by one, or set in the middle of a unit; where units are treated alike."""
-    if len(set(choice.kept)) > 1:
-        return
-    ends = choice.ends
+def _neighbours(choice: ShardChoice, breaks: frozenset[int], *, flips: bool = False) -> Iterator[ShardChoice]:
+    """A boundary dropped, moved by one, or set in the middle of a unit; with `flips`, units kept or freed."""
+    ends, kept = choice.ends, choice.kept or (False,) * len(choice.ends)
     for index in range(len(ends) - 1):
         if ends[index] in breaks:
             continue
         low, high = ends[index - 1] if index else 0, ends[index + 1]
         for moved in (ends[index] - 1, ends[index] + 1):
             if low < moved < high:
-                yield _with_ends(choice, (*ends[:index], moved, *ends[index + 1 :]))
-        yield _with_ends(choice, (*ends[:index], *ends[index + 1 :]))
+                yield _keeping(choice, (*ends[:index], moved, *ends[index + 1 :]), kept)
+        for flag in sorted({kept[index], kept[index + 1]}):
+            yield _keeping(choice, (*ends[:index], *ends[index + 1 :]), (*kept[:index], flag, *kept[index + 2 :]))
     for index, (first, last) in enumerate(pairwise((0, *ends))):
         if last - first > 1:
-            yield _with_ends(choice, (*ends[:index], (first + last) // 2, *ends[index:]))
+            split = (*ends[:index], (first + last) // 2, *ends[index:])
+            for halves in product((True, False), repeat=2) if flips else [(kept[index],) * 2]:
+                yield _keeping(choice, split, (*kept[:index], *halves, *kept[index + 1 :]))
+    if flips:
+        for flags in _flipped(kept):
+            yield _keeping(choice, ends, flags)
+
+
+def _flipped(kept: tuple[bool, ...]) -> Iterator[tuple[bool, ...]]:
+    """Runs of units kept or freed, long ones first; then one kept in place of another."""
+    length = count = len(kept)
+    while length:
+        for first, flag in product(range(0, count, length), (True, False)):
+            run = kept[first : first + length]
+            if set(run) != {flag}:
+                yield (*kept[:first], *(flag,) * len(run), *kept[first + length :])
+        length //= 2
+    if count <= _SWAPPED:
+        for one, other in combinations(range(count), 2):
+            if kept[one] != kept[other]:
+                yield tuple(flag != (index in (one, other)) for index, flag in enumerate(kept))

@@ -8,8 +8,9 @@ are those of `fsdp`, unless the caller names another: a plan never changes what 
 1. On each mesh, with units that are all resharded or all kept, `unit_programme` finds where units end. That is exact
    for its sub-problem: one micro-batch, one communicator, no contention.
 2. The engine scores those units, with contention and accumulation, beside `fsdp`, `hsdp` and `zero2`. A choice that
-   does not fit recomputes as few blocks as needed, or keeps fewer units whole after forward.
-3. The fastest are improved by prefetch, by moving boundaries, and by the newer knobs where torch has them.
+   does not fit keeps fewer units whole after forward, recomputes as few blocks as needed, or both.
+3. The fastest are improved by prefetch, by moving boundaries, and by the newer knobs where torch has them; where memory
+   is short also by keeping and freeing single units, each time with as few blocks recomputed as fit.
 4. Of plans within 1 % of the fastest, `sharded` takes the one with the fewest changes from `fsdp`, and never one slower
    than an `fsdp` that fits. So no `hsdp` or `zero2` that fits gains more than 1 %.
 
@@ -106,10 +107,10 @@ def _knob_words(choice: ShardChoice) -> str:
 
 
 def _too_small(problem: ShardProblem, budget: int, reserve: float | None) -> str:
-    """Why a budget is refused, and the smallest that would not be."""
+    """Why a budget is refused, and the smallest found that would not be."""
     least = needed(problem.least_peak, reserve)
     return (
         f"a memory budget of {format_bytes(budget)} is too small: sharded over {problem.network.workers} workers and "
-        f"with blocks recomputed, the smallest that fits is {least} bytes ({format_bytes(least)}). Give that much, "
-        "more workers, or a smaller batch"
+        f"with blocks recomputed, the smallest found that fits is {least} bytes ({format_bytes(least)}). Give that "
+        "much, more workers, or a smaller batch"
     )

@@ -116,9 +116,9 @@ def study(
     reduce_dtype: str | None = None,
 ) -> Study:
     """`strategies` are names, or what to propose with by label, anew at each number of workers; without them
-    `STRATEGIES`, and `fsdp` where stock DDP does not fit the device. Stock DDP is always among them, for everything is
-    compared with it. `plans` are followed as they are. `sweep` tries DDP's bucket sizes, and the sharded planner among
-    the ways, too.
+    `STRATEGIES`, with `fsdp` and `sharded` where stock DDP does not fit the device. Stock DDP is always among them, for
+    everything is compared with it. `plans` are followed as they are. `sweep` tries what takes seconds: DDP's bucket
+    sizes, and the sharded planner.
 
     With `reduce_dtype` fp32 gradients are sent in two bytes each, and the study's profile has them so. DDP closes its
     buckets by what they have on the device, and nothing that shards is compared.
@@ -128,7 +128,8 @@ def study(
     workers = sorted(set(workers))
     if strategies is None:
         held = instead_of_ddp(profile, network, workers, budget_bytes=memory_budget) if reduce_dtype is None else []
-        strategies = [*STRATEGIES, *held[:1]]
+        wanted = {"fsdp", "sharded"} if sweep else {"fsdp"}
+        strategies = [*STRATEGIES, *(one for one in held if one in wanted)]
     if not isinstance(strategies, Mapping):
         strategies = {name: {"strategy": name} for name in strategies}
     asked = {STOCK: {"strategy": STOCK}, **strategies}

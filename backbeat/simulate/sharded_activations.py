@@ -16,10 +16,11 @@ The largest parameter stands for a block's gradients, since it makes them one af
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
 
 from msgspec.structs import replace
 
-from backbeat.model import Profile
+from backbeat.model import Block, Profile
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain
 
@@ -54,13 +55,19 @@ def sharded_activations(profile: Profile, chain: ShardedChain) -> Profile:
         block = blocks[piece.block]
         less = element * sum(elements) if native else 0
         less += block.cast_saving_bytes if piece.block in cast else 0
-        blocks[piece.block] = replace(
-            block,
-            saved_bytes=max(block.saved_bytes - less, 0),
-            forward_peak_bytes=max(block.forward_peak_bytes - less, 0),
-            backward_peak_bytes=max(block.backward_peak_bytes - element * max(elements, default=0), 0),
-        )
+        blocks[piece.block] = _with_less(block, less, element * max(elements, default=0))
     return replace(profile, blocks=tuple(blocks))
+
+
+@lru_cache(maxsize=2**12)
+def _with_less(block: Block, saved_bytes: int, backward_bytes: int) -> Block:
+    """A planner asks for the same blocks in every plan that it tries."""
+    return replace(
+        block,
+        saved_bytes=max(block.saved_bytes - saved_bytes, 0),
+        forward_peak_bytes=max(block.forward_peak_bytes - saved_bytes, 0),
+        backward_peak_bytes=max(block.backward_peak_bytes - backward_bytes, 0),
+    )
 
 
 def _cast_blocks(profile: Profile, chain: ShardedChain) -> frozenset[int]:

@@ -243,7 +243,7 @@ def test_a_sharded_plan_says_units_memory_and_lines(tmp_path: Path) -> None:
     assert plan.memory is not None
     assert plan.memory.peak_bytes is not None
     assert plan.memory.peak_bytes <= 14 * 10**9
-    with pytest.raises(InputError, match="the smallest that fits is"):
+    with pytest.raises(InputError, match="the smallest found that fits is"):
         run("plan", "llama-1b-b4-bf16-adamw-h200", "nvlink-ib400", "-n", "16", "-s", "sharded", "--memory", "1GB")
 
 

@@ -1,6 +1,7 @@
-"""What torch's `fully_shard` calls, in order, against what `simulate.sharded_step.call_order` predicts: a check a rule.
+"""What torch's `fully_shard` calls, in order, and what its all-gathers wait for, as predicted: a check a rule.
 
-A torch that changes its schedule fails the check of the rule that it changed.
+The order is that of `simulate.sharded_step.call_order`, the waits are those of `run_step`. A torch that changes its
+schedule fails the check of the rule that it changed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,20 +21,31 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.utils.checkpoint import checkpoint
 
-from backbeat.model import Block, Gradient, Mesh, Plan, Profile, Sharding, ShardUnit
-from backbeat.simulate.sharded_step import call_order
+from backbeat.model import Block, Gradient, Mesh, Network, Plan, Profile, Sharding, ShardUnit
+from backbeat.simulate.sharded_calls import calls
+from backbeat.simulate.sharded_cost import ShardedCost
+from backbeat.simulate.sharded_step import call_order, run_step
 from backbeat.simulate.sharded_units import ROOT, chain_of
 
 CHECKS: dict[str, Scenario] = {}
 WIDTH = 8
 """A multiple of every number of shards, so that nothing is padded."""
 
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 Events = list[tuple[str, int]]
 
 
 def check(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
     CHECKS[f"sharded order: {run.__name__}"] = Scenario(run, run.__name__)
     return run
+
+
+class Wait(NamedTuple):
+    """What an all-gather waits for: this, and all computation before it."""
+
+    in_forward: bool
+    unit: int
+    after: tuple[str, int]
 
 
 @dataclass
@@ -47,13 +59,25 @@ class Log:
     """Bytes of each unit's all-gather."""
     scattered: dict[int, int] = field(default_factory=dict)
     process_groups: dict[str, Any] = field(default_factory=dict)
-    sees_waits: bool = False
+    in_forward: bool = True
+    computed: Events = field(default_factory=list)
+    """What was put on the compute stream."""
+    waits: list[Wait] = field(default_factory=list)
+    predicted_waits: list[Wait] = field(default_factory=list)
 
     def unit(self, fsdp_params: Sequence[Any]) -> int:
         return self.units[fsdp_params[0]._param_fqn.rpartition(".")[0]]
 
     def add(self, event: str, unit: int) -> None:
         self.events.append((event, unit))
+        if event in ("copy_out", "forward", "backward"):
+            self.computed.append((event, unit))
+
+    def gather(self, unit: int, streams: Sequence[Any]) -> None:
+        self.add("all_gather", unit)
+        # A stream that is not the all-gathers' own is the compute stream itself.
+        done = max(stream.done if isinstance(stream, _Stream) else len(self.computed) for stream in streams)
+        self.waits.append(Wait(self.in_forward, unit, self.computed[done - 1] if done else ("nothing", ROOT)))
 
 
 class _Mark(torch.autograd.Function):
@@ -171,8 +195,8 @@ def _profile(layers: Sequence[Layer]) -> Profile:
 
 
 def _knob(module: nn.Module, name: str) -> Callable[..., Any]:
-    if not hasattr(module, name):
-        raise SkipScenarioError(f"this torch has no {name}")
+    if TORCH < (2, 13):
+        raise SkipScenarioError(f"torch {torch.__version__} has no {name}: it came with 2.13")
     return getattr(module, name)  # type: ignore[no-any-return]
 
 
@@ -203,6 +227,30 @@ def _shard(model: Model, case: Case, size: int) -> list[Any]:
     return firsts
 
 
+class _Stream(torch.cpu.Stream):
+    """A stream of all-gathers: knows how much of the compute stream it has waited for."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log, self.done = log, 0
+
+    def wait_stream(self, stream: Any) -> None:
+        self.done = max(self.done, stream.done if isinstance(stream, _Stream) else len(self._log.computed))
+
+    def wait_event(self, event: Any) -> None:
+        self.done = max(self.done, event.done)
+
+
+def _event_of(log: Log) -> type[torch.cpu.Event]:
+    class Event(torch.cpu.Event):
+        """Knows how much was on the compute stream when it was recorded there."""
+
+        def record(self, stream: Any = None) -> None:
+            self.done = len(log.computed)
+
+    return Event
+
+
 class _Held(list[Any]):
     """torch's list of reduce-scatter inputs: notes when one is waited for."""
 
@@ -227,6 +275,28 @@ class _Held(list[Any]):
         self._units.clear()
         super().clear()
 
+    def replace(self, state: Any) -> None:
+        """As torch 2.11 does, which holds one."""
+        self.clear()
+        if state is not None:
+            self.append(state)
+
+
+def watch_held(context: Any, log: Log) -> _Held:
+    """Have torch keep its reduce-scatter inputs in a list that notes waits."""
+    held = _Held(log)
+    if hasattr(context, "reduce_scatter_states"):
+        context.reduce_scatter_states = held
+    elif hasattr(context, "reduce_scatter_state"):
+        one = property(lambda _: held[-1] if held else None, lambda _, state: held.replace(state))
+        context.__class__ = type("Watched", (type(context),), {"reduce_scatter_state": one})
+    else:
+        raise AssertionError(
+            f"torch {torch.__version__} holds reduce-scatter inputs in neither reduce_scatter_states nor "
+            "reduce_scatter_state, so waits for them cannot be compared: find where it does"
+        )
+    return held
+
 
 @contextmanager
 def _logging(model: FSDPModule, log: Log) -> Iterator[None]:
@@ -234,16 +304,16 @@ def _logging(model: FSDPModule, log: Log) -> Iterator[None]:
     saved["foreach_reduce"] = groups.foreach_reduce
     all_reduce, post_backward = dist.all_reduce, groups.FSDPParamGroup.post_backward
     context = model._get_fsdp_state()._comm_ctx
-    held = _Held(log)
-    log.sees_waits = hasattr(context, "reduce_scatter_states")
-    if log.sees_waits:
-        context.reduce_scatter_states = held
+    held = watch_held(context, log)
+    streams = context.all_gather_copy_in_stream, context.all_gather_stream
+    context.all_gather_copy_in_stream, context.all_gather_stream = _Stream(log), _Stream(log)
+    event = torch.cpu.Event
 
-    def gather(fsdp_params: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+    def gather(fsdp_params: Any, group: Any, async_op: bool, copy_in: Any, stream: Any, *args: Any) -> Any:
         unit = log.unit(fsdp_params)
-        log.add("all_gather", unit)
+        log.gather(unit, (copy_in, stream))
         log.process_groups["all_gather"] = group
-        result = saved["foreach_all_gather"](fsdp_params, group, *args, **kwargs)
+        result = saved["foreach_all_gather"](fsdp_params, group, async_op, copy_in, stream, *args)
         log.gathered[unit] = result.all_gather_output.numel() * result.all_gather_output.element_size()
         return result
 
@@ -272,20 +342,30 @@ def _logging(model: FSDPModule, log: Log) -> Iterator[None]:
 
     groups.foreach_all_gather, groups.foreach_all_gather_copy_out, groups.foreach_reduce = gather, copy_out, reduce
     dist.all_reduce, groups.FSDPParamGroup.post_backward = reduce_copies, after_backward
+    torch.cpu.Event = _event_of(log)  # type: ignore[misc]
     try:
         yield
     finally:
         for name, function in saved.items():
             setattr(groups, name, function)
         dist.all_reduce, groups.FSDPParamGroup.post_backward = all_reduce, post_backward
+        torch.cpu.Event = event  # type: ignore[misc]
+        context.all_gather_copy_in_stream, context.all_gather_stream = streams
 
 
-def _step(ctx: Context, model: Any, case: Case) -> None:
+def _step(ctx: Context, model: Any, case: Case, log: Log | None = None) -> None:
     for number in range(case.micro_batches):
         last = number == case.micro_batches - 1
         model.set_requires_gradient_sync(last or case.gradient_sync == "every")
         model.set_reshard_after_backward(last or case.reshard_after_backward)
-        model(ctx.data(3, WIDTH, step=number, rank=ctx.rank)).float().square().sum().backward()
+        if log is not None:
+            # Stands for all that came before, the optimizer's step included.
+            log.computed.append(("begin", ROOT))
+            log.in_forward = True
+        loss = model(ctx.data(3, WIDTH, step=number, rank=ctx.rank)).float().square().sum()
+        if log is not None:
+            log.in_forward = False
+        loss.backward()
 
 
 def _compare(ctx: Context, case: Case) -> Log:
@@ -301,16 +381,15 @@ def _compare(ctx: Context, case: Case) -> Log:
     for layer in layers:
         layer.log, layer.recomputed = log, case.recomputed
     with _logging(model, log):
-        _step(ctx, model, case)
+        _step(ctx, model, case, log)
     # Blocks of one unit compute one after the other: one stretch.
     seen = [event for event, _ in groupby(log.events)]
     if case.recomputed:
         turn = next(index for index, (event, _) in enumerate(seen) if event == "backward")
         assert ("forward", 0) in seen[turn:], "nothing was computed again"
         seen = seen[:turn] + [event for event in seen[turn:] if event[0] != "forward"]
-    if not log.sees_waits:
-        predicted = [event for event in predicted if event[0] != "wait"]
     assert seen == predicted, f"\ntorch {torch.__version__} calls {_said(seen)}\npredicted:    {_said(predicted)}"
+    log.predicted_waits = _predicted_waits(profile, plan, case.micro_batches)
     contents = chain_of(profile, plan).units
     parameter_bytes = 2 if case.param_dtype == "bf16" else 4
     for unit, size in log.gathered.items():
@@ -318,6 +397,56 @@ def _compare(ctx: Context, case: Case) -> Log:
     for unit, size in log.scattered.items():
         assert size == contents[unit].elements * 4, f"unit {unit} scatters {size} bytes"
     return log
+
+
+def _predicted_waits(profile: Profile, plan: Plan, micro_batches: int) -> list[Wait]:
+    chain, sharding = chain_of(profile, plan), plan.sharding
+    assert sharding is not None
+    network = Network.load("25gbe").at(workers=sharding.mesh.shard * sharding.mesh.replicate)
+    run = run_step(chain, ShardedCost.of(profile, network, sharding), 0.0, micro_batches=micro_batches)
+    # The copy into the buffer comes first, and waits.
+    copies = [task for task, call in zip(run.tasks, run.calls, strict=True)
+              if call.event == "all_gather" and task.link is None]  # fmt: skip
+    found, in_forward = [], True
+    for call in calls(chain, micro_batches):
+        if call.event in ("begin", "turn"):
+            in_forward = call.event == "begin"
+        elif call.event == "all_gather":
+            after = run.calls[max(copies[len(found)].after)]
+            found.append(Wait(in_forward, call.unit, (after.event, after.unit)))
+    return found
+
+
+WAITING = (
+    Case(head=True, tail=True),
+    Case(),
+    Case(head=True, prefetch=1),
+    Case(head=True, prefetch=2),
+    Case(head=True, reshard=(True, False, True, False)),
+    Case(head=True, units=((0, 1), (2, 3))),
+    Case(head=True, micro_batches=2),
+    Case(head=True, buffers=2, separate=True),
+)
+"""Cases whose all-gathers wait for different things."""
+
+
+def _compare_waits(ctx: Context, *, in_forward: bool, which: slice) -> None:
+    """Of every forward, or backward: what `which` of its all-gathers wait for."""
+    for case in WAITING:
+        if (case.separate or case.buffers > 1) and TORCH < (2, 13):
+            continue
+        log = _compare(ctx, case)
+        seen, predicted = (
+            [wait for forward, waits in groupby(all_waits, lambda wait: wait.in_forward) if forward == in_forward
+             for wait in list(waits)[which]]
+            for all_waits in (log.waits, log.predicted_waits)
+        )  # fmt: skip
+        assert predicted, f"{case} gathers nothing"
+        for torch_waits, expected in zip(seen, predicted, strict=True):
+            assert torch_waits == expected, (
+                f"{case}\ntorch {torch.__version__}: the gather of unit {expected.unit} waits for {torch_waits.after}, "
+                f"predicted: {expected.after}"
+            )
 
 
 def _said(events: Events) -> str:
@@ -418,3 +547,25 @@ def copies_are_reduced_behind_every_reduce_scatter(ctx: Context) -> None:
 @check
 def parameters_travel_in_their_dtype_and_gradients_in_the_reduce_dtype(ctx: Context) -> None:
     _compare(ctx, Case(head=True, param_dtype="bf16"))
+
+
+@check
+def the_first_gather_of_a_step_waits_for_the_optimizer(ctx: Context) -> None:
+    """And that of a micro-batch for the reductions before it."""
+    _compare_waits(ctx, in_forward=True, which=slice(1))
+
+
+@check
+def in_forward_a_gather_waits_for_the_copy_out_before_the_last(ctx: Context) -> None:
+    """The rate limit."""
+    _compare_waits(ctx, in_forward=True, which=slice(1, None))
+
+
+@check
+def the_first_gather_of_backward_waits_for_no_computation(ctx: Context) -> None:
+    _compare_waits(ctx, in_forward=False, which=slice(1))
+
+
+@check
+def in_backward_a_gather_waits_for_the_last_copy_out(ctx: Context) -> None:
+    _compare_waits(ctx, in_forward=False, which=slice(1, None))
