@@ -144,7 +144,7 @@ def test_where_ddp_does_not_fit_sharding_is_compared_and_advised(llama: Study) -
     assert [action.title.partition("?")[0] for action in said.actions] == ["DDP, FSDP or HSDP"]
     assert "fully_shard(model" in said.actions[0].code
     assert "DDP needs 182 GB of the 141 GB of one H200: too much." in said.actions[0].text
-    assert {one.label for one in said.worth} == {"fsdp", "sharded"}
+    assert {one.label for one in said.worth} == {"sharded"}
 
 
 def test_a_budget_takes_the_place_of_the_device(llama: Study) -> None:
