@@ -21,7 +21,7 @@ import numpy as np
 from backbeat.model import Network, Profile, Sharding
 from backbeat.model.blocks import MemoryPlan, Segment
 from backbeat.model.plan import Plan
-from backbeat.model.sharding import Mesh, ShardUnit
+from backbeat.model.sharding import Dtype, Mesh, ShardUnit
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
@@ -154,15 +154,18 @@ class ShardProblem:
     def seconds(self, choice: ShardChoice) -> float:
         """The step of one worker, by the engine."""
         if choice not in self._times:
-            run = run_step(
-                self.chain(choice),
-                self.cost(choice.shard),
-                self.profile.update_s / choice.shard,
-                micro_batches=self.micro_batches,
-                slowdown=self.slowdown,
-            )
-            self._times[choice] = run.end_s
+            self._times[choice] = self._step(choice, self.cost(choice.shard))
         return self._times[choice]
+
+    def seconds_reduced_in(self, dtype: Dtype, choice: ShardChoice) -> float:
+        """The same with gradients reduced in another dtype."""
+        sharding = msgspec.structs.replace(self.sharding(choice), reduce_dtype=dtype)
+        return self._step(choice, ShardedCost.of(self.profile, self.network, sharding))
+
+    def _step(self, choice: ShardChoice, cost: ShardedCost) -> float:
+        update_s = self.profile.update_s / choice.shard
+        run = run_step(self.chain(choice), cost, update_s, micro_batches=self.micro_batches, slowdown=self.slowdown)
+        return run.end_s
 
     def peak(self, choice: ShardChoice) -> int:
         """0 where the profile has no memory figures."""

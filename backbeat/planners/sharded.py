@@ -86,6 +86,13 @@ def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, who
             f"with torch {NEWER_TORCH}, {_knob_words(gained.choice)} would make it {format_seconds(gained.seconds)} a "
             f"step instead of {format_seconds(best.seconds)}: plan with --torch {NEWER_TORCH} where that is installed"
         )
+    if options.reduce_dtype is None:
+        halved = problem.seconds_reduced_in("bf16", best.choice)
+        if halved < best.seconds * (1 - SIMPLER_WITHIN):
+            notes.append(
+                f"with gradients reduced in bf16 it would take {format_seconds(halved)} a step instead of "
+                f"{format_seconds(best.seconds)}: plan with --reduce-dtype bf16 if training bears sums in two bytes"
+            )
     if budget is not None:
         memory = replace(memory or MemoryPlan(), budget_bytes=budget, peak_bytes=best.peak_bytes)
     return replace(plan, memory=memory, notes=tuple(notes))
