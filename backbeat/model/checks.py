@@ -106,7 +106,7 @@ def _refuse(where: str, value: float, meta: Meta) -> NoReturn:
         rule = "not be negative; measure it again"
     else:
         least = f"be above {meta.gt}" if meta.gt is not None else f"be {meta.ge} or more"
-        rule = least if meta.le is None else f"{least}, and at most {meta.le}"
+        rule = least if meta.le is None else f"{least} and at most {meta.le}"
     raise InputError(f"{where} is {value}: it must {rule}")
 
 

@@ -31,7 +31,7 @@ def test_training_in_the_lab_gives_stock_ddps_losses(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "backbeat", "lab", "--train", "lab_model:four_layers", "--nodes", "2", "--bandwidth",
          "100mbit", "-s", "ddp,optimal,fsdp", "--seconds", "0.5s", "--budget", "2s", "--json", "-o", str(kept)],
-        cwd=tmp_path, timeout=120, check=False, capture_output=True, text=True,
+        cwd=tmp_path, timeout=300, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)

@@ -224,7 +224,7 @@ def test_values_built_in_python_obey_the_same_rules() -> None:
         msgspec.structs.replace(make_profile([1], [0.0]), flops_per_sample=0)
     with pytest.raises(bb.InputError, match="gradients is empty: it holds 1 or more"):
         Bucket(gradients=(), communicator=0)
-    with pytest.raises(bb.InputError, match="density is 2: it must be above 0, and at most 1"):
+    with pytest.raises(bb.InputError, match="density is 2: it must be above 0 and at most 1"):
         Compression(density=2)
     lists: Any = [[1024, 0.001], [2048, 0.002]]
     tuples = CollectiveTimes(points=((1024, 0.001), (2048, 0.002)))

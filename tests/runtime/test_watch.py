@@ -26,7 +26,8 @@ from backbeat.runtime import DistributedDataParallel, watched_steps
 from backbeat.runtime.integrations.watching import lightning_watch, scalars, to_tensorboard, to_wandb, watch_trainer
 from backbeat.runtime.reduce.timing import TimedStep
 from backbeat.runtime.watch import Watch, _over_ranks
-from backbeat.runtime.watched_steps import HookedSteps, _figures, _promised, covered
+from backbeat.runtime.watched_steps import HookedSteps, _figures, _promised
+from backbeat.simulate.schedule import covered_s
 from tests.forks import Fork, torchrun
 
 JOB = """
@@ -243,7 +244,7 @@ def test_compiled_blocks_get_no_hooks(units: Any) -> None:
 
 def test_waits_inside_others_count_once() -> None:
     """A wait of a unit may hold another's: counted twice they would be more than the step."""
-    assert covered([(1.0, 8.0), (2.0, 7.0), (9.0, 9.5)]) == 7.5
+    assert covered_s([1.0, 2.0, 9.0], [8.0, 7.0, 9.5], 0.0) == 7.5
 
 
 def test_a_rank_that_never_comes_holds_up_one_sample(

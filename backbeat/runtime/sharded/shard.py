@@ -160,7 +160,7 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 def _compare(model: nn.Module, plan: Plan, group: Any, device: torch.device) -> None:
     """Raise where ranks have different models or plans: they would wait for each other for ever."""
-    lines = encode(plan).decode().splitlines()
+    lines = [line.strip() for line in encode(plan).decode().splitlines()]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} trained {parameter.requires_grad}")
     try:

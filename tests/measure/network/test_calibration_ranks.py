@@ -98,7 +98,7 @@ def test_sharded_ranks_measure_gathers_and_scatters_together(tmp_path: Path) -> 
         assert any("did not fit" in note for note in network.notes)
     else:
         assert {row.bytes for row in network.sharded.pairs} <= {2**20, 2**21}
-        assert "all-gathers and reduce-scatters together take" in results[0].stdout
+        assert "reduce-scatters together take" in " ".join(results[0].stdout.split())
 
 
 @pytest.mark.parametrize("dies_at", [1, 40])
