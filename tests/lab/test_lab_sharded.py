@@ -20,7 +20,7 @@ def test_sharded_plans_are_run_beside_their_prediction(tmp_path: Path) -> None:
     profile(3, size=100_000).save(tmp_path / "small.json")
     done = subprocess.run(
         [sys.executable, "-m", "backbeat", "lab", "--profile", str(tmp_path / "small.json"), "--nodes", "2",
-         "--ranks-per-node", "2", "--inside", "400mbit", "--bandwidth", "100mbit", "--strategy", "fsdp,hsdp:2",
+         "--ranks-per-node", "2", "--inside", "400mbit", "--bandwidth", "100mbit", "--strategy", "sharded,hsdp:2",
          "--seconds", "0.1s", "--budget", "2s", "--json", "-o", str(tmp_path / "all.json")],
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
@@ -35,8 +35,12 @@ def test_sharded_plans_are_run_beside_their_prediction(tmp_path: Path) -> None:
     (inside,) = network["at"]
     assert inside["workers"] == 2
     assert inside["all_gather"]["points"]
-    assert [(row["plan"], row["units"]) for row in shown["rows"]] == [("fsdp", 3), ("hsdp:2", 3)]
+    planned, hybrid = shown["rows"]
+    assert (hybrid["plan"], hybrid["units"]) == ("hsdp:2", 3)
+    # How many are best depends on the links as measured.
+    assert planned["plan"] == "sharded"
+    assert 1 <= planned["units"] <= 3
     assert all(row["measured_s"] > profile(3).single_s - profile(3).update_s for row in shown["rows"])
     assert all(row["predicted_s"] > 0 for row in shown["rows"])
     kept = json.loads((tmp_path / "all.json").read_text())
-    assert [row["launches"] for row in kept["rows"]] == [[[1, 1]] * 3] * 2
+    assert [row["launches"] for row in kept["rows"]] == [[[1, 1]] * planned["units"], [[1, 1]] * 3]

@@ -30,12 +30,12 @@ def test_training_in_the_lab_gives_stock_ddps_losses(tmp_path: Path) -> None:
     kept = tmp_path / "lab.json"
     done = subprocess.run(
         [sys.executable, "-m", "backbeat", "lab", "--train", "lab_model:four_layers", "--nodes", "2", "--bandwidth",
-         "100mbit", "-s", "ddp,optimal,fsdp", "--seconds", "0.5s", "--budget", "2s", "--json", "-o", str(kept)],
+         "100mbit", "-s", "ddp,optimal,sharded", "--seconds", "0.5s", "--budget", "2s", "--json", "-o", str(kept)],
         cwd=tmp_path, timeout=300, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
-    assert [row["strategy"] for row in shown["rows"]] == ["ddp", "optimal", "fsdp"]
+    assert [row["strategy"] for row in shown["rows"]] == ["ddp", "optimal", "sharded"]
     assert all(row["measured_s"] > 0 and row["iterations"] > 0 for row in shown["rows"])
     losses = [row["losses"] for row in json.loads(kept.read_text())["rows"]]
     assert len(losses) == 3

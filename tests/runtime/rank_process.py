@@ -92,6 +92,7 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
             **parallel_checks.CHECKS,
             **recipe_checks.CHECKS,
             **sharded_checks.CHECKS,
+            **sharded_checks.JOBS,
             **sharded_order_checks.CHECKS,
         }
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
@@ -462,45 +463,66 @@ def _shared_folder(ctx: Context) -> Path:
     return Path(told[0])
 
 
-@check
-def a_checkpoint_goes_on_with_other_ranks(ctx: Context) -> None:
-    """Saved by all ranks with torch's distributed checkpoints, loaded by half of them into other units."""
-    batches = [tokens(ctx, step, rank=0) for step in range(6)]
+def _steps(ctx: Context, model: Any, optimizer: torch.optim.Optimizer, some: Sequence[int]) -> list[float]:
+    """Every rank has the same batch, so that the number of ranks does not change the mean."""
+    found = []
+    for step in some:
+        loss = loss_of(model, tokens(ctx, step, rank=0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
 
-    def steps(model: Any, optimizer: torch.optim.Optimizer, some: Sequence[torch.Tensor]) -> list[float]:
-        found = []
-        for batch in some:
-            # Every rank has the same batch, so that the number of ranks does not change the mean.
-            loss = loss_of(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
 
+def _saved(ctx: Context, folder: Path) -> list[float]:
+    """Train three steps, save with torch's distributed checkpoints, and go on: the losses after that."""
     ours: Any = fully_shard(ctx.build(Chain), plan=plan_of(ctx), mesh=mesh_of(ctx))
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.05)
-    steps(ours, optimizer, batches[:3])
-    folder = _shared_folder(ctx)
+    _steps(ctx, ours, optimizer, range(3))
     model_state, optimizer_state = get_state_dict(ours, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    expected = steps(ours, optimizer, batches[3:])
-    fewer = ctx.size // 2
-    mesh = DeviceMesh(ctx.device.type, torch.arange(ctx.size).view(2, fewer), mesh_dim_names=("part", "shard"))["shard"]
-    smaller = Plan(
-        strategy="test",
-        model="chain",
-        sharding=sharding_of(
-            Mesh(replicate=1, shard=fewer), [ShardUnit(modules=names, reshard=False, prefetch=0) for names in PAIRS]
-        ),
-    )
-    again: Any = fully_shard(Chain().to(ctx.device), plan=smaller, mesh=mesh)
+    return _steps(ctx, ours, optimizer, range(3, 6))
+
+
+def _resumed(ctx: Context, folder: Path, mesh: DeviceMesh) -> list[float]:
+    """The same losses from the checkpoint, in other units on this mesh."""
+    units = [ShardUnit(modules=names, reshard=False, prefetch=0) for names in PAIRS]
+    plan = Plan(strategy="test", model="chain", sharding=sharding_of(Mesh(replicate=1, shard=mesh.size()), units))
+    again: Any = fully_shard(Chain().to(ctx.device), plan=plan, mesh=mesh)
     other = torch.optim.AdamW(again.parameters(), lr=0.05)
     model_state, optimizer_state = get_state_dict(again, other)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     set_state_dict(again, other, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    found = steps(again, other, batches[3:])
+    return _steps(ctx, again, other, range(3, 6))
+
+
+@check
+def a_checkpoint_goes_on_with_other_ranks(ctx: Context) -> None:
+    """Saved by all ranks, loaded by half of them into other units."""
+    folder = _shared_folder(ctx)
+    expected = _saved(ctx, folder)
+    parts = torch.arange(ctx.size).view(2, ctx.size // 2)
+    found = _resumed(ctx, folder, DeviceMesh(ctx.device.type, parts, mesh_dim_names=("part", "shard"))["shard"])
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def first_job(ctx: Context) -> None:
+    """Its route is the folder that it writes to."""
+    expected = _saved(ctx, Path(ctx.route) / "checkpoint")
+    if ctx.rank == 0:
+        (Path(ctx.route) / "losses.json").write_text(json.dumps(expected))
+
+
+def second_job(ctx: Context) -> None:
+    """Goes on with what the first one wrote."""
+    expected = json.loads((Path(ctx.route) / "losses.json").read_text())
+    found = _resumed(ctx, Path(ctx.route) / "checkpoint", mesh_of(ctx))
+    assert found == expected, f"{found}, uninterrupted: {expected}"
+
+
+JOBS = {run.__name__: Scenario(run, run.__name__) for run in (first_job, second_job)}
+"""Run one after the other."""
 
 
 @check

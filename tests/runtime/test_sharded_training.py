@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rank_answers import all_right
@@ -21,3 +22,9 @@ def test_sharded_training(name: str, size: int, ranks: Callable[[int], RankPool]
     if size == 1:
         pytest.skip("needs two ranks")
     all_right(ranks(size).run(name, "backbeat", fresh=DEVICE != "cpu" and name in TWO_DIMENSIONS))
+
+
+@pytest.mark.skipif(SIZES != [2, 4], reason="needs two jobs, of two and of four ranks")
+def test_a_second_job_with_more_ranks_goes_on(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    all_right(ranks(2).run("first_job", str(tmp_path)))
+    all_right(ranks(4).run("second_job", str(tmp_path)))
