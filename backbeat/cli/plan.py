@@ -244,6 +244,11 @@ def _sharding(one: Profile, made: Plan, sharding: Sharding, accumulation: int | 
     shown += ["", f"{line[:1].upper()}{line[1:]}."]
     if held is not None and made.memory is not None and made.memory.budget_bytes is not None:
         shown.append(f"Budget: {format_bytes(held.peak_bytes)} of {format_bytes(made.memory.budget_bytes)}.")
+    if held is not None and one.precision in ("bf16", "fp16"):
+        shown.append(
+            f"Activations are those under autocast in {one.precision}, as profiled: train under it too. Without it "
+            "they take less, and so does the peak."
+        )
     return shown
 
 

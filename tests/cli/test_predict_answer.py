@@ -235,6 +235,7 @@ def test_a_sharded_plan_says_units_memory_and_lines(tmp_path: Path) -> None:
         "activations",
         "parameter shards",
         "Recomputed: ",
+        "Activations are those under autocast in bf16, as profiled: train under it",
     ):
         assert words.lower() in text.lower()
     assert "from backbeat.runtime import fully_shard" in text
