@@ -245,6 +245,7 @@ def test_the_zoos_factories_say_what_they_need() -> None:
     assert factory.description == "BERT-Base, masked language model (transformers), 128 tokens a sample."
 
 
+@pytest.mark.alone
 def test_a_factory_with_layers_is_composed_from_few(tmp_path, monkeypatch) -> None:
     """Two real runs: what depends on shapes is that of the whole, whatever the machine's times are."""
     module = tmp_path / "tower.py"
