@@ -31,6 +31,8 @@ _MANY = 200
 """Above so many atoms, where every simulation takes long, fewer lengths and meshes are tried."""
 _FITTED = 2
 """How many are then made to fit on each mesh, of those kept and of those freed."""
+_FEW = 8
+"""Up to so many blocks to recompute, every number is tried."""
 _GRAIN = 64
 """Bisection counts in steps of so much of the whole."""
 _IMPROVEMENTS = 1500
@@ -190,9 +192,11 @@ class ShardSearch:
     def _refitted(self, choice: ShardChoice) -> ShardChoice | None:
         """With as few blocks recomputed as fit; None where none are few enough."""
         blocks = len(self.problem.recomputable)
-        if self.fits(replace(choice, recomputed=0)):
-            return replace(choice, recomputed=0)
-        kept = self._most(lambda more: replace(choice, recomputed=blocks - more), blocks)
+        # More can take more memory: so few are tried one by one.
+        for count in range(blocks + 1 if blocks <= _FEW else 1):
+            if self.fits(replace(choice, recomputed=count)):
+                return replace(choice, recomputed=count)
+        kept = self._most(lambda more: replace(choice, recomputed=blocks - more), blocks) if blocks > _FEW else None
         return None if kept is None else replace(choice, recomputed=blocks - kept)
 
     def _choice(self, ends: Ends, shard: int, keep: bool, how: Between = "reshard") -> ShardChoice:
@@ -259,13 +263,10 @@ class ShardSearch:
     def _faster(self, changed: ShardChoice, best: ShardChoice) -> ShardChoice | None:
         """With as few blocks recomputed as fit."""
         limit = self.problem.seconds(best) * (1 - 1e-6)
-        found: ShardChoice | None = changed
-        if not self.fits(changed):
-            # Recomputing more makes it slower.
-            can = self.tight and self.problem.seconds(changed) < limit
-            found = self._refitted(changed) if can else None
-        elif changed.recomputed:
-            found = self._refitted(changed)
+        # Recomputing makes it slower.
+        if self.problem.seconds(replace(changed, recomputed=0)) >= limit:
+            return None
+        found = self._refitted(changed) if self.tight else changed if self.fits(changed) else None
         return found if found is not None and self.problem.seconds(found) < limit else None
 
 
