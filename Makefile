@@ -19,10 +19,10 @@ demo: $(CORE)
 	$(BIN)/backbeat demo
 
 # The loop while working: the linters, and the tests of the core. They need neither torch nor ranks, and the searches
-# of memory plans, which take longest, are left to `make test`.
+# of memory and sharded plans, which take longest, are left to `make test`.
 QUICK  := model cost simulate planners
 check: lint
-	$(PYTEST) $(SPREAD) --ignore-glob='*/test_memory_*' tests/test_units.py tests/test_layers.py tests/cli \
+	$(PYTEST) $(SPREAD) --ignore-glob='*/test_memory_*' --ignore-glob='*/test_sharded*' tests/test_units.py tests/test_layers.py tests/cli \
 	  $(QUICK:%=tests/%) $(QUICK:%=backbeat/%)
 
 # Tests marked `alone` compare measured times: they run by themselves, after the rest.
