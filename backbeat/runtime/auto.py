@@ -297,7 +297,7 @@ class Tuner:
         reduce_dtype = reducer.settings.reduce_dtype
         return Profile(
             name="measured",
-            model=reducer.model,
+            model=reducer.model_name,
             batch_size=1,
             precision=str(reducer.managed.parameters[0].dtype).removeprefix("torch."),
             device=str(reducer.device),

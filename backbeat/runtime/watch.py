@@ -23,15 +23,15 @@ import msgspec
 from backbeat.comm.agreement import collect
 from backbeat.errors import InputError
 from backbeat.report.drift import Drift, StepSample
-from backbeat.runtime.watched_steps import STEPS_PER_SAMPLE, watched_steps
+from backbeat.runtime.watched_steps import STEPS_PER_SAMPLE, RankFigures, watched_steps
 
 logger = logging.getLogger("backbeat.runtime")
 
 EVERY = 50
 FEWEST = 2 * STEPS_PER_SAMPLE
-PATIENCE_S = 10.0
+WAIT_S = 10.0
 """How long rank 0 waits for the others' figures; then it drops the sample."""
-IMPATIENCE_S = 0.1
+WAIT_AFTER_DROP_S = 0.1
 """How long it waits after a sample that it dropped."""
 
 
@@ -58,35 +58,35 @@ class Watch:
         for one in self._to:
             if not callable(one):
                 raise InputError(f"to= has {one!r}: it must be a function of a sample, or several")
-        self._patience_s = PATIENCE_S
+        self._wait_s = WAIT_S
         self._drift = Drift()
         self.last: StepSample | None = None
         """The newest sample, on rank 0."""
         self._steps = watched_steps(model, every, self._sample)
 
-    def _sample(self, step: int, own: Sequence[float]) -> None:
+    def _sample(self, step: int, own: RankFigures) -> None:
         """Every rank leaves its figures at the job's store; rank 0 tells.
 
         No collective: ranks that count their steps differently would wait for each other for ever.
         """
         communicators = self._steps.communicators
         try:
-            rows = collect(communicators, f"watch/{step}", list(own), timedelta(seconds=self._patience_s))
+            rows = collect(communicators, f"watch/{step}", list(own), timedelta(seconds=self._wait_s))
         except TimeoutError:
             logger.warning(
                 "step %d is not shown: some rank has not come to it in %g s; every rank keeps a Watch, with the same "
                 "every=",
                 step,
-                self._patience_s,
+                self._wait_s,
             )
             # Ranks that never come must not hold training up at every sample.
-            self._patience_s = IMPATIENCE_S
+            self._wait_s = WAIT_AFTER_DROP_S
             return
-        self._patience_s = PATIENCE_S
+        self._wait_s = WAIT_S
         # A rank that ran out of data, or timed nothing, has no time of its own.
-        if rows is None or any(row[0] <= 0 for row in rows):
+        if rows is None or any(own_s <= 0 for own_s, *_ in rows):
             return
-        sample = _over_ranks(step, rows)
+        sample = _over_ranks(step, [RankFigures(*row) for row in rows])
         sample = msgspec.structs.replace(sample, **self._steps.predicted())
         alerts = self._drift.after(sample)
         self.last = sample = msgspec.structs.replace(sample, alerts=alerts)
@@ -110,15 +110,14 @@ class Watch:
             file.write(msgspec.json.encode(sample) + b"\n")
 
 
-def _over_ranks(step: int, rows: Sequence[Sequence[float]]) -> StepSample:
+def _over_ranks(step: int, rows: Sequence[RankFigures]) -> StepSample:
     """One sample from every rank's figures. Who waits least for the others sees what communication itself takes."""
-    own, iteration, exposed, span, transfer = zip(*rows, strict=True)
-    least = min(range(len(rows)), key=lambda rank: exposed[rank])
+    least = min(rows, key=lambda row: row.exposed_s)
     return StepSample(
         step=step,
-        own_s=tuple(own),
-        iteration_s=statistics.median(iteration),
-        exposed_s=exposed[least],
-        span_s=span[least] or None,
-        transfer_s=min(transfer) or None,
+        own_s=tuple(row.own_s for row in rows),
+        iteration_s=statistics.median(row.iteration_s for row in rows),
+        exposed_s=least.exposed_s,
+        span_s=least.span_s or None,
+        transfer_s=min(row.transfer_s for row in rows) or None,
     )

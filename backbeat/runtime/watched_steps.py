@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,21 @@ logger = logging.getLogger("backbeat.runtime")
 
 STEPS_PER_SAMPLE = 3
 """Steps timed for one sample, the last ones before it is taken."""
-FIGURES = 5
-"""What a rank tells of its steps: own, iteration, exposed, span, transfer."""
-Sample = Callable[[int, Sequence[float]], None]
+
+
+class RankFigures(NamedTuple):
+    """What a rank tells of its timed steps; zeros where it timed none or cannot tell."""
+
+    own_s: float = 0.0
+    """An iteration without the time that the rank waits."""
+    iteration_s: float = 0.0
+    exposed_s: float = 0.0
+    span_s: float = 0.0
+    """From the first launch of a bucket to the end of the step."""
+    transfer_s: float = 0.0
+
+
+Sample = Callable[[int, RankFigures], None]
 
 
 def watched_steps(model: Any, every: int, sample: Sample) -> WrapperSteps | HookedSteps:
@@ -72,15 +84,15 @@ class WrapperSteps:
             self._recorder.clear()
             self._sample(reducer.steps, _figures([one for one in timed if one.iteration_s is not None]))
         context = reducer.runner.context
-        if -(reducer.steps + 1) % self._every < STEPS_PER_SAMPLE and context.recorder is None:
-            # Nobody else times the next step.
-            self._recorder.follows()
+        # Where nobody else times it.
+        if _next_is_timed(reducer.steps, self._every) and context.recorder is None:
+            self._recorder.mark_step_end()
             context.recorder = self._recorder
 
     def predicted(self) -> dict[str, float | None]:
         """What the plan promised for this number of ranks."""
         reducer = self._reducer
-        plan: Plan | None = reducer.tuner.running.plan if reducer.tuner is not None else reducer.settings.plan
+        plan: Plan | None = reducer.running_plan
         found = _promised(plan, reducer.communicators.size)
         if plan is None or plan.predicted is None or not found:
             return {}
@@ -137,14 +149,14 @@ class HookedSteps:
             self._timed.clear()
             self._clock.reserve(0)
             self._sample(self.steps, figures)
-        if -(self.steps + 1) % self._every < STEPS_PER_SAMPLE:
+        if _next_is_timed(self.steps, self._every):
             if not self._hooks:
                 self._hook(self._model())
             self._before, self._waits = self._clock.mark(), []
 
-    def _figures(self) -> list[float]:
+    def _figures(self) -> RankFigures:
         if not self._timed:
-            return [0.0] * FIGURES
+            return RankFigures()
         since = self._clock.between
         iteration = [since(before, end) for before, end, _ in self._timed]
         # A wait may hold another one, of a unit inside.
@@ -157,7 +169,7 @@ class HookedSteps:
             for before, _, waits in self._timed
         ]
         own = [whole - wait for whole, wait in zip(iteration, waited, strict=True)]
-        return [*((median(values) or 0.0) for values in (own, iteration, waited)), 0.0, 0.0]
+        return RankFigures(*((median(values) or 0.0) for values in (own, iteration, waited)))
 
     def _hook(self, model: Any) -> None:
         """FSDP2 puts its own hook before all others in front of a forward, and after those there are behind it."""
@@ -279,9 +291,12 @@ def _inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [*_find_tensors(args), *_find_tensors(kwargs)]
 
 
-def _figures(timed: Sequence[TimedStep]) -> list[float]:
-    if not timed:
-        return [0.0] * FIGURES
+def _next_is_timed(steps: int, every: int) -> bool:
+    """The next step is one of the last before a sample."""
+    return -(steps + 1) % every < STEPS_PER_SAMPLE
+
+
+def _figures(timed: Sequence[TimedStep]) -> RankFigures:
     found = (
         median((one.iteration_s or 0.0) - one.exposed_s for one in timed),
         median(one.iteration_s for one in timed),
@@ -289,7 +304,7 @@ def _figures(timed: Sequence[TimedStep]) -> list[float]:
         median(one.ended_s - min(one.launched_s.values(), default=one.ended_s) for one in timed),
         median(_transfer_s(one) for one in timed),
     )
-    return [value or 0.0 for value in found]
+    return RankFigures(*(value or 0.0 for value in found))
 
 
 def _transfer_s(step: TimedStep) -> float:

@@ -435,7 +435,7 @@ def refusals(ctx: Context) -> None:
     for given, options, match in (
         (TorchDDP(ctx.build(Chain)), {}, "wrapped in DistributedDataParallel already"),
         (nn.Sequential(TorchDDP(ctx.build(Chain))), {}, "module '0' is wrapped"),
-        (sharded, {}, "sharded by FSDP already"),
+        (sharded, {}, "sharded by FSDP2 already"),
         (ctx.build(Chain).requires_grad_(False), {}, "requires_grad"),
         (plain, {}, "give example=(batch, loss)"),
         (plain, {"example": tokens(ctx, 0)}, "give example=(batch, loss)"),

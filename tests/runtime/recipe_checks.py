@@ -199,17 +199,15 @@ def compiled_blocks(ctx: Context) -> None:
             layer.compile(backend="aot_eager")
         return model
 
-    # Two communicators are tried with the compiler in `scenarios_wrapper`; blocks know nothing of the mesh.
-    left_out = ("two communicators", "hsdp", "mixed reshard")
-    follow(ctx, lambda ctx, model: adamw(ctx, model, steps=2), build=build, leave_out=left_out)
+    follow(ctx, lambda ctx, model: adamw(ctx, model, steps=2), build=build)
     torch._dynamo.reset()
 
 
 @check
 def compiled_as_one(ctx: Context) -> None:
     """Afterwards; where a plan recomputes units, torch says that it cannot."""
-    # Plain buckets are in `scenarios_wrapper`; HSDP and units kept whole are to the compiler what those here are.
-    for kind in ("stock", "memory", "compressed", LOWER, "fsdp"):
+    # Plain buckets are in `scenarios_wrapper`; units kept whole are to the compiler what those here are.
+    for kind in ("stock", "memory", "compressed", LOWER, "fsdp", "hsdp"):
         plan = plans(ctx)[kind]
         ours: Any = torch.compile(parallelize(ctx.build(Chain), plan), backend="aot_eager")
         found, expected = adamw(ctx, ours, steps=2), adamw(ctx, counterpart(ctx, plan, ctx.build(Chain)), steps=2)
@@ -385,7 +383,7 @@ def no_sync_leaves_what_it_found(ctx: Context) -> None:
 @check
 def watching_does_not_wait_for_a_rank_that_steps_less(ctx: Context) -> None:
     shown: list[StepSample] = []
-    with mock.patch.object(watching, "PATIENCE_S", 1.0):
+    with mock.patch.object(watching, "WAIT_S", 1.0):
         model: Any = parallelize(ctx.build(Chain), plans(ctx)["stock"])
         watch = Watch(model, every=6, to=[shown.append])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,5 +1,6 @@
-"""`validation/soak/soak.py` for about a minute, under buckets and under units: a damaged plan, ranks that die, one that
-stands still and one that is slow, a full disk, and training that ends with the losses of one process."""
+"""`validation/soak/soak.py` for about a minute, under buckets and under units: a damaged plan, a rank that dies, one that
+stands still and one that is slow, a full disk, a world that shrinks and grows, and training that ends with the losses
+of one process."""
 
 from __future__ import annotations
 
@@ -19,10 +20,16 @@ SCRIPT = Path(__file__).resolve().parents[2] / "validation" / "soak" / "soak.py"
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not Path("/dev/full").exists(), reason="needs Linux and /dev/full")
-@pytest.mark.parametrize(("plan", "kinds"), [("buckets", "delay,disk,freeze,plan"), ("units", "disk,kill")])
-def test_training_comes_through(plan: str, kinds: str, tmp_path: Path) -> None:
-    """A damaged plan is found by a rank that starts again: another one is killed for it."""
-    faults = kinds.split(",")
+@pytest.mark.parametrize(
+    ("plan", "kinds", "faults", "restarts"),
+    [
+        # A damaged plan is found by a rank that starts again: another one is killed for it.
+        ("buckets", "delay,disk,freeze,plan", ["delay", "disk", "freeze", "plan"], 1),
+        # Whatever shrinks grows again.
+        ("units", "disk,shrink", ["disk", "grow", "shrink"], 2),
+    ],
+)
+def test_training_comes_through(plan: str, kinds: str, faults: list[str], restarts: int, tmp_path: Path) -> None:
     options = ["--ranks", "2", "--kinds", kinds, "--faults", str(len(faults)), "--rest", "0", "--seed", "5"]
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), *options, "--plan", plan, "--patience", "120", "-o", str(tmp_path)],
@@ -42,13 +49,13 @@ def test_training_comes_through(plan: str, kinds: str, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["wrong"] == []
     assert sorted(fault["fault"] for fault in found["faults"]) == faults
-    assert found["restarts"] == 1
+    assert found["restarts"] == restarts
     words = {fault["fault"]: " ".join(fault["words"]) for fault in found["faults"]}
     assert "No space left on device" in words["disk"]
     assert os.listdir(tmp_path).count("checkpoint.draft") == 0
     # Whose loss a rank's words must name, the script has judged: it depends on who keeps the store.
     if plan == "units":
-        assert words["kill"]
+        assert words["shrink"]
         return
     assert "stood still" in words["freeze"]
     assert "times as long since step" in words["delay"]

@@ -107,24 +107,24 @@ class CompressedBucket(BucketMemory):
             for parameter in self.parameters:
                 parameter.grad = None
             return TakenGradients()
-        fresh = step.arrivals.arrived_since_reduce
+        arrived = step.arrivals.arrived_since_reduce
         kept: dict[int, torch.Tensor] = {}
         removed = False
-        arrived, gradients = [], []
+        positions, gradients = [], []
         for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
             gradient = parameter.grad
             if gradient is None:
                 # A hook of the user's took it away after it had arrived.
-                removed = removed or bool(fresh[index])
-            elif fresh[index] or (self.touched[position] and parameter.requires_grad):
+                removed = removed or bool(arrived[index])
+            elif arrived[index] or (self.touched[position] and parameter.requires_grad):
                 # Touched, it gets a gradient in any case: what it holds of the step before must be in it.
-                arrived.append(position)
+                positions.append(position)
                 gradients.append(gradient)
             else:
                 ours = bool(self._slots) and gradient is self._slots[position]
                 kept[index] = gradient.clone() if ours else gradient
                 parameter.grad = None
-        self._add(arrived, gradients)
+        self._add(positions, gradients)
         for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
             if parameter.requires_grad and position in self.frozen:
                 self.put(index, *self.frozen.pop(position))

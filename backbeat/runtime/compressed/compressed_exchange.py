@@ -59,8 +59,8 @@ class CompressedExchange(Exchange):
         """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
         if self.updates.running:
             return
-        fresh = self.context.step.arrivals.arrived_since_reduce
-        if 1 in fresh and any(fresh[index] and p.grad is not None for index, p in enumerate(self.context.parameters)):
+        arrived, parameters = self.context.step.arrivals.arrived_since_reduce, self.context.parameters
+        if 1 in arrived and any(arrived[index] and one.grad is not None for index, one in enumerate(parameters)):
             raise InputError(
                 "step() after a backward under no_sync: the gradients are this rank's own, and replicas would part. "
                 "Call it after a synchronised backward, which applies them on every rank, or drop them with zero_grad()"

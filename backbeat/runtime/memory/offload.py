@@ -24,13 +24,13 @@ from torch.autograd.graph import increment_version
 from backbeat.errors import InputError
 from backbeat.measure.model.chain import version_of
 from backbeat.measure.model.memory_by_kind import storage_key, storage_size
+from backbeat.simulate.memory_timeline import AHEAD
 
 SMALLEST_BYTES = 64 * 1024
 """Smaller tensors stay on the device: moving one costs more than it frees."""
-LAG = 2
-"""Blocks from the one that offloads a tensor to the one that begins by waiting for the copy."""
-AHEAD = 2
-"""A tensor starts to come back this many segments or kept blocks before its use."""
+LAG = AHEAD
+"""Blocks from the one that offloads a tensor to the one that begins by waiting for the copy. `AHEAD` segments or kept
+blocks before its use, it starts to come back."""
 _MOST_SLACK = 2
 """A free buffer more than this many times larger than asked for is not taken."""
 

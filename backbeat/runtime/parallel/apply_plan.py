@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from backbeat.model import Plan
 
-_SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
-
 
 def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceMesh | None = None) -> nn.Module:
     """The model, running as the plan says. Units change the model in place, buckets wrap it."""
@@ -47,14 +45,12 @@ def check_plain(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
     for name, module in model.named_modules():
-        which = f"module {name!r}" if name else "the model"
         if isinstance(module, TorchDDP):
+            which = f"module {name!r}" if name else "the model"
             raise InputError(
                 f"{which} is wrapped in {type(module).__name__} already: give the plain model (model.module), before "
                 "its optimizer is made"
             )
-        if any(base.__name__ in _SHARDED for base in type(module).__mro__):
-            raise InputError(f"{which} is sharded by FSDP already: parallelize takes a plain model, once")
     check_model(model)
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     if not trained:

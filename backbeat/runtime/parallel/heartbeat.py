@@ -35,7 +35,7 @@ class LostRankError(CommunicationError):
 
 
 @contextlib.contextmanager
-def watched(ranks: RankStore) -> Iterator[None]:
+def heartbeat_of(ranks: RankStore) -> Iterator[None]:
     """Inside, a rank that is lost is named by all others, soon: where they wait for it, and where a collective
     fails."""
     heartbeat = Heartbeat(ranks.communicators.store, ranks.rank, ranks.size)

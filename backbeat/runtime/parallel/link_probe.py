@@ -20,7 +20,7 @@ PROBE_S = 1.0
 _AT_ONCE = 20
 
 
-def message_bytes(ranks: RankStore, model: nn.Module) -> int:
+def probe_bytes(ranks: RankStore, model: nn.Module) -> int:
     """How large a message shows the link's rate.
 
     On gloo 1 MiB takes its bytes over that rate, and larger messages are disturbed more often. NCCL's links are so fast

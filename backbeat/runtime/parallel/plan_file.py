@@ -17,7 +17,7 @@ from backbeat.measure.model.batches import tensors_in
 from backbeat.model import Plan
 from backbeat.model.files import encode
 from backbeat.model.plan import MadeFor
-from backbeat.runtime.parallel.link_probe import message_bytes, message_s
+from backbeat.runtime.parallel.link_probe import message_s, probe_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +55,7 @@ def conditions(
         **options,
     )
     found = msgspec.convert(ranks.first(msgspec.to_builtins(mine)), MadeFor)
-    seconds = message_s(ranks, message_bytes(ranks, model)) if network is None and kept else None
+    seconds = message_s(ranks, probe_bytes(ranks, model)) if network is None and kept else None
     return msgspec.structs.replace(found, message_s=seconds)
 
 

@@ -41,8 +41,8 @@ from backbeat.runtime.parallel.candidates import (
     predicted_candidates,
     worth_trying,
 )
-from backbeat.runtime.parallel.heartbeat import watched
-from backbeat.runtime.parallel.link_probe import message_bytes, message_s
+from backbeat.runtime.parallel.heartbeat import heartbeat_of
+from backbeat.runtime.parallel.link_probe import message_s, probe_bytes
 from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save
 from backbeat.runtime.parallel.preserve import copy_of, preserved_state, room_for, without_original
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
@@ -151,7 +151,7 @@ class ParallelSearch:
     def run(self) -> Taken:
         if self.ranks.size == 1:
             return self._alone()
-        with watched(self.ranks):
+        with heartbeat_of(self.ranks):
             with preserved_state(self.example.device):
                 taken = self._run()
             agree(self.ranks.communicators, "taken", [encode(taken.plan).decode()], "the plan taken")
@@ -306,7 +306,7 @@ class ParallelSearch:
 
     def _link(self) -> Callable[[int], float]:
         """What messages take on the job's link, about."""
-        size = message_bytes(self.ranks, self.model)
+        size = probe_bytes(self.ranks, self.model)
         s_per_byte = message_s(self.ranks, size, 0.0) / size
         return lambda sent: sent * s_per_byte
 

@@ -183,8 +183,21 @@ class Arrivals:
     """Which gradients of the present backward have arrived. One object serves every step: the hooks hold it."""
 
     __slots__ = (
-        "_all_once", "_buckets", "_expected_members", "_known", "arrived_since_reduce", "bucket_of", "expectation",
-        "late", "missing", "nested", "next_bucket", "outstanding", "root", "slow", "streams",
+        "_all_once",
+        "_buckets",
+        "_expected_members",
+        "_known",
+        "arrived_since_reduce",
+        "bucket_of",
+        "expectation",
+        "late",
+        "missing",
+        "nested",
+        "next_bucket",
+        "outstanding",
+        "report_each",
+        "root",
+        "streams",
     )  # fmt: skip
 
     def __init__(self, parameters: int, streams: Streams | None = None) -> None:
@@ -221,7 +234,7 @@ class Arrivals:
         self._all_once = expectation.all_once
         self.next_bucket = 0
         """The bucket that leaves next: those before it have left."""
-        self.slow = True
+        self.report_each = True
         """Arrivals go through `StepRunner._arrived`: nothing may leave yet, or somebody wants to hear of each."""
         self.root = -1
         """The engine's number of this backward; arrivals inside another come from a reentrant checkpoint."""
@@ -232,9 +245,9 @@ class Arrivals:
         if self.streams is not None:
             self.streams.forget()
 
-    def release(self, *, slow: bool) -> None:
+    def release(self, *, report_each: bool) -> None:
         """Complete buckets may leave from now on, where it is known how often each parameter arrives."""
-        self.slow = slow or not self._known
+        self.report_each = report_each or not self._known
 
     def mark(self, index: int) -> None:
         """The parameter has got a gradient."""
@@ -278,7 +291,7 @@ class Arrivals:
         elif not self.nested and expectation.learn(self.outstanding) and self._buckets is not None:
             self._expected_members = self._buckets.expected_members(expectation.counts)
 
-    def forget_fresh(self) -> None:
+    def forget_arrived(self) -> None:
         """What arrived so far has been dealt with."""
         self.arrived_since_reduce = bytearray(len(self.arrived_since_reduce))
 
@@ -345,7 +358,7 @@ def register_hook(
 
     def arrived(_: torch.Tensor) -> None:
         # This runs once a gradient and is most of what the wrapper costs: `Arrivals.count` is written out here.
-        if arrivals.slow or graph_task() != arrivals.root:
+        if arrivals.report_each or graph_task() != arrivals.root:
             fired = on_unusual()
             if fired is not None:
                 fired(index)

@@ -141,7 +141,7 @@ class BucketBuffer(BucketMemory):
     def pack(self, step: Step) -> TakenGradients:
         if not self._in_place:
             self._restore_slices()
-        fresh = step.arrivals.arrived_since_reduce
+        arrived = step.arrivals.arrived_since_reduce
         used: list[int] = []
         kept: dict[int, torch.Tensor] = {}
         removed = False
@@ -153,12 +153,12 @@ class BucketBuffer(BucketMemory):
             if gradient is None:
                 empty.append(view)
                 # A hook of the user's took it away after it had arrived.
-                removed = removed or bool(fresh[index])
+                removed = removed or bool(arrived[index])
                 continue
             if gradient is not view:
                 targets.append(view)
                 sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
-            if fresh[index]:
+            if arrived[index]:
                 used.append(index)
             else:
                 kept[index] = gradient.clone() if gradient is view else gradient

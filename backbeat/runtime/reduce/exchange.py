@@ -272,7 +272,7 @@ class HookExchange(Exchange):
         if sent.bucket.sparse:
             return super().receive(sent)
         try:
-            return _result_of(sent.work, sent.bucket_index)
+            return _tensor_of_future(sent.work, sent.bucket_index)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, BackbeatError):
                 raise
@@ -307,7 +307,7 @@ class GradBucket:
         self._buffer = tensor
 
 
-def _result_of(future: Any, index: int) -> torch.Tensor:
+def _tensor_of_future(future: Any, index: int) -> torch.Tensor:
     """The tensor a hook's future holds: itself, or alone in a list."""
     if not hasattr(future, "wait"):
         raise InputError(

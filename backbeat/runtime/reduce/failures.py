@@ -73,14 +73,14 @@ class Monitor:
         communicators: Communicators,
         standing: Callable[[], Standing],
         *,
-        model: str,
+        model_name: str,
         look: Callable[[], bool] | None,
     ) -> None:
         """`look` is called now and then, and says that something was lost; the monitor's work is then done.
 
-        model: the wrapped model's class by name, for the messages of other wrappers.
+        model_name: the wrapped model's class, for the messages of other wrappers.
         """
-        self.model = model
+        self.model_name = model_name
         self._store: Any = communicators.store
         self._own: Any = None
         """The connection of the thread that listens: the store's calls block each other."""
@@ -130,8 +130,8 @@ class Monitor:
             store.set(f"fault/status/{self._rank}", json.dumps(standing))
 
     def _answer_for_others(self) -> None:
-        """This process may end with the error: a rank that waits in another wrapper's backward must find it answered
-        that this one was here."""
+        """Answer for this process's other wrappers too: it may end with the error, and a rank that waits in one of them
+        must not take it for silent."""
         for other in list(_monitors):
             if other is not self and other._own is not None:
                 other._answer(other._own)
@@ -143,7 +143,7 @@ class Monitor:
             return None
         found = standing()
         if not found["in_backward"]:
-            found["elsewhere"] = next((other.model for other in list(_monitors) if other.in_backward()), "")
+            found["elsewhere"] = next((other.model_name for other in list(_monitors) if other.in_backward()), "")
         return found
 
     def in_backward(self) -> bool:
@@ -278,7 +278,7 @@ class LostCollectives:
             bucket.compressed or bucket.sparse for bucket in context.bucket_set.buckets
         )
         sent = [
-            (one.bucket_index, _result_of(one.work) if lean or isinstance(one.work, _future) else one.work)
+            (one.bucket_index, _future_result(one.work) if lean or isinstance(one.work, _future) else one.work)
             for one in in_flight
         ]
         event = next(self._events)
@@ -333,7 +333,7 @@ class _Sent:
         return next((index for index, work in self.works if work_result(work) != DONE), None)
 
 
-def _result_of(work: Any) -> Any:
+def _future_result(work: Any) -> Any:
     try:
         return work.get_future_result()
     except Exception:

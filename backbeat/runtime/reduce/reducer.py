@@ -38,6 +38,7 @@ from backbeat.runtime.reduce.step import ReducerContext
 from backbeat.runtime.reduce.timing import Recorder
 
 if TYPE_CHECKING:
+    from backbeat.model import Plan
     from backbeat.runtime.auto import Tuner
 
 logger = logging.getLogger("backbeat.runtime")
@@ -71,7 +72,7 @@ class Reducer:
     def bind_model(self, module: Module, ignored: Set[str], process_group: ProcessGroup, device: torch.device) -> None:
         """Reduce this model's gradients over these ranks, once built."""
         self.managed = ManagedParameters(module, ignored)
-        self.model = type(module).__name__
+        self.model_name = type(module).__name__
         self.process_group = process_group
         self.device = device
 
@@ -87,7 +88,8 @@ class Reducer:
                 "use sparse=False, or the gloo backend"
             )
         self.ready_order_known = settings.plan is not None or settings.find_unused
-        """The buckets are not stock DDP's of its first step, which last only until the ready order is known."""
+        """False until stock DDP's first buckets have been formed again in ready order; True from the start with a plan
+        or `find_unused_parameters`."""
         self._agreements = 0
         partition = first_partition(settings, managed, communicators)
         self._agree(partition, "the plan")
@@ -99,7 +101,7 @@ class Reducer:
             reduce_dtype=settings.reduce_dtype,
             strict=settings.strict,
             exchange=_exchange_for(partition, settings),
-            model=self.model,
+            model_name=self.model_name,
         )
         runner.after_step = weakref.WeakMethod(self.after_step)
         runner.unreached = weakref.WeakMethod(self.check_parameters)
@@ -123,6 +125,11 @@ class Reducer:
     def runner(self) -> StepRunner:
         """What runs the steps; built if it is not, on every rank together."""
         return self._runner if self._runner is not None else self.build()
+
+    @property
+    def running_plan(self) -> Plan | None:
+        """The plan whose buckets run now, if they are a plan's."""
+        return self.tuner.running.plan if self.tuner is not None else self.settings.plan
 
     @property
     def compressed(self) -> bool:
@@ -153,7 +160,7 @@ class Reducer:
 
     def forward_begins(self, sync: bool) -> None:
         """Called at the start of every forward that trains."""
-        runner = self._runner if self._runner is not None else self.build()
+        runner = self.runner
         if self._warns_of_scaling:
             self._warn_of_scaling()
         runner.forward_begins(sync)
@@ -193,7 +200,7 @@ class Reducer:
     def time_steps(self, timed: bool) -> None:
         """Time the steps from the next one on, or stop it."""
         if timed and self.steps:
-            self.recorder.follows()
+            self.recorder.mark_step_end()
         self.runner.context.recorder = self.recorder if timed else None
 
     def divide_by(self, ranks: float) -> None:

@@ -55,7 +55,7 @@ class StepRunner:
         reduce_dtype: torch.dtype | None,
         strict: bool,
         exchange: Callable[[ReducerContext], Exchange],
-        model: str,
+        model_name: str,
     ) -> None:
         device = communicators.device
         self._arrivals = Arrivals(len(managed.names), Streams(device) if device.type == "cuda" else None)
@@ -85,7 +85,7 @@ class StepRunner:
         weakref.finalize(self, remove_hooks, self._handles)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
         look = None if self._lost is None else self._lost.look
-        self.context.monitor = Monitor(communicators, self.standing, model=model, look=look)
+        self.context.monitor = Monitor(communicators, self.standing, model_name=model_name, look=look)
         self.context.monitor.start()
 
     @property
@@ -175,7 +175,7 @@ class StepRunner:
             elif (unreached := self.unreached()) is not None:
                 unreached()
         elif sync and self.step.state is StepState.ACCUMULATING:
-            self.step.synchronise(slow=self.context.recorder is not None)
+            self.step.synchronise(report_each=self.context.recorder is not None)
 
     def run_absent(self) -> None:
         """One step of a rank that has run out of data: it sends nothing, but takes part."""
@@ -229,7 +229,7 @@ class StepRunner:
         if not self.step.idle:
             self._break_off()
         self._backward.begin(self._graph_done)
-        self.step.open(sync=sync, root=graph_task(), slow=context.recorder is not None)
+        self.step.open(sync=sync, root=graph_task(), report_each=context.recorder is not None)
         # In the open step: if this raises, the step counts as broken off, here and for the others.
         self.read_step_before()
         if context.recorder is not None:

@@ -37,7 +37,7 @@ REDUCE_DTYPES: dict[Any, torch.dtype] = {
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
-_SHARDED = {"FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)", "FSDPModule": "fully_shard (FSDP2)"}
+_SHARDED = {"FullyShardedDataParallel": "FSDP", "FSDPModule": "FSDP2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,8 +248,8 @@ def check_model(module: Module) -> None:
         kind = next((_SHARDED[base.__name__] for base in type(child).__mro__ if base.__name__ in _SHARDED), None)
         if kind:
             raise InputError(
-                f"{f'module {name!r}' if name else 'the model'} is a {kind} module: its parameters are sharded, so "
-                "gradients must not be averaged whole; use it without backbeat's wrapper, or unshard the model"
+                f"{f'module {name!r}' if name else 'the model'} is sharded by {kind} already: give the plain model, "
+                "once"
             )
     for name, parameter in module.named_parameters():
         kinds = [base for base in type(parameter).__mro__ if "torch.distributed" in base.__module__]

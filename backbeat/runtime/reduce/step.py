@@ -121,12 +121,12 @@ class Step:
         """This rank has nothing to add to the sums: it has no data, or its backward raised."""
         return self.absent or self.state is StepState.BROKEN
 
-    def open(self, *, sync: bool, absent: bool = False, root: int = -1, slow: bool = False) -> None:
+    def open(self, *, sync: bool, absent: bool = False, root: int = -1, report_each: bool = False) -> None:
         """A backward begins. Called when autograd reaches an output of the wrapper, or the first gradient of a loss
         that passes through none. `root` is the engine's number of the backward. A rank without data calls it too
         (`absent`).
 
-        slow: somebody wants to hear of every gradient.
+        report_each: somebody wants to hear of every gradient.
         """
         self._enter(StepState.REDUCING if sync else StepState.ACCUMULATING)
         self.arrivals.reset()
@@ -137,12 +137,12 @@ class Step:
         self._whole = []
         self._removed = False
         if sync:
-            self._begin_to_reduce(slow)
+            self._begin_to_reduce(report_each)
 
-    def synchronise(self, *, slow: bool = False) -> None:
+    def synchronise(self, *, report_each: bool = False) -> None:
         """A later output of the same backward wants its gradients reduced. Called when autograd reaches it."""
         self._enter(StepState.REDUCING)
-        self._begin_to_reduce(slow)
+        self._begin_to_reduce(report_each)
 
     def finish(self) -> None:
         """The graph is done. Called by the engine's callback, and by a rank without data right after `open`."""
@@ -161,7 +161,7 @@ class Step:
         accumulated = self.state is StepState.ACCUMULATING
         self._enter(StepState.IDLE)
         if not accumulated:
-            self.arrivals.forget_fresh()
+            self.arrivals.forget_arrived()
         self._reduces = False
         self.in_flight = []
         self.status_in_flight = None
@@ -211,10 +211,10 @@ class Step:
                 self._used[index] = 1
         return self._used
 
-    def _begin_to_reduce(self, slow: bool) -> None:
+    def _begin_to_reduce(self, report_each: bool) -> None:
         self._reduces = True
         self.number += 1
-        self.arrivals.release(slow=slow)
+        self.arrivals.release(report_each=report_each)
 
     def _enter(self, state: StepState) -> None:
         if state not in TRANSITIONS[self.state]:

@@ -56,7 +56,7 @@ class Recorder:
         """The end of the step before."""
         self._forward: Any = None
 
-    def follows(self) -> None:
+    def mark_step_end(self) -> None:
         """A step is over, and the next one will be timed."""
         self._before, self._forward = self._now(), None
 
@@ -147,7 +147,7 @@ def make_report(reducer: Reducer) -> Report:
     """How a reducer's buckets ran: those that run now, by their own prediction and by steps that ran under them."""
     tuner = reducer.tuner
     known = tuner.running if tuner is not None else None
-    plan = known.plan if known is not None else reducer.settings.plan
+    plan = reducer.running_plan
     recorded = reducer.recorder.steps() or (known.timed if known is not None else ())
     timed = [found for found in recorded if len(found.launched_s) == len(reducer.buckets)]
     forecast = plan.predicted if plan is not None and plan.predicted is not None else PlanPrediction()

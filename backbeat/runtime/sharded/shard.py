@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _sync_params_and_buffers
@@ -123,10 +122,6 @@ def _sharding(plan: Plan) -> Sharding:
 def _check(model: nn.Module) -> None:
     if isinstance(model, TorchDDP):
         raise InputError("the model is wrapped in DistributedDataParallel: give the model inside, model.module")
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            which = f"module {name!r}" if name else "the model"
-            raise InputError(f"{which} is sharded already: fully_shard takes a plain model, once")
     check_model(model)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:

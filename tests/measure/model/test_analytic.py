@@ -14,7 +14,7 @@ from backbeat.measure import profile
 from backbeat.measure.model.analytic import analytic_profile
 from backbeat.measure.model.factory import inspect_factory
 
-WIDTH = 1024
+WIDTH = 256
 
 
 class Network(nn.Module):

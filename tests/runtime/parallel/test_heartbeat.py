@@ -15,7 +15,7 @@ from torch.distributed import DistStoreError
 from backbeat.comm.agreement import RankStore
 from backbeat.errors import MeasurementError
 from backbeat.runtime.parallel import heartbeat
-from backbeat.runtime.parallel.heartbeat import Heartbeat, LostRankError, watched
+from backbeat.runtime.parallel.heartbeat import Heartbeat, LostRankError, heartbeat_of
 from tests.forks import Fork, script
 
 
@@ -74,10 +74,10 @@ def test_a_collective_that_failed_names_who_is_lost(monkeypatch: pytest.MonkeyPa
 def test_ranks_count_while_they_are_watched() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = RankStore(SimpleNamespace(rank=0, size=1, device=None, store=store), "parallelize")  # type: ignore[arg-type]
-    with watched(ranks):
+    with heartbeat_of(ranks):
         assert ranks.every(3) == [3]
         store.wait(["parallelize/alive/0"])
-    with pytest.raises(MeasurementError, match="as it was"), watched(ranks):
+    with pytest.raises(MeasurementError, match="as it was"), heartbeat_of(ranks):
         raise MeasurementError("as it was")
     assert not any(one.name == "backbeat-heartbeat" for one in threading.enumerate())
 

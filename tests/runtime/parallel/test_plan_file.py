@@ -19,7 +19,7 @@ from backbeat.errors import InputError
 from backbeat.model.plan import MadeFor
 from backbeat.runtime.parallel import link_probe
 from backbeat.runtime.parallel.apply_plan import is_stock
-from backbeat.runtime.parallel.link_probe import message_bytes, message_s
+from backbeat.runtime.parallel.link_probe import message_s, probe_bytes
 from backbeat.runtime.parallel.plan_file import kept_plan, model_digest, save
 
 NOW = MadeFor(ranks=2, model="ab", batch="cd", network="gloo", message_s=1e-3)
@@ -94,7 +94,7 @@ def test_a_busy_host_is_the_same_network_and_a_link_at_60_percent_is_not(
 )
 def test_the_message_is_as_large_as_the_model_where_links_are_fast(backend: str, rows: int, size: int) -> None:
     link: Any = Link(1e-3, 0, backend)
-    assert message_bytes(link, nn.Linear(1024, rows, bias=False)) == size
+    assert probe_bytes(link, nn.Linear(1024, rows, bias=False)) == size
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_plans_with_buckets_are_run_by_the_wrapper(alone: Context) -> None:
 
 def test_a_sharded_model_is_not_sharded_again(alone: Context) -> None:
     model = fully_shard(Chain(), plan=plan_of(alone))
-    with pytest.raises(InputError, match="the model is sharded already"):
+    with pytest.raises(InputError, match="the model is sharded by FSDP2 already"):
         fully_shard(model, plan=plan_of(alone))
 
 
