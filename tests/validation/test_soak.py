@@ -1,6 +1,6 @@
-"""`validation/soak/soak.py` for about a minute, under buckets and under units: a damaged plan, a rank that dies, one that
-stands still and one that is slow, a full disk, a world that shrinks and grows, and training that ends with the losses
-of one process."""
+"""`validation/soak/soak.py` for about a minute, under buckets and under units: a damaged plan, a rank that dies, one
+that stands still and one that is slow, a full disk, a world that shrinks and grows, and training that ends with the
+losses of one process."""
 
 from __future__ import annotations
 
