@@ -141,11 +141,14 @@ BUDGETS = {
 }
 
 
-def rows(network_name: str) -> Iterator[tuple[str, list[Any]]]:
-    """Every case on one network, by its name."""
-    for workers in WORKERS:
+def rows(network_name: str, *, every: int = 1) -> Iterator[tuple[str, list[Any]]]:
+    """Every case on one network, by its name; or of the profiles that no search is tried on every `every`th, others on
+    other networks and numbers of workers."""
+    for place, workers in enumerate(WORKERS, start=len(WORKERS) * NETWORKS.index(network_name)):
         network = network_of(network_name, workers)
-        for name in zoo_profiles():
+        for index, name in enumerate(zoo_profiles()):
+            if name not in SEARCHED_ON and (index + place) % every:
+                continue
             profile = Profile.load(name)
             cases: list[tuple[str, dict[str, Any]]] = [(s, {}) for s in STRATEGIES if name in SLOW.get(s, (name,))]
             for strategy, options in (*cases, *(VARIATIONS if name == VARIED else ())):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -13,9 +14,17 @@ from tests.golden.record import core_machine
 CORE, SPLIT = read("core"), read("split")
 
 
+EVERY = 1 if os.environ.get("BACKBEAT_GOLDEN") == "all" else 4
+"""Of 78 profiles, 70 are tried on a quarter of the networks and numbers of workers; `BACKBEAT_GOLDEN=all`: on all."""
+
+
 @pytest.mark.parametrize("network", sorted(CORE["networks"]))
 def test_plans_and_predictions(network: str) -> None:
-    _same_rows(CORE["machine"], CORE["columns"], CORE["networks"][network], dict(core.rows(network)))
+    found, recorded = dict(core.rows(network, every=EVERY)), CORE["networks"][network]
+    assert len(found) > len(recorded) / (EVERY + 1)
+    if EVERY > 1:
+        recorded = {key: recorded[key] for key in found}
+    _same_rows(CORE["machine"], CORE["columns"], recorded, found)
 
 
 def test_memory_plans() -> None:
