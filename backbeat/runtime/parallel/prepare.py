@@ -150,12 +150,13 @@ class ParallelSearch:
 
     def run(self) -> Taken:
         if self.ranks.size == 1:
-            return self._alone()
-        with heartbeat_of(self.ranks):
-            with preserved_state(self.example.device):
-                taken = self._run()
-            agree(self.ranks.communicators, "taken", [encode(taken.plan).decode()], "the plan taken")
-        self.ranks.communicators.close()
+            taken = self._alone()
+        else:
+            with heartbeat_of(self.ranks):
+                with preserved_state(self.example.device):
+                    taken = self._run()
+                agree(self.ranks.communicators, "taken", [encode(taken.plan).decode()], "the plan taken")
+            self.ranks.communicators.close()
         if self.ranks.rank == 0:
             self._say(taken.words, last=True)
             if taken.plan.compressed:
@@ -224,8 +225,7 @@ class ParallelSearch:
             buckets=(Bucket(gradients=names, communicator=0),),
             made_for=MadeFor(ranks=1, unused=unused),
         )
-        self._say("stock DDP: there is one rank, and nothing to send", last=True)
-        return Taken(plan=one, words="", dropped={})
+        return Taken(plan=one, words="stock DDP: there is one rank, and nothing to send", dropped={})
 
     def _known(self, now: MadeFor) -> Taken | None:
         """The plan in the file, if it still holds."""
