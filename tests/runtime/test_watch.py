@@ -26,7 +26,7 @@ from backbeat.runtime import DistributedDataParallel, watched_steps
 from backbeat.runtime.integrations.watching import lightning_watch, scalars, to_tensorboard, to_wandb, watch_trainer
 from backbeat.runtime.reduce.timing import TimedStep
 from backbeat.runtime.watch import Watch, _over_ranks
-from backbeat.runtime.watched_steps import HookedSteps, _figures, _promised
+from backbeat.runtime.watched_steps import HookedSteps, RankFigures, _figures, _promised
 from backbeat.simulate.schedule import covered_s
 from tests.forks import Fork, torchrun
 
@@ -312,17 +312,18 @@ def test_a_rank_tells_the_medians_of_its_steps() -> None:
     """Its own time, the iteration, what is exposed, from the first launch to the end, and all transfers: without their
     ends, as on a GPU, the last one."""
     steps = [timed(seconds, done_s={0: 3.0, 1: 6.0}) for seconds in (9.0, 30.0, 10.0)]
-    assert _figures(steps) == [10.0 - 2.0, 10.0, 2.0, 6.0, 2.0 + 2.0]
-    assert _figures([timed(10.0)])[-1] == 7.0 - 4.0
-    assert _figures([]) == [0.0] * 5
+    expected = RankFigures(own_s=10.0 - 2.0, iteration_s=10.0, exposed_s=2.0, span_s=6.0, transfer_s=2.0 + 2.0)
+    assert _figures(steps) == expected
+    assert _figures([timed(10.0)]).transfer_s == 7.0 - 4.0
+    assert _figures([]) == RankFigures()
 
 
 def test_who_waits_least_sees_what_communication_takes() -> None:
-    rows = [[8.0, 10.0, 2.0, 6.0, 5.0], [9.5, 11.0, 0.5, 4.0, 3.0], [7.0, 10.5, 1.0, 7.0, 4.0]]
-    found = _over_ranks(50, rows)
+    rows = ((8.0, 10.0, 2.0, 6.0, 5.0), (9.5, 11.0, 0.5, 4.0, 3.0), (7.0, 10.5, 1.0, 7.0, 4.0))
+    found = _over_ranks(50, [RankFigures(*row) for row in rows])
     assert (found.step, found.own_s, found.iteration_s) == (50, (8.0, 9.5, 7.0), 10.5)
     assert (found.exposed_s, found.span_s, found.transfer_s) == (0.5, 4.0, 3.0)
-    units = _over_ranks(50, [[8.0, 10.0, 2.0, 0.0, 0.0]])
+    units = _over_ranks(50, [RankFigures(8.0, 10.0, 2.0)])
     assert (units.exposed_s, units.span_s, units.transfer_s) == (2.0, None, None)
 
 
