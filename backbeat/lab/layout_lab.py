@@ -20,15 +20,15 @@ from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.samples import quantile
 from backbeat.lab.experiment import SPARE_S, Repeated, slowest
 from backbeat.lab.jobs import ReplayJob, SpunJob, seconds_of, turns
-from backbeat.lab.layout_jobs import LayoutJob, TransferKind, layout_job, runnable, transfers
+from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferKind, runnable, transfers
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, Kind
-from backbeat.layouts.conventions import conventions_named
+from backbeat.layouts.conventions import Streams, conventions_named
 from backbeat.layouts.layout import Job, Layout, check
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
-from backbeat.layouts.pipeline import Streams
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
+from backbeat.layouts.stage_times import StageTimer, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
 
@@ -59,8 +59,8 @@ class LabCluster(GpuCluster):
     def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
         return self._timed(kind, size, workers) if workers > 1 else 0.0  # type: ignore[arg-type]
 
-    def waited_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
-        return self.collective_s(kind, size, workers, stride)
+    def waited_s(self, kind: Kind, size: float, workers: int) -> float:
+        return self.collective_s(kind, size, workers)
 
     def send_s(self, size: float, workers: int, stride: int) -> float:
         return self._timed("send", size, 2)
@@ -99,9 +99,30 @@ class LayoutCase:
         )
 
     def run_job(self, setting: Setting) -> LayoutJob:
-        free = self.predictor(setting, FREE)
-        update_s = free.predict(self.layout, "closed-form").breakdown.update
-        return layout_job(free, self.layout, free.cluster, update_s)
+        """What is computed where links take no time."""
+        model, job, layout, free = self.model, self.job, self.layout, self.predictor(setting, FREE)
+        timer = StageTimer(
+            model, layout, job, free.cluster, free.operators, free.conventions, compute_factor=self.dilation
+        )
+        chunks = tuple(
+            ChunkJob(
+                forward_s=times.forward_s,
+                input_s=times.input_s,
+                weight_s=times.weight_s,
+                layers=held.layers,
+                first=held.first,
+                last=held.last,
+            )
+            for times, held in zip(timer.stages(), split_layers(model, layout), strict=True)
+        )
+        return LayoutJob(
+            layout=layout,
+            micro_batches=layout.micro_batches(job),
+            rows=layout.micro_batch * job.sequence,
+            row_bytes=2 * model.hidden,
+            chunks=chunks,
+            update_s=free.predict(layout, "closed-form").breakdown.update,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

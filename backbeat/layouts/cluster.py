@@ -11,24 +11,21 @@ fewer ranks sends less.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from backbeat.cost import Curve
 from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator
 from backbeat.cost.collectives import traffic
+from backbeat.cost.fabric import Load
 from backbeat.errors import InputError
 from backbeat.model import Network
 from backbeat.model.profile import ComputeShares
+from backbeat.model.slowdown import Slowdown
 from backbeat.simulate.gather_scatter import GatherScatter
 from backbeat.simulate.slowdowns import slowdown_on
-
-if TYPE_CHECKING:
-    import os
-
-    from backbeat.cost import Curve
-    from backbeat.cost.fabric import Load
-    from backbeat.model.slowdown import Slowdown
 
 CALL_S, RANK_S = 25e-6, 8.5e-6
 """What a small collective takes inside a node that a layer waits for: at least, and for each further rank. All-reduces

@@ -6,15 +6,12 @@ itself, and the embedding, whose gradient is complete when backward ends, hides 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from backbeat.layouts.stage_times import Added, StageLayers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from backbeat.layouts.transformer import Transformer
+from backbeat.layouts.transformer import Transformer, weights
 
 
 class GradientBucket(NamedTuple):
@@ -47,7 +44,6 @@ def dense_buckets(
 
     Of two layers each fills a bucket of 400, and so do the head, complete first, and the embedding, complete last:
 
-    >>> from backbeat.layouts.transformer import Transformer
     >>> tiny = Transformer(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
     >>> whole = (StageLayers(2, 0, True, True),)
     >>> [(each.elements, round(each.ready, 2)) for each in dense_buckets(tiny, 1, whole, 400)]
@@ -113,11 +109,11 @@ def _finished(
 @lru_cache(maxsize=1024)
 def _modules(model: Transformer, tp: int, chunks: tuple[StageLayers, ...]) -> tuple[_Module, ...]:
     """In the order of backward."""
-    attention = [each.parameters / (1 if each.split == "none" else tp) for each in model.attention]
-    norm = float(model.hidden) * (1 if model.rms_norm else 2)
+    attention = [each.held(tp) for each in model.attention]
+    norm = float(model.norm_parameters)
     dense, shared = ([each.parameters / tp for each in model.mlp(inner)] for inner in (model.ffn, model.shared_ffn))
     router = float(model.router.parameters)
-    taken = model.experts_per_token * sum(each.parameters for each in model.mlp(model.expert_ffn)) / tp
+    taken = model.experts_per_token * weights(model.mlp(model.expert_ffn)) / tp
     each_dense = _Module((*dense[::-1], norm, *attention[::-1], norm), sum(attention) + sum(dense))
     sparse = (*(shared[::-1] if model.shared_ffn else ()), router, norm, *attention[::-1], norm)
     each_sparse = _Module(sparse, sum(attention) + sum(shared) + router + taken)

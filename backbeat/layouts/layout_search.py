@@ -7,19 +7,16 @@ does not fit without it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.layouts.layout import Job, Layout, Recompute, impossible, job_of, micro_batches
-from backbeat.layouts.predict_layout import LayoutPredictor, predictor_of
+from backbeat.layouts.layout import Job, Layout, Recompute, impossible, job_of
+from backbeat.layouts.layout_prediction import LayoutPrediction
+from backbeat.layouts.predict_layout import ClusterInput, LayoutPredictor, ModelInput, PredictorOptions, predictor_of
 from backbeat.layouts.slow_ranks import check_stragglers
-
-if TYPE_CHECKING:
-    from backbeat.layouts.layout_prediction import LayoutPrediction
-    from backbeat.layouts.predict_layout import ClusterInput, ModelInput, PredictorOptions
-    from backbeat.layouts.transformer import Transformer
+from backbeat.layouts.transformer import Transformer
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SIMULATED = 16
@@ -105,9 +102,8 @@ def _variants(model: Transformer, job: Job, base: Layout, zero: Sequence[int]) -
             yield one
             if one.pp == 1:
                 continue
-            count = micro_batches(one, job)
             for chunks in range(2, _MOST_CHUNKS + 1):
-                if model.layers % (one.pp * chunks) == 0 and count % one.pp == 0:
+                if model.layers % (one.pp * chunks) == 0 and one.micro_batches(job) % one.pp == 0:
                     yield msgspec.structs.replace(one, schedule="interleaved", chunks=chunks)
         micro *= 2
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from backbeat.cost.accelerators import accelerator
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.errors import InputError
+from backbeat.layouts.cluster import GpuCluster
+from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Job, Layout, Precision
 from backbeat.layouts.stage_times import StageTimer
+from backbeat.layouts.transformer import Transformer
 from backbeat.model.profile import DTYPE_BYTES, Profile
-
-if TYPE_CHECKING:
-    import os
-
-    from backbeat.cost.operator_model import OperatorModel
-    from backbeat.layouts.cluster import GpuCluster
-    from backbeat.layouts.conventions import Conventions
-    from backbeat.layouts.transformer import Transformer
 
 _ALIKE = 0.05
 """How far the parameters of a profile may be from whole layers of the model."""

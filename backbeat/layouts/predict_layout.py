@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -13,7 +15,7 @@ from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import GpuCluster, cluster_of
 from backbeat.layouts.conventions import Conventions, conventions_named
-from backbeat.layouts.layout import Job, Layout, check, job_of, micro_batches
+from backbeat.layouts.layout import Job, Layout, check, job_of
 from backbeat.layouts.layout_memory import MemoryByKind, memory
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
 from backbeat.layouts.measured_block import MeasuredBlock, measured_block
@@ -21,19 +23,13 @@ from backbeat.layouts.pipeline import PipelineRun, closed_form, run
 from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
 from backbeat.layouts.stage_times import PARTS, StageTimer, StageTimes, split_layers
+from backbeat.layouts.transformer import Transformer
+from backbeat.model import Network, Profile
 from backbeat.model.files import checked
 from backbeat.model.prediction import Span
 
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping, Sequence
-
-    from backbeat.layouts.transformer import Transformer
-    from backbeat.model import Network, Profile
-
-    ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]
-    ClusterInput = GpuCluster | Network | str | os.PathLike[str]
-
+ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]
+ClusterInput = GpuCluster | Network | str | os.PathLike[str]
 PREDICTED: tuple[Family, ...] = ("closed-form", "events")
 """The families that `predict` answers in."""
 OFF, OFF_WITH_EXPERTS = 0.13, 0.35
@@ -168,8 +164,7 @@ class LayoutPredictor:
 
     def memory(self, layout: Layout) -> MemoryByKind:
         """What one GPU holds. Quick to compute, so layouts that do not fit need not be timed."""
-        count = micro_batches(layout, self.job)
-        return memory(self.model, layout, self.job, self.conventions, count, self.imbalance)
+        return memory(self.model, layout, self.job, self.conventions, self.imbalance)
 
     def fits(self, layout: Layout) -> bool:
         return self.memory(layout).total <= self.cluster.accelerator.memory_bytes
@@ -214,7 +209,7 @@ class LayoutPredictor:
         times = [replicas.sharded_passes(each + added, kind) for each, kind in zip(chosen, kinds, strict=True)]
         sent_bytes = 2 * layout.tokens(self.job) * self.model.hidden
         send = self._send_s(layout, sent_bytes)
-        count = micro_batches(layout, self.job)
+        count = layout.micro_batches(self.job)
         if family == "events":
             streams, late = self.conventions.streams, self.cluster.late_s(sent_bytes / layout.tp)
             passes = run(layout.schedule, layout.pp, count, times, send, streams, late, listed=listed)
@@ -239,14 +234,13 @@ class LayoutPredictor:
         them, so that each rank sends its share."""
         if layout.pp == 1:
             return 0.0
-        stride = layout.tp * layout.cp * layout.dp
-        sent = self.cluster.send_s(size / layout.tp, layout.pp, stride)
+        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_gpus)
         if layout.tp > 1 and not layout.sequence_parallel:
             sent += self.cluster.collective_s("all_gather", size, layout.tp)
         return sent
 
     def _assembled(self, layout: Layout, family: Family, times: _StepTimes) -> LayoutPrediction:
-        pp, count, passes = layout.pp, micro_batches(layout, self.job), times.passes
+        pp, count, passes = layout.pp, layout.micro_batches(self.job), times.passes
         stages = [sum(times.stages[stage::pp], StageTimes()) for stage in range(pp)]
         busiest = max(stages, key=lambda each: sum(each.parts))
         parts = {name: count * part for name, part in zip(PARTS, busiest.parts, strict=True)}
@@ -297,14 +291,14 @@ class LayoutPredictor:
         if slowest.step_s == even.step_s:
             return found
         later = _later(found, slowest.step_s - even.step_s)
-        count = micro_batches(layout, self.job)
+        count = layout.micro_batches(self.job)
         return msgspec.structs.replace(later, bubble_share=slowest.idle_share(count), timeline=slowest.spans())
 
     def _with_waits(self, found: LayoutPrediction, block: MeasuredBlock) -> LayoutPrediction:
         """Ranks are slow in turn, as the measured block's iterations differ."""
         layout = found.layout
         computed = sum(found.breakdown.parts[name] for name in COMPUTE if name != "update")
-        draws = micro_batches(layout, self.job) * self.model.layers / layout.pp / block.layers
+        draws = layout.micro_batches(self.job) * self.model.layers / layout.pp / block.layers
         waits = step_wait(block, layout, computed, draws)
         if waits is None:
             return found

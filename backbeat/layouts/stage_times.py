@@ -6,20 +6,18 @@ framework (`conventions`); the rest adds to the stage's time, here. So does what
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from backbeat.cost.operator_model import OperatorModel
+from backbeat.cost.operators import Work
+from backbeat.layouts.cluster import GpuCluster, Kind
+from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PhaseSeconds, seconds_of
+from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.transformer import Transformer
 from backbeat.simulate.contention import together_s
-
-if TYPE_CHECKING:
-    from backbeat.cost.operator_model import OperatorModel
-    from backbeat.cost.operators import Work
-    from backbeat.layouts.cluster import GpuCluster, Kind
-    from backbeat.layouts.conventions import Conventions
-    from backbeat.layouts.layout import Job, Layout
 
 PARTS = ("matmul", "attention", "memory", "host", "recompute", "tensor", "context", "expert", "contention")
 
@@ -104,7 +102,6 @@ def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -
     """Consecutive layers for consecutive chunks. Where layers do not divide evenly, chunks in the middle take one more:
     the first also has the embedding, the last the head. `by_cost` divides them as nanotron does.
 
-    >>> from backbeat.layouts.layout import Layout
     >>> for layers in (6, 7):
     ...     small = Transformer(name="small", layers=layers, hidden=64, heads=4, ffn=256, vocab=100)
     ...     print([stage.layers for stage in split_layers(small, Layout(pp=4))])
@@ -196,7 +193,7 @@ class StageTimer:
             forward_s,
             backward_s,
             weights,
-            forward + inputs + weights,
+            forward.plus(inputs).plus(weights),
             recompute=again.total,
             tensor=twice * tensor[0].exposed_s + tensor[1].exposed_s,
             context=twice * context[0].exposed_s + context[1].exposed_s,
@@ -212,15 +209,14 @@ class StageTimer:
         if self.layout.shards_sequence:
             kinds = (forward_kind, backward_kind)
         tensor = [self._group(kind, size) for kind in kinds]
-        computed = forward + inputs + weights
+        computed = forward.plus(inputs).plus(weights)
         return self._made(forward.total + tensor[0], inputs.total + tensor[1], weights, computed, tensor=sum(tensor))
 
     @staticmethod
     def _made(
         forward_s: float, input_s: float, weights: PhaseSeconds, computed: PhaseSeconds, **others: float
     ) -> StageTimes:
-        known = {"matmul": computed.matmul, "attention": computed.attention, "memory": computed.memory, **others}
-        parts = {**known, "host": computed.waiting}
+        parts = {**computed._asdict(), **others}
         return StageTimes(forward_s, input_s, weights.total, tuple(parts.get(name, 0.0) for name in PARTS))
 
     def _compute(self, work: LayerWork) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
@@ -233,7 +229,7 @@ class StageTimer:
     def _seconds(self, works: list[Work], *, backward: bool = False, parameters: int = 0) -> PhaseSeconds:
         found = seconds_of(works, self.operators, backward=backward, parameters=parameters)
         attention = found.attention / self.conventions.attention_share
-        return replace(found, attention=attention).times(self.compute_factor)
+        return found._replace(attention=attention).times(self.compute_factor)
 
     def _group(self, kind: Kind, size: float) -> float:
         return self.cluster.waited_s(kind, size, self.layout.tp)
