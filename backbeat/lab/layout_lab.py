@@ -180,7 +180,8 @@ def time_links(session: Session, jobs: Sequence[LayoutJob], setting: Setting, bu
 
 
 def links_of(rows: Sequence[Mapping[str, Any]], setting: Setting, torch_version: str) -> TimedLinks:
-    """
+    """Curves through the medians of what `time_links` timed.
+
     >>> rows = [{"kind": "send", "workers": 2, "bytes": size, "seconds": [size * 1e-6] * 3} for size in (1000, 2000)]
     >>> links_of(rows, Setting(nodes=2, rate_bits=1e9), "2.13.0").curves["send", 2].at(1500)
     0.0015

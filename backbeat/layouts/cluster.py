@@ -4,9 +4,9 @@ A network says what a collective takes that fills whole nodes. A layout's groups
 node, a group of `dp` takes every tp-th rank, so that several such groups cross the same NICs at once.
 
 Ranks of a group are `stride` apart. With g GPUs a node, a group has g / stride members in each node it touches, and
-min(stride, g) groups share a node. These send at the same time, since every rank does the same thing. So a message of
-one takes as long as a message so many times as large, in a group that has the node to itself, but for what a ring of
-fewer ranks sends less.
+min(stride, g) groups share a node. These send at the same time, since every rank does the same thing. So a message
+takes as long as one that is min(stride, g) times as large, in a group that fills the same nodes. A ring of fewer ranks
+sends somewhat less (`_sent`).
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class GpuCluster:
         return latency + size / rate
 
     def late_s(self, size: float) -> float | None:
-        """What a send still takes where its receiver is ready only when all else has come into a buffer. None: nothing
-        is sent before, which is what is assumed."""
+        """What is left of a send whose receiver is ready only after its buffer has taken what it can. None, which is
+        assumed: nothing is sent before the receiver is ready."""
         return None
 
     def exchange_s(self, size: float, workers: int, stride: int = 1) -> float:

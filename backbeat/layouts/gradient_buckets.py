@@ -6,7 +6,7 @@ itself, and the embedding, whose gradient is complete when backward ends, hides 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -76,25 +76,22 @@ def equal_buckets(elements: float, cap: float | None) -> tuple[GradientBucket, .
 
 
 def overlapped_with_backward(
-    buckets: Sequence[GradientBucket], backward_s: float, travel_s: Callable[[float], float], slowdown: float
+    buckets: Sequence[GradientBucket], backward_s: float, travel_s: Mapping[float, float], slowdown: float
 ) -> Added:
-    """What buckets add to the backward pass they overlap with.
+    """What buckets add to the backward pass they overlap with; `travel_s` is by their elements.
 
     They travel one after the other, each once it is complete. Computation beside them takes `slowdown` times as long.
 
     >>> halves = equal_buckets(2.0, 1.0)
-    >>> overlapped_with_backward(halves, 4.0, lambda elements: 1.0, 1.0)
-    Added(exposed_s=1.0, slower_s=0.0)
-    >>> overlapped_with_backward(halves, 4.0, lambda elements: 3.0, 1.0)
-    Added(exposed_s=4.0, slower_s=0.0)
+    >>> overlapped_with_backward(halves, 4.0, {1.0: 1.0}, 1.0), overlapped_with_backward(halves, 4.0, {1.0: 3.0}, 1.0)
+    (Added(exposed_s=1.0, slower_s=0.0), Added(exposed_s=4.0, slower_s=0.0))
     """
-    times = {elements: travel_s(elements) for elements in {bucket.elements for bucket in buckets}}
-    alone, beside = (_finished(buckets, backward_s, times, factor) for factor in (1.0, slowdown))
+    alone, beside = (_finished(buckets, backward_s, travel_s, factor) for factor in (1.0, slowdown))
     return Added(alone - backward_s, beside - alone)
 
 
 def _finished(
-    buckets: Sequence[GradientBucket], backward_s: float, times: dict[float, float], slowdown: float
+    buckets: Sequence[GradientBucket], backward_s: float, travel_s: Mapping[float, float], slowdown: float
 ) -> float:
     now = in_flight = done = 0.0
     for bucket in (*buckets, GradientBucket(0.0, 1.0)):
@@ -102,7 +99,7 @@ def _finished(
         # While messages are in flight computation is slower; what is left of it afterwards is not.
         passed = computing + min(in_flight, computing * slowdown) * (1 - 1 / slowdown)
         now, done = now + passed, bucket.ready
-        in_flight = max(0.0, in_flight - passed) + (times[bucket.elements] if bucket.elements else 0.0)
+        in_flight = max(0.0, in_flight - passed) + (travel_s[bucket.elements] if bucket.elements else 0.0)
     return now + in_flight
 
 

@@ -4,7 +4,6 @@ leaves."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from operator import add
 from typing import NamedTuple
 
 from backbeat.cost.operator_model import OperatorModel
@@ -16,24 +15,29 @@ from backbeat.layouts.transformer import Linear, Transformer
 FAMILIES = ("matmul", "attention", "memory")
 
 
-class PhaseSeconds(NamedTuple):
-    """Computation by family."""
+class PartSeconds(NamedTuple):
+    """Where the time of a pass, a layer or a stage goes: the first parts of a `StepBreakdown`."""
 
     matmul: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     host: float = 0.0
     """Waiting for the host, which takes longer to submit the operators than the GPU to run them."""
+    recompute: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    contention: float = 0.0
 
     @property
     def total(self) -> float:
         return sum(self)
 
-    def plus(self, other: PhaseSeconds) -> PhaseSeconds:
-        return PhaseSeconds(*map(add, self, other))
+    def plus(self, *others: PartSeconds) -> PartSeconds:
+        return PartSeconds(*map(sum, zip(self, *others, strict=True)))
 
-    def times(self, factor: float) -> PhaseSeconds:
-        return PhaseSeconds(*(part * factor for part in self))
+    def times(self, factor: float) -> PartSeconds:
+        return PartSeconds(*(part * factor for part in self))
 
 
 @dataclass(slots=True)
@@ -74,7 +78,7 @@ _ELSEWHERE = (0.8, 0.8)
 """Assumed of other GPUs."""
 
 
-def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False, parameters: int = 0) -> PhaseSeconds:
+def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False, parameters: int = 0) -> PartSeconds:
     """What these operators take on this GPU, by family."""
     found = dict.fromkeys(FAMILIES, 0.0)
     host = model.host.parameter_s * parameters
@@ -84,7 +88,7 @@ def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = Fals
         family = family_of(work)
         found[family] += model.seconds(work) / shares.get(family, 1.0)
         host += submitted.get(family, 0.0)
-    return PhaseSeconds(**found, host=max(0.0, host - sum(found.values())))
+    return PartSeconds(**found, host=max(0.0, host - sum(found.values())))
 
 
 class LayerBuilder:
@@ -97,6 +101,8 @@ class LayerBuilder:
         self.imbalance = imbalance
         """Tokens of the busiest rank over those of the average."""
         self.tokens, self.own_tokens = layout.tokens(job), layout.own_tokens(job)
+        self.activation_bytes, self.own_bytes = 2 * self.tokens * model.hidden, 2 * self.own_tokens * model.hidden
+        """Of one activation: in a group of `tp` ranks, and of one rank between the matrices that these share."""
         self._half = "fp16" if job.precision == "fp16" else "bf16"
 
     def layer(self, *, sparse: bool) -> LayerWork:
@@ -120,8 +126,7 @@ class LayerBuilder:
         return [replace(work, bytes=work.bytes * factor) if isinstance(work, Traffic) else work for work in works]
 
     def embedding(self) -> LayerWork:
-        made = LayerWork()
-        each = 2 * self.own_tokens * self.model.hidden
+        made, each = LayerWork(), self.own_bytes
         made.moves(2 * each, 3 * each)
         if self.model.dropout:
             made.moves(2 * each, 2 * each)
@@ -134,8 +139,7 @@ class LayerBuilder:
     def head(self) -> LayerWork:
         """The last norm, the logits and the loss."""
         made = LayerWork()
-        each = 2 * self.own_tokens * self.model.hidden
-        made.moves(2 * each, 3 * each)
+        made.moves(2 * self.own_bytes, 3 * self.own_bytes)
         self._linear(made, self.model.head, precision=self._half)
         logits = self.tokens * self.model.vocab / self.layout.tp
         forward, backward = self.conventions.loss_bytes
@@ -144,7 +148,7 @@ class LayerBuilder:
 
     def _norm_and_residual(self, made: LayerWork) -> None:
         """A fused norm; bias, dropout and residual in one kernel."""
-        each = 2 * self.own_tokens * self.model.hidden
+        each = self.own_bytes
         made.parameters += 1 if self.model.rms_norm else 2
         made.moves(2 * each, 4 * each)
         masked = 0.5 * each if self.model.dropout else 0.0

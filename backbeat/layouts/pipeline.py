@@ -68,8 +68,8 @@ def run(
     listed: bool = True,
 ) -> PipelineRun:
     """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s.
-    `late_s` is what a send still takes where its receiver is ready only when all else has come into a buffer; None
-    where nothing is sent before a receiver is ready.
+    `late_s` is what is left of a send whose receiver is ready only after its buffer has taken what it can; None where
+    nothing is sent before a receiver is ready.
 
     Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated; unless every
     operation is to be `listed`, only in time.
@@ -202,9 +202,9 @@ class _Batch:
 class _Transfers:
     """Sends and receives on their way.
 
-    A transfer starts when its batch is the first in the queue of either end. Where there are buffers, it starts when it
-    is the first in its sender's, which is done when all but `late_s` has come into the receiver's buffer. Whatever
-    leaves a stage at the same time shares its NIC, and so does what comes in; only `direction` has one for each.
+    A transfer starts when its batch is the first in the queues of both ends. Where receivers have buffers, its sender's
+    queue is enough, and the sender is done when all but `late_s` has arrived. What leaves a stage at the same time
+    shares its NIC, and so does what comes in; only `direction` has a NIC for each.
     """
 
     def __init__(self, stages: int, send_s: float, streams: Streams, late_s: float | None) -> None:

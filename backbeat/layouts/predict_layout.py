@@ -15,6 +15,7 @@ from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import GpuCluster, cluster_of
 from backbeat.layouts.conventions import Conventions, conventions_named
+from backbeat.layouts.layer_work import PartSeconds
 from backbeat.layouts.layout import Job, Layout, check, job_of
 from backbeat.layouts.layout_memory import MemoryByKind, memory
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
@@ -22,7 +23,7 @@ from backbeat.layouts.measured_block import MeasuredBlock, measured_block
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run
 from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
-from backbeat.layouts.stage_times import PARTS, StageTimer, StageTimes, split_layers
+from backbeat.layouts.stage_times import StageTimer, StageTimes, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network, Profile
 from backbeat.model.files import checked
@@ -204,8 +205,7 @@ class LayoutPredictor:
         chosen = [every[slowdowns[index % layout.pp]][index] for index in range(len(kinds))]
         # What the framework adds to a micro-batch, half of it in each direction.
         pass_s = self.conventions.pass_s / layout.chunks
-        host = tuple(pass_s if part == "host" else 0.0 for part in PARTS)
-        added = StageTimes(pass_s / 2, pass_s / 2, 0.0, host)
+        added = StageTimes(pass_s / 2, pass_s / 2, 0.0, PartSeconds(host=pass_s))
         times = [replicas.sharded_passes(each + added, kind) for each, kind in zip(chosen, kinds, strict=True)]
         sent_bytes = 2 * layout.tokens(self.job) * self.model.hidden
         send = self._send_s(layout, sent_bytes)
@@ -243,7 +243,7 @@ class LayoutPredictor:
         pp, count, passes = layout.pp, layout.micro_batches(self.job), times.passes
         stages = [sum(times.stages[stage::pp], StageTimes()) for stage in range(pp)]
         busiest = max(stages, key=lambda each: sum(each.parts))
-        parts = {name: count * part for name, part in zip(PARTS, busiest.parts, strict=True)}
+        parts = busiest.parts.times(count)._asdict()
         sharded = count * (busiest.total_s - sum(busiest.parts)) if layout.zero >= 2 else 0.0
         idle = passes.seconds - count * busiest.total_s
         last = max(range(pp), key=lambda stage: passes.end_s[stage] + times.afters[stage].reduce.total_s)
@@ -282,7 +282,7 @@ class LayoutPredictor:
         """Everybody waits for the pipeline that ends last."""
         layout, listed = found.layout, bool(even.passes.performed)
         slowed = [
-            # What the others hide behind their forward is theirs to wait for: a slow rank does not make it less.
+            # A slow rank hides more of its own gather behind its forward, but the others do not.
             replace(self._step_times(layout, found.family, factors, listed=listed), gather_s=even.gather_s)
             for factors in slow_pipelines(layout, self.stragglers)
         ]

@@ -23,7 +23,7 @@ from backbeat.layouts.gradient_buckets import (
     overlapped_with_backward,
 )
 from backbeat.layouts.layout import Layout
-from backbeat.layouts.stage_times import PARTS, Added, StageLayers, StageTimes
+from backbeat.layouts.stage_times import Added, StageLayers, StageTimes
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.reduction import Reduction
 
@@ -107,22 +107,22 @@ class ReplicaTimer:
         slowdown = self._slowdown(times)
         forward = Added.overlapped(times.forward_s, gather, slowdown).plus(gather / stage.layers)
         backward = Added.overlapped(times.backward_s, gather + scatter, slowdown).plus(scatter / stage.layers)
-        slower = forward.slower_s + backward.slower_s
+        contention = times.parts.contention + (forward.slower_s + backward.slower_s)
         return replace(
             times,
             forward_s=times.forward_s + forward.total_s,
             input_s=times.input_s + backward.total_s,
-            parts=(*times.parts[:-1], times.parts[-1] + slower),
+            parts=times.parts._replace(contention=contention),
         )
 
     def _slowdown(self, times: StageTimes) -> float:
         """How many times as long a stage's passes take beside collectives of its replicas."""
-        spent = dict(zip(PARTS, (part / (times.total_s or 1.0) for part in times.parts), strict=True))
+        spent, whole = times.parts, times.total_s or 1.0
         return self.cluster.slowdown(
             *self.layout.dense_group,
-            matmul=spent["matmul"] + spent["recompute"],
-            attention=spent["attention"],
-            memory=spent["memory"],
+            matmul=spent.matmul / whole + spent.recompute / whole,
+            attention=spent.attention / whole,
+            memory=spent.memory / whole,
         )
 
     def after(self, chunks: Sequence[StageLayers], window_s: float, passes: StageTimes) -> ReplicaTimes:
@@ -157,13 +157,11 @@ class ReplicaTimer:
         cap = self.reduction.bucket_elements
         if cap is None and self.reduction.bucket_bytes:
             cap = self.reduction.bucket_bytes[-1] // 2
-        for (workers, stride), buckets in self._buckets(chunks, expert, cap):
-
-            def travel_s(elements: float, workers: int = workers, stride: int = stride) -> float:
-                return self.cluster.collective_s(kind, width * elements, workers, stride)
-
+        for group, buckets in self._buckets(chunks, expert, cap):
+            sizes = {bucket.elements for bucket in buckets}
+            travel_s = {size: self.cluster.collective_s(kind, width * size, *group) for size in sizes}
             if self.reduction.overlap == "none":
-                found = found.plus(sum(travel_s(bucket.elements) for bucket in buckets))
+                found = found.plus(sum(travel_s[bucket.elements] for bucket in buckets))
             else:
                 found = found.plus(*overlapped_with_backward(buckets, window_s, travel_s, slowdown))
         return found
@@ -179,8 +177,8 @@ class ReplicaTimer:
 
     def _gather(self, chunks: Sequence[StageLayers], held: RankParameters, forward_s: float, slowdown: float) -> Added:
         total = first = 0.0
-        for (workers, stride), buckets in self._buckets(chunks, held.expert, self.reduction.gather_elements):
-            each = [self.cluster.collective_s("all_gather", 2 * one.elements, workers, stride) for one in buckets]
+        for group, buckets in self._buckets(chunks, held.expert, self.reduction.gather_elements):
+            each = [self.cluster.collective_s("all_gather", 2 * one.elements, *group) for one in buckets]
             total, first = total + sum(each), max(first, each[-1])
         if self.conventions.copies_slices:
             total += self._slices_s(chunks, held.dense)

@@ -53,8 +53,8 @@ def slow_pipelines(layout: Layout, stragglers: Mapping[int, float]) -> list[tupl
 
 
 def step_wait(block: MeasuredBlock, layout: Layout, compute_s: float, draws: float) -> Straggling | None:
-    """What a step waits for ranks that are slow now and then, each of which computes for `compute_s` in it: as long as
-    `draws` blocks. Each block is taken to vary as the measured one's iterations do; None where these do not say.
+    """How long a step waits for ranks that are slow now and then. Each rank computes for `compute_s`, the time of
+    `draws` blocks. These are taken to vary as the measured block's iterations do; None where they do not say.
 
     In every block a group waits for its slowest rank; at the end of the step all wait for the slowest group, whose
     blocks are late and early in turn.
