@@ -28,7 +28,7 @@ from backbeat.layouts.conventions import Streams, conventions_named
 from backbeat.layouts.layout import Job, Layout, check
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
-from backbeat.layouts.stage_times import StageTimer, split_layers
+from backbeat.layouts.stage_times import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
 
@@ -101,9 +101,6 @@ class LayoutCase:
     def run_job(self, setting: Setting) -> LayoutJob:
         """What is computed where links take no time."""
         model, job, layout, free = self.model, self.job, self.layout, self.predictor(setting, FREE)
-        timer = StageTimer(
-            model, layout, job, free.cluster, free.operators, free.conventions, compute_factor=self.dilation
-        )
         chunks = tuple(
             ChunkJob(
                 forward_s=times.forward_s,
@@ -113,7 +110,7 @@ class LayoutCase:
                 first=held.first,
                 last=held.last,
             )
-            for times, held in zip(timer.stages(), split_layers(model, layout), strict=True)
+            for times, held in zip(free.timer(layout).stages(), split_layers(model, layout), strict=True)
         )
         return LayoutJob(
             layout=layout,

@@ -130,10 +130,7 @@ def predictor_of(
         compute_factor=compute_factor,
         stragglers=stragglers or {},
     )
-    if block is None:
-        return found
-    measured = measured_block(block, found.model, there, found.operators, found.conventions, job.precision)
-    return replace(found, block=measured)
+    return found if block is None else replace(found, block=measured_block(block, found))
 
 
 _operators = lru_cache(maxsize=32)(operator_model)
@@ -167,6 +164,11 @@ class LayoutPredictor:
         """What one GPU holds. Quick to compute, so layouts that do not fit need not be timed."""
         return memory(self.model, layout, self.job, self.conventions, self.imbalance)
 
+    def timer(self, layout: Layout, slowdown: float = 1.0) -> StageTimer:
+        """Of stages that compute `slowdown` times as long as healthy ones."""
+        parts = (self.model, layout, self.job, self.cluster, self.operators, self.conventions)
+        return StageTimer(*parts, imbalance=self.imbalance, compute_factor=self._factor * slowdown)
+
     def fits(self, layout: Layout) -> bool:
         return self.memory(layout).total <= self.cluster.accelerator.memory_bytes
 
@@ -191,39 +193,32 @@ class LayoutPredictor:
             found = self._with_slow_ranks(found, even)
         return found if self.block is None else self._with_waits(found, self.block)
 
-    def _step_times(
-        self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool = True
-    ) -> _StepTimes:
+    def _step_times(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool) -> _StepTimes:
         """One pipeline, whose stages compute `slowdowns` times as long as healthy ones."""
+        pp, count = layout.pp, layout.micro_batches(self.job)
         kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
-        parts = (self.model, layout, self.job, self.cluster, self.operators, self.conventions)
-        every = {
-            slowdown: StageTimer(*parts, imbalance=self.imbalance, compute_factor=self._factor * slowdown).stages()
-            for slowdown in set(slowdowns)
-        }
-        chosen = [every[slowdowns[index % layout.pp]][index] for index in range(len(kinds))]
+        every = {slowdown: self.timer(layout, slowdown).stages() for slowdown in set(slowdowns)}
+        chosen = [every[slowdowns[index % pp]][index] for index in range(len(kinds))]
         # What the framework adds to a micro-batch, half of it in each direction.
         pass_s = self.conventions.pass_s / layout.chunks
         added = StageTimes(pass_s / 2, pass_s / 2, 0.0, PartSeconds(host=pass_s))
         times = [replicas.sharded_passes(each + added, kind) for each, kind in zip(chosen, kinds, strict=True)]
         sent_bytes = 2 * layout.tokens(self.job) * self.model.hidden
         send = self._send_s(layout, sent_bytes)
-        count = layout.micro_batches(self.job)
         if family == "events":
             streams, late = self.conventions.streams, self.cluster.late_s(sent_bytes / layout.tp)
-            passes = run(layout.schedule, layout.pp, count, times, send, streams, late, listed=listed)
+            passes = run(layout.schedule, pp, count, times, send, streams, late, listed=listed)
             passes = passes if listed else replace(passes, performed=())
         else:
-            passes = closed_form(layout.schedule, layout.pp, count, times, send)
-        afters = []
-        for stage in range(layout.pp):
-            window = passes.end_s[stage] - passes.last_backward_s[stage]
-            afters.append(
-                replicas.after(kinds[stage :: layout.pp], window, sum(times[stage :: layout.pp], StageTimes()))
-            )
+            passes = closed_form(layout.schedule, pp, count, times, send)
+        stages = [sum(times[stage::pp], StageTimes()) for stage in range(pp)]
+        windows = [end - last for end, last in zip(passes.end_s, passes.last_backward_s, strict=True)]
+        afters = [replicas.after(kinds[stage::pp], windows[stage], stages[stage]) for stage in range(pp)]
         updates = [each.update_s * self._factor * slow for each, slow in zip(afters, slowdowns, strict=True)]
-        return _StepTimes(times, passes, afters, max(updates), max(each.gather.total_s for each in afters))
+        idle = 1 - count * sum(each.total_s for each in times) / pp / passes.seconds
+        gather_s = max(each.gather.total_s for each in afters)
+        return _StepTimes(stages, passes, afters, max(updates), gather_s, max(0.0, idle))
 
     @property
     def _factor(self) -> float:
@@ -241,8 +236,7 @@ class LayoutPredictor:
 
     def _assembled(self, layout: Layout, family: Family, times: _StepTimes) -> LayoutPrediction:
         pp, count, passes = layout.pp, layout.micro_batches(self.job), times.passes
-        stages = [sum(times.stages[stage::pp], StageTimes()) for stage in range(pp)]
-        busiest = max(stages, key=lambda each: sum(each.parts))
+        busiest = max(times.stages, key=lambda each: sum(each.parts))
         parts = busiest.parts.times(count)._asdict()
         sharded = count * (busiest.total_s - sum(busiest.parts)) if layout.zero >= 2 else 0.0
         idle = passes.seconds - count * busiest.total_s
@@ -273,7 +267,7 @@ class LayoutPredictor:
             memory=self.memory(layout),
             limit_bytes=self.cluster.accelerator.memory_bytes,
             breakdown=breakdown,
-            bubble_share=times.idle_share(count),
+            bubble_share=times.idle_share,
             timeline=times.spans(),
             notes=(f"compute: {self.operators.origin}", *(self.cluster.notes if breakdown.contention else ())),
         )
@@ -291,8 +285,7 @@ class LayoutPredictor:
         if slowest.step_s == even.step_s:
             return found
         later = _later(found, slowest.step_s - even.step_s)
-        count = layout.micro_batches(self.job)
-        return msgspec.structs.replace(later, bubble_share=slowest.idle_share(count), timeline=slowest.spans())
+        return msgspec.structs.replace(later, bubble_share=slowest.idle_share, timeline=slowest.spans())
 
     def _with_waits(self, found: LayoutPrediction, block: MeasuredBlock) -> LayoutPrediction:
         """Ranks are slow in turn, as the measured block's iterations differ."""
@@ -316,10 +309,13 @@ class _StepTimes:
     """A step of one pipeline."""
 
     stages: Sequence[StageTimes]
+    """One micro-batch through all chunks of each."""
     passes: PipelineRun
     afters: Sequence[ReplicaTimes]
     update_s: float
     gather_s: float
+    idle_share: float
+    """Of the passes' time, what the average stage does nothing in."""
 
     @property
     def reduced_s(self) -> float:
@@ -330,10 +326,6 @@ class _StepTimes:
     @property
     def step_s(self) -> float:
         return self.reduced_s + self.update_s + self.gather_s
-
-    def idle_share(self, count: int) -> float:
-        busy = count * sum(each.total_s for each in self.stages) / len(self.afters)
-        return max(0.0, 1 - busy / self.passes.seconds)
 
     def spans(self) -> tuple[Span, ...]:
         passes, update, gather = self.passes, self.update_s, self.gather_s
