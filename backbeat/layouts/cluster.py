@@ -43,7 +43,7 @@ class GpuCluster:
     load: Load = "typical"
     contention: bool = False
     """Whether computation takes longer beside communication: as the network says, or its transport lets assume."""
-    _curves: dict[tuple[str, int], Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _curves: dict[int, dict[Kind, Curve]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _slowdowns: dict[int, tuple[Slowdown, str] | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -153,17 +153,12 @@ class GpuCluster:
         return curve.at(0.0) / (count - 1), rate / sharing
 
     def _curve(self, kind: Kind, workers: int) -> Curve:
-        found = self._curves.get((kind, workers))
-        if found is None:
+        if workers not in self._curves:
             there = self.network.at(workers=workers, load=self.load)
-            costs = GatherScatter.of(there)
-            found = {
-                "all_reduce": there.cost.isolated,
-                "all_gather": costs.gather,
-                "reduce_scatter": costs.scatter,
-            }[kind]
-            self._curves[kind, workers] = found
-        return found
+            halves = GatherScatter.of(there)
+            whole = there.cost.isolated
+            self._curves[workers] = {"all_reduce": whole, "all_gather": halves.gather, "reduce_scatter": halves.scatter}
+        return self._curves[workers][kind]
 
 
 def cluster_of(network: GpuCluster | Network | str | os.PathLike[str], gpu: str | None = None) -> GpuCluster:

@@ -176,21 +176,20 @@ class StageTimer:
         again = forward if recompute == "full" else PartSeconds()
         if recompute == "selective":
             again = self._seconds(work.core)
-        tensor = self._tensor(self._seconds(work.column_weight).matmul, forward.matmul, sparse)
-        context = self._context(forward.attention, inputs.attention)
+        tensor, tensor_back = self._tensor(self._seconds(work.column_weight).matmul, forward.matmul, sparse)
+        context, context_back = self._context(forward.attention, inputs.attention)
         expert = self._expert() if sparse else 0.0
         twice = 2 if recompute == "full" else 1
-        first = tensor[0].total_s + context[0].total_s + expert
-        forward_s = forward.total + first
-        backward_s = inputs.total + again.total + tensor[1].total_s + context[1].total_s + expert + (twice - 1) * first
+        first = tensor.total_s + context.total_s + expert
+        back = inputs.total + again.total + tensor_back.total_s + context_back.total_s + expert + (twice - 1) * first
         parts = forward.plus(inputs, weights)._replace(
             recompute=again.total,
-            tensor=twice * tensor[0].exposed_s + tensor[1].exposed_s,
-            context=twice * context[0].exposed_s + context[1].exposed_s,
+            tensor=twice * tensor.exposed_s + tensor_back.exposed_s,
+            context=twice * context.exposed_s + context_back.exposed_s,
             expert=(1 + twice) * expert,
-            contention=twice * (tensor[0].slower_s + context[0].slower_s) + tensor[1].slower_s + context[1].slower_s,
+            contention=twice * (tensor.slower_s + context.slower_s) + tensor_back.slower_s + context_back.slower_s,
         )
-        return StageTimes(forward_s, backward_s, weights.total, parts)
+        return StageTimes(forward.total + first, back, weights.total, parts)
 
     def _ends(self, work: LayerWork, forward_kind: Kind, backward_kind: Kind) -> StageTimes:
         """Embedding and head: each with the collective that its sharded vocabulary takes, in either direction."""
