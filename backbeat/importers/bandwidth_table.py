@@ -17,7 +17,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,11 @@ _Key = tuple[int, Collective, int]
 """(workers, collective, bytes)"""
 
 
-def load(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_S, name: str | None = None) -> Network:
+def load(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_S) -> Network:
     """Read a table. Where it has one size, others are guessed with `hop_s`, one message from node to node."""
     where = files.existing(path, "a table of bus bandwidths as CSV")
     text = files.read(where).decode("utf-8-sig", errors="replace")
-    return parse(text, where=str(where), gpus_per_node=gpus_per_node, hop_s=hop_s, name=name or where.stem)
+    return parse(text, where=str(where), gpus_per_node=gpus_per_node, hop_s=hop_s, name=where.stem)
 
 
 def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_S, name: str) -> Network:
@@ -63,18 +63,22 @@ def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = INFINIBAN
             f"{where}: no all-reduce on two GPUs or more in it: columns nodes (or workers), size and bus_bandwidth "
             "in GB/s are needed, one measurement a line"
         )
-    rows = [_row(count, found, gpus_per_node, hop_s, where) for count in counts]
-    own = next((row for row in rows if row.workers > gpus_per_node), rows[-1])
-    sizes = {size for _, _, size in found}
-    notes = ["guessed: other sizes than the one in the table, as NCCL's protocols have them"] if len(sizes) == 1 else []
-    return Network(
+    one_size = len({size for _, _, size in found}) == 1
+    guessed = "guessed: other sizes than the one in the table, as NCCL's protocols have them"
+    return network_of(
+        [_row(count, found, gpus_per_node, hop_s, where) for count in counts],
         name=name,
         topology=Topology(gpus_per_node=gpus_per_node),
-        rows=tuple(row for row in rows if row is not own),
         source=Source(method="imported", reference=f"table of bus bandwidths {Path(where).name}"),
-        notes=tuple(notes),
-        **msgspec.structs.asdict(own),
+        notes=(guessed,) if one_size else (),
     )
+
+
+def network_of(rows: Sequence[WorkersRow], *, topology: Topology, **fields: Any) -> Network:
+    """Rows by number of workers as one network: the fewest that cross nodes are the file's own."""
+    own = next((row for row in rows if row.workers > topology.gpus_per_node), rows[-1])
+    others = tuple(row for row in rows if row is not own)
+    return Network(topology=topology, rows=others, **fields, **msgspec.structs.asdict(own))
 
 
 def _row(workers: int, found: dict[_Key, dict[str, float]], per_node: int, hop_s: float, where: str) -> WorkersRow:

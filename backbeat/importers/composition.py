@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from backbeat.cost.protocols import INFINIBAND_HOP_S
 from backbeat.errors import InputError
 from backbeat.importers import bandwidth_table, nccl_tests
+from backbeat.importers.bandwidth_table import network_of
 from backbeat.model import files
 from backbeat.model.files import Source
 from backbeat.model.network import Network, WorkersRow
@@ -33,7 +34,7 @@ def read(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBA
 def compose(
     name: str, measured: Sequence[Network], *, gpus_per_node: int | None = None, fabric: Fabric | None = None
 ) -> Network:
-    """All of these in one file, each at its own number of workers. The fewest that cross nodes are the file's own.
+    """All of these in one file, each at its own number of workers.
 
     `gpus_per_node` corrects what the measurements say; `fabric` says how bandwidth falls beyond the last of them.
     """
@@ -48,26 +49,22 @@ def compose(
                     f"{rows[row.workers][0]!r} and {one.name!r} both have {row.workers} workers: keep one of them"
                 )
             rows[row.workers] = one.name, row
-    inside = rows.get(per_node)
-    counts = sorted(rows)
-    own_count = next((count for count in counts if count > per_node), counts[-1])
-    _, first = rows[own_count]
-    carried_by = next((one.topology.transport for one in measured if one.topology.transport is not None), None)
-    topology = Topology(gpus_per_node=per_node, fabric=fabric, transport=carried_by)
-    if inside is not None and per_node > 1:
-        topology = replace(topology, algorithm="hierarchical", inside=inside[1].all_reduce, pipelined=True)
-    return Network(
+    transport = _first_known("transport", [one.topology for one in measured])
+    topology = Topology(gpus_per_node=per_node, fabric=fabric, transport=transport)
+    if per_node in rows and per_node > 1:
+        topology = replace(topology, algorithm="hierarchical", inside=rows[per_node][1].all_reduce, pipelined=True)
+    return network_of(
+        [rows[count][1] for count in sorted(rows)],
         name=name,
         topology=topology,
-        rows=tuple(row for count, (_, row) in sorted(rows.items()) if count != own_count),
-        slowdown=next((one.slowdown for one in measured if one.slowdown is not None), None),
-        backend=next((one.backend for one in measured if one.backend is not None), None),
-        accelerator=next((one.accelerator for one in measured if one.accelerator is not None), None),
-        sharded=next((one.sharded for one in measured if one.sharded is not None), None),
+        **{field: _first_known(field, measured) for field in ("slowdown", "backend", "accelerator", "sharded")},
         source=Source(method="imported", reference="; ".join(dict.fromkeys(map(_origin, measured)))),
         notes=tuple(dict.fromkeys(note for one in measured for note in one.notes)),
-        **msgspec.structs.asdict(first),
     )
+
+
+def _first_known(field: str, given: Sequence[Network | Topology]) -> Any:
+    return next((value for one in given if (value := getattr(one, field)) is not None), None)
 
 
 def _origin(network: Network) -> str:

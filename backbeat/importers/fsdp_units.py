@@ -14,18 +14,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backbeat.importers.trace_clock import DeviceClock, common, union
-from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer
+from backbeat.importers.trace_facts import KINDS, Facts, Mark, Ready, Transfer
 from backbeat.units import format_seconds
 
 ROOT_UNIT = "root"
 _MARK = re.compile(r"FSDP::(\w+)(?: \((.*)\))?(?: \[pg=\d+\])?$")
 _ISSUES = {"all_gather": "all_gather", "post_backward_reduce": "reduce_scatter"}
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,7 @@ class MeasuredUnit:
     """From its parameters' copy-out to its end; not known of the root, which runs between others."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnitCollective:
+class UnitCollective(NamedTuple):
     """One collective and whose it is."""
 
     unit: str
@@ -62,7 +61,7 @@ class UnitCollective:
 
 
 def measured_units(
-    facts: Facts, clock: DeviceClock, iterations: int, world_size: int | None = None
+    facts: Facts, clock: DeviceClock, iterations: int, world_size: int | None
 ) -> tuple[MeasuredUnit, ...]:
     """In the order of their first forward; empty where the trace is not FSDP2's."""
     marks = fsdp_marks(facts.marks)
@@ -75,7 +74,7 @@ def measured_units(
     found = []
     for name in dict.fromkeys(order):
         mine = [one.transfer for one in sent if one.unit == name]
-        gathers, scatters, reduces = ([one for one in mine if one.kind == kind] for kind in _KINDS)
+        gathers, scatters, reduces = ([one for one in mine if one.kind == kind] for kind in KINDS)
         if not mine:
             continue
         talking = sum(one.end - one.start for one in mine)

@@ -87,9 +87,10 @@ def load(
     computing = Computing(facts, clock) if units else None
     iterations = [found for window in windows if (found := _iteration(facts, clock, window, computing)) is not None]
     chosen = _alike(iterations, where, notes)
-    # A profile holds gradients in fp32; FSDP2 may compute them in the parameters' dtype.
-    wider = 4 if units else None
-    sizes = [_size(ready, wider) for ready in chosen[0].ready]
+    sizes = [ready.bytes for ready in chosen[0].ready]
+    if units:
+        # A profile holds gradients in fp32; FSDP2 may compute them in the parameters' dtype.
+        sizes = [ready.bytes and ready.bytes // ready.element_bytes * 4 for ready in chosen[0].ready]
     named = _named(sizes, like, where, notes)
     forward: list[float | None] = [None] * len(named)
     if units and like is None:
@@ -125,12 +126,6 @@ def load(
     return Trace(profile=profile, transfers=transfers, overlap=overlap, iterations=len(chosen), units=units)
 
 
-def _size(ready: Ready, element_bytes: int | None) -> int | None:
-    if ready.bytes is None or element_bytes is None:
-        return ready.bytes
-    return ready.bytes // ready.element_bytes * element_bytes
-
-
 def _world_size(top: dict[str, Any]) -> int | None:
     facts = top.get("distributedInfo")
     found = facts.get("world_size") if isinstance(facts, dict) else None
@@ -156,7 +151,7 @@ def _windows(marks: Sequence[Mark], notes: list[str]) -> list[tuple[float, float
 
 
 def _iteration(
-    facts: Facts, clock: DeviceClock, window: tuple[float, float, list[Mark]], computing: Computing | None = None
+    facts: Facts, clock: DeviceClock, window: tuple[float, float, list[Mark]], computing: Computing | None
 ) -> _Iteration | None:
     low, high, marks = window
     first_in, first_after = (bisect_left(facts.ready, edge, key=lambda one: one.start) for edge in (low, high))

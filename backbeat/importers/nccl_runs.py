@@ -51,13 +51,13 @@ class NcclRun:
 
 def text_runs(text: str) -> list[NcclRun]:
     runs: list[NcclRun] = []
-    run = NcclRun()
     header: list[str] = []
 
-    def next_run() -> NcclRun:
-        runs.append(run)
-        return NcclRun()
+    def next_run(**known: Any) -> NcclRun:
+        runs.append(NcclRun(**known))
+        return runs[-1]
 
+    run = next_run()
     for line in text.splitlines():
         line = _TAG.sub("", line)
         tokens = line.replace("#wrong", "wrong").lstrip("# \t").split()
@@ -69,8 +69,7 @@ def text_runs(text: str) -> list[NcclRun]:
         elif _is_header(tokens):
             if run.rows:
                 # Several tables under one list of devices: another type, operation or program.
-                runs.append(run)
-                run = NcclRun(devices=run.devices, program=run.program, blocking=run.blocking)
+                run = next_run(devices=run.devices, program=run.program, blocking=run.blocking)
             header = tokens
             run.host_times = "cputime" in tokens
         elif header and (row := _row(tokens, header, run)) is not None:
@@ -85,7 +84,6 @@ def text_runs(text: str) -> list[NcclRun]:
             run.blocking = True
         elif "nThread" in line and "nGpus" in line and run.rows:
             run, header = next_run(), []
-    runs.append(run)
     return runs
 
 

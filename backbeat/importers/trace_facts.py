@@ -13,7 +13,8 @@ from backbeat.errors import InputError
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = ("torch::autograd::AccumulateGrad", "AccumulateGrad")
 _MARKS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward", "FSDP::")
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+"""Of collectives."""
 _LAUNCHERS = ("cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _DTYPE_BYTES = {
@@ -57,7 +58,7 @@ class Transfer:
         ['all_gather', 'all_reduce', 'broadcast']
         """
         plain = self.name.lower().replace("_", "")
-        return next((kind for kind in _COLLECTIVES if kind.replace("_", "") in plain), self.name)
+        return next((kind for kind in KINDS if kind.replace("_", "") in plain), self.name)
 
 
 @dataclass(slots=True)

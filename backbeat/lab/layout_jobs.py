@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from backbeat.errors import InputError
-from backbeat.layouts.cluster import GpuCluster
-from backbeat.layouts.layout import Layout, micro_batches
-from backbeat.layouts.predict_layout import LayoutPredictor
-from backbeat.layouts.stage_times import StageTimer, split_layers
+from backbeat.layouts.layout import Layout
 
 TransferKind = Literal["send", "swap", "late", "all_gather", "reduce_scatter"]
 
@@ -63,34 +60,6 @@ class TransferJob:
     """Ranks of a group; groups of neighbours run side by side. A send goes from the first rank of two to the second, in
     a swap both send; `late` is a send whose receiver computes first."""
     late_s: float = 0.0
-
-
-def layout_job(predictor: LayoutPredictor, layout: Layout, free: GpuCluster, update_s: float) -> LayoutJob:
-    """What the predictor says a layout computes; `free` is a cluster whose links take no time."""
-    runnable(layout)
-    model, job = predictor.model, predictor.job
-    timer = StageTimer(
-        model, layout, job, free, predictor.operators, predictor.conventions, compute_factor=predictor.compute_factor
-    )
-    chunks = tuple(
-        ChunkJob(
-            forward_s=times.forward_s,
-            input_s=times.input_s,
-            weight_s=times.weight_s,
-            layers=held.layers,
-            first=held.first,
-            last=held.last,
-        )
-        for times, held in zip(timer.stages(), split_layers(model, layout), strict=True)
-    )
-    return LayoutJob(
-        layout=layout,
-        micro_batches=micro_batches(layout, job),
-        rows=layout.micro_batch * job.sequence,
-        row_bytes=2 * model.hidden,
-        chunks=chunks,
-        update_s=update_s,
-    )
 
 
 def runnable(layout: Layout) -> None:

@@ -20,15 +20,15 @@ from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.samples import quantile
 from backbeat.lab.experiment import SPARE_S, Repeated, slowest
 from backbeat.lab.jobs import ReplayJob, SpunJob, seconds_of, turns
-from backbeat.lab.layout_jobs import LayoutJob, TransferKind, layout_job, runnable, transfers
+from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferKind, runnable, transfers
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, Kind
-from backbeat.layouts.conventions import conventions_named
+from backbeat.layouts.conventions import Streams, conventions_named
 from backbeat.layouts.layout import Job, Layout, check
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
-from backbeat.layouts.pipeline import Streams
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
+from backbeat.layouts.stage_times import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
 
@@ -59,8 +59,8 @@ class LabCluster(GpuCluster):
     def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
         return self._timed(kind, size, workers) if workers > 1 else 0.0  # type: ignore[arg-type]
 
-    def waited_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
-        return self.collective_s(kind, size, workers, stride)
+    def waited_s(self, kind: Kind, size: float, workers: int) -> float:
+        return self.collective_s(kind, size, workers)
 
     def send_s(self, size: float, workers: int, stride: int) -> float:
         return self._timed("send", size, 2)
@@ -99,9 +99,27 @@ class LayoutCase:
         )
 
     def run_job(self, setting: Setting) -> LayoutJob:
-        free = self.predictor(setting, FREE)
-        update_s = free.predict(self.layout, "closed-form").breakdown.update
-        return layout_job(free, self.layout, free.cluster, update_s)
+        """What is computed where links take no time."""
+        model, job, layout, free = self.model, self.job, self.layout, self.predictor(setting, FREE)
+        chunks = tuple(
+            ChunkJob(
+                forward_s=times.forward_s,
+                input_s=times.input_s,
+                weight_s=times.weight_s,
+                layers=held.layers,
+                first=held.first,
+                last=held.last,
+            )
+            for times, held in zip(free.timer(layout).stages(), split_layers(model, layout), strict=True)
+        )
+        return LayoutJob(
+            layout=layout,
+            micro_batches=layout.micro_batches(job),
+            rows=layout.micro_batch * job.sequence,
+            row_bytes=2 * model.hidden,
+            chunks=chunks,
+            update_s=free.predict(layout, "closed-form").breakdown.update,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +177,8 @@ def time_links(session: Session, jobs: Sequence[LayoutJob], setting: Setting, bu
 
 
 def links_of(rows: Sequence[Mapping[str, Any]], setting: Setting, torch_version: str) -> TimedLinks:
-    """
+    """Curves through the medians of what `time_links` timed.
+
     >>> rows = [{"kind": "send", "workers": 2, "bytes": size, "seconds": [size * 1e-6] * 3} for size in (1000, 2000)]
     >>> links_of(rows, Setting(nodes=2, rate_bits=1e9), "2.13.0").curves["send", 2].at(1500)
     0.0015

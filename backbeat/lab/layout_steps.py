@@ -43,8 +43,6 @@ class LayoutStep:
         mesh = _mesh(device.type, pp, tp)
         held = range(dist.get_rank() // tp, len(job.chunks), pp)
         modules = [_Chunk(job, job.chunks[index], self._pace, mesh["tp"] if tp > 1 else None) for index in held]
-        self._schedule: Any = None
-        self._only: nn.Module | None = None
         if pp == 1:
             self._only = modules[0].to(device)
             return
@@ -60,7 +58,7 @@ class LayoutStep:
             for index, module in zip(held, modules, strict=True)
         ]
         single = job.layout.schedule in ("gpipe", "1f1b")
-        self._schedule = SCHEDULES[job.layout.schedule](
+        self._schedule: Any = SCHEDULES[job.layout.schedule](
             stages[0] if single else stages, job.micro_batches, loss_fn=lambda output, target: output.sum()
         )
         self._first, self._last = stages[0].is_first, stages[-1].is_last
@@ -70,19 +68,14 @@ class LayoutStep:
         self._pace.compute = compute
         # What goes in and what comes out is one number a micro-batch: splitting and merging them costs nothing.
         batch = torch.zeros(self._job.micro_batches, 1, device=self._device)
-        if self._schedule is None:
+        if self._job.layout.pp == 1:
             for micro_batch in batch.split(1):
-                self._run_alone(micro_batch)
+                self._only(micro_batch).sum().backward()
+                self._only.weight_gradients()()
         else:
             arguments = (batch,) if self._first else ()
             self._schedule.step(*arguments, **({"target": batch} if self._last else {}))
         compute(self._job.update_s)
-
-    def _run_alone(self, batch: torch.Tensor) -> None:
-        """One micro-batch where there is one stage."""
-        assert isinstance(self._only, _Chunk)
-        self._only(batch).sum().backward()
-        self._only.weight_gradients()()
 
 
 class TransferStep:

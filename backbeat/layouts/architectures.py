@@ -36,6 +36,13 @@ _LLAMA_SHAPES = {
     "llama-3-405b": (126, 16384, 128, 8, 53248, 128256),
 }
 """Layers, hidden, heads, heads of keys and values, MLP, vocabulary."""
+_EXPERT_SHAPES = {
+    "mixtral-8x7b": (32, 4096, 32, 8, 0, 32000, 8, 2, 14336),
+    "mixtral-8x22b": (56, 6144, 48, 8, 0, 32768, 8, 2, 16384),
+    "qwen3-30b-a3b": (48, 2048, 32, 4, 128, 151936, 128, 8, 768),
+    "qwen3-235b-a22b": (94, 4096, 64, 4, 128, 151936, 128, 8, 1536),
+}
+"""Layers, hidden, heads, heads of keys and values, head width, vocabulary, experts, experts per token, their MLP."""
 _DEEPSEEK = {
     "vocab": 129280,
     "latent_width": 512,
@@ -62,23 +69,10 @@ def _bundled() -> dict[str, Transformer]:
     ]
     made += [
         Transformer(
-            name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=0, vocab=vocab,
-            experts=8, experts_per_token=2, expert_ffn=ffn,
+            name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_width=width, ffn=0, vocab=vocab,
+            experts=experts, experts_per_token=taken, expert_ffn=ffn,
         )
-        for name, layers, hidden, heads, ffn, vocab in (
-            ("mixtral-8x7b", 32, 4096, 32, 14336, 32000),
-            ("mixtral-8x22b", 56, 6144, 48, 16384, 32768),
-        )
-    ]  # fmt: skip
-    made += [
-        Transformer(
-            name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=4, head_width=128, ffn=0, vocab=151936,
-            experts=128, experts_per_token=8, expert_ffn=ffn,
-        )
-        for name, layers, hidden, heads, ffn in (
-            ("qwen3-30b-a3b", 48, 2048, 32, 768),
-            ("qwen3-235b-a22b", 94, 4096, 64, 1536),
-        )
+        for name, (layers, hidden, heads, kv, width, vocab, experts, taken, ffn) in _EXPERT_SHAPES.items()
     ]  # fmt: skip
     made += [
         Transformer(

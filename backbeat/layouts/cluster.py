@@ -4,31 +4,28 @@ A network says what a collective takes that fills whole nodes. A layout's groups
 node, a group of `dp` takes every tp-th rank, so that several such groups cross the same NICs at once.
 
 Ranks of a group are `stride` apart. With g GPUs a node, a group has g / stride members in each node it touches, and
-min(stride, g) groups share a node. These send at the same time, since every rank does the same thing. So a message of
-one takes as long as a message so many times as large, in a group that has the node to itself, but for what a ring of
-fewer ranks sends less.
+min(stride, g) groups share a node. These send at the same time, since every rank does the same thing. So a message
+takes as long as one that is min(stride, g) times as large, in a group that fills the same nodes. A ring of fewer ranks
+sends somewhat less (`_sent`).
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from backbeat.cost import Curve
 from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator
 from backbeat.cost.collectives import traffic
+from backbeat.cost.fabric import Load
 from backbeat.errors import InputError
 from backbeat.model import Network
 from backbeat.model.profile import ComputeShares
+from backbeat.model.slowdown import Slowdown
 from backbeat.simulate.gather_scatter import GatherScatter
 from backbeat.simulate.slowdowns import slowdown_on
-
-if TYPE_CHECKING:
-    import os
-
-    from backbeat.cost import Curve
-    from backbeat.cost.fabric import Load
-    from backbeat.model.slowdown import Slowdown
 
 CALL_S, RANK_S = 25e-6, 8.5e-6
 """What a small collective takes inside a node that a layer waits for: at least, and for each further rank. All-reduces
@@ -46,7 +43,7 @@ class GpuCluster:
     load: Load = "typical"
     contention: bool = False
     """Whether computation takes longer beside communication: as the network says, or its transport lets assume."""
-    _curves: dict[tuple[str, int], Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _curves: dict[int, dict[Kind, Curve]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _slowdowns: dict[int, tuple[Slowdown, str] | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -100,8 +97,8 @@ class GpuCluster:
         return latency + size / rate
 
     def late_s(self, size: float) -> float | None:
-        """What a send still takes where its receiver is ready only when all else has come into a buffer. None: nothing
-        is sent before, which is what is assumed."""
+        """What is left of a send whose receiver is ready only after its buffer has taken what it can. None, which is
+        assumed: nothing is sent before the receiver is ready."""
         return None
 
     def exchange_s(self, size: float, workers: int, stride: int = 1) -> float:
@@ -156,17 +153,12 @@ class GpuCluster:
         return curve.at(0.0) / (count - 1), rate / sharing
 
     def _curve(self, kind: Kind, workers: int) -> Curve:
-        found = self._curves.get((kind, workers))
-        if found is None:
+        if workers not in self._curves:
             there = self.network.at(workers=workers, load=self.load)
-            costs = GatherScatter.of(there)
-            found = {
-                "all_reduce": there.cost.isolated,
-                "all_gather": costs.gather,
-                "reduce_scatter": costs.scatter,
-            }[kind]
-            self._curves[kind, workers] = found
-        return found
+            halves = GatherScatter.of(there)
+            whole = there.cost.isolated
+            self._curves[workers] = {"all_reduce": whole, "all_gather": halves.gather, "reduce_scatter": halves.scatter}
+        return self._curves[workers][kind]
 
 
 def cluster_of(network: GpuCluster | Network | str | os.PathLike[str], gpu: str | None = None) -> GpuCluster:

@@ -6,15 +6,12 @@ itself, and the embedding, whose gradient is complete when backward ends, hides 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from backbeat.layouts.stage_times import Added, StageLayers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from backbeat.layouts.transformer import Transformer
+from backbeat.layouts.transformer import Transformer, weights
 
 
 class GradientBucket(NamedTuple):
@@ -47,7 +44,6 @@ def dense_buckets(
 
     Of two layers each fills a bucket of 400, and so do the head, complete first, and the embedding, complete last:
 
-    >>> from backbeat.layouts.transformer import Transformer
     >>> tiny = Transformer(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
     >>> whole = (StageLayers(2, 0, True, True),)
     >>> [(each.elements, round(each.ready, 2)) for each in dense_buckets(tiny, 1, whole, 400)]
@@ -80,25 +76,22 @@ def equal_buckets(elements: float, cap: float | None) -> tuple[GradientBucket, .
 
 
 def overlapped_with_backward(
-    buckets: Sequence[GradientBucket], backward_s: float, travel_s: Callable[[float], float], slowdown: float
+    buckets: Sequence[GradientBucket], backward_s: float, travel_s: Mapping[float, float], slowdown: float
 ) -> Added:
-    """What buckets add to the backward pass they overlap with.
+    """What buckets add to the backward pass they overlap with; `travel_s` is by their elements.
 
     They travel one after the other, each once it is complete. Computation beside them takes `slowdown` times as long.
 
     >>> halves = equal_buckets(2.0, 1.0)
-    >>> overlapped_with_backward(halves, 4.0, lambda elements: 1.0, 1.0)
-    Added(exposed_s=1.0, slower_s=0.0)
-    >>> overlapped_with_backward(halves, 4.0, lambda elements: 3.0, 1.0)
-    Added(exposed_s=4.0, slower_s=0.0)
+    >>> overlapped_with_backward(halves, 4.0, {1.0: 1.0}, 1.0), overlapped_with_backward(halves, 4.0, {1.0: 3.0}, 1.0)
+    (Added(exposed_s=1.0, slower_s=0.0), Added(exposed_s=4.0, slower_s=0.0))
     """
-    times = {elements: travel_s(elements) for elements in {bucket.elements for bucket in buckets}}
-    alone, beside = (_finished(buckets, backward_s, times, factor) for factor in (1.0, slowdown))
+    alone, beside = (_finished(buckets, backward_s, travel_s, factor) for factor in (1.0, slowdown))
     return Added(alone - backward_s, beside - alone)
 
 
 def _finished(
-    buckets: Sequence[GradientBucket], backward_s: float, times: dict[float, float], slowdown: float
+    buckets: Sequence[GradientBucket], backward_s: float, travel_s: Mapping[float, float], slowdown: float
 ) -> float:
     now = in_flight = done = 0.0
     for bucket in (*buckets, GradientBucket(0.0, 1.0)):
@@ -106,18 +99,18 @@ def _finished(
         # While messages are in flight computation is slower; what is left of it afterwards is not.
         passed = computing + min(in_flight, computing * slowdown) * (1 - 1 / slowdown)
         now, done = now + passed, bucket.ready
-        in_flight = max(0.0, in_flight - passed) + (times[bucket.elements] if bucket.elements else 0.0)
+        in_flight = max(0.0, in_flight - passed) + (travel_s[bucket.elements] if bucket.elements else 0.0)
     return now + in_flight
 
 
 @lru_cache(maxsize=1024)
 def _modules(model: Transformer, tp: int, chunks: tuple[StageLayers, ...]) -> tuple[_Module, ...]:
     """In the order of backward."""
-    attention = [each.parameters / (1 if each.split == "none" else tp) for each in model.attention]
-    norm = float(model.hidden) * (1 if model.rms_norm else 2)
+    attention = [each.held(tp) for each in model.attention]
+    norm = float(model.norm_parameters)
     dense, shared = ([each.parameters / tp for each in model.mlp(inner)] for inner in (model.ffn, model.shared_ffn))
     router = float(model.router.parameters)
-    taken = model.experts_per_token * sum(each.parameters for each in model.mlp(model.expert_ffn)) / tp
+    taken = model.experts_per_token * weights(model.mlp(model.expert_ffn)) / tp
     each_dense = _Module((*dense[::-1], norm, *attention[::-1], norm), sum(attention) + sum(dense))
     sparse = (*(shared[::-1] if model.shared_ffn else ()), router, norm, *attention[::-1], norm)
     each_sparse = _Module(sparse, sum(attention) + sum(shared) + router + taken)

@@ -4,43 +4,40 @@ leaves."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of
-
-if TYPE_CHECKING:
-    from backbeat.cost.operator_model import OperatorModel
-    from backbeat.layouts.conventions import Conventions
-    from backbeat.layouts.layout import Job, Layout
-    from backbeat.layouts.transformer import Linear, Transformer
+from backbeat.layouts.conventions import Conventions
+from backbeat.layouts.layout import Job, Layout
+from backbeat.layouts.transformer import Linear, Transformer
 
 FAMILIES = ("matmul", "attention", "memory")
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseSeconds:
-    """Computation by family."""
+class PartSeconds(NamedTuple):
+    """Where the time of a pass, a layer or a stage goes: the first parts of a `StepBreakdown`."""
 
     matmul: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
-    waiting: float = 0.0
-    """For the host, which takes longer to submit the operators than the GPU to run them."""
+    host: float = 0.0
+    """Waiting for the host, which takes longer to submit the operators than the GPU to run them."""
+    recompute: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    contention: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.memory + self.waiting
+        return sum(self)
 
-    def __add__(self, other: PhaseSeconds) -> PhaseSeconds:
-        return PhaseSeconds(
-            self.matmul + other.matmul,
-            self.attention + other.attention,
-            self.memory + other.memory,
-            self.waiting + other.waiting,
-        )
+    def plus(self, *others: PartSeconds) -> PartSeconds:
+        return PartSeconds(*map(sum, zip(self, *others, strict=True)))
 
-    def times(self, factor: float) -> PhaseSeconds:
-        return PhaseSeconds(self.matmul * factor, self.attention * factor, self.memory * factor, self.waiting * factor)
+    def times(self, factor: float) -> PartSeconds:
+        return PartSeconds(*(part * factor for part in self))
 
 
 @dataclass(slots=True)
@@ -81,7 +78,7 @@ _ELSEWHERE = (0.8, 0.8)
 """Assumed of other GPUs."""
 
 
-def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False, parameters: int = 0) -> PhaseSeconds:
+def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False, parameters: int = 0) -> PartSeconds:
     """What these operators take on this GPU, by family."""
     found = dict.fromkeys(FAMILIES, 0.0)
     host = model.host.parameter_s * parameters
@@ -91,7 +88,7 @@ def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = Fals
         family = family_of(work)
         found[family] += model.seconds(work) / shares.get(family, 1.0)
         host += submitted.get(family, 0.0)
-    return PhaseSeconds(**found, waiting=max(0.0, host - sum(found.values())))
+    return PartSeconds(**found, host=max(0.0, host - sum(found.values())))
 
 
 class LayerBuilder:
@@ -104,6 +101,8 @@ class LayerBuilder:
         self.imbalance = imbalance
         """Tokens of the busiest rank over those of the average."""
         self.tokens, self.own_tokens = layout.tokens(job), layout.own_tokens(job)
+        self.activation_bytes, self.own_bytes = 2 * self.tokens * model.hidden, 2 * self.own_tokens * model.hidden
+        """Of one activation: in a group of `tp` ranks, and of one rank between the matrices that these share."""
         self._half = "fp16" if job.precision == "fp16" else "bf16"
 
     def layer(self, *, sparse: bool) -> LayerWork:
@@ -127,8 +126,7 @@ class LayerBuilder:
         return [replace(work, bytes=work.bytes * factor) if isinstance(work, Traffic) else work for work in works]
 
     def embedding(self) -> LayerWork:
-        made = LayerWork()
-        each = 2 * self.own_tokens * self.model.hidden
+        made, each = LayerWork(), self.own_bytes
         made.moves(2 * each, 3 * each)
         if self.model.dropout:
             made.moves(2 * each, 2 * each)
@@ -141,8 +139,7 @@ class LayerBuilder:
     def head(self) -> LayerWork:
         """The last norm, the logits and the loss."""
         made = LayerWork()
-        each = 2 * self.own_tokens * self.model.hidden
-        made.moves(2 * each, 3 * each)
+        made.moves(2 * self.own_bytes, 3 * self.own_bytes)
         self._linear(made, self.model.head, precision=self._half)
         logits = self.tokens * self.model.vocab / self.layout.tp
         forward, backward = self.conventions.loss_bytes
@@ -151,32 +148,25 @@ class LayerBuilder:
 
     def _norm_and_residual(self, made: LayerWork) -> None:
         """A fused norm; bias, dropout and residual in one kernel."""
-        each = 2 * self.own_tokens * self.model.hidden
+        each = self.own_bytes
         made.parameters += 1 if self.model.rms_norm else 2
         made.moves(2 * each, 4 * each)
         masked = 0.5 * each if self.model.dropout else 0.0
         made.moves(3 * each + masked, (2 * each + masked) if self.model.dropout else 0.0)
 
     def _linear(
-        self,
-        made: LayerWork,
-        linear: Linear,
-        *,
-        rows: float | None = None,
-        batch: float = 1,
-        whole: bool = False,
-        precision: str | None = None,
+        self, made: LayerWork, linear: Linear, *, rows: float = 0.0, batch: float = 1, precision: str = ""
     ) -> None:
-        inputs, outputs = (linear.inputs, linear.outputs) if whole else linear.cut(self.layout.tp)
-        shared = linear.split != "none" and not whole
-        rows = rows if rows is not None else self.tokens if shared else self.own_tokens
+        """`rows` are by default the tokens that its split leaves to a rank, `precision` the job's."""
+        inputs, outputs = linear.cut(self.layout.tp)
+        rows = rows or (self.own_tokens if linear.split == "none" else self.tokens)
         precision = precision or self.job.precision
         made.parameters += 1 + self.model.bias
         made.forward.append(Product(precision, rows, outputs, inputs, "nt", batch))
         made.input.append(Product(precision, rows, inputs, outputs, "nn", batch))
         weight = Product(precision, outputs, inputs, rows, "tn", batch)
         made.weight.append(weight)
-        if linear.split == "columns" and shared:
+        if linear.split == "columns":
             made.column_weight.append(weight)
         if precision == "fp8":
             # Casts to 8 bits, and turned copies, of what goes in.
@@ -200,7 +190,6 @@ class LayerBuilder:
             made.input.append(Attention(self._half, heads, queries, keys, width, "causal", backward=True))
         else:
             scores = 2 * heads * queries * keys
-            dropped = 1.25 * scores if model.dropout else 0.0
             core = [
                 Product(self._half, queries, keys, width, "nt", heads),
                 Traffic("softmax", 2 * scores, 2),
@@ -213,9 +202,9 @@ class LayerBuilder:
                 Product(self._half, queries, width, keys, "nn", heads),
                 Product(self._half, keys, width, queries, "tn", heads),
             ]
-            if dropped:
-                core.insert(2, Traffic("dropout", 2 * dropped, 2))
-                made.input.append(Traffic("pointwise", 2 * dropped, 2))
+            if model.dropout:
+                core.insert(2, Traffic("dropout", 2.5 * scores, 2))
+                made.input.append(Traffic("pointwise", 2.5 * scores, 2))
         made.core += core
         made.forward += core
 
@@ -232,14 +221,15 @@ class LayerBuilder:
         """Each rank's own tokens go to the experts they chose; each rank computes the experts it holds."""
         model, layout = self.model, self.layout
         own = self.tokens / layout.tp
-        self._linear(made, model.router, rows=own, whole=True, precision=self._half)
+        self._linear(made, model.router, rows=own, precision=self._half)
         rows = own * model.experts_per_token * self.imbalance
         local = model.experts / layout.ep
         copied = 2 * rows * model.hidden
         # Sorted by expert before and after travelling, and back again.
         made.moves(4 * 2 * copied, 4 * 2 * copied)
         for linear in model.mlp(model.expert_ffn):
-            self._linear(made, linear, rows=rows / local, batch=local, whole=True)
+            # A rank has all of an expert.
+            self._linear(made, linear._replace(split="none"), rows=rows / local, batch=local)
         self._activation(made, rows * model.expert_ffn)
         if model.shared_ffn:
             self._mlp(made, model.shared_ffn)

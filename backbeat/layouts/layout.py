@@ -71,7 +71,21 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def gpus(self) -> int:
-        return self.dp * self.tp * self.pp * self.cp
+        return self.stage_gpus * self.pp
+
+    @property
+    def stage_gpus(self) -> int:
+        return self.tp * self.cp * self.dp
+
+    @property
+    def dense_group(self) -> tuple[int, int]:
+        """Ranks with the same parameters, without experts: how many, and how far apart."""
+        return self.dp * self.cp, self.tp
+
+    @property
+    def expert_group(self) -> tuple[int, int]:
+        """The same of ranks with the same experts."""
+        return self.stage_gpus // self.ep, self.ep
 
     @property
     def label(self) -> str:
@@ -93,6 +107,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def shards_sequence(self) -> bool:
         return self.tp > 1 and self.sequence_parallel
+
+    def micro_batches(self, job: Job) -> int:
+        """How many one replica computes in a step."""
+        return job.global_batch // (self.dp * self.micro_batch)
 
     def tokens(self, job: Job) -> float:
         """Of one micro-batch, in a group of `tp` ranks."""
@@ -120,11 +138,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 def job_of(global_batch: int, sequence: int, precision: str = "bf16") -> Job:
     return checked({"global_batch": global_batch, "sequence": sequence, "precision": precision}, Job, "")
-
-
-def micro_batches(layout: Layout, job: Job) -> int:
-    """How many one replica computes in a step."""
-    return job.global_batch // (layout.dp * layout.micro_batch)
 
 
 def check(model: Transformer, layout: Layout, job: Job, gpus: int | None = None) -> None:
@@ -155,7 +168,7 @@ def impossible(model: Transformer, layout: Layout, job: Job, gpus: int | None = 
         (f"ffn({model.ffn})", model.ffn, f"tp({tp})", tp),
         (f"shared_ffn({model.shared_ffn})", model.shared_ffn, f"tp({tp})", tp),
         (f"experts({model.experts})", model.experts or ep, f"ep({ep})", ep),
-        (f"(tp({tp}) * cp({cp}) * dp({dp}))", tp * cp * dp, f"ep({ep})", ep),
+        (f"(tp({tp}) * cp({cp}) * dp({dp}))", layout.stage_gpus, f"ep({ep})", ep),
         (f"global_batch({job.global_batch})", job.global_batch, f"(dp({dp}) * micro_batch({micro}))", dp * micro),
         (f"sequence({job.sequence})", job.sequence, f"(2 * cp({cp}))", cp * 2 if cp > 1 else 1),
         (f"sequence({job.sequence})", job.sequence, f"(cp({cp}) * tp({tp}))", cp * tp if layout.shards_sequence else 1),
@@ -169,7 +182,7 @@ def impossible(model: Transformer, layout: Layout, job: Job, gpus: int | None = 
         return f"kv_heads({model.key_heads}) % tp({tp}) != 0 and tp({tp}) % kv_heads({model.key_heads}) != 0"
     if ep > 1 and not model.experts:
         return f"ep({ep}) > 1, but {model.name} has no experts: leave ep out"
-    count = micro_batches(layout, job)
+    count = layout.micro_batches(job)
     if layout.chunks > 1 and (layout.schedule != "interleaved" or pp == 1):
         return f"chunks({layout.chunks}) > 1 needs schedule=interleaved and pp > 1, not {layout.schedule} and pp({pp})"
     if layout.schedule == "interleaved" and pp > 1 and count % pp:

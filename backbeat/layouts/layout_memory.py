@@ -6,21 +6,17 @@ s·b·h·(10 + 24/t) bytes beside the scores, with sequence parallelism 34/t (Ko
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from backbeat.layouts.pipeline import in_flight
+from backbeat.layouts.conventions import Conventions
+from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.replicas import rank_parameters
+from backbeat.layouts.stage_programs import in_flight
 from backbeat.layouts.stage_times import StageLayers, split_layers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.layouts.conventions import Conventions
-    from backbeat.layouts.layout import Job, Layout
-    from backbeat.layouts.transformer import Transformer
+from backbeat.layouts.transformer import Transformer
 
 _WEIGHT_BYTES = 2
 _OPTIMIZER_BYTES = 12
@@ -46,25 +42,22 @@ class MemoryByKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory(
-    model: Transformer, layout: Layout, job: Job, conventions: Conventions, count: int, imbalance: float = 1.0
+    model: Transformer, layout: Layout, job: Job, conventions: Conventions, imbalance: float = 1.0
 ) -> MemoryByKind:
-    """What a GPU of the fullest stage holds, with `count` micro-batches in a step."""
-    layers = LayerMemory(model, layout, job, conventions, imbalance)
+    """What a GPU of the fullest stage holds."""
+    layers, pp = LayerMemory(model, layout, job, conventions, imbalance), layout.pp
     chunks = split_layers(model, layout, by_cost=conventions.stages_by_cost)
-    found = []
-    for stage in range(layout.pp):
-        waiting = in_flight(layout.schedule, stage, layout.pp, count, layout.chunks)
-        found.append(_stage(layers, chunks[stage :: layout.pp], waiting))
+    count = layout.micro_batches(job)
+    waiting = [in_flight(layout.schedule, stage, pp, count, layout.chunks) for stage in range(pp)]
+    found = [_stage(layers, chunks[stage::pp], waiting[stage]) for stage in range(pp)]
     return max(found, key=lambda each: each.total)
 
 
 def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> MemoryByKind:
     model, layout, job, conventions = layers.model, layers.layout, layers.job, layers.conventions
-    held = [rank_parameters(model, layout, chunk) for chunk in own]
-    dense, expert = sum(each.dense for each in held), sum(each.expert for each in held)
-    replicas, expert_replicas = layout.dp * layout.cp, layout.tp * layout.cp * layout.dp // layout.ep
-    shared = dense / replicas + expert / expert_replicas
-    whole = dense + expert
+    held = rank_parameters(model, layout, *own)
+    shared = held.dense / layout.dense_group[0] + held.expert / layout.expert_group[0]
+    whole = held.total
     zero, tokens = layout.zero, layout.tokens(job)
     kept, working = 0.0, 0.0
     for chunk in own:
@@ -126,7 +119,7 @@ class LayerMemory:
         tokens, between = self.layout.tokens(self.job), self.layout.own_tokens(self.job)
         # Both norms' inputs and what they give, and two dropout masks of a byte.
         kept = between * model.hidden * (4 * 2 + (2 if model.dropout else 0))
-        wide = model.heads * (model.width + model.out_width) + model.key_heads * (model.width + model.out_width)
+        wide = (model.heads + model.key_heads) * (model.width + model.out_width)
         kept += 2 * tokens * wide / tp + self._scores
         kept += 2 * between * (model.query_rank + model.latent_width) * 2
         inner = 3 if model.gated else 2

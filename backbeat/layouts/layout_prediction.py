@@ -47,7 +47,7 @@ class StepBreakdown(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in self.__struct_fields__}
+        return msgspec.structs.asdict(self)
 
     @property
     def limit(self) -> str:
@@ -107,8 +107,7 @@ class LayoutPrediction(msgspec.Struct, frozen=True, kw_only=True):
 
     def data(self) -> dict[str, Any]:
         """The answer as JSON holds it."""
-        found = msgspec.to_builtins(self)
-        assert isinstance(found, dict)
-        found["layout"] = {name: getattr(self.layout, name) for name in Layout.__struct_fields__}
+        # A layout leaves out what is at its default; here it is whole.
+        found = {**msgspec.to_builtins(self), "layout": msgspec.structs.asdict(self.layout)}
         derived = ("tokens_per_s", "tokens_per_s_per_gpu", "memory_bytes", "fits", "limited_by")
-        return {**found, **{name: getattr(self, name) for name in derived}}
+        return found | {name: getattr(self, name) for name in derived}

@@ -7,24 +7,21 @@ does not fit without it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from itertools import product
+from typing import Any, Unpack
 
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.layouts.layout import Job, Layout, Recompute, impossible, job_of, micro_batches
-from backbeat.layouts.predict_layout import LayoutPredictor, predictor_of
+from backbeat.layouts.layout import Layout, Recompute, impossible, job_of
+from backbeat.layouts.layout_prediction import LayoutPrediction
+from backbeat.layouts.predict_layout import ClusterInput, LayoutPredictor, ModelInput, PredictorOptions, predictor_of
 from backbeat.layouts.slow_ranks import check_stragglers
-
-if TYPE_CHECKING:
-    from backbeat.layouts.layout_prediction import LayoutPrediction
-    from backbeat.layouts.predict_layout import ClusterInput, ModelInput, PredictorOptions
-    from backbeat.layouts.transformer import Transformer
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SIMULATED = 16
 """The best in closed form, which are then simulated and ranked by that."""
-_MOST_MICRO_BATCH = 8
+_MICRO_BATCHES = (1, 2, 4, 8)
 _MOST_CHUNKS = 8
 
 
@@ -80,36 +77,21 @@ def _rank(found: LayoutPrediction) -> tuple[Any, ...]:
 def _candidates(predictor: LayoutPredictor, gpus: int, zero: Sequence[int]) -> Iterator[Layout]:
     """Every possible layout, without choosing what it recomputes."""
     model, job = predictor.model, predictor.job
-    node = predictor.cluster.per_node
-    for tp in _divisors(gpus):
-        if tp > max(node, 8):
+    for tp, pp, cp in product(_divisors(gpus), repeat=3):
+        too_wide = tp > max(predictor.cluster.per_node, 8) or (cp > 1 and job.sequence < 4096 * cp)
+        if gpus % (tp * pp * cp) or too_wide:
             continue
-        for pp in _divisors(gpus // tp):
-            for cp in _divisors(gpus // tp // pp):
-                if cp > 1 and job.sequence < 4096 * cp:
-                    continue
-                dp = gpus // tp // pp // cp
-                for ep in _divisors(tp * cp * dp) if model.experts else (1,):
-                    for one in _variants(model, job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep), zero):
-                        if one.chunks == 1 or predictor.conventions.interleaves:
-                            yield one
-
-
-def _variants(model: Transformer, job: Job, base: Layout, zero: Sequence[int]) -> Iterator[Layout]:
-    micro = 1
-    while micro <= _MOST_MICRO_BATCH:
-        for stage in zero:
-            one = msgspec.structs.replace(base, micro_batch=micro, zero=stage)
+        base = Layout(dp=gpus // (tp * pp * cp), tp=tp, pp=pp, cp=cp)
+        experts = _divisors(base.stage_gpus) if model.experts else [1]
+        for ep, micro, stage in product(experts, _MICRO_BATCHES, zero):
+            one = msgspec.structs.replace(base, ep=ep, micro_batch=micro, zero=stage)
             if impossible(model, one, job) is not None:
                 continue
             yield one
-            if one.pp == 1:
-                continue
-            count = micro_batches(one, job)
-            for chunks in range(2, _MOST_CHUNKS + 1):
-                if model.layers % (one.pp * chunks) == 0 and count % one.pp == 0:
-                    yield msgspec.structs.replace(one, schedule="interleaved", chunks=chunks)
-        micro *= 2
+            if pp > 1 and one.micro_batches(job) % pp == 0 and predictor.conventions.interleaves:
+                for chunks in range(2, _MOST_CHUNKS + 1):
+                    if model.layers % (pp * chunks) == 0:
+                        yield msgspec.structs.replace(one, schedule="interleaved", chunks=chunks)
 
 
 def _divisors(number: int) -> list[int]:

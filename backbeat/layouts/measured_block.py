@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
-from backbeat.layouts.layout import Job, Layout, Precision
+from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.stage_times import StageTimer
 from backbeat.model.profile import DTYPE_BYTES, Profile
 
 if TYPE_CHECKING:
-    import os
-
-    from backbeat.cost.operator_model import OperatorModel
-    from backbeat.layouts.cluster import GpuCluster
-    from backbeat.layouts.conventions import Conventions
-    from backbeat.layouts.transformer import Transformer
+    from backbeat.layouts.predict_layout import LayoutPredictor
 
 _ALIKE = 0.05
 """How far the parameters of a profile may be from whole layers of the model."""
@@ -34,22 +30,16 @@ class MeasuredBlock:
     """One by one: how much they vary."""
 
 
-def measured_block(
-    block: Profile | str | os.PathLike[str],
-    model: Transformer,
-    cluster: GpuCluster,
-    operators: OperatorModel,
-    conventions: Conventions,
-    precision: Precision,
-) -> MeasuredBlock:
+def measured_block(block: Profile | str | os.PathLike[str], predictor: LayoutPredictor) -> MeasuredBlock:
     """Of one dense layer of the model or of several, without embedding and head, on one GPU of the cluster."""
+    model, gpu = predictor.model, predictor.cluster.accelerator
     profile = block if isinstance(block, Profile) else Profile.load(block)
     if profile.sequence_length is None:
         raise InputError(f"profile {profile.name!r} does not say its sequence length: profile the block again")
     device = accelerator(profile.device)
-    if device is None or device.name != cluster.accelerator.name:
+    if device is None or device.name != gpu.name:
         raise InputError(
-            f"profile {profile.name!r} was measured on {profile.device}, the cluster has {cluster.accelerator.name}: "
+            f"profile {profile.name!r} was measured on {profile.device}, the cluster has {gpu.name}: "
             "measure the block on one of its GPUs"
         )
     each = model.attention_parameters + model.mlp_parameters(model.ffn)
@@ -60,8 +50,8 @@ def measured_block(
             f"profile {profile.name!r} has {held / 1e6:.1f}M parameters, a layer of {model.name} {each / 1e6:.1f}M: "
             "profile one dense layer, or several, without embedding and head"
         )
-    job = Job(global_batch=profile.batch_size, sequence=profile.sequence_length, precision=precision)
+    job = Job(global_batch=profile.batch_size, sequence=profile.sequence_length, precision=predictor.job.precision)
     alone = Layout(micro_batch=profile.batch_size)
-    timer = StageTimer(model, alone, job, cluster, operators, conventions)
+    timer = StageTimer(model, alone, job, predictor.cluster, predictor.operators, predictor.conventions)
     predicted = layers * timer.layer(sparse=False).total_s
     return MeasuredBlock((profile.forward_s + profile.backward_s) / predicted, layers, profile.iteration_s)

@@ -12,27 +12,23 @@ max(1, m - p + 1)·W, where W is the weights' part of B and takes no longer than
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from backbeat.errors import BackbeatError
-from backbeat.layouts.stage_programs import Act, Operation, Transfer, programs
-from backbeat.layouts.steady_pipeline import PipelineTurn, turn_of
+from backbeat.layouts.conventions import Streams
+from backbeat.layouts.layout import PipelineSchedule
+from backbeat.layouts.stage_programs import Operation, Transfer, programs
+from backbeat.layouts.stage_times import StageTimes
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
-    from backbeat.layouts.layout import PipelineSchedule
-    from backbeat.layouts.stage_times import StageTimes
-
-Streams = Literal["direction", "connection", "pair", "rank"]
-"""Which transfers of a stage run one after the other, in the order they were posted.
-
-`direction`: those to one neighbour, and those from it, each on a NIC of its own, with receives posted early: nothing
-holds up what is ready, which meets published rows of Megatron's best. The others are torch's, and share a NIC.
-`connection`: the same, but a stage tells its neighbour that it is ready to receive behind what it is sending to it, so
-that a swap takes two sends (gloo). `pair`: all with one neighbour (NCCL in torch 2.13). `rank`: all (NCCL before)."""
+_SIMULATED_ROUNDS = 6
+"""Of as many micro-batches as stages, at first."""
+_SAME = 1e-9
+"""Of the time of a turn: what rounding may make of equal ones."""
 
 
 class Performed(NamedTuple):
@@ -42,10 +38,6 @@ class Performed(NamedTuple):
     operation: Operation
     start_s: float
     end_s: float
-
-
-_SIMULATED_ROUNDS = 6
-"""Of as many micro-batches as stages, at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +68,63 @@ def run(
     listed: bool = True,
 ) -> PipelineRun:
     """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s.
-    `late_s` is what a send still takes where its receiver is ready only when all else has come into a buffer; None
-    where nothing is sent before a receiver is ready.
+    `late_s` is what is left of a send whose receiver is ready only after its buffer has taken what it can; None where
+    nothing is sent before a receiver is ready.
 
     Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated; unless every
     operation is to be `listed`, only in time.
     """
-    if schedule == "gpipe" or stages == 1:
-        return _simulated(schedule, stages, count, times, send_s, streams, late_s)
+    simulated = partial(_simulated, schedule, stages, times=times, send_s=send_s, streams=streams, late_s=late_s)
     rounds = _SIMULATED_ROUNDS
-    while rounds < count // stages:
+    while rounds < count // stages and schedule != "gpipe" and stages > 1:
         first_count = rounds * stages + count % stages
-        short = _simulated(schedule, stages, first_count, times, send_s, streams, late_s)
-        turn = turn_of(short.performed, stages, first_count, by_rounds=schedule == "interleaved")
+        short = simulated(first_count)
+        turn = _turn(short.performed, stages, first_count, by_rounds=schedule == "interleaved")
         if turn is not None:
             turns, more = divmod(count - first_count, turn.size)
-            if more:
-                short = _simulated(schedule, stages, first_count + more, times, send_s, streams, late_s)
-            return _repeated(short, turn, turns, listed=listed)
+            return _repeated(simulated(first_count + more) if more else short, turn, turns, listed=listed)
         rounds *= 2
-    return _simulated(schedule, stages, count, times, send_s, streams, late_s)
+    return simulated(count)
 
 
-def _repeated(short: PipelineRun, turn: PipelineTurn, turns: int, *, listed: bool) -> PipelineRun:
+class _Turn(NamedTuple):
+    """Micro-batches in the middle of a step, which repeat."""
+
+    first: int
+    size: int
+    seconds: float
+    """From one turn to the next."""
+
+
+def _turn(performed: Sequence[Performed], stages: int, count: int, *, by_rounds: bool) -> _Turn | None:
+    """The turn that a step of `count` micro-batches has settled into by its middle; None where it has not.
+
+    After the first micro-batches every stage does the same again and again, later by the same time. How many
+    micro-batches one turn has depends on schedule and streams. Often it is one, so that a round of as many as there are
+    stages repeats, too. Transfers that take turns in a queue have turns of their own: of two micro-batches, say, which
+    on three stages repeat only after two rounds. Interleaved steps take micro-batches by rounds, and whole rounds
+    repeat.
+    """
+    starts: list[dict[int, float]] = [{} for _ in range(stages)]
+    for each in performed:
+        if each.operation.kind == "F" and each.operation.chunk == 0:
+            starts[each.stage][each.operation.micro_batch] = each.start_s
+    first = count // stages // 2 * stages
+    # A round first: where it repeats, a step of any length ends as a short one does.
+    step = stages if by_rounds else 1
+    for size in (stages, *range(step, (count - first) // 2 + 1, step)):
+        # The slowest stage sets the pace; others may still be ahead of it.
+        seconds = max(own[first + size] - own[first] for own in starts)
+        if all(
+            math.isclose(own[micro + size] - own[micro], seconds, rel_tol=_SAME)
+            for own in starts
+            for micro in range(first, count - size)
+        ):
+            return _Turn(first, size, seconds)
+    return None
+
+
+def _repeated(short: PipelineRun, turn: _Turn, turns: int, *, listed: bool) -> PipelineRun:
     """The step with so many more turns in the middle."""
     performed: list[Performed] = []
     for each in short.performed if listed else ():
@@ -124,58 +150,44 @@ def _simulated(
     late_s: float | None = None,
 ) -> PipelineRun:
     split = schedule == "zero-bubble" and stages > 1
+    seconds = [
+        {"F": each.forward_s, "B": each.input_s if split else each.backward_s, "W": each.weight_s} for each in times
+    ]
     transfers = _Transfers(stages, send_s, streams, late_s)
-    played = _Played(stages, times, split, transfers)
-    chunks = len(times) // stages
-    left = [deque(each) for each in programs(schedule, stages, count, chunks, early=streams == "direction")]
+    acts = programs(schedule, stages, count, len(times) // stages, early=streams == "direction")
+    left = [deque(each) for each in acts]
+    free = [0.0] * stages
+    waiting: set[int] = set()
+    performed: list[Performed] = []
     turns = [(0.0, stage) for stage in range(stages)]
     while turns or transfers.next_s < float("inf"):
         if not turns or transfers.next_s <= turns[0][0]:
             now = transfers.next_s
-            for stage in transfers.finish():
-                if played.waiting[stage]:
-                    played.waiting[stage] = False
-                    heapq.heappush(turns, (now, stage))
+            for stage in transfers.finish() & waiting:
+                waiting.remove(stage)
+                heapq.heappush(turns, (now, stage))
             continue
         now, stage = heapq.heappop(turns)
-        played.free[stage] = now
+        free[stage] = now
         # Time stands still while a stage posts; what it computes makes it free later.
-        while left[stage] and played.free[stage] == now and played.act(stage, left[stage][0]):
+        while left[stage] and free[stage] == now:
+            verb, what = left[stage][0]
+            if isinstance(what, Operation):
+                free[stage] += seconds[what.chunk * stages + stage][what.kind]
+                performed.append(Performed(stage, what, now, free[stage]))
+            elif verb == "post":
+                transfers.post(stage, what, now)
+            elif not transfers.done.issuperset((one, stage) for one in what):
+                waiting.add(stage)
+                break
             left[stage].popleft()
-        if left[stage] and not played.waiting[stage]:
-            heapq.heappush(turns, (played.free[stage], stage))
+        if left[stage] and stage not in waiting:
+            heapq.heappush(turns, (free[stage], stage))
     if any(left):
         raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
     # Of several chunks the one that comes first: the others' gradients become complete one after the other.
-    last = {each.stage: each.start_s for each in reversed(played.done) if each.operation[:2] == ("B", count - 1)}
-    return PipelineRun(tuple(played.free), tuple(last[stage] for stage in range(stages)), tuple(played.done))
-
-
-class _Played:
-    """What stages have computed so far, and when."""
-
-    def __init__(self, stages: int, times: Sequence[StageTimes], split: bool, transfers: _Transfers) -> None:
-        self._stages, self._times, self._split, self._transfers = stages, times, split, transfers
-        self.free = [0.0] * stages
-        self.waiting = [False] * stages
-        self.done: list[Performed] = []
-
-    def act(self, stage: int, act: Act) -> bool:
-        """Do it, unless it waits for something that has not come."""
-        if isinstance(act.what, Operation):
-            self._do(stage, act.what)
-        elif act.verb == "post":
-            self._transfers.post(stage, act.what, self.free[stage])
-        else:
-            self.waiting[stage] = not self._transfers.done.issuperset((one, stage) for one in act.what)
-        return not self.waiting[stage]
-
-    def _do(self, stage: int, operation: Operation) -> None:
-        times = self._times[operation.chunk * self._stages + stage]
-        backward_s = times.input_s if self._split else times.backward_s
-        start = self.free[stage]
-        self.free[stage] += {"F": times.forward_s, "B": backward_s, "W": times.weight_s}[operation.kind]
-        self.done.append(Performed(stage, operation, start, self.free[stage]))
+    last = {each.stage: each.start_s for each in reversed(performed) if each.operation[:2] == ("B", count - 1)}
+    return PipelineRun(tuple(free), tuple(last[stage] for stage in range(stages)), tuple(performed))
 
 
 @dataclass(slots=True)
@@ -190,9 +202,9 @@ class _Batch:
 class _Transfers:
     """Sends and receives on their way.
 
-    A transfer starts when its batch is the first in the queue of either end. Where there are buffers, it starts when it
-    is the first in its sender's, which is done when all but `late_s` has come into the receiver's buffer. Whatever
-    leaves a stage at the same time shares its NIC, and so does what comes in; only `direction` has one for each.
+    A transfer starts when its batch is the first in the queues of both ends. Where receivers have buffers, its sender's
+    queue is enough, and the sender is done when all but `late_s` has arrived. What leaves a stage at the same time
+    shares its NIC, and so does what comes in; only `direction` has a NIC for each.
     """
 
     def __init__(self, stages: int, send_s: float, streams: Streams, late_s: float | None) -> None:
@@ -380,17 +392,3 @@ def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> Pipeli
     """Chunks that a stage takes backward from its first chunk's last micro-batch on: rounds of as many as stages."""
     last = [seconds - between * max(one.backward_s for one in times[stage::stages]) for stage in range(stages)]
     return PipelineRun((seconds,) * stages, tuple(last))
-
-
-def in_flight(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunks: int) -> float:
-    """Micro-batches whose activations a stage holds at most, each counted for all of its chunks. Zero-bubble holds one
-    until the gradients of weights are done, which need nearly all of it.
-
-    >>> in_flight("1f1b", 0, 4, 16, 1), in_flight("gpipe", 0, 4, 16, 1), in_flight("interleaved", 0, 4, 16, 2)
-    (4.0, 16.0, 5.5)
-    """
-    if schedule == "gpipe":
-        return float(count)
-    if schedule == "interleaved":
-        return min((stages - stage - 1) * 2 + (chunks - 1) * stages + 1, count * chunks) / chunks
-    return float(min(stages if schedule == "zero-bubble" else stages - stage, count))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -13,27 +15,22 @@ from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import GpuCluster, cluster_of
 from backbeat.layouts.conventions import Conventions, conventions_named
-from backbeat.layouts.layout import Job, Layout, check, job_of, micro_batches
+from backbeat.layouts.layer_work import PartSeconds
+from backbeat.layouts.layout import Job, Layout, check, job_of
 from backbeat.layouts.layout_memory import MemoryByKind, memory
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
 from backbeat.layouts.measured_block import MeasuredBlock, measured_block
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run
 from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
-from backbeat.layouts.stage_times import PARTS, StageTimer, StageTimes, split_layers
+from backbeat.layouts.stage_times import StageTimer, StageTimes, split_layers
+from backbeat.layouts.transformer import Transformer
+from backbeat.model import Network, Profile
 from backbeat.model.files import checked
 from backbeat.model.prediction import Span
 
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping, Sequence
-
-    from backbeat.layouts.transformer import Transformer
-    from backbeat.model import Network, Profile
-
-    ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]
-    ClusterInput = GpuCluster | Network | str | os.PathLike[str]
-
+ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]
+ClusterInput = GpuCluster | Network | str | os.PathLike[str]
 PREDICTED: tuple[Family, ...] = ("closed-form", "events")
 """The families that `predict` answers in."""
 OFF, OFF_WITH_EXPERTS = 0.13, 0.35
@@ -133,10 +130,7 @@ def predictor_of(
         compute_factor=compute_factor,
         stragglers=stragglers or {},
     )
-    if block is None:
-        return found
-    measured = measured_block(block, found.model, there, found.operators, found.conventions, job.precision)
-    return replace(found, block=measured)
+    return found if block is None else replace(found, block=measured_block(block, found))
 
 
 _operators = lru_cache(maxsize=32)(operator_model)
@@ -168,8 +162,12 @@ class LayoutPredictor:
 
     def memory(self, layout: Layout) -> MemoryByKind:
         """What one GPU holds. Quick to compute, so layouts that do not fit need not be timed."""
-        count = micro_batches(layout, self.job)
-        return memory(self.model, layout, self.job, self.conventions, count, self.imbalance)
+        return memory(self.model, layout, self.job, self.conventions, self.imbalance)
+
+    def timer(self, layout: Layout, slowdown: float = 1.0) -> StageTimer:
+        """Of stages that compute `slowdown` times as long as healthy ones."""
+        parts = (self.model, layout, self.job, self.cluster, self.operators, self.conventions)
+        return StageTimer(*parts, imbalance=self.imbalance, compute_factor=self._factor * slowdown)
 
     def fits(self, layout: Layout) -> bool:
         return self.memory(layout).total <= self.cluster.accelerator.memory_bytes
@@ -195,40 +193,32 @@ class LayoutPredictor:
             found = self._with_slow_ranks(found, even)
         return found if self.block is None else self._with_waits(found, self.block)
 
-    def _step_times(
-        self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool = True
-    ) -> _StepTimes:
+    def _step_times(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool) -> _StepTimes:
         """One pipeline, whose stages compute `slowdowns` times as long as healthy ones."""
+        pp, count = layout.pp, layout.micro_batches(self.job)
         kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
-        parts = (self.model, layout, self.job, self.cluster, self.operators, self.conventions)
-        every = {
-            slowdown: StageTimer(*parts, imbalance=self.imbalance, compute_factor=self._factor * slowdown).stages()
-            for slowdown in set(slowdowns)
-        }
-        chosen = [every[slowdowns[index % layout.pp]][index] for index in range(len(kinds))]
+        every = {slowdown: self.timer(layout, slowdown).stages() for slowdown in set(slowdowns)}
+        chosen = [every[slowdowns[index % pp]][index] for index in range(len(kinds))]
         # What the framework adds to a micro-batch, half of it in each direction.
         pass_s = self.conventions.pass_s / layout.chunks
-        host = tuple(pass_s if part == "host" else 0.0 for part in PARTS)
-        added = StageTimes(pass_s / 2, pass_s / 2, 0.0, host)
+        added = StageTimes(pass_s / 2, pass_s / 2, 0.0, PartSeconds(host=pass_s))
         times = [replicas.sharded_passes(each + added, kind) for each, kind in zip(chosen, kinds, strict=True)]
         sent_bytes = 2 * layout.tokens(self.job) * self.model.hidden
         send = self._send_s(layout, sent_bytes)
-        count = micro_batches(layout, self.job)
         if family == "events":
             streams, late = self.conventions.streams, self.cluster.late_s(sent_bytes / layout.tp)
-            passes = run(layout.schedule, layout.pp, count, times, send, streams, late, listed=listed)
+            passes = run(layout.schedule, pp, count, times, send, streams, late, listed=listed)
             passes = passes if listed else replace(passes, performed=())
         else:
-            passes = closed_form(layout.schedule, layout.pp, count, times, send)
-        afters = []
-        for stage in range(layout.pp):
-            window = passes.end_s[stage] - passes.last_backward_s[stage]
-            afters.append(
-                replicas.after(kinds[stage :: layout.pp], window, sum(times[stage :: layout.pp], StageTimes()))
-            )
+            passes = closed_form(layout.schedule, pp, count, times, send)
+        stages = [sum(times[stage::pp], StageTimes()) for stage in range(pp)]
+        windows = [end - last for end, last in zip(passes.end_s, passes.last_backward_s, strict=True)]
+        afters = [replicas.after(kinds[stage::pp], windows[stage], stages[stage]) for stage in range(pp)]
         updates = [each.update_s * self._factor * slow for each, slow in zip(afters, slowdowns, strict=True)]
-        return _StepTimes(times, passes, afters, max(updates), max(each.gather.total_s for each in afters))
+        idle = 1 - count * sum(each.total_s for each in times) / pp / passes.seconds
+        gather_s = max(each.gather.total_s for each in afters)
+        return _StepTimes(stages, passes, afters, max(updates), gather_s, max(0.0, idle))
 
     @property
     def _factor(self) -> float:
@@ -239,17 +229,15 @@ class LayoutPredictor:
         them, so that each rank sends its share."""
         if layout.pp == 1:
             return 0.0
-        stride = layout.tp * layout.cp * layout.dp
-        sent = self.cluster.send_s(size / layout.tp, layout.pp, stride)
+        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_gpus)
         if layout.tp > 1 and not layout.sequence_parallel:
             sent += self.cluster.collective_s("all_gather", size, layout.tp)
         return sent
 
     def _assembled(self, layout: Layout, family: Family, times: _StepTimes) -> LayoutPrediction:
-        pp, count, passes = layout.pp, micro_batches(layout, self.job), times.passes
-        stages = [sum(times.stages[stage::pp], StageTimes()) for stage in range(pp)]
-        busiest = max(stages, key=lambda each: sum(each.parts))
-        parts = {name: count * part for name, part in zip(PARTS, busiest.parts, strict=True)}
+        pp, count, passes = layout.pp, layout.micro_batches(self.job), times.passes
+        busiest = max(times.stages, key=lambda each: sum(each.parts))
+        parts = busiest.parts.times(count)._asdict()
         sharded = count * (busiest.total_s - sum(busiest.parts)) if layout.zero >= 2 else 0.0
         idle = passes.seconds - count * busiest.total_s
         last = max(range(pp), key=lambda stage: passes.end_s[stage] + times.afters[stage].reduce.total_s)
@@ -279,7 +267,7 @@ class LayoutPredictor:
             memory=self.memory(layout),
             limit_bytes=self.cluster.accelerator.memory_bytes,
             breakdown=breakdown,
-            bubble_share=times.idle_share(count),
+            bubble_share=times.idle_share,
             timeline=times.spans(),
             notes=(f"compute: {self.operators.origin}", *(self.cluster.notes if breakdown.contention else ())),
         )
@@ -288,7 +276,7 @@ class LayoutPredictor:
         """Everybody waits for the pipeline that ends last."""
         layout, listed = found.layout, bool(even.passes.performed)
         slowed = [
-            # What the others hide behind their forward is theirs to wait for: a slow rank does not make it less.
+            # A slow rank hides more of its own gather behind its forward, but the others do not.
             replace(self._step_times(layout, found.family, factors, listed=listed), gather_s=even.gather_s)
             for factors in slow_pipelines(layout, self.stragglers)
         ]
@@ -297,14 +285,13 @@ class LayoutPredictor:
         if slowest.step_s == even.step_s:
             return found
         later = _later(found, slowest.step_s - even.step_s)
-        count = micro_batches(layout, self.job)
-        return msgspec.structs.replace(later, bubble_share=slowest.idle_share(count), timeline=slowest.spans())
+        return msgspec.structs.replace(later, bubble_share=slowest.idle_share, timeline=slowest.spans())
 
     def _with_waits(self, found: LayoutPrediction, block: MeasuredBlock) -> LayoutPrediction:
         """Ranks are slow in turn, as the measured block's iterations differ."""
         layout = found.layout
         computed = sum(found.breakdown.parts[name] for name in COMPUTE if name != "update")
-        draws = micro_batches(layout, self.job) * self.model.layers / layout.pp / block.layers
+        draws = layout.micro_batches(self.job) * self.model.layers / layout.pp / block.layers
         waits = step_wait(block, layout, computed, draws)
         if waits is None:
             return found
@@ -322,10 +309,13 @@ class _StepTimes:
     """A step of one pipeline."""
 
     stages: Sequence[StageTimes]
+    """One micro-batch through all chunks of each."""
     passes: PipelineRun
     afters: Sequence[ReplicaTimes]
     update_s: float
     gather_s: float
+    idle_share: float
+    """Of the passes' time, what the average stage does nothing in."""
 
     @property
     def reduced_s(self) -> float:
@@ -336,10 +326,6 @@ class _StepTimes:
     @property
     def step_s(self) -> float:
         return self.reduced_s + self.update_s + self.gather_s
-
-    def idle_share(self, count: int) -> float:
-        busy = count * sum(each.total_s for each in self.stages) / len(self.afters)
-        return max(0.0, 1 - busy / self.passes.seconds)
 
     def spans(self) -> tuple[Span, ...]:
         passes, update, gather = self.passes, self.update_s, self.gather_s

@@ -7,10 +7,14 @@ ep, ep apart. With accumulation only the last micro-batch's backward can hide a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic
+from backbeat.layouts.cluster import GpuCluster, Kind
+from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.gradient_buckets import (
     GradientBucket,
     dense_buckets,
@@ -18,16 +22,10 @@ from backbeat.layouts.gradient_buckets import (
     equal_buckets,
     overlapped_with_backward,
 )
-from backbeat.layouts.stage_times import PARTS, Added, StageLayers, StageTimes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.cost.operator_model import OperatorModel
-    from backbeat.layouts.cluster import GpuCluster, Kind
-    from backbeat.layouts.conventions import Conventions
-    from backbeat.layouts.layout import Layout
-    from backbeat.layouts.transformer import Transformer
+from backbeat.layouts.layout import Layout
+from backbeat.layouts.stage_times import Added, StageLayers, StageTimes
+from backbeat.layouts.transformer import Transformer
+from backbeat.model.reduction import Reduction
 
 _UPDATE_BYTES = 34
 """Moved for each parameter that Adam updates: its gradient (read for the norm as well), master copy and two moments in
@@ -45,10 +43,10 @@ class RankParameters(NamedTuple):
         return self.dense + self.expert
 
 
-def rank_parameters(model: Transformer, layout: Layout, stage: StageLayers) -> RankParameters:
-    """
+def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) -> RankParameters:
+    """Of a stage that holds these chunks.
+
     >>> from backbeat.layouts.architectures import transformer
-    >>> from backbeat.layouts.layout import Layout
     >>> from backbeat.layouts.stage_times import split_layers
     >>> llama, layout = transformer("llama-3-70b"), Layout(tp=4, pp=2)
     >>> held = [rank_parameters(llama, layout, stage).total for stage in split_layers(llama, layout)]
@@ -56,19 +54,20 @@ def rank_parameters(model: Transformer, layout: Layout, stage: StageLayers) -> R
     1.0
     """
     tp = layout.tp
-    attention = sum(each.parameters / (1 if each.split == "none" else tp) for each in model.attention)
-    norms = (2 if model.rms_norm else 4) * model.hidden
-    each_dense = attention + norms + model.mlp_parameters(model.ffn) / tp
-    each_sparse = attention + norms
-    if model.experts:
-        each_sparse += model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp
-    dense = stage.dense * each_dense + stage.sparse * each_sparse
-    if stage.first:
-        dense += model.embedding_parameters / tp
-    if stage.last and not (model.tied and stage.first):
-        # A tied head on a stage of its own is a copy of the embedding there.
-        dense += model.head.parameters / tp
-    return RankParameters(dense, stage.sparse * model.expert_parameters / layout.ep)
+    both = sum(each.held(tp) for each in model.attention) + 2 * model.norm_parameters
+    each_dense = both + model.mlp_parameters(model.ffn) / tp
+    each_sparse = both + (model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp)
+    dense = expert = 0.0
+    for chunk in chunks:
+        held = chunk.dense * each_dense + chunk.sparse * each_sparse
+        if chunk.first:
+            held += model.embedding_parameters / tp
+        if chunk.last and not (model.tied and chunk.first):
+            # A tied head on a stage of its own is a copy of the embedding there.
+            held += model.head.parameters / tp
+        dense += held
+        expert += chunk.sparse * model.expert_parameters / layout.ep
+    return RankParameters(dense, expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +81,19 @@ class ReplicaTimes:
     """Added by gathering parameters."""
 
 
+@dataclass(frozen=True)
 class ReplicaTimer:
     """Times what replicas exchange and update, for one model, layout and cluster."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        layout: Layout,
-        cluster: GpuCluster,
-        operators: OperatorModel,
-        conventions: Conventions,
-    ) -> None:
-        self.model, self.layout, self.cluster = model, layout, cluster
-        self.operators, self.conventions = operators, conventions
-        self.reduction = conventions.reduction(layout.zero)
-        stage_ranks = layout.tp * layout.cp * layout.dp
-        self._dense = (layout.dp * layout.cp, layout.tp)
-        self._expert = (stage_ranks // layout.ep, layout.ep)
+    model: Transformer
+    layout: Layout
+    cluster: GpuCluster
+    operators: OperatorModel
+    conventions: Conventions
+
+    @property
+    def reduction(self) -> Reduction:
+        return self.conventions.reduction(self.layout.zero)
 
     def sharded_passes(self, times: StageTimes, stage: StageLayers) -> StageTimes:
         """A stage's passes where each micro-batch gathers parameters (ZeRO 3) and scatters gradients (ZeRO 2 and 3).
@@ -112,43 +107,42 @@ class ReplicaTimer:
         slowdown = self._slowdown(times)
         forward = Added.overlapped(times.forward_s, gather, slowdown).plus(gather / stage.layers)
         backward = Added.overlapped(times.backward_s, gather + scatter, slowdown).plus(scatter / stage.layers)
-        slower = forward.slower_s + backward.slower_s
+        contention = times.parts.contention + (forward.slower_s + backward.slower_s)
         return replace(
             times,
             forward_s=times.forward_s + forward.total_s,
             input_s=times.input_s + backward.total_s,
-            parts=(*times.parts[:-1], times.parts[-1] + slower),
+            parts=times.parts._replace(contention=contention),
         )
 
     def _slowdown(self, times: StageTimes) -> float:
         """How many times as long a stage's passes take beside collectives of its replicas."""
-        spent = dict(zip(PARTS, (part / (times.total_s or 1.0) for part in times.parts), strict=True))
+        spent, whole = times.parts, times.total_s or 1.0
         return self.cluster.slowdown(
-            *self._dense,
-            matmul=spent["matmul"] + spent["recompute"],
-            attention=spent["attention"],
-            memory=spent["memory"],
+            *self.layout.dense_group,
+            matmul=spent.matmul / whole + spent.recompute / whole,
+            attention=spent.attention / whole,
+            memory=spent.memory / whole,
         )
 
     def after(self, chunks: Sequence[StageLayers], window_s: float, passes: StageTimes) -> ReplicaTimes:
         """The times for a stage that holds these chunks. Its gradients become complete during its last `window_s`."""
         zero = self.layout.zero
-        held = [rank_parameters(self.model, self.layout, chunk) for chunk in chunks]
-        total = RankParameters(sum(each.dense for each in held), sum(each.expert for each in held))
+        held = rank_parameters(self.model, self.layout, *chunks)
         reduce = gather = Added()
         slowdown = self._slowdown(passes)
         if zero < 2:
-            reduce = self._reduce(chunks, total.expert, window_s, slowdown)
+            reduce = self._reduce(chunks, held.expert, window_s, slowdown)
         if zero in (1, 2) and self.reduction.gather_dtype is not None:
-            gather = self._gather(chunks, total, passes.forward_s, slowdown)
-        return ReplicaTimes(reduce.plus(self._tied(chunks)), self._update(total), gather)
+            gather = self._gather(chunks, held, passes.forward_s, slowdown)
+        return ReplicaTimes(reduce.plus(self._tied(chunks)), self._update(held), gather)
 
     def _buckets(
         self, chunks: Sequence[StageLayers], expert: float, cap: int | None
     ) -> list[tuple[tuple[int, int], tuple[GradientBucket, ...]]]:
         """Groups of ranks, and what travels in each."""
         found = []
-        for group, dense in ((self._dense, True), (self._expert, False)):
+        for group, dense in ((self.layout.dense_group, True), (self.layout.expert_group, False)):
             most = None if cap is None else max(cap, self.reduction.bucket_elements_per_worker * group[0])
             made = (
                 dense_buckets(self.model, self.layout.tp, tuple(chunks), most) if dense else equal_buckets(expert, most)
@@ -163,13 +157,11 @@ class ReplicaTimer:
         cap = self.reduction.bucket_elements
         if cap is None and self.reduction.bucket_bytes:
             cap = self.reduction.bucket_bytes[-1] // 2
-        for (workers, stride), buckets in self._buckets(chunks, expert, cap):
-
-            def travel_s(elements: float, workers: int = workers, stride: int = stride) -> float:
-                return self.cluster.collective_s(kind, width * elements, workers, stride)
-
+        for group, buckets in self._buckets(chunks, expert, cap):
+            sizes = {bucket.elements for bucket in buckets}
+            travel_s = {size: self.cluster.collective_s(kind, width * size, *group) for size in sizes}
             if self.reduction.overlap == "none":
-                found = found.plus(sum(travel_s(bucket.elements) for bucket in buckets))
+                found = found.plus(sum(travel_s[bucket.elements] for bucket in buckets))
             else:
                 found = found.plus(*overlapped_with_backward(buckets, window_s, travel_s, slowdown))
         return found
@@ -180,14 +172,13 @@ class ReplicaTimer:
         if not self.model.tied or self.layout.pp == 1 or not ends or (ends[0].first and ends[-1].last):
             return 0.0
         size = self.conventions.reduced_bytes(self.layout.zero) * self.model.head.parameters / self.layout.tp
-        apart = self.layout.tp * self.layout.cp * self.layout.dp * (self.layout.pp - 1)
         # Of two ranks each sends as much as it has: one half to add up, the other half added up.
-        return self.cluster.send_s(size, 2, apart)
+        return self.cluster.send_s(size, 2, self.layout.stage_gpus * (self.layout.pp - 1))
 
     def _gather(self, chunks: Sequence[StageLayers], held: RankParameters, forward_s: float, slowdown: float) -> Added:
         total = first = 0.0
-        for (workers, stride), buckets in self._buckets(chunks, held.expert, self.reduction.gather_elements):
-            each = [self.cluster.collective_s("all_gather", 2 * one.elements, workers, stride) for one in buckets]
+        for group, buckets in self._buckets(chunks, held.expert, self.reduction.gather_elements):
+            each = [self.cluster.collective_s("all_gather", 2 * one.elements, *group) for one in buckets]
             total, first = total + sum(each), max(first, each[-1])
         if self.conventions.copies_slices:
             total += self._slices_s(chunks, held.dense)
@@ -198,21 +189,23 @@ class ReplicaTimer:
 
     def _slices_s(self, chunks: Sequence[StageLayers], dense: float) -> float:
         """Launches of one copy for each tensor and replica, and three copies of all parameters."""
-        launches = self._dense[0] * dense_tensors(self.model, self.layout.tp, chunks)
+        replicas, _ = self.layout.dense_group
+        launches = replicas * dense_tensors(self.model, self.layout.tp, chunks)
         copied = self.operators.seconds(Traffic("pointwise", 3 * 2 * 2 * dense, 2))
-        return 2 * self.operators.host.view_s * launches + copied if self._dense[0] > 1 else 0.0
+        return 2 * self.operators.host.view_s * launches + copied if replicas > 1 else 0.0
 
     def _layerwise(self, kind: Kind, held: RankParameters, width: int, layers: int) -> float:
         """All layers of a stage, each in a collective of its own."""
+        groups = (self.layout.dense_group, self.layout.expert_group)
         return sum(
-            layers * self.cluster.collective_s(kind, elements * width / layers, workers, stride)
-            for elements, (workers, stride) in ((held.dense, self._dense), (held.expert, self._expert))
+            layers * self.cluster.collective_s(kind, elements * width / layers, *group)
+            for elements, group in zip(held, groups, strict=True)
         )
 
     def _update(self, held: RankParameters) -> float:
         dense, expert = held
         if self.layout.zero:
-            dense, expert = dense / self._dense[0], expert / self._expert[0]
+            dense, expert = dense / self.layout.dense_group[0], expert / self.layout.expert_group[0]
         kept = Traffic("pointwise", self.conventions.kept_bytes * held.total, 4)
         updated = Traffic("update/fused/adam", _UPDATE_BYTES * (dense + expert))
         return self.operators.seconds(updated) + (self.operators.seconds(kept) if kept.bytes else 0.0)

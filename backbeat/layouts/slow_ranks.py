@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from backbeat.errors import InputError
+from backbeat.layouts.layout import Layout
+from backbeat.layouts.measured_block import MeasuredBlock
 from backbeat.simulate.stragglers import Straggling, straggling
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from backbeat.layouts.layout import Layout
-    from backbeat.layouts.measured_block import MeasuredBlock
 
 
 def check_stragglers(stragglers: Mapping[int, float], gpus: int, per_node: int) -> None:
@@ -36,33 +32,29 @@ def check_stragglers(stragglers: Mapping[int, float], gpus: int, per_node: int) 
 def group_size(layout: Layout) -> int:
     """Consecutive ranks of a stage that wait for each other in every layer.
 
-    >>> from backbeat.layouts.layout import Layout
     >>> group_size(Layout(dp=4, tp=2)), group_size(Layout(dp=4, tp=2, ep=4)), group_size(Layout(dp=4, tp=2, zero=3))
     (2, 4, 8)
     """
-    stage = layout.tp * layout.cp * layout.dp
-    return stage if layout.zero >= 2 else math.lcm(layout.tp * layout.cp, layout.ep)
+    return layout.stage_gpus if layout.zero >= 2 else math.lcm(layout.tp * layout.cp, layout.ep)
 
 
 def slow_pipelines(layout: Layout, stragglers: Mapping[int, float]) -> list[tuple[float, ...]]:
     """How many times as long each stage computes, for every pipeline that holds a slow rank, without repetitions.
 
-    >>> from backbeat.layouts.layout import Layout
     >>> slow_pipelines(Layout(dp=2, tp=2, pp=2), {5: 1.3})
     [(1.0, 1.3)]
     """
-    stage_ranks, group = layout.tp * layout.cp * layout.dp, group_size(layout)
     found: dict[int, list[float]] = {}
     for rank, slowdown in stragglers.items():
-        stage, within_stage = divmod(rank, stage_ranks)
-        factors = found.setdefault(within_stage // group, [1.0] * layout.pp)
+        stage, within_stage = divmod(rank, layout.stage_gpus)
+        factors = found.setdefault(within_stage // group_size(layout), [1.0] * layout.pp)
         factors[stage] = max(factors[stage], slowdown)
     return sorted({tuple(factors) for factors in found.values()})
 
 
 def step_wait(block: MeasuredBlock, layout: Layout, compute_s: float, draws: float) -> Straggling | None:
-    """What a step waits for ranks that are slow now and then, each of which computes for `compute_s` in it: as long as
-    `draws` blocks. Each block is taken to vary as the measured one's iterations do; None where these do not say.
+    """How long a step waits for ranks that are slow now and then. Each rank computes for `compute_s`, the time of
+    `draws` blocks. These are taken to vary as the measured block's iterations do; None where they do not say.
 
     In every block a group waits for its slowest rank; at the end of the step all wait for the slowest group, whose
     blocks are late and early in turn.

@@ -8,10 +8,9 @@ Megatron's 1F1B and interleaved schedules have the same.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from backbeat.layouts.layout import PipelineSchedule
+from backbeat.layouts.layout import PipelineSchedule
 
 
 class Operation(NamedTuple):
@@ -65,6 +64,20 @@ def _interleaved(index: int, stages: int, chunks: int) -> tuple[int, int]:
     rounds, within = divmod(index, stages * chunks)
     chunk, micro = divmod(within, stages)
     return rounds * stages + micro, chunk
+
+
+def in_flight(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunks: int) -> float:
+    """Micro-batches whose activations a stage holds at most, each counted for all of its chunks. Zero-bubble holds one
+    until the gradients of weights are done, which need nearly all of it.
+
+    >>> in_flight("1f1b", 0, 4, 16, 1), in_flight("gpipe", 0, 4, 16, 1), in_flight("interleaved", 0, 4, 16, 2)
+    (4.0, 16.0, 5.5)
+    """
+    if schedule == "gpipe":
+        return float(count)
+    if schedule == "interleaved":
+        return min((stages - stage - 1) * 2 + (chunks - 1) * stages + 1, count * chunks) / chunks
+    return float(min(stages if schedule == "zero-bubble" else stages - stage, count))
 
 
 Transfer = tuple[str, int, int]

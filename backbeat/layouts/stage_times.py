@@ -6,22 +6,18 @@ framework (`conventions`); the rest adds to the stage's time, here. So does what
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PhaseSeconds, seconds_of
+from backbeat.cost.operator_model import OperatorModel
+from backbeat.cost.operators import Work
+from backbeat.layouts.cluster import GpuCluster, Kind
+from backbeat.layouts.conventions import Conventions
+from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PartSeconds, seconds_of
+from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.transformer import Transformer
 from backbeat.simulate.contention import together_s
-
-if TYPE_CHECKING:
-    from backbeat.cost.operator_model import OperatorModel
-    from backbeat.cost.operators import Work
-    from backbeat.layouts.cluster import GpuCluster, Kind
-    from backbeat.layouts.conventions import Conventions
-    from backbeat.layouts.layout import Job, Layout
-
-PARTS = ("matmul", "attention", "memory", "host", "recompute", "tensor", "context", "expert", "contention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +29,8 @@ class StageTimes:
     """Backward until the stage before can go on."""
     weight_s: float = 0.0
     """The rest of backward."""
-    parts: tuple[float, ...] = (0.0,) * len(PARTS)
-    """Of all three: where the time goes, in the order of PARTS."""
+    parts: PartSeconds = field(default_factory=PartSeconds)
+    """Of all three: where the time goes."""
 
     @property
     def backward_s(self) -> float:
@@ -49,16 +45,12 @@ class StageTimes:
             self.forward_s + other.forward_s,
             self.input_s + other.input_s,
             self.weight_s + other.weight_s,
-            tuple(one + two for one, two in zip(self.parts, other.parts, strict=True)),
+            self.parts.plus(other.parts),
         )
 
     def times(self, count: float) -> StageTimes:
-        return StageTimes(
-            self.forward_s * count,
-            self.input_s * count,
-            self.weight_s * count,
-            tuple(part * count for part in self.parts),
-        )
+        passes = (self.forward_s * count, self.input_s * count, self.weight_s * count)
+        return StageTimes(*passes, self.parts.times(count))
 
 
 class Added(NamedTuple):
@@ -104,7 +96,6 @@ def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -
     """Consecutive layers for consecutive chunks. Where layers do not divide evenly, chunks in the middle take one more:
     the first also has the embedding, the last the head. `by_cost` divides them as nanotron does.
 
-    >>> from backbeat.layouts.layout import Layout
     >>> for layers in (6, 7):
     ...     small = Transformer(name="small", layers=layers, hidden=64, heads=4, ffn=256, vocab=100)
     ...     print([stage.layers for stage in split_layers(small, Layout(pp=4))])
@@ -182,72 +173,59 @@ class StageTimer:
         work = self.builder.layer(sparse=sparse)
         forward, inputs, weights = self._compute(work)
         recompute = self.layout.recompute
-        again = forward if recompute == "full" else PhaseSeconds()
+        again = forward if recompute == "full" else PartSeconds()
         if recompute == "selective":
             again = self._seconds(work.core)
-        tensor = self._tensor(self._seconds(work.column_weight).matmul, forward.matmul, sparse)
-        context = self._context(forward.attention, inputs.attention)
+        tensor, tensor_back = self._tensor(self._seconds(work.column_weight).matmul, forward.matmul, sparse)
+        context, context_back = self._context(forward.attention, inputs.attention)
         expert = self._expert() if sparse else 0.0
         twice = 2 if recompute == "full" else 1
-        first = tensor[0].total_s + context[0].total_s + expert
-        forward_s = forward.total + first
-        backward_s = inputs.total + again.total + tensor[1].total_s + context[1].total_s + expert + (twice - 1) * first
-        return self._made(
-            forward_s,
-            backward_s,
-            weights,
-            forward + inputs + weights,
+        first = tensor.total_s + context.total_s + expert
+        back = inputs.total + again.total + tensor_back.total_s + context_back.total_s + expert + (twice - 1) * first
+        parts = forward.plus(inputs, weights)._replace(
             recompute=again.total,
-            tensor=twice * tensor[0].exposed_s + tensor[1].exposed_s,
-            context=twice * context[0].exposed_s + context[1].exposed_s,
+            tensor=twice * tensor.exposed_s + tensor_back.exposed_s,
+            context=twice * context.exposed_s + context_back.exposed_s,
             expert=(1 + twice) * expert,
-            contention=twice * (tensor[0].slower_s + context[0].slower_s) + tensor[1].slower_s + context[1].slower_s,
+            contention=twice * (tensor.slower_s + context.slower_s) + tensor_back.slower_s + context_back.slower_s,
         )
+        return StageTimes(forward.total + first, back, weights.total, parts)
 
     def _ends(self, work: LayerWork, forward_kind: Kind, backward_kind: Kind) -> StageTimes:
         """Embedding and head: each with the collective that its sharded vocabulary takes, in either direction."""
         forward, inputs, weights = self._compute(work)
-        size = 2 * self.builder.tokens * self.model.hidden
         kinds: tuple[Kind, Kind] = ("all_reduce", "all_reduce")
         if self.layout.shards_sequence:
             kinds = (forward_kind, backward_kind)
-        tensor = [self._group(kind, size) for kind in kinds]
-        computed = forward + inputs + weights
-        return self._made(forward.total + tensor[0], inputs.total + tensor[1], weights, computed, tensor=sum(tensor))
+        tensor = [self._group(kind) for kind in kinds]
+        parts = forward.plus(inputs, weights)._replace(tensor=sum(tensor))
+        return StageTimes(forward.total + tensor[0], inputs.total + tensor[1], weights.total, parts)
 
-    @staticmethod
-    def _made(
-        forward_s: float, input_s: float, weights: PhaseSeconds, computed: PhaseSeconds, **others: float
-    ) -> StageTimes:
-        known = {"matmul": computed.matmul, "attention": computed.attention, "memory": computed.memory, **others}
-        parts = {**known, "host": computed.waiting}
-        return StageTimes(forward_s, input_s, weights.total, tuple(parts.get(name, 0.0) for name in PARTS))
-
-    def _compute(self, work: LayerWork) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
+    def _compute(self, work: LayerWork) -> tuple[PartSeconds, PartSeconds, PartSeconds]:
         return (
             self._seconds(work.forward, parameters=work.parameters),
             self._seconds(work.input, backward=True, parameters=work.parameters),
             self._seconds(work.weight, backward=True),
         )
 
-    def _seconds(self, works: list[Work], *, backward: bool = False, parameters: int = 0) -> PhaseSeconds:
+    def _seconds(self, works: list[Work], *, backward: bool = False, parameters: int = 0) -> PartSeconds:
         found = seconds_of(works, self.operators, backward=backward, parameters=parameters)
         attention = found.attention / self.conventions.attention_share
-        return replace(found, attention=attention).times(self.compute_factor)
+        return found._replace(attention=attention).times(self.compute_factor)
 
-    def _group(self, kind: Kind, size: float) -> float:
-        return self.cluster.waited_s(kind, size, self.layout.tp)
+    def _group(self, kind: Kind) -> float:
+        """An activation among the ranks that share a layer's matrices."""
+        return self.cluster.waited_s(kind, self.builder.activation_bytes, self.layout.tp)
 
     def _tensor(self, behind_s: float, matrices_s: float, sparse: bool) -> tuple[Added, Added]:
         """What tensor parallelism adds to forward and to backward: a gather and a scatter around attention, and the
         same around a dense MLP."""
         # Experts take each rank's own tokens; only an MLP that all tokens take is shared.
         pairs = 1 if sparse and not self.model.shared_ffn else 2
-        size = 2 * self.builder.tokens * self.model.hidden
         overlap = self.conventions.tensor_overlap
         slowdown = self.cluster.slowdown(self.layout.tp, matmul=1.0)
         if self.layout.sequence_parallel:
-            gather, scatter = pairs * self._group("all_gather", size), pairs * self._group("reduce_scatter", size)
+            gather, scatter = pairs * self._group("all_gather"), pairs * self._group("reduce_scatter")
             forward = gather + scatter
             if overlap == "backward":
                 # Everything waits while the output's gradient is gathered. One product hides the second gather of the
@@ -257,7 +235,7 @@ class StageTimer:
             if overlap == "none":
                 return Added(forward), Added(forward + (gather if self.conventions.gathers_again else 0.0))
         else:
-            forward = pairs * self._group("all_reduce", size)
+            forward = pairs * self._group("all_reduce")
             if overlap == "backward":
                 return Added(forward), Added.overlapped(behind_s, forward, slowdown)
         if overlap == "all":

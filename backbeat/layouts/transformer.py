@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
 
@@ -27,6 +28,10 @@ class Linear(NamedTuple):
     def parameters(self) -> int:
         return self.inputs * self.outputs
 
+    def held(self, tp: int) -> float:
+        """Parameters on one of `tp` ranks."""
+        return self.parameters / (1 if self.split == "none" else tp)
+
     def cut(self, tp: int) -> tuple[float, float]:
         """Inputs and outputs on one of `tp` ranks.
 
@@ -36,6 +41,11 @@ class Linear(NamedTuple):
         if self.split == "columns":
             return self.inputs, self.outputs / tp
         return (self.inputs / tp, self.outputs) if self.split == "rows" else (self.inputs, self.outputs)
+
+
+def weights(linears: Iterable[Linear]) -> int:
+    """Parameters of all, without biases."""
+    return sum(linear.parameters for linear in linears)
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
@@ -140,21 +150,25 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def head(self) -> Linear:
         return Linear("head", self.hidden, self.vocab, "columns")
 
+    @property
+    def norm_parameters(self) -> int:
+        return self.hidden * (1 if self.rms_norm else 2)
+
     @cached_property
     def attention_parameters(self) -> int:
-        """With the norms of a layer, and biases."""
-        biases = sum(linear.outputs for linear in self.attention) if self.bias else 0
-        norms = (2 if self.rms_norm else 4) * self.hidden
-        return sum(linear.parameters for linear in self.attention) + biases + norms
+        """With the two norms of a layer, and biases."""
+        return self._with_biases(self.attention) + 2 * self.norm_parameters
 
     def mlp_parameters(self, inner: int) -> int:
-        made = self.mlp(inner)
-        return sum(linear.parameters for linear in made) + (sum(linear.outputs for linear in made) if self.bias else 0)
+        return self._with_biases(self.mlp(inner))
+
+    def _with_biases(self, linears: tuple[Linear, ...]) -> int:
+        return weights(linears) + (sum(linear.outputs for linear in linears) if self.bias else 0)
 
     @cached_property
     def expert_parameters(self) -> int:
         """Of all experts of one layer."""
-        return self.experts * self.mlp_parameters(self.expert_ffn) if self.experts else 0
+        return self.experts * self.mlp_parameters(self.expert_ffn)
 
     @cached_property
     def embedding_parameters(self) -> int:
@@ -167,21 +181,11 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         >>> [f"{transformer(name).parameters / 1e9:.1f}B" for name in ("gpt3-175b", "llama-3-70b", "mixtral-8x7b")]
         ['174.6B', '70.6B', '46.7B']
         """
+        shared = self.mlp_parameters(self.shared_ffn) if self.shared_ffn else 0
         dense = (self.layers - self.expert_layers) * self.mlp_parameters(self.ffn)
-        sparse = self.expert_parameters + self.router.parameters + self._shared_parameters if self.experts else 0
-        head = 0 if self.tied else self.head.parameters
-        return (
-            self.layers * self.attention_parameters
-            + dense
-            + self.expert_layers * sparse
-            + self.embedding_parameters
-            + head
-            + self.hidden * (1 if self.rms_norm else 2)
-        )
-
-    @property
-    def _shared_parameters(self) -> int:
-        return self.mlp_parameters(self.shared_ffn) if self.shared_ffn else 0
+        sparse = self.expert_layers * (self.expert_parameters + self.router.parameters + shared)
+        ends = self.embedding_parameters + self.norm_parameters + (0 if self.tied else self.head.parameters)
+        return self.layers * self.attention_parameters + dense + sparse + ends
 
     def flops_per_token(self, sequence: int) -> float:
         """Of forward and backward, as MFU counts them: six for each weight a token meets, and attention over the whole
@@ -191,11 +195,9 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         >>> round(transformer("gpt3-175b").flops_per_token(2048) / 1e12, 2)
         1.08
         """
-        weights = self.layers * sum(linear.parameters for linear in self.attention) + self.head.parameters
-        weights += (self.layers - self.expert_layers) * sum(linear.parameters for linear in self.mlp(self.ffn))
-        if self.experts:
-            taken = self.experts_per_token * sum(linear.parameters for linear in self.mlp(self.expert_ffn))
-            shared = sum(linear.parameters for linear in self.mlp(self.shared_ffn))
-            weights += self.expert_layers * (taken + shared + self.router.parameters)
+        taken = self.experts_per_token * weights(self.mlp(self.expert_ffn))
+        sparse = self.expert_layers * (taken + weights(self.mlp(self.shared_ffn)) + self.router.parameters)
+        dense = (self.layers - self.expert_layers) * weights(self.mlp(self.ffn))
+        met = self.layers * weights(self.attention) + dense + sparse + self.head.parameters
         scores = self.layers * self.heads * (self.width + self.out_width) * sequence
-        return 6.0 * weights + 6.0 * scores
+        return 6.0 * met + 6.0 * scores

@@ -18,7 +18,7 @@ from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layer_work import LayerBuilder
 from backbeat.layouts.layout import Job
 from backbeat.layouts.replicas import rank_parameters
-from backbeat.layouts.stage_times import PARTS, StageTimer, split_layers
+from backbeat.layouts.stage_times import StageTimer, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.reduction import REDUCTIONS, Reduction
 
@@ -163,7 +163,7 @@ def test_slices_hide_behind_as_many_products() -> None:
     products = timer._seconds(timer.builder.layer(sparse=False).forward).matmul
     kinds: tuple[Any, Any] = ("all_gather", "reduce_scatter")
     both = 2 * sum(SLOW.waited_s(kind, 2 * S * H, 2) for kind in kinds)
-    assert timer.layer(sparse=False).parts[PARTS.index("tensor")] == pytest.approx(2 * both - 3 * products)
+    assert timer.layer(sparse=False).parts.tensor == pytest.approx(2 * both - 3 * products)
 
 
 def test_computation_takes_longer_for_as_long_as_something_travels_beside_it() -> None:
@@ -351,7 +351,7 @@ def test_the_host_submits_every_operator_and_parameter() -> None:
         for works, each, count in (*passes, (work.weight, operators.host.backward_s, 0))
     )
     assert found.total_s == pytest.approx(submitted)
-    assert found.parts[PARTS.index("host")] > 0.5 * found.total_s
+    assert found.parts.host > 0.5 * found.total_s
 
 
 def test_a_pass_is_slowed_by_what_its_replicas_send_as_its_kinds_of_work_are() -> None:

@@ -13,7 +13,7 @@ from backbeat.layouts.transformer import Transformer
 
 FLASH, SCORES = conventions_named("megatron"), conventions_named("megatron-2021")
 S, B, H, A = 1024, 2, 512, 8
-JOB = Job(global_batch=64, sequence=S)
+JOB = Job(global_batch=1024, sequence=S)
 GPT = Transformer(
     name="gpt", layers=4, hidden=H, heads=A, ffn=4 * H, vocab=32000, gated=False, rms_norm=False, dropout=True
 )
@@ -65,8 +65,8 @@ def test_latent_attention_keeps_what_it_squeezes() -> None:
     assert kept(latent, FLASH) - kept(plain, FLASH) == 2 * (2 * 96 + 2 * 32)
 
 
-def held(model: Transformer, layout: Layout, conventions: Conventions = FLASH, count: int = 8) -> MemoryByKind:
-    return memory(model, layout, JOB, conventions, count)
+def held(model: Transformer, layout: Layout, conventions: Conventions = FLASH) -> MemoryByKind:
+    return memory(model, layout, JOB, conventions)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -126,7 +126,7 @@ def test_a_stage_of_dense_layers_and_experts_holds_both() -> None:
     first = held(mixed, Layout(micro_batch=B, dp=64, ep=16, pp=3, recompute="full"))
     assert first.activations == 3 * 2 * S * B * H + dense
     # The busiest rank holds more of the tokens.
-    busy = memory(mixed, Layout(micro_batch=B), JOB, FLASH, 8, imbalance=1.5).activations
+    busy = memory(mixed, Layout(micro_batch=B), JOB, FLASH, imbalance=1.5).activations
     assert busy - held(mixed, Layout(micro_batch=B)).activations == 0.5 * 3 * 2 * (2 * H + 3 * 256) * S * B
 
 

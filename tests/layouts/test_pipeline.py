@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.layouts.pipeline import _simulated, _Transfers, closed_form, in_flight, run
-from backbeat.layouts.stage_programs import order
+from backbeat.layouts.pipeline import _simulated, _Transfers, closed_form, run
+from backbeat.layouts.stage_programs import in_flight, order
 from backbeat.layouts.stage_times import StageTimes
 
 seconds = st.floats(0.1, 5.0)
