@@ -21,7 +21,7 @@ from backbeat.model.files import bundled
 from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.report.pages.report_page import rendered, script_json
 from backbeat.report.pages.sections import Cell
-from backbeat.report.pages.whatif_inputs import Controls
+from backbeat.report.pages.whatif import Controls
 from backbeat.report.tables.layout_tables import drawn_batch, limit_line, nothing_fits, short
 from backbeat.units import format_bytes, format_seconds
 
