@@ -17,7 +17,7 @@ from backbeat.report.figures.timeline import Timeline, by_collective, timeline, 
 from backbeat.report.pages.sections import sections
 from backbeat.report.study import STOCK, Study
 from backbeat.report.words.answer import Answer, answer
-from backbeat.report.words.running_cost import format_count, tokens_per_s, unit
+from backbeat.report.words.numbers import format_count, tokens_per_s, unit
 from backbeat.units import format_bytes, format_seconds
 
 MOST_BYTES = 6_000_000
@@ -101,6 +101,7 @@ def environment() -> Any:
 
 
 def rendered(template: str, **parts: Any) -> str:
+    """A page from its template; `served` is its address on the what-if server, empty in a file."""
     page: str = environment().get_template(template).render(**parts)
     return page
 
@@ -111,9 +112,10 @@ def _page(study: Study, settings: PageSettings, bars: int) -> str:
     drawings = {part.anchor: [drawing for _, drawing in part.views] for part in parts if part.views}
     shown = timeline_parts(timelines(study, most=bars))
     pair = _pair(list(shown), study)
-    trace = perfetto.encode(full_trace(study)).decode()
+    trace = full_trace(study)
     return rendered(
         "report.html.j2",
+        served="",
         answer=answered,
         study=study,
         facts=_facts(study),
@@ -122,7 +124,7 @@ def _page(study: Study, settings: PageSettings, bars: int) -> str:
         pair=pair,
         tiles=_tiles(study, answered, settings),
         data=script_json({"figures": drawings, "timelines": shown, "pair": pair}),
-        trace=script_json(msgspec.json.decode(trace)) if len(trace) <= _MOST_TRACE_BYTES else "",
+        trace=script_json(trace) if len(perfetto.encode(trace).decode()) <= _MOST_TRACE_BYTES else "",
         trace_command=command_line("trace", settings, study.top, "trace.json"),
         stock=STOCK,
     )

@@ -1,4 +1,4 @@
-"""Tables for the terminal, and the plain data behind them for `--json`."""
+"""Tables for the terminal: how a job scales, a plan, networks; and how all tables look."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import groupby
 from typing import Any
 
-import msgspec
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
@@ -19,15 +18,6 @@ from backbeat.units import counted, format_bytes, format_seconds, printable
 
 WINNER = "bold green"
 """The style of the row to take."""
-
-
-def row(prediction: Prediction, samples: int) -> dict[str, Any]:
-    """One prediction as data: what the table shows, without the timeline."""
-    fields: dict[str, Any] = msgspec.to_builtins(prediction)
-    del fields["timeline"]
-    fields["gap"] = prediction.gap
-    fields["gpu_hours"] = gpu_hours(prediction, samples)
-    return fields
 
 
 def scaling_tables(predictions: Sequence[Prediction], *, samples: int, width: int) -> list[Table]:
@@ -197,14 +187,15 @@ def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def table_of(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None, *, left: Set[str] = frozenset()
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str | None = None,
+    *,
+    left: Set[str] = frozenset(),
+    **style: Any,
 ) -> Table:
-    """As `fill` has it, in the plain style."""
-    return fill(plain_table(title), headings, rows, left=left)
-
-
-def fill(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: Set[str]) -> Table:
     """Figures stand to the right, what is in `left` to the left. A column with nothing in it is left out."""
+    table = plain_table(title, **style)
     shown = [index for index, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
     for index in shown:
         table.add_column(headings[index], justify="left" if headings[index] in left else "right")
@@ -253,10 +244,9 @@ def _cut(name: str, room: int) -> str:
     return first[: max(room - len(ending), 1)] + ending
 
 
-def plain_table(title: str | None = None) -> Table:
-    return Table(
-        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
+def plain_table(title: str | None = None, **style: Any) -> Table:
+    plain = {"header_style": "bold", "box": box.SIMPLE_HEAD, "pad_edge": False, "show_edge": False}
+    return Table(title=title, title_justify="left", **{**plain, **style})
 
 
 def _three_figures(value: float) -> str:
