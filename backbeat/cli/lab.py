@@ -18,7 +18,7 @@ from backbeat.lab.plans import Choice, parse, shorthand
 from backbeat.lab.requirements import check
 from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
 from backbeat.model import Plan, Profile
-from backbeat.report.tables.scaling_tables import WINNER, table_of
+from backbeat.report.tables.terminal_table import WINNER, table_of
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
 if TYPE_CHECKING:

@@ -248,26 +248,18 @@ def _memory(
     one: Profile, cluster: Network, made: Plan, memory: MemoryPlan, result: Prediction, accumulation: int | None
 ) -> list[Table | str]:
     """What is done with which blocks, and what treating all alike would give."""
-    budget = memory.budget_bytes
+    budget, residuals = memory.budget_bytes, memory.residuals
     shown: list[Table | str] = ["", "Everything is kept: it fits."]
     if memory.segments:
         shown = ["", segments_table(one, memory, console().width), ""]
     if budget is not None:
-        shown.append(policies_table(_policies(one, cluster, made, result, accumulation), budget))
+        policies = {"this plan": result}
+        chain = Chain.of(one, ResidentMemory.of(one, made, residuals, cluster.workers))
+        for name, ranges in uniform(chain).items():
+            alike = replace(made, memory=MemoryPlan(segments=segments_of(one, ranges), residuals=residuals))
+            policies[f"{name}, every block"] = predict(one, cluster, alike, accumulation=accumulation)
+        shown.append(policies_table(policies, budget))
     return [*shown, "", peak_line(memory_timeline(one, memory, made, workers=cluster.workers), budget)]
-
-
-def _policies(
-    one: Profile, cluster: Network, made: Plan, result: Prediction, accumulation: int | None
-) -> dict[str, Prediction]:
-    """The plan, and the same schedule with every block treated alike."""
-    residuals = made.memory.residuals if made.memory else "device"
-    chain = Chain.of(one, ResidentMemory.of(one, made, residuals, cluster.workers))
-    found = {"this plan": result}
-    for name, ranges in uniform(chain).items():
-        alike = replace(made, memory=MemoryPlan(segments=segments_of(one, ranges), residuals=residuals))
-        found[f"{name}, every block"] = predict(one, cluster, alike, accumulation=accumulation)
-    return found
 
 
 def _show_growth(

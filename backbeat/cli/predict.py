@@ -162,5 +162,5 @@ def _predict(profile: Profile, network: Network, schedule: Schedule, asked: Aske
 
 
 def _at_another_batch(row: Prediction, note: str) -> Prediction:
-    """The prediction with what is to be known of its batch size."""
+    """The prediction, with the note on how its batch size was reached."""
     return replace(row, notes=(*row.notes, note), extrapolated=row.extrapolated or "extrapolated" in note)

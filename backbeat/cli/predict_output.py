@@ -19,6 +19,7 @@ from backbeat.planners import BUDGETED
 from backbeat.report.study import PLANNED, STOCK
 from backbeat.report.tables import scaling_tables as tables
 from backbeat.report.tables.sharding_tables import strategies_table
+from backbeat.report.tables.terminal_table import SCREEN, natural_width
 from backbeat.report.words.answer import unmeasured
 from backbeat.report.words.device_memory import DeviceFit, device_fit
 from backbeat.report.words.limits import above_linear, knee_sentence, limit
@@ -40,7 +41,6 @@ from backbeat.units import counted, format_bytes
 
 Schedule = str | Plan | Reduction
 """A strategy by name, a plan, or what a framework does."""
-_SCREEN = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Predicted:
 
     @cached_property
     def too_big(self) -> Set[str]:
-        """What nobody can choose, unless nothing is left."""
+        """Rows that do not fit the device; empty where none does, or nothing could be chosen."""
         found = {name for name, fit in self.fits.items() if not fit.fits}
         return found if not found >= set(self.curves) else set()
 
@@ -231,7 +231,7 @@ def show(found: Predicted, *, wide: bool) -> None:
     fit, stock = found.fits.get(best.strategy), asked.baseline
     cost = cost_column(profile, asked.price)
     shown = [tables.answer_table(curves, stock=stock, cost=cost, too_big=too_big)] if not wide else []
-    if wide or tables.natural_width(shown[0]) > _SCREEN:
+    if wide or natural_width(shown[0]) > SCREEN:
         wide = True
         shown = tables.scaling_tables(found.rows, samples=asked.samples, width=console().width)
     large = {name: "the plan" if name == PLANNED else stock_name(name) for name in sorted(too_big)}
@@ -254,7 +254,7 @@ def show(found: Predicted, *, wide: bool) -> None:
 
 
 def cost_column(profile: Profile, price: float | None) -> tuple[str, Callable[[Prediction], str]] | None:
-    """Of a table, where a price is given: its heading, and what a row says."""
+    """The column of costs: its heading, and the cell of a row. None without a price."""
     if price is None:
         return None
     return f"$/B {unit(profile)}", lambda row: format_money(per_billion(row, profile, price)).removeprefix("$")

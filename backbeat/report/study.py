@@ -70,7 +70,7 @@ class Study:
 
     @property
     def fitting(self) -> list[str]:
-        """Labels of what fits the device, or may."""
+        """Labels of what fits the device, or of which nobody knows."""
         return [label for label, fit in self.fits.items() if fit is None or fit.fits]
 
     @property

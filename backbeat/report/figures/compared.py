@@ -24,11 +24,10 @@ PARTS = {
     "copies": ("copying into and out of collectives' buffers", "#4f7f8b"),
     "host": ("waiting for the host to issue work", "#5aa9c9"),
 }
-"""In words, and the colour of each."""
-
-
+"""Parts of the exposed time in words, and the colour of each."""
 _BY_LABEL = {"type": "category", "autorange": "reversed"}
 """The axis of bars that lie below each other in order."""
+_ITERATION = axis("milliseconds per iteration", rangemode="tozero")
 
 
 def exposed_parts(predictions: Iterable[Prediction]) -> dict[str, list[float]]:
@@ -88,7 +87,7 @@ def draw_measured(rows: Sequence[tuple[str, Comparison]]) -> Drawing:
             dots("measured, 10th to 90th percentile", seen, labels, dot, error_x=spread, **common),
             dots("predicted", said, labels, tick, **common),
         ],
-        xaxis=axis("milliseconds per iteration", rangemode="tozero"),
+        xaxis=_ITERATION,
         yaxis=_BY_LABEL,
         height=190 + 32 * len(rows),
     )
@@ -105,24 +104,22 @@ def draw_ways(ways: Sequence[Way]) -> Drawing:
     common = {"hovertemplate": "<b>%{y}</b>: %{customdata}<extra></extra>", "textposition": "auto"}
     times = bar("iteration", labels, ms(iteration_s), colours, customdata=seconds, text=texts, **common)
     rows = 26 * len(labels)
+    traces, layout = [times], {"xaxis": _ITERATION, "yaxis": _BY_LABEL, "height": 110 + rows, "showlegend": False}
     fits = [way.fit for way in ways if way.fit is not None]
-    if len(fits) < len(ways):
-        xaxis = axis("milliseconds per iteration", rangemode="tozero")
-        return drawn([times], xaxis=xaxis, yaxis=_BY_LABEL, height=110 + rows, showlegend=False)
-    gigabytes, sizes = [fit.peak_bytes / 1e9 for fit in fits], [format_bytes(fit.peak_bytes) for fit in fits]
-    below = {"xaxis": "x2", "yaxis": "y2"}
-    peaks = bar("peak", labels, gigabytes, colours, customdata=sizes, text=sizes, **common, **below)
-    limit = fits[0].device_bytes
-    line = upright(limit / 1e9) | {"xref": "x2", "yref": "paper", "y0": 0, "y1": 0.42}
-    word = mark(limit / 1e9, f"limit {format_bytes(limit)}") | {"xref": "x2", "y": 0.42, "xanchor": "right"}
-    return drawn(
-        [times, peaks],
-        xaxis=axis("milliseconds per iteration", rangemode="tozero", anchor="y"),
-        yaxis={**_BY_LABEL, "domain": [0.6, 1]},
-        xaxis2=axis("GB at the peak of one GPU", rangemode="tozero", anchor="y2"),
-        yaxis2={**_BY_LABEL, "domain": [0, 0.42]},
-        height=230 + 2 * rows,
-        showlegend=False,
-        shapes=[line],
-        annotations=[word],
-    )
+    if len(fits) == len(ways):
+        gigabytes, sizes = [fit.peak_bytes / 1e9 for fit in fits], [format_bytes(fit.peak_bytes) for fit in fits]
+        below = {"xaxis": "x2", "yaxis": "y2"}
+        traces.append(bar("peak", labels, gigabytes, colours, customdata=sizes, text=sizes, **common, **below))
+        limit = fits[0].device_bytes
+        line = upright(limit / 1e9) | {"xref": "x2", "yref": "paper", "y0": 0, "y1": 0.42}
+        word = mark(limit / 1e9, f"limit {format_bytes(limit)}") | {"xref": "x2", "y": 0.42, "xanchor": "right"}
+        layout |= {
+            "xaxis": {**_ITERATION, "anchor": "y"},
+            "yaxis": {**_BY_LABEL, "domain": [0.6, 1]},
+            "xaxis2": axis("GB at the peak of one GPU", rangemode="tozero", anchor="y2"),
+            "yaxis2": {**_BY_LABEL, "domain": [0, 0.42]},
+            "height": 230 + 2 * rows,
+            "shapes": [line],
+            "annotations": [word],
+        }
+    return drawn(traces, **layout)

@@ -170,21 +170,19 @@ def _pair(labels: Sequence[str], study: Study) -> tuple[str, str]:
 
 def _tiles(study: Study, answered: Answer, settings: PageSettings) -> list[tuple[str, str, str]]:
     """(what, figure, small print) of the numbers that stand out."""
-    best, stock = study.best, study.stock
-    faster = stock.iteration_s / best.iteration_s if best.iteration_s > 0 else 1.0
+    best, stock, fits = study.best, study.stock, STOCK in study.fitting
     rate = tokens_per_s(best, study.profile) or best.samples_per_s
     cheapest = answered.worth[-1]
-    base = "stock DDP" if STOCK in study.fitting else study.best_label
-    run = f"for {answered.samples:,} samples" if settings.samples else f"for what takes {base} a day"
-    unplanned = best is stock
-    beside = f"stock DDP {stock.scaling_factor:.0%}" if STOCK in study.fitting else "stock DDP does not fit"
-    speed = f"; {faster:.2f}x stock DDP's speed" if STOCK in study.fitting and not unplanned else ""
+    run = f"for what takes {'stock DDP' if fits else study.best_label} a day"
+    if settings.samples:
+        run = f"for {answered.samples:,} samples"
+    where, speed = f"on {study.top} GPUs", ""
+    if best is not stock:
+        where += f" with {study.best_label}; stock DDP {f'{stock.scaling_factor:.0%}' if fits else 'does not fit'}"
+        faster = stock.iteration_s / best.iteration_s if best.iteration_s > 0 else 1.0
+        speed = f"; {faster:.2f}x stock DDP's speed" if fits else ""
     tiles = [
-        (
-            "of perfect scaling",
-            f"{best.scaling_factor:.0%}",
-            f"on {study.top} GPUs" if unplanned else f"on {study.top} GPUs with {study.best_label}; {beside}",
-        ),
+        ("of perfect scaling", f"{best.scaling_factor:.0%}", where),
         ("per iteration", format_seconds(best.iteration_s), f"alone {format_seconds(best.single_s)}{speed}"),
         (f"{unit(study.profile)} a second", format_count(rate), f"{format_count(rate / study.top)} on each GPU"),
         ("GPU-hours", f"{cheapest.gpu_hours:,.1f}", run),

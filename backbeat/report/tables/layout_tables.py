@@ -13,7 +13,7 @@ from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import least_memory
 from backbeat.layouts.predict_layout import predictor_of
 from backbeat.model import Network, Span
-from backbeat.report.tables.scaling_tables import table_of
+from backbeat.report.tables.terminal_table import table_of
 from backbeat.report.words.framework_flags import folded
 from backbeat.report.words.numbers import lowered
 from backbeat.units import counted, format_bytes, format_seconds
@@ -84,7 +84,7 @@ def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool 
 
 
 def short(layout: Layout) -> str:
-    """In a column of a table; `--layout` reads it, too."""
+    """The label in fewer letters, for tables; `--layout` reads it, too."""
     text = layout.label.replace("recompute=", "").replace("sequence_parallel=false", "no sp")
     return text.replace("micro=", "mb=")
 
@@ -141,7 +141,7 @@ def _spread(done: list[dict[str, float]], letter: str, start: float, end: float)
 
 
 def drawn_batch(one: LayoutPrediction) -> int:
-    """The global batch of a step worth drawing: of many micro-batches the middle is all alike, fewer show the ends."""
+    """The global batch to draw a step with. In the middle of many micro-batches all is alike: fewer show the ends."""
     layout = one.layout
     passes = 2 * layout.pp * layout.pp * layout.chunks
     rounds = 1 if 2 * passes > _MANY_PASSES else 2

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from backbeat.model import MemoryPlan, Prediction, Profile, Segment
 from backbeat.planners.max_batch import Point
-from backbeat.report.tables.scaling_tables import WINNER, fitted_table, table_of
+from backbeat.report.tables.terminal_table import WINNER, fitted_table, table_of
 from backbeat.report.words.numbers import format_number
 from backbeat.simulate.memory_timeline import MemoryTimeline
 from backbeat.simulate.sharded_memory import ShardedMemory

@@ -12,7 +12,7 @@ from backbeat.model import Plan, Prediction, Profile
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.report.figures.memory_use import SHARDED_KINDS
 from backbeat.report.tables.memory_tables import moment
-from backbeat.report.tables.scaling_tables import table_of
+from backbeat.report.tables.terminal_table import table_of
 from backbeat.report.words.numbers import format_number, scaling_range
 from backbeat.report.words.ways import Way
 from backbeat.simulate.sharded_memory import ShardedMemory

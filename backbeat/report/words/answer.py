@@ -113,7 +113,7 @@ def answer(
 
 
 def unmeasured(profile: Profile, network: Network) -> list[str]:
-    """What of the two was never measured, and what nobody said of them."""
+    """Which figures of the two were never measured, and which facts they leave out."""
     lines = []
     if isinstance(network.source, Source) and network.source.method in ("assumed", "published"):
         method = "from a publication" if network.source.method == "published" else "assumed"

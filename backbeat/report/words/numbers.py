@@ -169,20 +169,16 @@ def describe(
         f"{profile.model}, {batch}{kind}, {profile.precision} on {device} ({profile.origin}): {alone}"
         f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}"
     )
-    return text if network is None else f"{text}; network {named(network)}{_nodes(network)}"
+    return text if network is None else f"{text}; network {_named(network)}"
 
 
-def _nodes(network: Network) -> str:
-    if network.one_node:
-        return ""
-    gpus = network.topology.gpus_per_node
-    return ", one GPU a node" if gpus == 1 else f", {gpus} GPUs a node"
-
-
-def named(network: Network) -> str:
-    """A network's name with its origin: what was never measured must not read as if it had been."""
+def _named(network: Network) -> str:
+    """Its name with its origin, for what was never measured must not read as if it had been; and the GPUs of a node."""
     name = f"{network.name} ({network.source.method})" if isinstance(network.source, Source) else network.name
-    return f"{name}, inside one node" if network.one_node else name
+    if network.one_node:
+        return f"{name}, inside one node"
+    gpus = network.topology.gpus_per_node
+    return f"{name}, one GPU a node" if gpus == 1 else f"{name}, {gpus} GPUs a node"
 
 
 def lowered(sentence: str) -> str:

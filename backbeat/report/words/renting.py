@@ -53,7 +53,7 @@ def judged(
 
 
 def worth_it(curve: Sequence[Prediction]) -> tuple[Verdict, str]:
-    """Whether the most GPUs of a curve are worth it, in a few words."""
+    """Whether the largest number of GPUs on a curve is worth it, in a few words."""
     bend, best = knee(curve), curve[-1]
     if bend is not None:
         return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}"
@@ -130,7 +130,7 @@ def _run(
 
 
 def partly(curve: Sequence[Prediction]) -> str:
-    """When the most GPUs of a curve are worth renting that are not always."""
+    """For GPUs that are worth renting only sometimes: when."""
     best, busy = curve[-1], _busy_knee(curve)
     gpus = counted(best.workers, "GPU")
     if busy is not None:

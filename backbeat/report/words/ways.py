@@ -69,7 +69,7 @@ class Way:
 
     @property
     def simplicity(self) -> int:
-        """The less, the simpler; buckets planned by any name are like those of `best`."""
+        """Lower is simpler. Plans with names of their own count as `best` or, where they shard, as `sharded`."""
         like = "sharded" if self.sharded else "best"
         return list(_WORDS).index(self._kind if self._kind in _WORDS else like)
 

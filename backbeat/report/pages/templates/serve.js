@@ -12,14 +12,12 @@
     times: (value) => Number((10 ** (value / 20)).toPrecision(3)),
     batch: (value) => (value === 0 ? "" : Math.max(1, Math.round((own || 64) * 2 ** (value / 2)))),
     bucket: (value) => buckets[value],
-    gb: (value) => value,
   };
   const writers = {
     power: (value) => Math.round(Math.log2(value)),
     times: (value) => Math.round(20 * Math.log10(value)),
     batch: (value) => (value ? Math.round(2 * Math.log2(value / (own || 64))) : 0),
     bucket: (value) => Math.max(0, buckets.indexOf(Number(value))),
-    gb: (value) => value,
   };
   const labels = {
     workers: (value) => value, bandwidth: (value) => `× ${value}`, latency: (value) => `× ${value}`,
