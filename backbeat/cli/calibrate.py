@@ -17,7 +17,7 @@ from rich.console import Console
 from backbeat.cli.common import check_writable, communicator_counts, need_torch, print_answer, print_json, say, wrapped
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.case import SIZES
-from backbeat.measure.network.findings import MeasuredCluster, summary_of
+from backbeat.measure.network.findings import summary_of
 from backbeat.measure.network.sampling import Progress
 from backbeat.report.tables.calibration_tables import calibration_parts
 from backbeat.units import doubling, parse_bytes, parse_duration
@@ -141,19 +141,15 @@ def _run(rank: int, backend: str, options: dict[str, Any], output: Path, *, as_j
         os._exit(error.exit_code)
     if rank == 0:
         calibration.network.save(output)
-        _show(calibration, as_json=as_json)
+        summary = summary_of(calibration)
+        if as_json:
+            print_json(summary)
+        else:
+            print_answer(*calibration_parts(summary))
+        for note in summary["notes"]:
+            say(wrapped(f"backbeat: note: {note}"))
         say(f"backbeat: wrote {output}")
     dist.destroy_process_group()
-
-
-def _show(calibration: MeasuredCluster, *, as_json: bool) -> None:
-    summary = summary_of(calibration)
-    if as_json:
-        print_json(summary)
-    else:
-        print_answer(*calibration_parts(summary))
-    for note in summary["notes"]:
-        say(wrapped(f"backbeat: note: {note}"))
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def communicator_counts(text: str, most: int) -> list[int]:
 
 
 def refuse(options: Mapping[str, bool], why: str) -> None:
-    """The first of these options that was given."""
+    """Raise for the first of these options that was given."""
     for option, given in options.items():
         if given:
             raise InputError(f"{option} {why}")
@@ -66,7 +66,7 @@ def need_torch(verb: str) -> None:
 
 
 def check_writable(output: Path) -> None:
-    """Before a measurement, not after it."""
+    """Refuse a file that cannot be written before anything is measured for it."""
     if output.is_dir():
         raise InputError(f"{output} is a folder: give a file name to write")
     if not os.access(output.parent, os.W_OK):
@@ -74,7 +74,7 @@ def check_writable(output: Path) -> None:
 
 
 def check_page(output: Path) -> None:
-    """Programs go by a file's suffix."""
+    """Refuse a page that browsers would not open: they go by the suffix."""
     if output.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"{output}: the page is HTML; give a name that ends in .html")
 
@@ -87,7 +87,7 @@ def load_network(name: str, across: str | None, links: int = 1) -> Network:
 
 
 def plan_options(across: str | None, links: int, reduce_dtype: str | None) -> list[str]:
-    """What the command that makes a plan needs to be told again."""
+    """Options of this command that the one that makes the plan needs, too."""
     joined = ["--across", across] if across else []
     wide = ["--nics-per-node", str(links)] if links > 1 else []
     return [*joined, *wide, *(["--reduce-dtype", reduce_dtype] if reduce_dtype else [])]

@@ -17,8 +17,8 @@ from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import Choice, parse, shorthand
 from backbeat.lab.requirements import check
 from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
-from backbeat.model import Profile
-from backbeat.report.tables.scaling_tables import WINNER, table_of
+from backbeat.model import Plan, Profile
+from backbeat.report.tables.terminal_table import WINNER, table_of
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
 if TYPE_CHECKING:
@@ -222,11 +222,7 @@ def _row(result: MeasuredPlan) -> dict[str, Any]:
         "strategy": result.choice.strategy,
         "plan": result.choice.name,
         "communicators": result.plan.communicators,
-        **(
-            {"buckets": len(result.plan.buckets)}
-            if result.plan.sharding is None
-            else {"units": len(result.plan.sharding.units)}
-        ),
+        **_parts(result.plan),
         "measured_s": result.measured_s,
         "spread_s": result.spread_s,
         "predicted_s": result.prediction.iteration_s,
@@ -237,6 +233,11 @@ def _row(result: MeasuredPlan) -> dict[str, Any]:
         "measured_exposed_s": result.measured_s - result.prediction.single_s,
         "predicted_exposed_s": result.prediction.exposed_s,
     }
+
+
+def _parts(plan: Plan) -> dict[str, int]:
+    """How many buckets the plan has, or units."""
+    return {"buckets": len(plan.buckets)} if plan.sharding is None else {"units": len(plan.sharding.units)}
 
 
 def _file(answer: dict[str, Any], ran: _Ran) -> dict[str, Any]:
@@ -252,15 +253,14 @@ def _file(answer: dict[str, Any], ran: _Ran) -> dict[str, Any]:
 def _table(setting: Setting, ran: _Ran) -> Table:
     rate = format_rate(setting.rate_bits)
     dilated = f", compute × {setting.dilation:g}" if setting.dilation != 1 else ""
-    sharded = [result.plan.sharding is not None for result in ran.results]
-    parts = "units" if all(sharded) else "buckets, units" if any(sharded) else "buckets"
+    parts = ", ".join(sorted({kind for result in ran.results for kind in _parts(result.plan)}))
     headings = ["plan", "communicators", parts, "measured", "p10–p90", "repeats", "predicted", "error", "scaling"]
     fastest = min(ran.results, key=lambda result: result.measured_s)
     rows = [
         (
             result.choice.name + (" ◀" if result is fastest else ""),
             str(result.plan.communicators),
-            str(len(result.plan.buckets if result.plan.sharding is None else result.plan.sharding.units)),
+            *map(str, _parts(result.plan).values()),
             format_seconds(result.measured_s),
             format_seconds(result.spread_s),
             f"within {result.repeat:.1%}",

@@ -15,7 +15,7 @@ from backbeat.lab.setting import Setting
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import gpu_named
 from backbeat.layouts.layout import Layout, job_of
-from backbeat.report.tables.scaling_tables import table_of
+from backbeat.report.tables.terminal_table import table_of
 from backbeat.units import format_rate, format_seconds
 
 if TYPE_CHECKING:

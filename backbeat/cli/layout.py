@@ -124,7 +124,7 @@ def layout(
     print_answer(*(nothing_fits(model, network, count, job, stages)[1] for count in missing))
     if shown:
         best = cheapest(shown) if several else shown[0]
-        print_answer(compared(shown) if several else answer(shown), _flags(model, best, framework))
+        print_answer(answer(best), *(compared(best, shown) if several else ()), _flags(model, best, framework))
 
 
 def _one(text: str, counts: list[int]) -> int:
@@ -190,6 +190,6 @@ def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framewor
         spread,
     )
     if found.fits:
-        print_answer(answer([found]), _flags(model, found, framework))
+        print_answer(answer(found), _flags(model, found, framework))
     else:
         print_answer("It does not fit: recompute more, shard more (zero), or add stages.")

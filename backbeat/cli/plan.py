@@ -23,19 +23,12 @@ from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.planners.max_batch import Point, growth, largest_looked_at
 from backbeat.planners.memory_moves import uniform
-from backbeat.report.tables.memory_tables import (
-    Policy,
-    growth_table,
-    mixture,
-    peak_line,
-    policies_table,
-    segments_table,
-)
+from backbeat.report.tables.memory_tables import growth_table, mixture, peak_line, policies_table, segments_table
 from backbeat.report.tables.scaling_tables import plan_table
 from backbeat.report.tables.sharding_tables import memory_table, units_table
 from backbeat.report.words.device_memory import DeviceFit, device_fit
 from backbeat.report.words.limits import above_linear
-from backbeat.report.words.numbers import describe, over_bound, scaling_range
+from backbeat.report.words.numbers import capitalised, describe, over_bound, scaling_range
 from backbeat.report.words.ways import sharding_lines, wrapping_lines
 from backbeat.simulate.actions import segments_of
 from backbeat.simulate.batch import same_blocks, sibling
@@ -237,11 +230,10 @@ def _sharding(one: Profile, made: Plan, sharding: Sharding, accumulation: int | 
         *(["reduce-scatters on their own communicator"] if sharding.separate_reduce_scatter else []),
         *(["gradients are reduced with the last micro-batch"] if sharding.gradient_sync == "last" else []),
     ]
-    line = "; ".join(knobs)
     shown: list[Table | str] = [units_table(one, made)]
     if held is not None:
         shown.append(memory_table(held))
-    shown += ["", f"{line[:1].upper()}{line[1:]}."]
+    shown += ["", f"{capitalised('; '.join(knobs))}."]
     if held is not None and made.memory is not None and made.memory.budget_bytes is not None:
         shown.append(f"Budget: {format_bytes(held.peak_bytes)} of {format_bytes(made.memory.budget_bytes)}.")
     if held is not None and one.precision in ("bf16", "fp16"):
@@ -256,25 +248,18 @@ def _memory(
     one: Profile, cluster: Network, made: Plan, memory: MemoryPlan, result: Prediction, accumulation: int | None
 ) -> list[Table | str]:
     """What is done with which blocks, and what treating all alike would give."""
-    budget = memory.budget_bytes
+    budget, residuals = memory.budget_bytes, memory.residuals
     shown: list[Table | str] = ["", "Everything is kept: it fits."]
     if memory.segments:
         shown = ["", segments_table(one, memory, console().width), ""]
     if budget is not None:
-        shown.append(policies_table(_policies(one, cluster, made, result, accumulation), budget))
+        policies = {"this plan": result}
+        chain = Chain.of(one, ResidentMemory.of(one, made, residuals, cluster.workers))
+        for name, ranges in uniform(chain).items():
+            alike = replace(made, memory=MemoryPlan(segments=segments_of(one, ranges), residuals=residuals))
+            policies[f"{name}, every block"] = predict(one, cluster, alike, accumulation=accumulation)
+        shown.append(policies_table(policies, budget))
     return [*shown, "", peak_line(memory_timeline(one, memory, made, workers=cluster.workers), budget)]
-
-
-def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction, accumulation: int | None) -> list[Policy]:
-    """The plan, and the same schedule with every block treated alike."""
-    residuals = made.memory.residuals if made.memory else "device"
-    chain = Chain.of(one, ResidentMemory.of(one, made, residuals, cluster.workers))
-    rows = [Policy("this plan", result.peak_bytes or 0, result.iteration_s)]
-    for name, ranges in uniform(chain).items():
-        alike = MemoryPlan(segments=segments_of(one, ranges), residuals=residuals)
-        found = predict(one, cluster, replace(made, memory=alike), accumulation=accumulation)
-        rows.append(Policy(f"{name}, every block", found.peak_bytes or 0, found.iteration_s))
-    return rows
 
 
 def _show_growth(

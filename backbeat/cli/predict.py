@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from backbeat.api import predict as predict_sent
 from backbeat.cli import options
 from backbeat.cli.common import load_network, plan_options, print_json, say, size, split
-from backbeat.cli.predict_output import Asked, Predicted, Schedule, content, show
-from backbeat.cli.predict_sharded import is_sharded, sharded_headline, show_sharded, ways_of
+from backbeat.cli.predict_output import Asked, Predicted, Schedule, content, show, show_sharded
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
@@ -130,11 +129,9 @@ def predict(
     if plot is not None:
         plots.save_scaling(scaling(found.curves), plot, title=f"{one.name} on {cluster.name}")
         say(f"wrote {plot}")
-    sharded = any(map(is_sharded, schedules))
     if json:
-        headline = {"headline": sharded_headline(ways_of(found))} if sharded else {}
-        print_json(content(found) | headline)
-    elif sharded and not wide and not frameworks:
+        print_json(content(found))
+    elif found.sharded and not wide and not frameworks:
         show_sharded(found)
     else:
         show(found, wide=wide)
@@ -165,5 +162,5 @@ def _predict(profile: Profile, network: Network, schedule: Schedule, asked: Aske
 
 
 def _at_another_batch(row: Prediction, note: str) -> Prediction:
-    """The prediction with what is to be known of its batch size."""
+    """The prediction, with the note on how its batch size was reached."""
     return replace(row, notes=(*row.notes, note), extrapolated=row.extrapolated or "extrapolated" in note)

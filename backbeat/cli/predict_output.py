@@ -1,4 +1,5 @@
-"""What `backbeat predict` prints: one screen that ends in a decision, every figure, or data."""
+"""What `backbeat predict` prints: one screen that ends in a decision, every figure, or data. Where parameters are
+sharded the screen says what fits, how fast it is, and the lines to write."""
 
 from __future__ import annotations
 
@@ -8,32 +9,38 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from backbeat.api import predict as predict_sent
 from backbeat.cli.common import console, print_answer
+from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
 from backbeat.planners import BUDGETED
 from backbeat.report.study import PLANNED, STOCK
 from backbeat.report.tables import scaling_tables as tables
+from backbeat.report.tables.sharding_tables import strategies_table
+from backbeat.report.tables.terminal_table import SCREEN, natural_width
 from backbeat.report.words.answer import unmeasured
 from backbeat.report.words.device_memory import DeviceFit, device_fit
-from backbeat.report.words.limits import knee_sentence, limit
-from backbeat.report.words.numbers import describe
-from backbeat.report.words.renting import decision, frontier, judged, stock_name
-from backbeat.report.words.running_cost import (
+from backbeat.report.words.limits import above_linear, knee_sentence, limit
+from backbeat.report.words.numbers import (
     costs,
+    describe,
     format_money,
+    gpu_hours,
     per_billion,
     tokens_per_s,
     unit,
     units_line,
     utilisation,
 )
+from backbeat.report.words.renting import decision, frontier, judged, partly, stock_name, worth_it
+from backbeat.report.words.ways import Way, chosen_way, way_decision, way_sentences, work_headline
 from backbeat.simulate.sweep import knee
 from backbeat.units import counted, format_bytes
 
 Schedule = str | Plan | Reduction
 """A strategy by name, a plan, or what a framework does."""
-_SCREEN = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +113,14 @@ class Predicted:
 
     @cached_property
     def too_big(self) -> Set[str]:
-        """What nobody can choose, unless nothing is left."""
+        """Rows that do not fit the device; empty where none does, or nothing could be chosen."""
         found = {name for name, fit in self.fits.items() if not fit.fits}
         return found if not found >= set(self.curves) else set()
 
     @cached_property
     def best(self) -> Prediction:
         """The fastest that can be chosen, on the most workers."""
-        return frontier({name: curve for name, curve in self.curves.items() if name not in self.too_big})[-1]
+        return frontier(self.curves, self.too_big)[-1]
 
     @property
     def sent(self) -> Profile:
@@ -125,6 +132,25 @@ class Predicted:
     def headline(self) -> str:
         fit = self.fits.get(self.best.strategy)
         return judged(self.curves, fit, stock=self.asked.baseline, too_big=self.too_big)[1]
+
+    @cached_property
+    def ways(self) -> list[Way]:
+        """Every row with what it takes of the device's memory; under DDP that does not depend on the workers."""
+        device, budget = accelerator(self.profile.device), self.asked.memory_bytes
+        plans = {schedule.strategy: schedule for schedule in self.schedules if isinstance(schedule, Plan)}
+
+        def way(row: Prediction) -> Way:
+            fit = self.fits.get(row.strategy)
+            if device is not None and row.peak_bytes is not None:
+                fit = DeviceFit.of(row.peak_bytes, device, budget)
+            return Way(label=row.strategy, plan=plans.get(row.strategy), prediction=row, fit=fit)
+
+        return [way(row) for row in self.rows]
+
+    @property
+    def sharded(self) -> bool:
+        """Some of what is compared shards parameters."""
+        return any(way.sharded for way in self.ways)
 
     def title(self) -> str:
         asked = self.asked
@@ -172,12 +198,17 @@ def content(found: Predicted) -> dict[str, Any]:
     data = []
     for row in found.rows:
         share, fit = utilisation(row, profile), found.fits.get(row.strategy)
-        fields = tables.row(row, asked.samples)
-        fields["tokens_per_s"] = tokens_per_s(row, profile)
-        fields["mfu"] = share if isinstance(share, float) else None
-        fields["memory"] = (
-            None if fit is None else {"peak_bytes": fit.peak_bytes, "device_bytes": fit.device_bytes, "fits": fit.fits}
-        )
+        fields: dict[str, Any] = msgspec.to_builtins(row)
+        del fields["timeline"]
+        fields |= {
+            "gap": row.gap,
+            "gpu_hours": gpu_hours(row, asked.samples),
+            "tokens_per_s": tokens_per_s(row, profile),
+            "mfu": share if isinstance(share, float) else None,
+            "memory": None
+            if fit is None
+            else {"peak_bytes": fit.peak_bytes, "device_bytes": fit.device_bytes, "fits": fit.fits},
+        }
         if asked.price is not None:
             fields["cost"] = costs(row, profile, asked.price, asked.epoch_samples)
         data.append(fields)
@@ -187,7 +218,7 @@ def content(found: Predicted) -> dict[str, Any]:
         "scaling": "weak" if asked.global_batch is None else "strong",
         "samples": asked.samples,
         "rows": data,
-        "headline": found.headline,
+        "headline": sharded_headline(found) if found.sharded else found.headline,
         "not_measured": unmeasured(profile, found.network),
         "knee": {name: knee(curve) for name, curve in found.curves.items()},
     }
@@ -200,7 +231,7 @@ def show(found: Predicted, *, wide: bool) -> None:
     fit, stock = found.fits.get(best.strategy), asked.baseline
     cost = cost_column(profile, asked.price)
     shown = [tables.answer_table(curves, stock=stock, cost=cost, too_big=too_big)] if not wide else []
-    if wide or tables.natural_width(shown[0]) > _SCREEN:
+    if wide or natural_width(shown[0]) > SCREEN:
         wide = True
         shown = tables.scaling_tables(found.rows, samples=asked.samples, width=console().width)
     large = {name: "the plan" if name == PLANNED else stock_name(name) for name in sorted(too_big)}
@@ -223,7 +254,7 @@ def show(found: Predicted, *, wide: bool) -> None:
 
 
 def cost_column(profile: Profile, price: float | None) -> tuple[str, Callable[[Prediction], str]] | None:
-    """Of a table, where a price is given: its heading, and what a row says."""
+    """The column of costs: its heading, and the cell of a row. None without a price."""
     if price is None:
         return None
     return f"$/B {unit(profile)}", lambda row: format_money(per_billion(row, profile, price)).removeprefix("$")
@@ -265,3 +296,62 @@ def _peaks(found: Predicted) -> list[str]:
                 line += f", of a budget of {format_bytes(budget)}" + (": too much" if peak > budget else "")
             lines.append(f"{line}.")
     return lines
+
+
+def show_sharded(found: Predicted) -> None:
+    """The answer in 80 columns, which ends in a decision and the lines to write."""
+    ways = _most_workers(found.ways)
+    taken = chosen_way(ways)
+    why: list[str] = []
+    if taken is not None:
+        chosen = taken.prediction
+        why = [found.figures(chosen, f" with {chosen.strategy}"), found.limit(chosen)]
+        why += [*way_sentences(ways), *caveats(chosen, found.network, found.profile), ""]
+    print_answer(
+        found.title(),
+        "",
+        sharded_headline(found),
+        "",
+        strategies_table(found.ways, cost_column(found.profile, found.asked.price)),
+        "",
+        above_linear(found.rows) or None,
+        *why,
+        _sharded_decision(found),
+    )
+
+
+def sharded_headline(found: Predicted) -> str:
+    """The verdict, and how many GPUs' work the most of them do."""
+    curve = _chosen_curve(found.ways)
+    several = bool(curve) and curve[-1].workers > 1
+    return work_headline(_most_workers(found.ways), worth_it(curve)[1] if several else "")
+
+
+def _sharded_decision(found: Predicted) -> str:
+    """What to do on the most GPUs, or on as many as are worth it."""
+    ways, curve, only = _most_workers(found.ways), _chosen_curve(found.ways), ""
+    if chosen_way(ways) is not None and curve[-1].workers > 1:
+        verdict, bend = worth_it(curve)[0], knee(curve)
+        if bend == 1:
+            return "Decision: do not spread this job over this network."
+        if bend is not None:
+            ways = [way for way in found.ways if way.prediction.workers == bend]
+            only = f": rent at most {bend} GPUs on this network"
+        elif verdict == "partly":
+            only = f": {partly(curve)}"
+    taken = chosen_way(ways)
+    file = found.asked.plan_files.get(taken.prediction.strategy) if taken is not None and taken.sharded else None
+    command = found.command_for if file is None else lambda chosen: ""
+    return way_decision(ways, command, file or "plan.json", found.profile.optimizer, only)
+
+
+def _chosen_curve(ways: Sequence[Way]) -> list[Prediction]:
+    """The way to take at each number of GPUs where one fits, in their order."""
+    counts = sorted({way.prediction.workers for way in ways})
+    taken = [chosen_way([way for way in ways if way.prediction.workers == count]) for count in counts]
+    return [way.prediction for way in taken if way is not None]
+
+
+def _most_workers(ways: Sequence[Way]) -> list[Way]:
+    most = max(way.prediction.workers for way in ways)
+    return [way for way in ways if way.prediction.workers == most]

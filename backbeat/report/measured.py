@@ -16,7 +16,7 @@ from backbeat.errors import InputError
 from backbeat.importers.fsdp_units import unit_collectives
 from backbeat.importers.trace_clock import arrays, union
 from backbeat.importers.trace_events import TraceReader
-from backbeat.importers.trace_facts import Mark, collect
+from backbeat.importers.trace_facts import Mark, Transfer, collect
 from backbeat.model import Network, Plan, Profile, Span
 from backbeat.model import files as model_files
 from backbeat.planners.draft import Draft
@@ -111,18 +111,17 @@ def read_trace(path: str | Path) -> Measured:
         Span("compute", "computing", start - low, end - low)
         for start, end in (union(busy[(low <= busy[:, 0]) & (busy[:, 0] < high)] + gap) - gap).tolist()
     ]
-    inside = sorted(
-        (one.start, one.end, one.name, one.bytes or 0) for one in facts.transfers if low <= one.start < high
-    )
-    units = unit_collectives(facts)
-    lanes = _lanes([(start, end) for start, end, *_ in inside]) if not units else []
-    for lane, (start, end, name, size) in zip(lanes, inside, strict=False):
-        spans.append(Span(f"communicator {lane}", name, start - low, end - low, size))
-    for one in units:
-        sent = one.transfer
-        if low <= sent.start < high:
-            lane_name = sent.kind.replace("_", "-")
-            spans.append(Span(lane_name, one.unit, sent.start - low, sent.end - low, sent.bytes or 0))
+    if units := unit_collectives(facts):
+        sent = [(one.transfer.kind.replace("_", "-"), one.unit, one.transfer) for one in units]
+    else:
+        inside = [one for one in facts.transfers if low <= one.start < high]
+        inside.sort(key=lambda one: (one.start, one.end, one.name, one.bytes or 0))
+        sent = [(f"communicator {lane}", one.name, one) for lane, one in zip(_lanes(inside), inside, strict=True)]
+    spans += [
+        Span(lane, name, one.start - low, one.end - low, one.bytes or 0)
+        for lane, name, one in sent
+        if low <= one.start < high
+    ]
     return Measured(
         label=f"trace {where.name}",
         origin="trace",
@@ -203,15 +202,12 @@ def _plan(row: _Row, profile: Profile, workers: int) -> Plan | None:
     return Draft.of_launches(row.launches, row.communicators).named(profile, row.strategy, workers)
 
 
-def _lanes(intervals: list[tuple[float, float]]) -> list[int]:
-    """The first lane that is free, for each interval in order of start."""
+def _lanes(transfers: Sequence[Transfer]) -> list[int]:
+    """The first lane that is free, for each transfer in order of start."""
     ends: list[float] = []
     lanes = []
-    for start, end in intervals:
-        lane = next((index for index, until in enumerate(ends) if until <= start), len(ends))
-        if lane == len(ends):
-            ends.append(end)
-        else:
-            ends[lane] = end
+    for one in transfers:
+        lane = next((index for index, until in enumerate(ends) if until <= one.start), len(ends))
+        ends[lane : lane + 1] = [one.end]
         lanes.append(lane)
     return lanes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,34 +25,25 @@ def trace(iterations: Sequence[Iteration]) -> dict[str, Any]:
         for lane, thread in threads.items():
             events.append(_about("thread_name", process, thread, name=lane))
             events.append(_about("thread_sort_index", process, thread, sort_index=thread))
-        events += _events(process, threads, spans, buckets)
+        for span, gradients in with_gradients(spans, buckets):
+            computing = span.lane == "compute"
+            event: dict[str, Any] = {
+                "name": span.name,
+                "cat": "compute" if computing else "communication",
+                "ph": "X",
+                "pid": process,
+                "tid": threads[span.lane],
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+            }
+            if not computing:
+                event["args"] = {"bytes": span.bytes, **({"gradients": list(gradients)} if gradients else {})}
+            events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def encode(document: dict[str, Any]) -> bytes:
     return msgspec.json.encode(document) + b"\n"
-
-
-def _events(
-    process: int, threads: Mapping[str, int], spans: Sequence[Span], buckets: Sequence[Sequence[str]]
-) -> list[dict[str, Any]]:
-    events = []
-    for span, gradients in with_gradients(spans, buckets):
-        event: dict[str, Any] = {
-            "name": span.name,
-            "cat": "compute" if span.lane == "compute" else "communication",
-            "ph": "X",
-            "pid": process,
-            "tid": threads[span.lane],
-            "ts": span.start_s * 1e6,
-            "dur": (span.end_s - span.start_s) * 1e6,
-        }
-        if span.lane != "compute":
-            event["args"] = {"bytes": span.bytes}
-            if gradients:
-                event["args"]["gradients"] = list(gradients)
-        events.append(event)
-    return events
 
 
 def _about(kind: str, process: int, thread: int, **facts: object) -> dict[str, Any]:

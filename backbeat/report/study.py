@@ -70,7 +70,7 @@ class Study:
 
     @property
     def fitting(self) -> list[str]:
-        """Labels of what fits the device, or may."""
+        """Labels of what fits the device, or of which nobody knows."""
         return [label for label, fit in self.fits.items() if fit is None or fit.fits]
 
     @property
@@ -79,20 +79,17 @@ class Study:
 
     def timeline(self, label: str, *, most: int = MOST_BARS) -> Timeline:
         """One iteration at the last number of workers, in no more bars than `most`."""
-        plan = self.plans[label]
-        spans = by_collective(self.curves[label][-1].timeline, plan)
-        return timeline(label, spans, buckets_of(plan, self.profile), most=most)
+        return timeline(label, *self._spans(label), most=most)
 
     def iterations(self, labels: Iterable[str]) -> list[Iteration]:
         """These predictions, then what was measured beside its own prediction."""
-        found: list[Iteration] = []
-        for label in labels:
-            plan = self.plans[label]
-            spans = by_collective(self.curves[label][-1].timeline, plan)
-            found.append((f"predicted: {label}, {self.top} workers", spans, buckets_of(plan, self.profile)))
-        for one, how, spans in self.seen():
-            found.append((f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.buckets))
-        return found
+        return [
+            *((f"predicted: {label}, {self.top} workers", *self._spans(label)) for label in labels),
+            *(
+                (f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.buckets)
+                for one, how, spans in self.seen()
+            ),
+        ]
 
     def seen(self) -> Iterator[tuple[Measured, str, Sequence[Span]]]:
         """What was measured, each after its own prediction, as far as their spans are known."""
@@ -101,6 +98,11 @@ class Study:
                 yield one, "predicted", one.predicted_spans
             if one.measured_spans:
                 yield one, "measured", one.measured_spans
+
+    def _spans(self, label: str) -> tuple[Sequence[Span], Sequence[Sequence[str]]]:
+        """At the last number of workers, with the gradients of each message."""
+        plan = self.plans[label]
+        return by_collective(self.curves[label][-1].timeline, plan), buckets_of(plan, self.profile)
 
 
 def study(

@@ -323,7 +323,7 @@ def test_tokens_utilisation_and_money() -> None:
     profile = replace(bb.Profile.load(LLAMA), flops_per_sample=8e12)
     network = bb.Network.load("nvlink-ib400")
     result = bb.predict(profile, network, "ddp")
-    from backbeat.report.words.running_cost import costs, tokens_per_s, utilisation
+    from backbeat.report.words.numbers import costs, tokens_per_s, utilisation
 
     assert tokens_per_s(result, profile) == pytest.approx(1024 * result.samples_per_s)
     assert utilisation(result, profile) == pytest.approx(8e12 * result.samples_per_s / 16 / 989.4e12)

@@ -28,10 +28,14 @@ def drawn(traces: Sequence[Drawing], **layout: Any) -> Drawing:
     """Traces on axes, with the layout that all figures share."""
     common = {
         "margin": {"l": 64, "r": 24, "t": 24, "b": 56},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        "legend": legend(1.02),
         "hoverlabel": {"align": "left"},
     }
     return {"data": list(traces), "layout": {**common, **layout}}
+
+
+def legend(y: float, **more: Any) -> Drawing:
+    return {"orientation": "h", "x": 0, "y": y, "yanchor": "bottom", "traceorder": "normal", **more}
 
 
 def axis(title: str, **more: Any) -> Drawing:
@@ -63,6 +67,12 @@ def bar(name: str, labels: Sequence[str], values: Sequence[float], colour: str |
     """Lying bars, one for each label, all of a colour or each of its own."""
     marker = {"color": colour}
     return {"type": "bar", "orientation": "h", "name": name, "y": labels, "x": values, "marker": marker, **more}
+
+
+def stacked(name: str, labels: Sequence[str], values: Sequence[float], words: Sequence[str], colour: str) -> Drawing:
+    """One kind of what bars are piled up from, with each value in words."""
+    hover = "<b>%{fullData.name}</b>: %{customdata}<extra></extra>"
+    return bar(name, labels, values, colour, customdata=words, hovertemplate=hover)
 
 
 def upright(x: float) -> Drawing:

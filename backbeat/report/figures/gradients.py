@@ -32,7 +32,7 @@ class GradientSizes:
 
 
 def gradient_sizes(profile: Profile, sent: Timeline | None = None, *, most: int = MOST_POINTS) -> GradientSizes:
-    """`sent` adds when the bytes have arrived."""
+    """`sent` is the iteration whose buckets say when bytes have arrived."""
     count, sums = len(profile.gradients), np.cumsum(profile.sizes)
     largest = np.sort(np.argsort(-profile.sizes, kind="stable")[:most])
     drawn = tuple(profile.gradients[index] for index in largest.tolist())

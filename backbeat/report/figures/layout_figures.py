@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from backbeat.layouts import LayoutPrediction
 from backbeat.model import Span
 from backbeat.report.figures import canvas
-from backbeat.report.figures.canvas import Drawing, axis, bar, drawn, mark, upright
+from backbeat.report.figures.canvas import Drawing, axis, drawn, legend, mark, stacked, upright
 from backbeat.report.tables.layout_tables import PART_WORDS
 from backbeat.units import format_bytes, format_seconds
 
@@ -86,59 +87,54 @@ def stage_timeline(one: LayoutPrediction) -> Drawing:
 
 def step_bars(found: Sequence[LayoutPrediction]) -> Drawing:
     """Where the step of each layout goes."""
-    parts = {PART_WORDS[name]: [one.breakdown.parts[name] for one in found] for name in PART_WORDS}
+    parts = {words: [one.breakdown.parts[name] for one in found] for name, words in PART_WORDS.items()}
     least = _SHOWN * min(one.step_s for one in found)
-    shown = {words: seconds for words, seconds in parts.items() if max(seconds) > least}
-    words = {name: [format_seconds(each) for each in seconds] for name, seconds in shown.items()}
-    colours = {name: colour for name, colour in zip(parts, _PART_COLOURS, strict=True) if name in shown}
-    return drawn(_stacked(shown, words, colours), **_ranked(found, "seconds of one step"))
+    return _by_rank("seconds of one step", parts, _PART_COLOURS, format_seconds, least=least)
 
 
 def memory_bars(found: Sequence[LayoutPrediction]) -> Drawing:
     """What one GPU holds under each layout, and the device's limit."""
-    kinds = {
-        name: [float(getattr(one.memory, name)) for one in found] for name in type(found[0].memory).__struct_fields__
-    }
-    shown = {name: [size / 1e9 for size in sizes] for name, sizes in kinds.items() if max(sizes) > 0}
-    words = {name: [format_bytes(size) for size in kinds[name]] for name in shown}
+    kinds = {name: [getattr(one.memory, name) for one in found] for name in type(found[0].memory).__struct_fields__}
     limit = found[0].limit_bytes
-    colours = {name: colour for name, colour in zip(kinds, _KIND_COLOURS, strict=True) if name in shown}
     anchor = "right" if 2 * limit > max(one.memory_bytes for one in found) else "left"
-    return drawn(
-        _stacked(shown, words, colours),
-        **_ranked(found, "GB of one GPU, in the stage that holds most"),
+    return _by_rank(
+        "GB of one GPU, in the stage that holds most",
+        kinds,
+        _KIND_COLOURS,
+        format_bytes,
+        unit=1e9,
         shapes=[upright(limit / 1e9)],
         annotations=[mark(limit / 1e9, f"limit {format_bytes(limit)}") | {"xanchor": anchor}],
     )
 
 
-def _stacked(
-    shown: Mapping[str, Sequence[float]], words: Mapping[str, Sequence[str]], colours: Mapping[str, str]
-) -> list[Drawing]:
-    hover = "<b>%{fullData.name}</b>: %{customdata}<extra></extra>"
-    return [
-        bar(name, [str(index) for index in range(1, len(values) + 1)], values, colours[name], customdata=words[name],
-            hovertemplate=hover)
-        for name, values in shown.items()
-    ]  # fmt: skip
-
-
-def _ranked(found: Sequence[LayoutPrediction], title: str) -> Drawing:
-    return {
-        "barmode": "stack",
-        "xaxis": axis(title, rangemode="tozero"),
-        "yaxis": axis("rank", type="category", autorange="reversed"),
-        "height": 270 + 26 * len(found),
+def _by_rank(
+    title: str,
+    kinds: Mapping[str, Sequence[float]],
+    colours: Sequence[str],
+    words: Callable[[float], str],
+    *,
+    least: float = 0.0,
+    unit: float = 1.0,
+    **layout: Any,
+) -> Drawing:
+    """A bar for each layout, piled up from kinds; those that are `least` or less under every layout are left out."""
+    ranks = [str(rank) for rank in range(1, len(next(iter(kinds.values()))) + 1)]
+    traces = [
+        stacked(name, ranks, [value / unit for value in values], [words(value) for value in values], colour)
+        for (name, values), colour in zip(kinds.items(), colours, strict=True)
+        if max(values) > least
+    ]
+    return drawn(
+        traces,
+        barmode="stack",
+        xaxis=axis(title, rangemode="tozero"),
+        yaxis=axis("rank", type="category", autorange="reversed"),
+        height=270 + 26 * len(ranks),
         # Below the axis and its title, however high the bars are.
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "y": 0,
-            "yref": "container",
-            "yanchor": "bottom",
-            "traceorder": "normal",
-        },
-    }
+        legend=legend(0, yref="container"),
+        **layout,
+    )
 
 
 def _waits(timeline: Sequence[Span], end: float) -> list[Span]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from backbeat.model import Memory
 from backbeat.report.figures import canvas
-from backbeat.report.figures.canvas import COLOURS, Drawing, axis, bar, drawn, mark, ms, translucent, upright
+from backbeat.report.figures.canvas import COLOURS, Drawing, axis, drawn, legend, mark, stacked, translucent, upright
 from backbeat.simulate.sharded_levels import MemoryLevel
 from backbeat.units import format_bytes
 
@@ -40,43 +40,22 @@ def memory_kinds(memory: Memory) -> dict[str, int]:
     return {kind: size for kind, size in kinds.items() if size > 0}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMemory:
+class StepMemory(NamedTuple):
+    """What one worker holds over a sharded step."""
+
     label: str
-    times_s: tuple[float, ...]
-    """Corners of the stairs: a level holds from one to the next, two corners each."""
-    where: tuple[str, ...]
-    kinds: tuple[tuple[str, tuple[int, ...]], ...]
-    """(words, bytes at every corner), present ones only."""
-    peak_bytes: int
-    peak_s: float
+    levels: Sequence[MemoryLevel]
     limit_bytes: int | None
 
-
-def step_memory(label: str, levels: Sequence[MemoryLevel], limit_bytes: int | None = None) -> StepMemory:
-    """The levels as stairs."""
-    highest = max(levels, key=lambda level: level.total_bytes)
-    corners = [(moment, level) for level in levels for moment in (level.start_s, level.end_s)]
-    return StepMemory(
-        label=label,
-        times_s=tuple(moment for moment, _ in corners),
-        where=tuple(f"{level.phase} of {level.where}" for _, level in corners),
-        kinds=tuple(
-            (words, tuple(level.held[kind] for _, level in corners))
-            for kind, words in SHARDED_KINDS.items()
-            if any(level.held[kind] for level in levels)
-        ),
-        peak_bytes=highest.total_bytes,
-        peak_s=(highest.start_s + highest.end_s) / 2,
-        limit_bytes=limit_bytes,
-    )
+    @property
+    def peak(self) -> MemoryLevel:
+        return max(self.levels, key=lambda level: level.total_bytes)
 
 
 def draw_memory_use(memory: Memory, budget_bytes: int | None = None) -> Drawing:
     kinds = memory_kinds(memory)
-    hover = "<b>%{fullData.name}</b>: %{customdata}<extra></extra>"
     traces = [
-        bar(kind, ["one worker"], [size / 1e9], colour, customdata=[format_bytes(size)], hovertemplate=hover)
+        stacked(kind, ["one worker"], [size / 1e9], [format_bytes(size)], colour)
         for (kind, size), colour in zip(kinds.items(), COLOURS[1:], strict=False)
     ]
     marks = [(memory.peak_bytes or sum(kinds.values()), "peak")]
@@ -89,44 +68,45 @@ def draw_memory_use(memory: Memory, budget_bytes: int | None = None) -> Drawing:
         yaxis={"type": "category"},
         height=250,
         margin={"l": 64, "r": 24, "t": 72, "b": 56},
-        legend={"orientation": "h", "x": 0, "y": 1.25, "yanchor": "bottom", "traceorder": "normal"},
+        legend=legend(1.25),
         shapes=[upright(size / 1e9) for size, _ in marks],
         annotations=[mark(size / 1e9, f"{word} {format_bytes(size)}") for size, word in marks],
     )
 
 
 def draw_step_memory(data: StepMemory) -> Drawing:
-    """Kinds piled up over time."""
-    traces: list[Drawing] = []
-    times = [round(moment, 3) for moment in ms(data.times_s)]
-    for (words, sizes), colour in zip(data.kinds, _KIND_COLOURS, strict=False):
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "stackgroup": "held",
-                "name": words,
-                "x": times,
-                "y": [round(size / 1e9, 3) for size in sizes],
-                "line": {"width": 0.5, "color": colour},
-                "fillcolor": translucent(colour, 0.75),
-                "hovertemplate": "%{y:.2f} GB",
-            }
-        )
+    """Kinds piled up over time. Each level holds from its start to its end: two corners of a stair."""
+    corners = [(moment, level) for level in data.levels for moment in (level.start_s, level.end_s)]
+    times = [round(moment * 1e3, 3) for moment, _ in corners]
+    present = {kind: words for kind, words in SHARDED_KINDS.items() if any(level.held[kind] for level in data.levels)}
+    traces: list[Drawing] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "stackgroup": "held",
+            "name": words,
+            "x": times,
+            "y": [round(level.held[kind] / 1e9, 3) for _, level in corners],
+            "line": {"width": 0.5, "color": colour},
+            "fillcolor": translucent(colour, 0.75),
+            "hovertemplate": "%{y:.2f} GB",
+        }
+        for (kind, words), colour in zip(present.items(), _KIND_COLOURS, strict=False)
+    ]
     # One label for all kinds names the block once.
-    traces[0] |= {"text": [html.escape(where) for where in data.where], "hovertemplate": "%{y:.2f} GB (%{text})"}
-    top = max(data.peak_bytes, data.limit_bytes or 0)
-    shapes, notes = [], [_note(data.peak_s * 1e3, data.peak_bytes, f"peak {format_bytes(data.peak_bytes)}")]
-    if data.limit_bytes is not None:
-        level = data.limit_bytes / 1e9
+    where = [html.escape(f"{level.phase} of {level.where}") for _, level in corners]
+    traces[0] |= {"text": where, "hovertemplate": "%{y:.2f} GB (%{text})"}
+    peak, limit = data.peak, data.limit_bytes
+    top, middle = peak.total_bytes, (peak.start_s + peak.end_s) / 2 * 1e3
+    shapes, notes = [], [_note(middle, top, f"peak {format_bytes(top)}")]
+    if limit is not None:
+        level = limit / 1e9
         shapes.append(upright(0) | {"xref": "paper", "x0": 0, "x1": 1, "yref": "y", "y0": level, "y1": level})
-        notes.append(
-            _note(0, data.limit_bytes, f"limit {format_bytes(data.limit_bytes)}") | {"xref": "paper", "xanchor": "left"}
-        )
+        notes.append(_note(0, limit, f"limit {format_bytes(limit)}") | {"xref": "paper", "xanchor": "left"})
     return drawn(
         traces,
         xaxis=axis("milliseconds from the start of the iteration", rangemode="tozero"),
-        yaxis=axis("GB", range=[0, top / 1e9 * 1.12]),
+        yaxis=axis("GB", range=[0, max(top, limit or 0) / 1e9 * 1.12]),
         height=460,
         hovermode="x unified",
         shapes=shapes,

@@ -199,24 +199,15 @@ def draw_timeline(data: Timeline) -> Drawing:
 
 
 def _bars(data: Timeline, sizes: SizeScale) -> list[Drawing]:
-    computing: Drawing = {
-        **_intervals(data, data.compute),
-        "name": f"{html.escape(data.label)}: computation",
-        "text": [html.escape(bar.name) for bar in data.compute] if len(data.compute) <= _MOST_NAMED else None,
-        "textposition": "inside",
-        "insidetextanchor": "middle",
-        "hovertemplate": "<b>%{customdata[0]}</b> (%{customdata[5]})<br>%{customdata[1]} to %{customdata[2]}, "
-        "%{customdata[3]} long<extra></extra>",
-    }
-    computing["marker"]["color"] = [_compute_colour(bar) for bar in data.compute]
-    buckets: Drawing = {
-        **_intervals(data, data.transfers),
-        "name": f"{html.escape(data.label)}: buckets",
-        "hovertemplate": "<b>%{customdata[0]}</b> (%{customdata[5]})<br>%{customdata[4]}<br>%{customdata[1]} to "
-        "%{customdata[2]}, %{customdata[3]} long<extra></extra>",
-    }
-    buckets["marker"]["color"] = [shade(sizes.share(bar.bytes)) for bar in data.transfers]
-    return [computing, buckets, *([_scale(sizes.low, sizes.high)] if sizes.high > sizes.low else [])]
+    names = [html.escape(bar.name) for bar in data.compute] if len(data.compute) <= _MOST_NAMED else None
+    inside = {"text": names, "textposition": "inside", "insidetextanchor": "middle"}
+    colours = [_compute_colour(bar) for bar in data.compute]
+    shades = [shade(sizes.share(bar.bytes)) for bar in data.transfers]
+    return [
+        _intervals(data.label, "computation", data.compute, colours) | inside,
+        _intervals(data.label, "buckets", data.transfers, shades, "%{customdata[4]}<br>"),
+        *([_scale(sizes.low, sizes.high)] if sizes.high > sizes.low else []),
+    ]
 
 
 def _compute_colour(bar: Bar) -> str:
@@ -250,10 +241,12 @@ def _scale(low: float, high: float) -> Drawing:
     }
 
 
-def _intervals(data: Timeline, bars: Sequence[Bar]) -> Drawing:
+def _intervals(label: str, kind: str, bars: Sequence[Bar], colours: Sequence[str], contents: str = "") -> Drawing:
+    """Bars of one kind; `contents` is where their hover labels say what they carry, if they do."""
     return {
         "type": "bar",
         "orientation": "h",
+        "name": f"{html.escape(label)}: {kind}",
         "base": [bar.start_s * 1e3 for bar in bars],
         "x": [bar.duration_s * 1e3 for bar in bars],
         "y": [bar.lane for bar in bars],
@@ -261,15 +254,15 @@ def _intervals(data: Timeline, bars: Sequence[Bar]) -> Drawing:
         "customdata": [
             [
                 _wrapped(bar.name),
-                format_seconds(bar.start_s),
-                format_seconds(bar.end_s),
-                format_seconds(bar.duration_s),
+                *(format_seconds(seconds) for seconds in (bar.start_s, bar.end_s, bar.duration_s)),
                 _contents(bar),
-                html.escape(data.label),
+                html.escape(label),
             ]
             for bar in bars
         ],
-        "marker": {"line": {"width": 0.5, "color": "rgba(255,255,255,.6)"}},
+        "hovertemplate": f"<b>%{{customdata[0]}}</b> (%{{customdata[5]}})<br>{contents}%{{customdata[1]}} to "
+        "%{customdata[2]}, %{customdata[3]} long<extra></extra>",
+        "marker": {"line": {"width": 0.5, "color": "rgba(255,255,255,.6)"}, "color": list(colours)},
     }
 
 

@@ -21,7 +21,7 @@ from backbeat.model.files import bundled
 from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.report.pages.report_page import rendered, script_json
 from backbeat.report.pages.sections import Cell
-from backbeat.report.pages.whatif_inputs import Controls
+from backbeat.report.pages.whatif import Controls
 from backbeat.report.tables.layout_tables import drawn_batch, limit_line, nothing_fits, short
 from backbeat.units import format_bytes, format_seconds
 
@@ -68,17 +68,17 @@ def layout_content(
         least, words = nothing_fits(model, network, gpus, job, zero)
         shown = [least] if least is not None else []
     steps = [layouts.predict(model, network, one.layout, **{**job, "global_batch": drawn_batch(one)}) for one in shown]
-    best = shown[0] if shown else None
-    if best is not None and best.fits:
+    best = next((one for one in shown[:1] if one.fits), None)
+    if best is not None:
         words = f"Use {best.layout.label}: {best.tokens_per_s:,.0f} tokens/s on {best.gpus} GPUs"
     return {
         "headline": words,
-        "verdict": "fits" if best is not None and best.fits else "does not fit",
-        "limit": limit_line(best) if best is not None and best.fits else "",
-        "tiles": _tiles(best) if best is not None and best.fits else [],
+        "verdict": "fits" if best is not None else "does not fit",
+        "limit": limit_line(best) if best is not None else "",
+        "tiles": _tiles(best) if best is not None else [],
         "rows": [_row(rank, one) for rank, one in enumerate(shown, 1)],
         "labels": [one.layout.label for one in shown],
-        "notes": list(best.notes) if best is not None else [],
+        "notes": list(shown[0].notes) if shown else [],
         "steps": [_said(one, drawn) for one, drawn in zip(shown, steps, strict=True)],
         "timelines": [stage_timeline(one) for one in steps],
         "figures": {"step": step_bars(shown), "memory": memory_bars(shown)} if shown else {},
@@ -88,7 +88,7 @@ def layout_content(
 def layout_report(questions: Mapping[int, Mapping[str, Any]], title: str) -> str:
     """One page for all numbers of GPUs, each with its content."""
     data = script_json({str(gpus): one for gpus, one in questions.items()})
-    return rendered("layout.html.j2", title=title, headings=HEADINGS, controls={}, data=data)
+    return rendered("layout.html.j2", served="", title=title, headings=HEADINGS, controls={}, data=data)
 
 
 def layout_tab() -> str:
@@ -105,7 +105,7 @@ def layout_tab() -> str:
     }
     state = to_builtins(LayoutState())
     parts = {"controls": controls, "state": state, "data": script_json(state)}
-    return rendered("layout.html.j2", title="what if", headings=HEADINGS, **parts)
+    return rendered("layout.html.j2", served="/layout", title="what if", headings=HEADINGS, **parts)
 
 
 def _tiles(best: LayoutPrediction) -> list[tuple[str, str, str]]:

@@ -17,7 +17,7 @@ from backbeat.report.figures.timeline import Timeline, by_collective, timeline, 
 from backbeat.report.pages.sections import sections
 from backbeat.report.study import STOCK, Study
 from backbeat.report.words.answer import Answer, answer
-from backbeat.report.words.running_cost import format_count, tokens_per_s, unit
+from backbeat.report.words.numbers import format_count, tokens_per_s, unit
 from backbeat.units import format_bytes, format_seconds
 
 MOST_BYTES = 6_000_000
@@ -101,6 +101,7 @@ def environment() -> Any:
 
 
 def rendered(template: str, **parts: Any) -> str:
+    """A page from its template; `served` is its address on the what-if server, empty in a file."""
     page: str = environment().get_template(template).render(**parts)
     return page
 
@@ -111,9 +112,10 @@ def _page(study: Study, settings: PageSettings, bars: int) -> str:
     drawings = {part.anchor: [drawing for _, drawing in part.views] for part in parts if part.views}
     shown = timeline_parts(timelines(study, most=bars))
     pair = _pair(list(shown), study)
-    trace = perfetto.encode(full_trace(study)).decode()
+    trace = full_trace(study)
     return rendered(
         "report.html.j2",
+        served="",
         answer=answered,
         study=study,
         facts=_facts(study),
@@ -122,7 +124,7 @@ def _page(study: Study, settings: PageSettings, bars: int) -> str:
         pair=pair,
         tiles=_tiles(study, answered, settings),
         data=script_json({"figures": drawings, "timelines": shown, "pair": pair}),
-        trace=script_json(msgspec.json.decode(trace)) if len(trace) <= _MOST_TRACE_BYTES else "",
+        trace=script_json(trace) if len(perfetto.encode(trace).decode()) <= _MOST_TRACE_BYTES else "",
         trace_command=command_line("trace", settings, study.top, "trace.json"),
         stock=STOCK,
     )
@@ -168,21 +170,19 @@ def _pair(labels: Sequence[str], study: Study) -> tuple[str, str]:
 
 def _tiles(study: Study, answered: Answer, settings: PageSettings) -> list[tuple[str, str, str]]:
     """(what, figure, small print) of the numbers that stand out."""
-    best, stock = study.best, study.stock
-    faster = stock.iteration_s / best.iteration_s if best.iteration_s > 0 else 1.0
+    best, stock, fits = study.best, study.stock, STOCK in study.fitting
     rate = tokens_per_s(best, study.profile) or best.samples_per_s
     cheapest = answered.worth[-1]
-    base = "stock DDP" if STOCK in study.fitting else study.best_label
-    run = f"for {answered.samples:,} samples" if settings.samples else f"for what takes {base} a day"
-    unplanned = best is stock
-    beside = f"stock DDP {stock.scaling_factor:.0%}" if STOCK in study.fitting else "stock DDP does not fit"
-    speed = f"; {faster:.2f}x stock DDP's speed" if STOCK in study.fitting and not unplanned else ""
+    run = f"for what takes {'stock DDP' if fits else study.best_label} a day"
+    if settings.samples:
+        run = f"for {answered.samples:,} samples"
+    where, speed = f"on {study.top} GPUs", ""
+    if best is not stock:
+        where += f" with {study.best_label}; stock DDP {f'{stock.scaling_factor:.0%}' if fits else 'does not fit'}"
+        faster = stock.iteration_s / best.iteration_s if best.iteration_s > 0 else 1.0
+        speed = f"; {faster:.2f}x stock DDP's speed" if fits else ""
     tiles = [
-        (
-            "of perfect scaling",
-            f"{best.scaling_factor:.0%}",
-            f"on {study.top} GPUs" if unplanned else f"on {study.top} GPUs with {study.best_label}; {beside}",
-        ),
+        ("of perfect scaling", f"{best.scaling_factor:.0%}", where),
         ("per iteration", format_seconds(best.iteration_s), f"alone {format_seconds(best.single_s)}{speed}"),
         (f"{unit(study.profile)} a second", format_count(rate), f"{format_count(rate / study.top)} on each GPU"),
         ("GPU-hours", f"{cheapest.gpu_hours:,.1f}", run),

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backbeat.report.figures.canvas import Drawing
-from backbeat.report.figures.compared import draw_measured, draw_ways
+from backbeat.report.figures.compared import PARTS, draw_exposed, draw_measured, draw_ways, exposed_parts
 from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
-from backbeat.report.figures.exposed import PARTS, draw_exposed, exposed_parts
 from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
-from backbeat.report.figures.memory_use import StepMemory, draw_memory_use, draw_step_memory, memory_kinds, step_memory
+from backbeat.report.figures.memory_use import StepMemory, draw_memory_use, draw_step_memory, memory_kinds
 from backbeat.report.figures.scaling_curve import draw_scaling, scaling
 from backbeat.report.figures.timeline import Timeline
 from backbeat.report.study import STOCK, Study
@@ -190,7 +189,7 @@ def step_memory_section(study: Study) -> Section | None:
     if not found:
         return None
     summary = " ".join(
-        f"With {one.label} the peak is {format_bytes(one.peak_bytes)}"
+        f"With {one.label} the peak is {format_bytes(one.peak.total_bytes)}"
         + ("" if one.limit_bytes is None else f" of {format_bytes(one.limit_bytes)}")
         + "."
         for one in found
@@ -218,7 +217,7 @@ def step_memories(study: Study) -> list[StepMemory]:
         levels = memory_levels(study.profile, network, way.plan, micro_batches=micro_batches)
         limit = study.memory_budget or (way.fit.device_bytes if way.fit is not None else None)
         if levels:
-            found.append(step_memory(way.label, levels, limit))
+            found.append(StepMemory(way.label, levels, limit))
     return found
 
 

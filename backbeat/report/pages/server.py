@@ -46,7 +46,8 @@ def make_app() -> Starlette:
 
     async def page(request: Request) -> Response:
         names = {"profiles": list(bundled(Profile)), "networks": list(bundled(Network))}
-        return HTMLResponse(rendered("serve.html.j2", **names, defaults=script_json(msgspec.to_builtins(State()))))
+        data = script_json(msgspec.to_builtins(State()))
+        return HTMLResponse(rendered("serve.html.j2", served="/", **names, data=data))
 
     async def plotly_js(request: Request) -> Response:
         return Response(plotly, media_type="text/javascript", headers={"Cache-Control": "max-age=86400"})
@@ -99,16 +100,17 @@ def keep(library: Library, raw: bytes) -> dict[str, str]:
     kind: type[Profile] | type[Network] = Network if b'"backbeat.network/2"' in text[:4096] else Profile
     document = decode(text, kind, where="the uploaded file")
     key = f"upload-{hashlib.sha256(text).hexdigest()[:12]}"
-    if isinstance(document, Profile):
-        if len(document.gradients) > MOST_GRADIENTS:
-            raise InputError(
-                f"the uploaded profile has {len(document.gradients)} gradients: the page takes up to {MOST_GRADIENTS}; "
-                "use `backbeat report`"
-            )
-        _add(library.profiles, key, document)
-    else:
-        _add(library.networks, key, document)
-    return {"kind": "profile" if isinstance(document, Profile) else "network", "id": key, "name": document.name[:200]}
+    if isinstance(document, Profile) and len(document.gradients) > MOST_GRADIENTS:
+        raise InputError(
+            f"the uploaded profile has {len(document.gradients)} gradients: the page takes up to {MOST_GRADIENTS}; "
+            "use `backbeat report`"
+        )
+    kept: dict[str, Any] = library.profiles if isinstance(document, Profile) else library.networks
+    kept.pop(key, None)
+    kept[key] = document
+    while len(kept) > _MOST_KEPT:
+        del kept[next(iter(kept))]
+    return {"kind": kind.__name__.lower(), "id": key, "name": document.name[:200]}
 
 
 def unpacked(raw: bytes) -> bytes:
@@ -125,13 +127,6 @@ def unpacked(raw: bytes) -> bytes:
     if not stream.eof:
         raise InputError("the uploaded file is cut short: upload it again")
     return text
-
-
-def _add(kept: dict[str, Any], key: str, document: object) -> None:
-    kept.pop(key, None)
-    kept[key] = document
-    while len(kept) > _MOST_KEPT:
-        del kept[next(iter(kept))]
 
 
 async def _body(request: Request) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from backbeat.report.tables.scaling_tables import table_of
+from backbeat.report.tables.terminal_table import table_of
 from backbeat.units import format_bytes, format_rate, format_seconds
 
 

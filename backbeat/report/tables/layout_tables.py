@@ -13,9 +13,12 @@ from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import least_memory
 from backbeat.layouts.predict_layout import predictor_of
 from backbeat.model import Network, Span
-from backbeat.report.tables.scaling_tables import fill
+from backbeat.report.tables.terminal_table import table_of
+from backbeat.report.words.framework_flags import folded
+from backbeat.report.words.numbers import lowered
 from backbeat.units import counted, format_bytes, format_seconds
 
+_STYLE: dict[str, Any] = {"title_style": "bold", "box": None, "padding": (0, 2, 0, 0)}
 _COLUMNS = 64
 """Of a drawn timeline."""
 _MANY_PASSES = 1500
@@ -67,7 +70,7 @@ def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool 
     rows = [
         (
             str(one.gpus) if counts else "",
-            _folded(short(one.layout), width),
+            "\n".join(folded([f"{part}," for part in short(one.layout).split(",")], width))[:-1],
             f"{one.tokens_per_s_per_gpu:.0f}",
             _band(one),
             f"{one.mfu:.0%}",
@@ -77,23 +80,13 @@ def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool 
         for one in found
     ]
     headings = ("GPUs", "layout", "tok/s/GPU", "range", "MFU", "memory", "limit")
-    return fill(_plain(title), headings, rows, left={"layout", "limit"})
+    return table_of(headings, rows, title, left={"layout", "limit"}, **_STYLE)
 
 
 def short(layout: Layout) -> str:
-    """In a column of a table; `--layout` reads it, too."""
+    """The label in fewer letters, for tables; `--layout` reads it, too."""
     text = layout.label.replace("recompute=", "").replace("sequence_parallel=false", "no sp")
     return text.replace("micro=", "mb=")
-
-
-def _folded(text: str, width: int) -> str:
-    """In lines that end behind a comma."""
-    lines = [""]
-    for part in text.split(","):
-        if lines[-1] and len(lines[-1]) + len(part) + 1 > width:
-            lines.append("")
-        lines[-1] += f"{part},"
-    return "\n".join(lines)[:-1]
 
 
 def _band(one: LayoutPrediction) -> str:
@@ -110,7 +103,7 @@ def breakdown_table(one: LayoutPrediction) -> Table:
         if seconds > 0.0005 * one.step_s
     ]
     rows.append(("step", format_seconds(one.step_s), ""))
-    return fill(_plain("one step"), ("part", "time", "share"), rows, left={"part"})
+    return table_of(("part", "time", "share"), rows, "one step", left={"part"}, **_STYLE)
 
 
 def memory_table(one: LayoutPrediction) -> Table:
@@ -120,7 +113,7 @@ def memory_table(one: LayoutPrediction) -> Table:
     fits = "fits" if one.fits else f"does not fit: {format_bytes(one.memory_bytes - one.limit_bytes)} too much"
     rows.append(("all", format_bytes(one.memory_bytes), f"of {format_bytes(one.limit_bytes)}, {fits}"))
     title = "memory of one GPU, in the stage that holds most"
-    return fill(_plain(title), ("kind", "bytes", ""), rows, left={"kind", ""})
+    return table_of(("kind", "bytes", ""), rows, title, left={"kind", ""}, **_STYLE)
 
 
 def stage_lines(timeline: Sequence[Span]) -> list[str]:
@@ -148,7 +141,7 @@ def _spread(done: list[dict[str, float]], letter: str, start: float, end: float)
 
 
 def drawn_batch(one: LayoutPrediction) -> int:
-    """The global batch of a step worth drawing: of many micro-batches the middle is all alike, fewer show the ends."""
+    """The global batch to draw a step with. In the middle of many micro-batches all is alike: fewer show the ends."""
     layout = one.layout
     passes = 2 * layout.pp * layout.pp * layout.chunks
     rounds = 1 if 2 * passes > _MANY_PASSES else 2
@@ -176,33 +169,25 @@ def cheapest(found: Sequence[LayoutPrediction]) -> LayoutPrediction:
     return min(found, key=lambda one: one.step_s * one.gpus)
 
 
-def compared(found: Sequence[LayoutPrediction]) -> str:
-    """Several numbers of GPUs: the one that takes least GPU time a step, and what the others give."""
-    best = cheapest(found)
-    lines = [
+def compared(best: LayoutPrediction, found: Sequence[LayoutPrediction]) -> list[str]:
+    """What other numbers of GPUs give."""
+    return [
         f"On {counted(one.gpus, 'GPU')} a step takes {format_seconds(one.step_s)}: {best.step_s / one.step_s:.2f} "
         f"times as fast as {best.gpus}, for {one.step_s * one.gpus / (best.step_s * best.gpus) - 1:.1%} more GPU time."
         for one in found
         if one is not best
     ]
-    return "\n".join([answer([best]), *lines])
 
 
-def answer(found: Sequence[LayoutPrediction]) -> str:
+def answer(best: LayoutPrediction) -> str:
     """What to do, in words."""
-    best = found[0]
-    text = (
+    return (
         f"Use {best.layout.label}: {format_seconds(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s on "
         f"{best.gpus} GPUs, {best.mfu:.0%} MFU, {format_bytes(best.memory_bytes)} of {format_bytes(best.limit_bytes)}."
+        f"\n{limit_line(best)}"
     )
-    return f"{text}\n{limit_line(best)}"
 
 
 def limit_line(one: LayoutPrediction) -> str:
     """What holds it back and what helps."""
-    limit = HELP[one.limited_by]
-    return f"Limited by {limit[0].lower()}{limit[1:]}"
-
-
-def _plain(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    return f"Limited by {lowered(HELP[one.limited_by])}"

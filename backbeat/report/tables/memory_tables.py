@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 from rich.table import Table
 
-from backbeat.model import MemoryPlan, Profile, Segment
+from backbeat.model import MemoryPlan, Prediction, Profile, Segment
 from backbeat.planners.max_batch import Point
-from backbeat.report.tables.scaling_tables import WINNER, fitted_table, table_of
+from backbeat.report.tables.terminal_table import WINNER, fitted_table, table_of
 from backbeat.report.words.numbers import format_number
 from backbeat.simulate.memory_timeline import MemoryTimeline
+from backbeat.simulate.sharded_memory import ShardedMemory
 from backbeat.units import counted, first_to_last, format_bytes, format_seconds, printable
-
-
-class Policy(NamedTuple):
-    """One way to treat the blocks."""
-
-    name: str
-    peak_bytes: int
-    iteration_s: float
 
 
 def segments_table(profile: Profile, memory: MemoryPlan, width: int | None = None) -> Table:
@@ -41,11 +33,12 @@ def segments_table(profile: Profile, memory: MemoryPlan, width: int | None = Non
     return fitted_table(headings, rows, title, left={"blocks", "what"}, names=0, width=width)
 
 
-def policies_table(policies: Sequence[Policy], budget: int) -> Table:
+def policies_table(policies: Mapping[str, Prediction], budget: int) -> Table:
     """The plan, and then what treating every block alike would give."""
     rows = [
-        (name, format_bytes(peak), format_seconds(iteration_s), "yes" if peak <= budget else "no")
-        for name, peak, iteration_s in policies
+        (name, format_bytes(peak), format_seconds(one.iteration_s), "yes" if peak <= budget else "no")
+        for name, one in policies.items()
+        for peak in [one.peak_bytes or 0]
     ]
     table = table_of(("policy", "peak", "iteration", "in the budget"), rows, left={"policy"})
     table.rows[0].style = WINNER
@@ -83,16 +76,20 @@ def mixture(memory: MemoryPlan | None) -> tuple[int, int, int]:
 
 def peak_line(kept: MemoryTimeline, budget: int | None) -> str:
     """The predicted peak, where it is and what it is made of."""
-    moment = "at the loss" if kept.phase == "loss" else f"in the {kept.phase} of {kept.where}"
     above = kept.peak_bytes - kept.holdings.total_bytes
     line = f"Predicted peak {format_bytes(kept.peak_bytes)}"
     if budget is not None:
         line += f" of a budget of {format_bytes(budget)}"
-    line += f", {moment}: activations and their gradients {format_bytes(above)}, {kept.holdings.described()}."
+    line += f", {moment(kept)}: activations and their gradients {format_bytes(above)}, {kept.holdings.described()}."
     if kept.to_host_bytes:
         line += f" {format_bytes(kept.to_host_bytes)} to the host and back"
         line += f", computation waits {format_seconds(kept.stalled_s)} for it." if kept.stalled_s else ", all hidden."
     return line
+
+
+def moment(held: MemoryTimeline | ShardedMemory) -> str:
+    """When the peak is reached."""
+    return "at the loss" if held.phase == "loss" else f"in the {held.phase} of {held.where}"
 
 
 def _what(segment: Segment) -> str:

@@ -1,33 +1,17 @@
-"""Tables for the terminal, and the plain data behind them for `--json`."""
+"""Tables of how a job scales, of a plan's buckets, and of networks."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import groupby
 from typing import Any
 
-import msgspec
-from rich import box
-from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from backbeat.model import Plan, Prediction
+from backbeat.report.tables.terminal_table import SCREEN, WINNER, fitted_table, natural_width, plain_table, table_of
 from backbeat.report.words.numbers import SAME, fastest, format_number, gpu_hours, over_bound, scaling_range
 from backbeat.units import counted, format_bytes, format_seconds, printable
-
-WINNER = "bold green"
-"""The style of the row to take."""
-
-
-def row(prediction: Prediction, samples: int) -> dict[str, Any]:
-    """One prediction as data: what the table shows, without the timeline."""
-    fields: dict[str, Any] = msgspec.to_builtins(prediction)
-    del fields["timeline"]
-    fields["gap"] = prediction.gap
-    fields["gpu_hours"] = gpu_hours(prediction, samples)
-    return fields
 
 
 def scaling_tables(predictions: Sequence[Prediction], *, samples: int, width: int) -> list[Table]:
@@ -55,7 +39,7 @@ _Alike = dict[int, dict[tuple[str, ...], list[Prediction]]]
 
 
 def _scaling_table(alike: _Alike, headings: Sequence[str], first: int = 0) -> Table:
-    """The columns under these headings, whose cells stand from `first` on, as far as they hold anything."""
+    """These headings' columns, as far as they hold anything. `first` is where their cells begin in a row of `alike`."""
     every = [cells for rows in alike.values() for cells in rows]
     indices = [index for index in range(first, first + len(headings)) if any(cells[index] for cells in every)]
     table = plain_table()
@@ -75,13 +59,6 @@ def _scaling_table(alike: _Alike, headings: Sequence[str], first: int = 0) -> Ta
     return table
 
 
-def natural_width(table: Table) -> int:
-    """The columns of a terminal that it takes without wrapping."""
-    # Without a height rich takes a dumb terminal's 80 columns.
-    console = Console(width=1000, height=25)
-    return Measurement.get(console, console.options, table).maximum
-
-
 def _cells(prediction: Prediction, samples: int) -> tuple[str, ...]:
     band = prediction.band
     return (
@@ -97,8 +74,6 @@ def _cells(prediction: Prediction, samples: int) -> tuple[str, ...]:
     )
 
 
-_SCREEN = 80
-_SHORTEST_NAME = 12
 _LONG_NAME = 10
 """Headings above this many letters are broken."""
 
@@ -192,71 +167,8 @@ def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]
     table = table_of(headings, [list(map(printable, row)) for row in rows], title, left=left)
     # The name is what one copies.
     table.columns[0].no_wrap = True
-    table.width = min(natural_width(table), _SCREEN)
+    table.width = min(natural_width(table), SCREEN)
     return table
-
-
-def table_of(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None, *, left: Set[str] = frozenset()
-) -> Table:
-    """As `fill` has it, in the plain style."""
-    return fill(plain_table(title), headings, rows, left=left)
-
-
-def fill(table: Table, headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: Set[str]) -> Table:
-    """Figures stand to the right, what is in `left` to the left. A column with nothing in it is left out."""
-    shown = [index for index, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
-    for index in shown:
-        table.add_column(headings[index], justify="left" if headings[index] in left else "right")
-    for row in rows:
-        table.add_row(*(row[index] for index in shown))
-    return table
-
-
-def fitted_table(
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    title: str,
-    *,
-    left: Set[str],
-    names: int,
-    width: int | None,
-) -> Table:
-    """As `table_of`; where it takes more columns than `width`, cells of the column `names` leave out the last name of
-    several, and the end of the first: `a … z (26)` is then `a … (26)`."""
-
-    def table_with(cells: Sequence[str]) -> tuple[Table, int]:
-        whole = [(*row[:names], cell, *row[names + 1 :]) for row, cell in zip(rows, cells, strict=True)]
-        table = table_of(headings, whole, title, left=left)
-        return table, 0 if width is None else natural_width(table) - width
-
-    cells = [row[names] for row in rows]
-    table, over = table_with(cells)
-    if over > 0:
-        cells = [re.sub(r" … .* (\(\d+\))$", r" … \1", cell) for cell in cells]
-        table, over = table_with(cells)
-    if over > 0:
-        room = max(max(map(len, cells)) - over, _SHORTEST_NAME)
-        table, _ = table_with([_cut(cell, room) for cell in cells])
-    return table
-
-
-def _cut(name: str, room: int) -> str:
-    """
-    >>> _cut("encoder.layer.0.weight … (26)", 20), _cut("encoder.layer.0.weight", 12), _cut("fc", 2)
-    ('encoder.layer.… (26)', 'encoder.lay…', 'fc')
-    """
-    if len(name) <= room:
-        return name
-    first, mark, count = name.partition(" … ")
-    ending = f"… {count}" if mark else "…"
-    return first[: max(room - len(ending), 1)] + ending
-
-
-def plain_table(title: str | None = None) -> Table:
-    return Table(
-        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
 
 
 def _three_figures(value: float) -> str:

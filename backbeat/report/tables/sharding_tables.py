@@ -11,7 +11,8 @@ from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import Plan, Prediction, Profile
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.report.figures.memory_use import SHARDED_KINDS
-from backbeat.report.tables.scaling_tables import table_of
+from backbeat.report.tables.memory_tables import moment
+from backbeat.report.tables.terminal_table import table_of
 from backbeat.report.words.numbers import format_number, scaling_range
 from backbeat.report.words.ways import Way
 from backbeat.simulate.sharded_memory import ShardedMemory
@@ -70,20 +71,22 @@ def measured_units_table(units: Sequence[MeasuredUnit]) -> Table:
 
 def memory_table(held: ShardedMemory) -> Table:
     """The peak by kind, largest first; kinds below a thousandth are left out."""
-    moment = "at the loss" if held.phase == "loss" else f"in the {held.phase} of {held.where}"
     kinds = [(words, int(getattr(held, f"{kind}_bytes"))) for kind, words in SHARDED_KINDS.items()]
     rows = [
         (words, format_bytes(size))
         for words, size in sorted(kinds, key=lambda kind: -kind[1])
         if size * 1000 >= held.peak_bytes
     ]
-    return table_of(("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {moment}", left={"kind"})
+    return table_of(
+        ("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {moment(held)}", left={"kind"}
+    )
 
 
 def strategies_table(ways: Sequence[Way], cost: tuple[str, Callable[[Prediction], str]] | None = None) -> Table:
     """One row for each strategy and number of GPUs. Where the network has a band, it takes the place of samples/s; a
     cost, its heading and how it is found, that of the limit."""
     ranged = any(scaling_range(way.prediction) for way in ways)
+    rate, last = "busy–quiet" if ranged else "samples/s", "limited by" if cost is None else cost[0]
     rows = []
     before = None
     for way in ways:
@@ -101,17 +104,7 @@ def strategies_table(ways: Sequence[Way], cost: tuple[str, Callable[[Prediction]
             )
         )
         before = row.workers
-    rate = "busy–quiet" if ranged else "samples/s"
-    headings = (
-        "GPUs",
-        "strategy",
-        "step",
-        "scaling",
-        rate,
-        "memory",
-        "fits",
-        "limited by" if cost is None else cost[0],
-    )
+    headings = ("GPUs", "strategy", "step", "scaling", rate, "memory", "fits", last)
     return table_of(headings, rows, left={"strategy", "fits", "limited by"})
 
 

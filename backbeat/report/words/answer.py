@@ -9,9 +9,8 @@ from backbeat.model import Network, Profile, Source
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.study import STOCK, Study
 from backbeat.report.words.limits import limit
-from backbeat.report.words.numbers import SAME, format_number, gpu_hours, over_bound, scaling_range
+from backbeat.report.words.numbers import SAME, format_number, gpu_hours, lowered, over_bound, scaling_range, units_line
 from backbeat.report.words.renting import Verdict, frontier, gain, judged, percent, stock_name
-from backbeat.report.words.running_cost import units_line
 from backbeat.report.words.ways import chosen_way, sharding_lines, way_headline, way_sentences, wrapping_lines
 from backbeat.simulate.sweep import knee
 from backbeat.units import counted, format_seconds
@@ -20,14 +19,6 @@ _WORTH_SAYING = 1e-3
 """Savings below this share of a run are not called savings."""
 
 _DAY_S = 86400
-
-_MAKE = """# once, on any machine:
-{command}
-
-"""
-_CODE = "# in the training script:\n"
-
-_BUCKET_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +113,7 @@ def answer(
 
 
 def unmeasured(profile: Profile, network: Network) -> list[str]:
-    """What of the two was never measured, and what nobody said of them."""
+    """Which figures of the two were never measured, and which facts they leave out."""
     lines = []
     if isinstance(network.source, Source) and network.source.method in ("assumed", "published"):
         method = "from a publication" if network.source.method == "published" else "assumed"
@@ -177,26 +168,18 @@ def _limit(study: Study) -> str:
     return f"With stock DDP: {lowered(other)} With {study.best_label!r}: {lowered(own)}"
 
 
-def lowered(sentence: str) -> str:
-    """To go on a sentence."""
-    return sentence[:1].lower() + sentence[1:]
-
-
 def _all_actions(study: Study, command: str, plan_file: str, way_command: Callable[[str], str]) -> tuple[Action, ...]:
     """What to do with the gradients, unless DDP does not fit, then how to hold the model."""
     taken = chosen_way(study.ways)
-    sharded = taken is not None and taken.sharded
     fits = not study.ways or study.ways[0].fits
     gradients = _actions(study, command, plan_file) if fits else ()
-    if study.top > 1 and fits and not gradients and not sharded:
+    code = ""
+    if taken is not None and taken.sharded:
+        code = _script(way_command(taken.label), sharding_lines("plan.json", study.profile.optimizer))
+    elif study.top > 1 and fits and not gradients:
         gradients = (_KEEP,)
     if not study.ways:
         return gradients
-    code = ""
-    if taken is not None and taken.sharded:
-        made = way_command(taken.label)
-        lines = sharding_lines("plan.json", study.profile.optimizer)
-        code = f"{_MAKE.format(command=made) if made else ''}{_CODE}{lines}"
     holding = Action(
         title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}", text=" ".join(way_sentences(study.ways)), code=code
     )
@@ -216,9 +199,7 @@ def _actions(study: Study, command: str, plan_file: str) -> tuple[Action, ...]:
                 text=f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
                 f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
                 f"{over_bound(best):.1%} above it.",
-                code=(_MAKE.format(command=command) if command else "")
-                + _CODE
-                + wrapping_lines(plan_file, study.reduce_dtype),
+                code=_script(command, wrapping_lines(plan_file, study.reduce_dtype)),
             )
         )
     # The smallest bucket where several are equally fast.
@@ -230,10 +211,16 @@ def _actions(study: Study, command: str, plan_file: str) -> tuple[Action, ...]:
                 f"{percent(gain(stock, prediction))} faster",
                 text=f"With buckets of {size} MiB instead of 25 an iteration takes "
                 f"{format_seconds(prediction.iteration_s)}. No other bucket size that was tried is faster.",
-                code=_BUCKET_CODE.format(size=size),
+                code=f"model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})",
             )
         )
     return tuple(found)
+
+
+def _script(command: str, lines: str) -> str:
+    """Lines of the training script, behind the command that makes their plan, where there is one."""
+    once = f"# once, on any machine:\n{command}\n\n" if command else ""
+    return f"{once}# in the training script:\n{lines}"
 
 
 def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:

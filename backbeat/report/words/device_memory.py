@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backbeat.cost.accelerators import Accelerator, accelerator
-from backbeat.model import MemoryPlan, Plan, Profile
+from backbeat.model import Memory, MemoryPlan, Plan, Profile
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
@@ -43,7 +43,7 @@ class DeviceFit:
         return self.too_much(": does not fit")
 
     def too_much(self, why: str = "") -> str:
-        """What it needs where that is more than there is, and what to do."""
+        """For what does not fit: what it needs, and what to do."""
         peak, whole = format_bytes(self.peak_bytes), format_bytes(self.device_bytes)
         advice = "shard it (FSDP), or keep less (plan --memory)"
         return f"{peak} on one {self.device} of {whole}{why}{self._given}; {advice}"
@@ -65,10 +65,10 @@ def device_fit(
     device = accelerator(profile.device)
     if profile.memory is None or device is None:
         return None
-    return DeviceFit.of(_peak(profile, plan, workers), device, budget_bytes, profile.optimizer)
+    return DeviceFit.of(_peak(profile, profile.memory, plan, workers), device, budget_bytes, profile.optimizer)
 
 
-def _peak(profile: Profile, plan: Plan | None, workers: int | None) -> int:
+def _peak(profile: Profile, measured: Memory, plan: Plan | None, workers: int | None) -> int:
     if plan is not None and plan.sharding is not None and (held := sharded_memory(profile, plan)) is not None:
         return held.peak_bytes
     memory = plan.memory if plan is not None else None
@@ -76,7 +76,6 @@ def _peak(profile: Profile, plan: Plan | None, workers: int | None) -> int:
     if profile.blocks:
         peak = memory_timeline(profile, memory or MemoryPlan(), plan, workers=workers).peak_bytes
     else:
-        measured = profile.memory.peak_bytes if profile.memory else 0
-        saved = profile.memory.activation_bytes if profile.memory else 0
-        peak = max(resident + saved, measured + profile.total_bytes if measured else 0)
+        whole = measured.peak_bytes + profile.total_bytes if measured.peak_bytes else 0
+        peak = max(resident + measured.activation_bytes, whole)
     return peak if memory is not None else max(peak, resident + profile.total_bytes)

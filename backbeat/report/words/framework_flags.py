@@ -72,9 +72,19 @@ def _pipeline_layout(layers: list[int]) -> str:
 
 def flag_lines(flags: list[str]) -> str:
     """To copy into a shell: lines that end in a backslash."""
-    lines = [""]
-    for flag in flags:
-        if lines[-1] and len(lines[-1]) + len(flag) + 1 > _COLUMNS:
-            lines.append("")
-        lines[-1] += f" {flag}" if lines[-1] else flag
-    return " \\\n".join(f"  {line}" for line in lines)
+    return " \\\n".join(f"  {line}" for line in folded(flags, _COLUMNS, " "))
+
+
+def folded(parts: list[str], width: int, between: str = "") -> list[str]:
+    """Parts on as few lines as they take, none of them broken.
+
+    >>> folded(["dp=8,", "tp=4,", "pp=2,"], 10)
+    ['dp=8,tp=4,', 'pp=2,']
+    """
+    lines = parts[:1]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(between) + len(part) > width:
+            lines.append(part)
+        else:
+            lines[-1] += between + part
+    return lines

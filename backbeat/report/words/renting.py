@@ -33,7 +33,7 @@ def judged(
     `stock` is the curve that others are compared with, where it is among them. Those that are `too_big` do not fit the
     device's memory, and nobody can choose them. `fit` is the fastest's.
     """
-    curve = frontier(_kept(curves, too_big))
+    curve = frontier(curves, too_big)
     best = curve[-1]
     top = best.workers
     if fit is not None and not fit.fits:
@@ -53,7 +53,7 @@ def judged(
 
 
 def worth_it(curve: Sequence[Prediction]) -> tuple[Verdict, str]:
-    """Whether the most GPUs of a curve are worth it, in a few words."""
+    """Whether the largest number of GPUs on a curve is worth it, in a few words."""
     bend, best = knee(curve), curve[-1]
     if bend is not None:
         return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}"
@@ -69,10 +69,6 @@ def stock_name(label: str) -> str:
     return "stock DDP" if label == STOCK else label
 
 
-def _kept(curves: Mapping[str, Sequence[Prediction]], too_big: Set[str]) -> Mapping[str, Sequence[Prediction]]:
-    return {label: curve for label, curve in curves.items() if label not in too_big}
-
-
 def decision(
     curves: Mapping[str, Sequence[Prediction]],
     fit: DeviceFit | None,
@@ -85,23 +81,23 @@ def decision(
     """What to do now. `command` makes the plan that was predicted, and is empty for what is no plan; `halved` is the
     largest number of workers with gradients sent in two bytes, where they are not yet. The rest is as `judged` has it.
     """
-    curve = frontier(_kept(curves, too_big))
+    curve = frontier(curves, too_big)
     best = curve[-1]
     bend = knee(curve)
     verdict, _ = judged(curves, fit, stock=stock, too_big=too_big)
     if verdict == "alone":
         return "Decision: nothing to decide for one GPU; ask for more with --workers."
     chosen = best if bend is None else next((point for point in curve if point.workers == bend), best)
-    what = {
-        "memory": "make it fit first: shard it (--strategy fsdp), or let `backbeat plan --memory` choose what to keep",
-        "yes": f"{counted(best.workers, 'GPU')} are worth renting",
-        "partly": partly(curve),
-        "no": f"rent at most {chosen.workers} GPUs on this network"
-        + (f", {busy} while it is busy" if (busy := _busy_knee(curve) or chosen.workers) < chosen.workers else "")
-        if bend != 1
-        else "do not spread this job over this network"
-        + (" as it is" if halved is not None and halved.scaling_factor >= _HALF else ""),
-    }[verdict]
+    if verdict == "memory":
+        what = "make it fit first: shard it (--strategy fsdp), or let `backbeat plan --memory` choose what to keep"
+    elif bend is None:
+        what = f"{counted(best.workers, 'GPU')} are worth renting" if verdict == "yes" else partly(curve)
+    elif bend > 1:
+        busy = _busy_knee(curve) or bend
+        what = f"rent at most {bend} GPUs on this network" + (f", {busy} while it is busy" if busy < bend else "")
+    else:
+        better = halved is not None and halved.scaling_factor >= _HALF
+        what = f"do not spread this job over this network{' as it is' if better else ''}"
     lines = [f"Decision: {what}."]
     if bend != 1 and verdict != "memory" and stock in curves:
         plain = next(point for point in curves[stock] if point.workers == chosen.workers)
@@ -134,7 +130,7 @@ def _run(
 
 
 def partly(curve: Sequence[Prediction]) -> str:
-    """When the most GPUs of a curve are worth renting that are not always."""
+    """For GPUs that are worth renting only sometimes: when."""
     best, busy = curve[-1], _busy_knee(curve)
     gpus = counted(best.workers, "GPU")
     if busy is not None:
@@ -150,9 +146,9 @@ def _busy_knee(curve: Sequence[Prediction]) -> int | None:
     return knee([point.on_busy for point in curve])
 
 
-def frontier(curves: Mapping[str, Sequence[Prediction]]) -> list[Prediction]:
-    """The fastest at each number of workers, in their order."""
-    found = fastest([point for curve in curves.values() for point in curve])
+def frontier(curves: Mapping[str, Sequence[Prediction]], without: Set[str] = frozenset()) -> list[Prediction]:
+    """The fastest at each number of workers, in their order; curves that are `without` do not count."""
+    found = fastest([point for label, curve in curves.items() if label not in without for point in curve])
     return [found[count] for count in sorted(found)]
 
 

@@ -13,7 +13,7 @@ from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED, propose
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.words.device_memory import DeviceFit, device_fit
-from backbeat.report.words.numbers import SAME, work_range
+from backbeat.report.words.numbers import SAME, capitalised, work_range
 from backbeat.simulate import predict
 from backbeat.simulate.sharded_units import ModelPieces, repeated
 from backbeat.units import counted, format_bytes, format_seconds
@@ -69,7 +69,7 @@ class Way:
 
     @property
     def simplicity(self) -> int:
-        """The less, the simpler; buckets planned by any name are like those of `best`."""
+        """Lower is simpler. Plans with names of their own count as `best` or, where they shard, as `sharded`."""
         like = "sharded" if self.sharded else "best"
         return list(_WORDS).index(self._kind if self._kind in _WORDS else like)
 
@@ -125,7 +125,7 @@ def chosen_way(ways: Sequence[Way]) -> Way | None:
 def way_headline(ways: Sequence[Way]) -> str:
     """DDP, FSDP or HSDP, in one line."""
     taken = chosen_way(ways)
-    return _nothing_fits(ways) if taken is None else f"{_capital(taken.name)}: {_step(taken)}{_memory(taken)}."
+    return _nothing_fits(ways) if taken is None else f"{capitalised(taken.name)}: {_step(taken)}{_memory(taken)}."
 
 
 def work_headline(ways: Sequence[Way], verdict: str = "") -> str:
@@ -214,7 +214,7 @@ def _nothing_fits(ways: Sequence[Way]) -> str:
 
 
 def _against(way: Way, taken: Way | None) -> str:
-    name = _capital(way.name)
+    name = capitalised(way.name)
     if taken is None or not way.fits:
         return f"{name} needs{_memory(way).removeprefix(' in')}: too much."
     slower = _slower(way, taken)
@@ -238,7 +238,3 @@ def _memory(way: Way) -> str:
 
 def _gpus(way: Way) -> str:
     return counted(way.prediction.workers, "GPU")
-
-
-def _capital(name: str) -> str:
-    return name[:1].upper() + name[1:]

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import LoadBand, Memory, Span
 from backbeat.report.figures import canvas
-from backbeat.report.figures.compared import draw_measured
+from backbeat.report.figures.compared import draw_exposed, draw_measured, exposed_parts
 from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
-from backbeat.report.figures.exposed import draw_exposed, exposed_parts
 from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
 from backbeat.report.figures.memory_use import draw_memory_use, memory_kinds
 from backbeat.report.figures.scaling_curve import draw_scaling, scaling

@@ -14,8 +14,7 @@ import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import files
 from backbeat.report.pages.server import keep, unpacked
-from backbeat.report.pages.whatif import Library, State, respond
-from backbeat.report.pages.whatif_inputs import scaled_network
+from backbeat.report.pages.whatif import Library, State, respond, scaled_network
 from tests.problems import affine, curve, networks
 from tests.report.hostile import hostile_network, hostile_profile
 

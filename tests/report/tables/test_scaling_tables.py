@@ -10,6 +10,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.report.tables import scaling_tables as tables
 from backbeat.report.tables.memory_tables import segments_table
+from backbeat.report.tables.terminal_table import natural_width
 from backbeat.report.words.numbers import describe
 
 
@@ -57,17 +58,17 @@ def test_tables_of_plans_and_strategies_fit_80_columns(profile: str, network: st
         plan = bb.plan(given, there, strategy)
         rows.append(bb.predict(given, there, plan))
         table = tables.plan_table(plan, rows[-1], 80)
-        assert tables.natural_width(table) <= 80
+        assert natural_width(table) <= 80
         whole = tables.plan_table(plan, rows[-1])
         counts = [[re.findall(r"\(\d+\)$", cell) for cell in one.columns[-4].cells] for one in (table, whole)]
         assert counts[0] == counts[1]
     for table in tables.scaling_tables(rows, samples=10**6, width=80):
-        assert tables.natural_width(table) <= 80
+        assert natural_width(table) <= 80
 
 
 def test_segments_of_a_memory_plan_fit_80_columns() -> None:
     given, there = bb.Profile.load("resnet152-b256-bf16-h200"), bb.Network.load("10gbe").at(workers=4)
     plan = bb.plan(given, there, "best", memory_bytes=6 * 10**9)
     assert plan.memory is not None
-    assert tables.natural_width(segments_table(given, plan.memory, 80)) <= 80
-    assert tables.natural_width(segments_table(given, plan.memory)) > 80
+    assert natural_width(segments_table(given, plan.memory, 80)) <= 80
+    assert natural_width(segments_table(given, plan.memory)) > 80

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
-from backbeat.report.figures.exposed import PARTS
+from backbeat.report.figures.compared import PARTS
 from backbeat.report.study import study
 from backbeat.report.words.answer import answer, unmeasured
 from backbeat.report.words.limits import LIMITS, limit

@@ -1,17 +1,11 @@
 "use strict";
 // One answer on the page: of the numbers of GPUs that a file holds, or from the server. Names are only ever set as text.
 (() => {
-  const element = (id) => document.getElementById(id);
+  const { element, filled } = backbeat;
   const data = JSON.parse(element("data").textContent);
   const form = element("controls");
   const served = Boolean(form.elements.model);
   let latest = null, asking = false, again = false;
-
-  function filled(tag, ...texts) {
-    const made = document.createElement(tag);
-    made.append(...texts);
-    return made;
-  }
 
   // A layout breaks behind its commas where it has to.
   const breaking = (text) => text.split(/(?<=,)(?=[a-z])/).flatMap((part) => [part, document.createElement("wbr")]);
@@ -23,7 +17,7 @@
     element("verdict").className = `verdict ${answer.verdict === "fits" ? "yes" : "no"}`;
     element("limit").textContent = answer.limit;
     element("notes").textContent = answer.notes.length ? `What this is computed from: ${answer.notes.join("; ")}.` : "";
-    element("tiles").replaceChildren(...answer.tiles.map(([figure, what, small]) => filled("li", filled("b", figure), ` ${what}`, filled("small", small))));
+    backbeat.showTiles(answer.tiles);
     element("chosen").replaceChildren(...answer.labels.map((label, place) => new Option(`${place + 1}: ${label}`, place)));
     element("table-layouts").tBodies[0].replaceChildren(...answer.rows.map((row, place) => {
       const line = filled("tr", ...row.map((cell) => {
@@ -45,7 +39,7 @@
       await choose(0);
       for (const [anchor, drawing] of Object.entries(answer.figures)) await backbeat.draw(element(`plot-${anchor}`), drawing);
     }
-    document.body.dataset.answered = String(Number(document.body.dataset.answered || 0) + 1);
+    backbeat.answered();
   }
 
   async function choose(place) {
@@ -62,15 +56,7 @@
     const fields = new URLSearchParams();
     for (const control of form.elements) if (control.value !== String(data[control.name])) fields.set(control.name, control.value);
     history.replaceState(null, "", `${location.pathname}${fields.size ? `?${fields}` : ""}`);
-    document.querySelector("main").classList.add("busy");
-    try {
-      const answer = await (await fetch(`/api/layout?${fields}`)).json();
-      element("problem").textContent = answer.error || "";
-      if (!answer.error) await show(answer);
-    } catch {
-      element("problem").textContent = "The server does not answer: start it again with `backbeat serve`.";
-    }
-    document.querySelector("main").classList.remove("busy");
+    await backbeat.ask(`/api/layout?${fields}`, show);
     asking = false;
     if (again) { again = false; ask(); }
   }
@@ -84,9 +70,8 @@
   if (served) {
     for (const [name, value] of new URLSearchParams(location.search)) {
       const control = form.elements[name];
-      if (!control) continue;
-      if (control.options && ![...control.options].some((option) => option.value === value)) control.add(new Option(value, value));
-      control.value = value;
+      if (control && control.options) backbeat.choose(control, value);
+      else if (control) control.value = value;
     }
     form.addEventListener("change", ask);
     ask();

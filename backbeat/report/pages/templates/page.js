@@ -1,7 +1,8 @@
 "use strict";
-// Shared by the report and the what-if page: themes, drawing, tables and downloads. Names are only ever set as text.
+// Shared by all pages: themes, drawing, tables, downloads and what is asked of a server. Names are only ever set as text.
 const backbeat = (() => {
   const drawn = new Map();
+  const element = (id) => document.getElementById(id);
   const narrow = () => window.innerWidth < 640;
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -80,6 +81,38 @@ const backbeat = (() => {
     return { data, layout };
   }
 
+  function filled(tag, ...texts) {
+    const made = document.createElement(tag);
+    made.append(...texts);
+    return made;
+  }
+
+  function showTiles(tiles) {
+    element("tiles").replaceChildren(...tiles.map(([figure, what, small]) => filled("li", filled("b", figure), ` ${what}`, filled("small", small))));
+  }
+
+  // Chooses a value of a list, which gets it where it has not.
+  function choose(list, value, name = value) {
+    if (![...list.options].some((option) => option.value === value)) list.add(new Option(name, value));
+    list.value = value;
+  }
+
+  // Shows what the server answers, or why it does not.
+  async function ask(address, show, options = {}) {
+    const main = document.querySelector("main");
+    main.classList.add("busy");
+    try {
+      const data = await (await fetch(address, options)).json();
+      element("problem").textContent = data.error || "";
+      if (!data.error) await show(data);
+    } catch (error) {
+      if (error.name !== "AbortError") element("problem").textContent = "The server does not answer: start it again with `backbeat serve`.";
+    }
+    main.classList.remove("busy");
+  }
+
+  const answered = () => { document.body.dataset.answered = String(Number(document.body.dataset.answered || 0) + 1); };
+
   function download(name, text, type) {
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([text], { type }));
@@ -116,9 +149,9 @@ const backbeat = (() => {
     if (!button) return;
     const kind = button.dataset.do;
     if (kind === "sort") sort(button);
-    if (kind === "csv") download(`${button.dataset.name}.csv`, csv(document.getElementById(button.dataset.table)), "text/csv");
+    if (kind === "csv") download(`${button.dataset.name}.csv`, csv(element(button.dataset.table)), "text/csv");
     if (kind === "png") {
-      const plot = document.getElementById(button.dataset.plot);
+      const plot = element(button.dataset.plot);
       await Plotly.downloadImage(plot, { format: "png", filename: button.dataset.name, width: 1200, height: plot.layout.height || 500, scale: 2 });
     }
     if (kind === "copy") {
@@ -126,7 +159,7 @@ const backbeat = (() => {
       try { await navigator.clipboard.writeText(code); button.textContent = "copied"; } catch { button.textContent = "select and copy"; }
     }
     if (kind === "theme") theme();
-    if (kind === "trace") download("trace.json", document.getElementById("trace").textContent, "application/json");
+    if (kind === "trace") download("trace.json", element("trace").textContent, "application/json");
   }
 
   function theme() {
@@ -140,5 +173,5 @@ const backbeat = (() => {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   let was = narrow();
   window.addEventListener("resize", () => { if (narrow() !== was) { was = narrow(); redraw(); } });
-  return { draw, pair };
+  return { answered, ask, choose, draw, element, filled, pair, showTiles };
 })();

@@ -1,10 +1,10 @@
 "use strict";
 // Controls to address, address to answer, answer to page. One question is under way at a time; the latest one wins.
 (() => {
-  const form = document.getElementById("controls");
-  const defaults = JSON.parse(document.getElementById("defaults").textContent);
+  const { element, filled } = backbeat;
+  const form = element("controls");
+  const defaults = JSON.parse(element("data").textContent);
   const buckets = [0, 1, 2, 5, 10, 25, 50, 100, 200, 400, 800];
-  const element = (id) => document.getElementById(id);
   let own = null, asking = false, again = false, timer = 0, latest = null, patient = null;
 
   const readers = {
@@ -12,14 +12,12 @@
     times: (value) => Number((10 ** (value / 20)).toPrecision(3)),
     batch: (value) => (value === 0 ? "" : Math.max(1, Math.round((own || 64) * 2 ** (value / 2)))),
     bucket: (value) => buckets[value],
-    gb: (value) => value,
   };
   const writers = {
     power: (value) => Math.round(Math.log2(value)),
     times: (value) => Math.round(20 * Math.log10(value)),
     batch: (value) => (value ? Math.round(2 * Math.log2(value / (own || 64))) : 0),
     bucket: (value) => Math.max(0, buckets.indexOf(Number(value))),
-    gb: (value) => value,
   };
   const labels = {
     workers: (value) => value, bandwidth: (value) => `× ${value}`, latency: (value) => `× ${value}`,
@@ -48,8 +46,7 @@
         control.value = scale ? scale(value) : value;
         if (String(read()[name]) !== String(value) && name in state) exact[name] = Number(value);
       } else {
-        if (![...control.options].some((option) => option.value === value)) control.add(new Option(value, value));
-        control.value = value;
+        backbeat.choose(control, value);
       }
     }
   }
@@ -77,25 +74,10 @@
     history.replaceState(null, "", `${location.pathname}${fields.size ? `?${fields}` : ""}${location.hash}`);
     element("perfetto").href = `/api/trace?${fields}`;
     if (thorough) fields.set("thorough", "1");
-    document.querySelector("main").classList.add("busy");
-    try {
-      const response = await fetch(`/api/answer?${fields}`, patient ? { signal: patient.signal } : {});
-      const data = await response.json();
-      element("problem").textContent = data.error || "";
-      if (!data.error) await show(data);
-    } catch (error) {
-      if (error.name !== "AbortError") element("problem").textContent = "The server does not answer: start it again with `backbeat serve`.";
-    }
-    document.querySelector("main").classList.remove("busy");
+    await backbeat.ask(`/api/answer?${fields}`, show, patient ? { signal: patient.signal } : {});
     asking = false;
     clearTimeout(timer);
     if (again) { again = false; ask(false); } else if (!thorough) timer = setTimeout(() => ask(true), 350);
-  }
-
-  function filled(tag, ...texts) {
-    const made = document.createElement(tag);
-    made.append(...texts);
-    return made;
   }
 
   async function show(data) {
@@ -111,7 +93,7 @@
     element("notes").textContent = data.notes.length ? `What is not measured here: ${data.notes.join("; ")}.` : "";
     element("reading-bandwidth").textContent = data.readings.bandwidth;
     element("reading-latency").textContent = data.readings.latency;
-    element("tiles").replaceChildren(...data.tiles.map(([figure, what, small]) => filled("li", filled("b", figure), ` ${what}`, filled("small", small))));
+    backbeat.showTiles(data.tiles);
     element("actions").replaceChildren(...answer.actions.flatMap((action) => {
       const parts = [filled("h3", action.title), filled("p", action.text)];
       return /^model|fully_shard/.test(action.code) ? [...parts, filled("pre", action.code)] : parts;
@@ -121,7 +103,7 @@
     // What follows the sliders first; the rest once the browser has shown that, unless another answer is due.
     await backbeat.draw(element("plot-scaling"), data.figures.scaling);
     await compare();
-    document.body.dataset.answered = String(Number(document.body.dataset.answered || 0) + 1);
+    backbeat.answered();
     await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
     if (again) return;
     for (const anchor of ["exposed", "memory", "sharding"]) {
@@ -181,8 +163,7 @@
     element("uploaded").textContent = data.error || "";
     if (data.error) return;
     const list = form.elements[data.kind];
-    if (![...list.options].some((option) => option.value === data.id)) list.add(new Option(`${data.name} (uploaded)`, data.id));
-    list.value = data.id;
+    backbeat.choose(list, data.id, `${data.name} (uploaded)`);
     element("uploaded").textContent = `${data.name}: kept until the server stops`;
     if (data.kind === "profile") { own = null; form.elements.batch.value = 0; delete exact.batch; }
     ask(false);
