@@ -243,15 +243,6 @@ def is_attention(func: Any) -> bool:
     return _ATTENTION in str(func)
 
 
-def attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """Of all scores, those that a mask hides included. What backward computes again of forward is not counted."""
-    given = _given(func, args, kwargs)
-    query, key, value = given["query"], given["key"], given["value"]
-    batch, heads, length, width = query.shape
-    flops = 2.0 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
-    return float(flops * 2 if "backward" in str(func) else flops)
-
-
 def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
 
@@ -314,10 +305,15 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    if is_attention(func):
-        return attention_flops(func, args, kwargs)
-    count = flop_registry.get(func.overloadpacket)
-    return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+    if not is_attention(func):
+        count = flop_registry.get(func.overloadpacket)
+        return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+    # Of all scores, those that a mask hides included. What backward computes again of forward is not counted.
+    given = _given(func, args, kwargs)
+    query, key, value = given["query"], given["key"], given["value"]
+    batch, heads, length, width = query.shape
+    flops = 2.0 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+    return float(flops * 2 if "backward" in str(func) else flops)
 
 
 def count_flops(training: Training) -> tuple[float | None, str | None]:
