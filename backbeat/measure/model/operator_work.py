@@ -58,7 +58,8 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any, precision: str) -> t
 
     `precision` is what products of 32-bit operands run in: tf32 or fp32.
     """
-    if is_view(func):
+    # A view moves nothing: its result is one of its operands, looked at another way.
+    if any(output.alias_info is not None and not output.alias_info.is_write for output in func._schema.returns):
         return ()
     name = func._schema.name.removeprefix("aten::")
     inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
@@ -72,11 +73,6 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any, precision: str) -> t
     if name in ("convolution", "convolution_backward"):
         return _convolution(given, result, precision)
     return (_traffic(name, given, inputs, outputs),)
-
-
-def is_view(func: Any) -> bool:
-    """Whether it moves nothing: its result is one of its operands, looked at another way."""
-    return any(output.alias_info is not None and not output.alias_info.is_write for output in func._schema.returns)
 
 
 def in_fp8(works: tuple[Work, ...]) -> tuple[Work, ...]:
