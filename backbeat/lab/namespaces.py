@@ -127,7 +127,7 @@ class Cluster:
         for node, switch in enumerate(switches):
             own = [(one, INTERFACE) for one in ranks[node * len(self.inside) : (node + 1) * len(self.inside)]]
             _in_thread(_inside, switch, _build_switch, own, self.inside)
-            _in_thread(_inside, switch, _join_uplink, self.links[node])
+            _in_thread(_inside, switch, _join_switch, _UPLINK, self.links[node])
         for rank in range(self.ranks):
             _in_thread(_inside, self.namespace(rank), self._build_rank, rank)
         for namespace in (hub, *switches, *ranks):
@@ -148,18 +148,15 @@ class Cluster:
 def _build_switch(route: Any, ends: Sequence[tuple[str, str]], links: Sequence[Link]) -> None:
     """A bridge with a port for each (namespace, interface in it)."""
     route.link("add", ifname="switch", kind="bridge")
-    bridge = route.link_lookup(ifname="switch")[0]
-    route.link("set", index=bridge, state="up")
+    route.link("set", index=route.link_lookup(ifname="switch")[0], state="up")
     for node, ((namespace, interface), link) in enumerate(zip(ends, links, strict=True)):
         port = f"node{node}"
         route.link("add", ifname=port, kind="veth", peer={"ifname": interface, "net_ns_fd": namespace})
-        index = route.link_lookup(ifname=port)[0]
-        _shape(route, index, link)
-        route.link("set", index=index, master=bridge, state="up")
+        _join_switch(route, port, link)
 
 
-def _join_uplink(route: Any, link: Link) -> None:
-    index = route.link_lookup(ifname=_UPLINK)[0]
+def _join_switch(route: Any, interface: str, link: Link) -> None:
+    index = route.link_lookup(ifname=interface)[0]
     _shape(route, index, link)
     route.link("set", index=index, master=route.link_lookup(ifname="switch")[0], state="up")
 

@@ -79,12 +79,11 @@ def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
             raise InputError(f"{text!r}: FSDP2 opens its communicators itself; leave /{count} out")
         if colon and not (argument.isdigit() and int(argument) > 1):
             raise InputError(f"{text!r}: say how many ranks hold one copy of the model, like hsdp:2")
-        return [Choice(name=text, strategy=strategy, argument=int(argument) if colon else None)]
-    value = None if not colon else int(argument) if strategy in BUCKETINGS else parse_bytes(argument)
-    if slash:
-        return [Choice(name=text, strategy=strategy, argument=value, communicators=int(count))]
-    if not communicators:
-        return [Choice(name=text, strategy=strategy, argument=value)]
+        communicators = ()
+    value = None if not colon else parse_bytes(argument) if strategy in BUCKETED else int(argument)
+    if slash or not communicators:
+        chosen = int(count) if slash else None
+        return [Choice(name=text, strategy=strategy, argument=value, communicators=chosen)]
     return [Choice(name=f"{text}/{one}", strategy=strategy, argument=value, communicators=one) for one in communicators]
 
 

@@ -20,7 +20,6 @@ from backbeat.lab.health import disturbances
 from backbeat.lab.jobs import Replayed, ReplayJob, Turn, slowdowns
 from backbeat.lab.namespaces import enter
 from backbeat.lab.setting import Setting
-from backbeat.model import Plan
 
 if TYPE_CHECKING:
     from backbeat.lab.train import Trained
@@ -108,37 +107,19 @@ class Node:
     def health(self) -> dict[str, float]:
         return disturbances()
 
-    def calibrate(
-        self,
-        *,
-        budget_s: float,
-        communicators: Sequence[int],
-        sizes: Sequence[int],
-        collectives: Sequence[Any],
-        sharded: bool,
-        name: str,
-    ) -> Any:
-        """The network, and the timings behind it, from node 0; None from the others.
+    def calibrate(self, *, budget_s: float, communicators: Sequence[int], name: str, **options: Any) -> Any:
+        """The network, and the timings behind it, from node 0; None from the others. Options are `measure_cluster`'s.
 
         Where nodes have several ranks, each node is measured by itself, too, all nodes at once; node 0's counts.
         """
         from backbeat.measure.network.calibration import measure_cluster
 
-        setting = self.start.setting
-        options: dict[str, Any] = {
-            "device": self.device,
-            "sizes": sizes,
-            "collectives": collectives,
-            "settle": setting.settle,
-            "sharded": sharded,
-        }
-        parts = 2 if setting.ranks_per_node > 1 else 1
-        found = measure_cluster(budget_s=budget_s / parts, communicators=communicators, name=name, **options)
-        inside = None
-        if setting.ranks_per_node > 1:
-            own = measure_cluster(
-                group=self._own_node(), budget_s=budget_s / parts, communicators=[1], name=f"{name}-inside", **options
-            )
+        setting, inside = self.start.setting, None
+        several = setting.ranks_per_node > 1
+        options |= {"device": self.device, "settle": setting.settle, "budget_s": budget_s / (2 if several else 1)}
+        found = measure_cluster(communicators=communicators, name=name, **options)
+        if several:
+            own = measure_cluster(group=self._own_node(), communicators=[1], name=f"{name}-inside", **options)
             inside = own.network
         if self.start.node != 0:
             return None
@@ -159,18 +140,16 @@ class Node:
 
         return replay(self.player, jobs, turns, self.factor)
 
-    def profile(self, *, spec: str, batch_size: int | None, seconds: float, precision: str) -> bytes:
+    def profile(self, **arguments: Any) -> bytes:
         from backbeat.lab.train import profile_here
 
         sharing = self.start.setting.ranks if self.device.type == "cuda" else 1
-        return profile_here(spec, self.device, batch_size, seconds, precision, sharing=sharing)
+        return profile_here(device=self.device, sharing=sharing, **arguments)
 
-    def train(
-        self, *, spec: str, batch_size: int | None, plans: Sequence[Plan | None], turns: Sequence[Turn], precision: str
-    ) -> list[Trained]:
+    def train(self, **arguments: Any) -> list[Trained]:
         from backbeat.lab.train import train
 
-        return train(spec, self.device, self.start.node, batch_size, plans, turns, precision)
+        return train(device=self.device, rank=self.start.node, **arguments)
 
     def call(self, *, function: str, arguments: dict[str, Any]) -> Any:
         """A function of one's own, `PACKAGE.MODULE:NAME`, called with this node before its arguments."""

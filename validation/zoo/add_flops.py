@@ -70,7 +70,7 @@ def count_one(factory: Factory, device: torch.device) -> dict[str, Any]:
         "flops_per_sample": counter.total / _SAMPLES,
         "sequence_length": sequence_length(workload.batch),
         "blocks": {
-            name: [parameters.bytes, parameters.dtype]
+            name: list(parameters)
             for name, parameters in block_parameters({link.name: found[link.name] for link in recorder.links}).items()
         },
     }

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
@@ -25,9 +24,17 @@ from backbeat.measure.model.batches import map_batch
 from backbeat.measure.model.estimator import Estimator, VirtualClock
 from backbeat.measure.model.factory import Factory, Workload
 from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences
+from backbeat.measure.model.inputs import trainable_of
 from backbeat.measure.model.observation import Figures, measure_training
-from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
-from backbeat.measure.model.training_step import PRECISIONS, Marks, Observer, Training
+from backbeat.measure.model.training_step import (
+    PRECISIONS,
+    Marks,
+    Observer,
+    Training,
+    describe_optimizer,
+    make_optimizer,
+    rounded,
+)
 from backbeat.model import ComputeShares, Profile, Source
 from backbeat.model.checks import at_least
 
@@ -71,24 +78,23 @@ def analytic_profile(
     samples = factory.samples(workload, batch_size, optimizer)
     if samples is None:
         raise InputError(f"the batch of {factory.spec} holds no tensor to count samples in")
-    trainable = [parameter for parameter in workload.model.parameters() if parameter.requires_grad]
-    if workload.optimizer is None and trainable:
-        workload = replace(workload, optimizer=make_optimizer(optimizer or "sgd", trainable))
+    trained_by = workload.optimizer or make_optimizer(optimizer or "sgd", trainable_of(workload.model))
+    update = update_of(trained_by)
+    workload = replace(workload, optimizer=trained_by)
     figures, estimated = analytic_figures(workload, model, precision, accumulation, compiled)
     title = name or f"{factory.title}-b{samples}-{precision}-{model.accelerator.short_name}"
     if compiled and name is None:
         title += "-compiled"
     notes = [
+        *factory.notes,
         "analytic: computed from shapes and peak rates, not measured",
         f"operators: {model.origin}",
-        f"update: {estimated.update}; peak memory is the sum of its kinds",
+        f"update: {update}; peak memory is the sum of its kinds",
         "the host is as quick as the one that operators were measured with" if launch_overhead else "the host is ahead",
     ]
     if compiled:
         notes.append("compiled: chains of memory-bound operators are one kernel each, as torch.compile makes them")
-    if factory.description:
-        notes.insert(0, f"{factory.spec}: {factory.description}")
-    document = figures.profile(
+    return figures.profile(
         name=title if title.endswith("-analytic") else f"{title}-analytic",
         model=factory.title,
         batch_size=samples,
@@ -103,13 +109,9 @@ def analytic_profile(
             reference="the vendor's dense peak rates",
         ),
         notes=[*notes, *figures.gradients.left_out],
-    )
-    return msgspec.structs.replace(
-        document,
-        compute_shares=estimated.shares,
-        host_s=estimated.host_s,
-        optimizer=None if workload.optimizer is None else describe_optimizer(workload.optimizer),
+        optimizer=describe_optimizer(trained_by),
         compiled=compiled,
+        **estimated,
     )
 
 
@@ -136,29 +138,17 @@ def _staying_put() -> Iterator[None]:
         torch.nn.Module.to = move  # type: ignore[method-assign]
 
 
-@dataclass(frozen=True)
-class Estimated:
-    """What the estimator says beside times."""
-
-    shares: ComputeShares | None
-    host_s: float | None
-    """To submit one iteration."""
-    update: str
-    """How the update is split into kernels."""
-
-
 def analytic_figures(
     workload: Workload, model: OperatorModel, precision: str, accumulation: int, compiled: bool = False
-) -> tuple[Figures, Estimated]:
-    """One iteration's figures, with the operator model's seconds for every operator."""
+) -> tuple[Figures, dict[str, Any]]:
+    """One iteration's figures, with the operator model's seconds for every operator; and what else the estimator says,
+    as fields of a profile."""
     clock = VirtualClock()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     estimator = Estimator(model, clock, precision, compiled)
     update = update_of(workload.optimizer)
     module, batch, optimizer = _without_data(workload, mode)
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise InputError("no parameter of the model has requires_grad: there are no gradients to time; unfreeze some")
+    trainable = trainable_of(module)
     training = _AnalyticTraining(
         model=module,
         batch=batch,
@@ -191,11 +181,10 @@ def analytic_figures(
         raise InputError(f"running the model without data raised {where_raised(error)}") from error
     total = sum(estimator.by_family.values())
     shares = {family: round(seconds / total, 6) for family, seconds in estimator.by_family.items()} if total else None
-    return figures, Estimated(
-        shares=None if shares is None else ComputeShares(**shares),
-        host_s=training.submitting_s[-1] if model.host.view_s else None,
-        update=update,
-    )
+    return figures, {
+        "compute_shares": None if shares is None else ComputeShares(**shares),
+        "host_s": training.submitting_s[-1] if model.host.view_s else None,
+    }
 
 
 def update_of(optimizer: Any) -> str:
@@ -220,7 +209,7 @@ class _AnalyticTraining(Training):
     def iterate(self, observer: Observer | None = None) -> Marks:
         begin_s = self.estimator.clock.submitted_s
         marks = super().iterate(observer)
-        self.submitting_s.append(round(self.estimator.clock.submitted_s - begin_s, 8))
+        self.submitting_s.append(rounded(self.estimator.clock.submitted_s - begin_s))
         return marks
 
     def forward(self) -> torch.Tensor:

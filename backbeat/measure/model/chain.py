@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -120,28 +120,24 @@ class BlockHooks(ExitStack):
 
     def __enter__(self) -> Self:
         for name, module in self._blocks.items():
-            begin, end = untraced(self._begin_hook(name)), untraced(self._end_hook(name))
-            self.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
-            self.enter_context(module.register_forward_hook(end, with_kwargs=True))
+            self._hook(name, module)
         return self
 
     def begin(self, name: str, inputs: list[torch.Tensor]) -> None: ...
 
     def end(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None: ...
 
-    def _begin_hook(self, name: str) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _hook(self, name: str, module: nn.Module) -> None:
+        def begin(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if not in_backward():
                 self.begin(name, tensors_of((args, kwargs)))
 
-        return hook
-
-    def _end_hook(self, name: str) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def end(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not in_backward():
                 self.end(name, tensors_of((args, kwargs)), tensors_of(output))
 
-        return hook
+        self.enter_context(module.register_forward_pre_hook(untraced(begin), with_kwargs=True, prepend=True))
+        self.enter_context(module.register_forward_hook(untraced(end), with_kwargs=True))
 
 
 class ChainRecorder(BlockHooks):
@@ -164,16 +160,16 @@ class ChainRecorder(BlockHooks):
             reference() is inputs[0] and version == self._versions[0] for reference, version in self._last
         )
         before = self._links.get(name)
-        if before is None:
-            self._links[name] = BlockCall(name=name, calls=1, chained=chained, changes_input=False)
-        else:
-            # Several calls share one name: no single block stands before it.
-            self._links[name] = BlockCall(name, before.calls + 1, False, before.changes_input)
+        # Where several calls share one name, no single block stands before it.
+        self._links[name] = (
+            BlockCall(name, 1, chained, changes_input=False)
+            if before is None
+            else replace(before, calls=before.calls + 1, chained=False)
+        )
 
     def end(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         if [version_of(tensor) for tensor in inputs] != self._versions:
-            link = self._links[name]
-            self._links[name] = BlockCall(name, link.calls, link.chained, True)
+            self._links[name] = replace(self._links[name], changes_input=True)
         self._last = [(weakref.ref(tensor), version_of(tensor)) for tensor in outputs]
 
 

@@ -18,15 +18,13 @@ import torch
 
 from backbeat.comm.clock import Clock, Mark
 from backbeat.errors import where_raised
-from backbeat.measure.model.batches import tensors_in
 from backbeat.measure.model.chain import BlockCall, BlockHooks, find_blocks
-from backbeat.measure.model.memory_by_kind import BlockBytes, BlockSizes, block_parameters, cast_inputs
-from backbeat.measure.model.training_step import AUTOCAST, Training, is_out_of_memory
+from backbeat.measure.model.memory_by_kind import BlockBytes, BlockSizes, block_parameters, cast_inputs, held_tensors
+from backbeat.measure.model.training_step import AUTOCAST, Training, is_out_of_memory, rounded
 from backbeat.model import Block, HostLink
 
 _TIMED = {"cpu": 3, "cuda": 5}
 _HOST_TIMED = 3
-_DIGITS = 8
 _BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 _COPIES = 3
 
@@ -35,20 +33,20 @@ _COPIES = 3
 class MeasuredChain:
     """The blocks, and what else it takes to predict the peak."""
 
-    blocks: tuple[Block, ...]
-    host_link: HostLink | None
-    head_bytes: int
+    blocks: tuple[Block, ...] = ()
+    host_link: HostLink | None = None
+    head_bytes: int = 0
     """The most that what follows the last block takes, until the last block's backward begins."""
-    outside_bytes: int
+    outside_bytes: int = 0
     """What autograd keeps of operations between the blocks."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
     """Measure the model's chain of blocks; empty where it has none. The model must not be compiled. With `once`, one
     iteration gives their times."""
     found = find_blocks(training.model)
-    weights = BlockBytes(found, _alive(training))
+    weights = BlockBytes(found, held_tensors(training))
     if found:
         with weights:
             loss = training.forward()
@@ -58,7 +56,7 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
         training.optimizer.zero_grad(set_to_none=True)
     links = {link.name: link for link in weights.links}
     if len(links) < 2:
-        return MeasuredChain((), None, 0, 0, ())
+        return MeasuredChain()
     blocks = {name: found[name] for name in links}
     seconds = _times(training, blocks, 1 if once else _TIMED.get(training.device.type, 3))
     host_s = _host_times(training, blocks) if training.clock.asynchronous else {}
@@ -84,8 +82,8 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
         blocks=tuple(
             Block(
                 name=name,
-                forward_s=round(seconds.get(("forward", name), 0.0), _DIGITS),
-                backward_s=round(seconds.get(("backward", name), 0.0), _DIGITS),
+                forward_s=seconds.get(("forward", name), 0.0),
+                backward_s=seconds.get(("backward", name), 0.0),
                 input_bytes=sizes[name].input,
                 output_bytes=sizes[name].output,
                 saved_bytes=sizes[name].saved,
@@ -93,14 +91,14 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
                 backward_peak_bytes=peaks.get(("backward", name), 0),
                 saves_input=sizes[name].saves_input,
                 saves_output=sizes[name].saves_output,
-                parameter_bytes=parameters[name].bytes,
-                parameter_dtype=parameters[name].dtype,
+                parameter_bytes=parameters[name][0],
+                parameter_dtype=parameters[name][1],
                 changes_input=link.changes_input,
                 chained=link.chained,
                 cast_saving_bytes=sizes[name].kept - cast[name].kept if name in cast else 0,
                 cast_output=name in cast and cast[name].output < sizes[name].output,
-                host_forward_s=_rounded(host_s.get(("forward", name))),
-                host_backward_s=_rounded(host_s.get(("backward", name))),
+                host_forward_s=host_s.get(("forward", name)),
+                host_backward_s=host_s.get(("backward", name)),
             )
             for name, link in links.items()
         ),
@@ -109,11 +107,6 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
         outside_bytes=weights.outside_saved,
         notes=notes,
     )
-
-
-def _alive(training: Training) -> list[torch.Tensor]:
-    """What is there whatever autograd saves."""
-    return [*training.model.parameters(), *training.model.buffers(), *tensors_in(training.batch)]
 
 
 def _cast_sizes(
@@ -125,7 +118,7 @@ def _cast_sizes(
     if dtype is None:
         return {}, ()
     try:
-        with cast_inputs(blocks, dtype), BlockBytes(blocks, _alive(training)) as weights:
+        with cast_inputs(blocks, dtype), BlockBytes(blocks, held_tensors(training)) as weights:
             training.plain_loss()
     except Exception as error:
         if is_out_of_memory(error):
@@ -140,10 +133,6 @@ def _notes(links: dict[str, BlockCall]) -> tuple[str, ...]:
     if not several:
         return ()
     return (f"blocks: called several times in a forward, the figures are sums: {', '.join(several)}",)
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, _DIGITS)
 
 
 class BackwardBlockHooks(BlockHooks):
@@ -183,7 +172,7 @@ def _times(training: Training, blocks: dict[str, torch.nn.Module], count: int) -
     for borders, end in zip(passes[leading:], ends[leading:], strict=True):
         for key, seconds in _spans(borders, end, clock).items():
             seen[key].append(seconds / training.accumulation)
-    return {key: median(values) for key, values in seen.items()}
+    return {key: rounded(median(values)) for key, values in seen.items()}
 
 
 def _host_times(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[tuple[str, str], float]:
@@ -202,7 +191,7 @@ def _host_times(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[
             found = _spans(borders, [clock.host_s()], Clock())
             training.optimizer.zero_grad(set_to_none=True)
             least.update({key: min(seconds, least.get(key, seconds)) for key, seconds in found.items()})
-    return least
+    return {key: rounded(seconds) for key, seconds in least.items()}
 
 
 def _spans(borders: list[tuple[str, str, Mark]], ends: list[Mark], clock: Clock) -> dict[tuple[str, str], float]:

@@ -53,6 +53,11 @@ class Factory:
         text = inspect.getdoc(self.call.func if isinstance(self.call, partial) else self.call)
         return text.strip().splitlines()[0] if text and text.strip() else None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a profile of its model says of it."""
+        return (f"{self.spec}: {self.description}",) if self.description else ()
+
     def batch_size(self, wanted: int | None) -> int | None:
         """What it will be called with."""
         if not self.takes_batch_size:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,36 +47,49 @@ def find_owners(
     return owners
 
 
-class _Recorder(ExitStack):
-    """A context in which observed iterations are recorded: of each, which gradient was marked when.
+class Recorder(ExitStack):
+    """A context in which one phase of observed iterations is recorded: of each, which gradient was marked when.
 
-    With a head start, the device is kept busy for so long before what is recorded.
+    With a head start, the device is kept busy for so long before the phase.
     """
 
-    def __init__(self, clock: Clock, head_start_s: float) -> None:
+    def __init__(self, phase: Literal["forward", "backward"], clock: Clock, head_start_s: float) -> None:
         super().__init__()
         self.recordings: list[list[tuple[int, Mark]]] = []
         self._current: list[tuple[int, Mark]] | None = None
+        self._phase = phase
         self._clock = clock
         self._head_start_s = head_start_s
 
+    def watch_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Mark each gradient's completion."""
+        for index, parameter in enumerate(parameters):
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self.enter_context(register(self._hook(index)))
+
+    def watch_modules(self, owners: list[Owner]) -> None:
+        """Mark the beginning of every owning module."""
+        for owner in owners:
+            self.enter_context(owner.module.register_forward_pre_hook(untraced(self._hook(owner.gradient))))
+
     def before_forward(self) -> None:
-        pass
+        if self._phase == "forward":
+            self._begin()
 
     def before_backward(self) -> None:
-        pass
+        # Checkpointed modules run forward again inside backward; those calls are backward's time.
+        self._current = None
+        if self._phase == "backward":
+            self._begin()
 
     def after_backward(self) -> None:
-        pass
+        self._current = None
 
     def _begin(self) -> None:
         if self._head_start_s > 0:
             self._clock.delay(self._head_start_s)
         self._current = []
         self.recordings.append(self._current)
-
-    def _end(self) -> None:
-        self._current = None
 
     def _hook(self, index: int) -> Any:
         mark = self._clock.mark
@@ -86,38 +99,6 @@ class _Recorder(ExitStack):
                 self._current.append((index, mark()))
 
         return hook
-
-
-class ReadyHooks(_Recorder):
-    """Marks each gradient's completion in backward."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], clock: Clock, head_start_s: float) -> None:
-        super().__init__(clock, head_start_s)
-        for index, parameter in enumerate(parameters):
-            register: Any = parameter.register_post_accumulate_grad_hook
-            self.enter_context(register(self._hook(index)))
-
-    def before_backward(self) -> None:
-        self._begin()
-
-    def after_backward(self) -> None:
-        self._end()
-
-
-class ForwardHooks(_Recorder):
-    """Marks the beginning of every owning module in forward."""
-
-    def __init__(self, owners: list[Owner], clock: Clock, head_start_s: float) -> None:
-        super().__init__(clock, head_start_s)
-        for owner in owners:
-            self.enter_context(owner.module.register_forward_pre_hook(untraced(self._hook(owner.gradient))))
-
-    def before_forward(self) -> None:
-        self._begin()
-
-    def before_backward(self) -> None:
-        # Checkpointed modules run forward again inside backward; those calls are backward's time.
-        self._end()
 
 
 def ready_shares(recorded: Iterable[tuple[MicroBatch, list[tuple[int, Mark]]]], clock: Clock) -> dict[int, float]:

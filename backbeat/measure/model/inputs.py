@@ -31,6 +31,14 @@ def check_model(model: object) -> None:
         raise InputError(f"the model is spread over {', '.join(sorted(devices))}: profile a model on one device")
 
 
+def trainable_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that get gradients; refuses a model without any."""
+    found = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not found:
+        raise InputError("no parameter of the model has requires_grad: there are no gradients to time; unfreeze some")
+    return found
+
+
 def device_of(model: torch.nn.Module, device: str | torch.device | None) -> torch.device:
     """Where to measure: the device asked for, or the one the model is on."""
     if device is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -88,14 +88,9 @@ def launch_times(training: Training, of: Callable[[Iterable[float]], float] = mi
     return LaunchTimes(forward_s, backward_s, rest_s)
 
 
-class AppliedMemory(Protocol):
-    """A memory plan that a model runs with until it is removed."""
-
-    def remove(self) -> None: ...
-
-
-ApplyMemory = Callable[[torch.nn.Module, MemoryPlan], AppliedMemory]
-"""`backbeat.runtime.memory.apply`: measuring knows no runtime, so callers that have one hand it in."""
+ApplyMemory = Callable[[torch.nn.Module, MemoryPlan], Any]
+"""`backbeat.runtime.memory.apply`: a model runs with the plan until `remove()` of what this returns. Measuring knows no
+runtime, so callers that have one hand it in."""
 
 
 def recomputation(
@@ -137,33 +132,15 @@ def _one_by_one(blocks: Sequence[Block], inputs: Literal["keep", "offload"] = "k
     return tuple(Segment(blocks=tuple(names), action="recompute", input=inputs) for names in segments)
 
 
-def needs_head_start(host: LaunchTimes, iteration_s: float) -> bool:
-    return host.iteration_s >= CLOSE * iteration_s
-
-
-def how_launch_bound(
-    host: LaunchTimes,
-    iteration_s: float,
-    plain_s: float,
-    device_s: float | None,
-    recompute_s: float | None = None,
-    fetch_s: float | None = None,
-) -> LaunchBound:
+def how_launch_bound(host_s: float, iteration_s: float, plain_s: float, device_s: float | None) -> Kind:
     """`plain_s` is forward and backward in plain iterations, `device_s` the same with the host ahead.
 
-    >>> host = LaunchTimes(forward_s=0.3, backward_s=0.5, update_s=0.1)
-    >>> how_launch_bound(host, 2.0, 1.8, None).kind
-    'device-bound'
-    >>> how_launch_bound(host, 1.0, 0.9, 0.9).kind
-    'close to launch-bound'
-    >>> how_launch_bound(host, 1.0, 0.9, 0.7).kind
+    >>> how_launch_bound(0.9, 2.0, 1.8, None), how_launch_bound(0.9, 1.0, 0.9, 0.9)
+    ('device-bound', 'close to launch-bound')
+    >>> how_launch_bound(0.9, 1.0, 0.9, 0.7)
     'launch-bound'
     """
-    kind: Kind
     if device_s is None:
-        kind = "device-bound"
-    elif plain_s >= WAITS * device_s or host.iteration_s >= iteration_s:
-        kind = "launch-bound"
-    else:
-        kind = "close to launch-bound"
-    return LaunchBound(kind, host.iteration_s, iteration_s, device_s, recompute_s, fetch_s)
+        return "device-bound"
+    waits = plain_s >= WAITS * device_s or host_s >= iteration_s
+    return "launch-bound" if waits else "close to launch-bound"

@@ -23,8 +23,7 @@ from backbeat.model import Memory
 def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]) -> tuple[Memory, dict[int, int]]:
     """Memory by kind. One iteration under saved-tensor hooks for the activations, a plain one for the peak."""
     model, device = training.model, training.device
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    held = [*parameters, *buffers, *tensors_in(training.batch)]
+    held = held_tensors(training)
     with SavedTensors(owners, held) as saved:
         loss = training.forward()
     loss.backward()  # type: ignore[no-untyped-call]
@@ -43,17 +42,22 @@ def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]
         steady = storage_bytes(held) + state
         peak = steady + gradient_bytes + saved.total
     memory = Memory(
-        parameter_bytes=storage_bytes(parameters),
+        parameter_bytes=storage_bytes(model.parameters()),
         gradient_bytes=gradient_bytes,
         optimizer_bytes=state,
-        buffer_bytes=storage_bytes(buffers),
+        buffer_bytes=storage_bytes(model.buffers()),
         activation_bytes=saved.total,
         steady_bytes=steady,
         peak_bytes=peak,
         batch_bytes=storage_bytes(tensors_in(training.batch)),
-        cudnn_benchmark=device.type == "cuda" and torch.backends.cudnn.benchmark and _has_convolutions(training.model),
+        cudnn_benchmark=device.type == "cuda" and torch.backends.cudnn.benchmark and _has_convolutions(model),
     )
     return memory, saved.by_gradient
+
+
+def held_tensors(training: Training) -> list[torch.Tensor]:
+    """What is there whatever autograd saves."""
+    return [*training.model.parameters(), *training.model.buffers(), *tensors_in(training.batch)]
 
 
 def _has_convolutions(model: torch.nn.Module) -> bool:
@@ -228,27 +232,19 @@ def cast_inputs(blocks: dict[str, torch.nn.Module], dtype: torch.dtype) -> ExitS
     return stack
 
 
-@dataclass(frozen=True)
-class BlockParameters:
-    """What the parameters of one block take."""
-
-    bytes: int
-    dtype: str | None
-
-
-def block_parameters(blocks: dict[str, torch.nn.Module]) -> dict[str, BlockParameters]:
-    """Of every block, in the order of forward: a tied weight counts in the first block that holds it.
+def block_parameters(blocks: dict[str, torch.nn.Module]) -> dict[str, tuple[int, str | None]]:
+    """Bytes and dtype of each block's parameters, in the order of forward: a tied weight counts in the first block that
+    holds it.
 
     >>> tied = torch.nn.Linear(2, 3, bias=False)
     >>> block_parameters({"first": tied, "last": torch.nn.Sequential(tied, torch.nn.Linear(3, 1))})["last"]
-    BlockParameters(bytes=16, dtype='float32')
+    (16, 'float32')
     """
     seen: set[int] = set()
-    found = {}
+    found: dict[str, tuple[int, str | None]] = {}
     for name, block in blocks.items():
         mine = [parameter for parameter in block.parameters() if id(parameter) not in seen]
         seen.update(id(parameter) for parameter in mine)
         dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in mine})
-        size = sum(parameter.nbytes for parameter in mine)
-        found[name] = BlockParameters(size, ", ".join(dtypes) or None)
+        found[name] = sum(parameter.nbytes for parameter in mine), ", ".join(dtypes) or None
     return found

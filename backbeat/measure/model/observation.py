@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -14,28 +15,21 @@ from msgspec.structs import replace
 from backbeat.measure.model.batches import sequence_length
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
 from backbeat.measure.model.compiled import compiled_blocks, graph_blocks, is_compiled
-from backbeat.measure.model.hooks import (
-    ForwardHooks,
-    Owner,
-    ReadyHooks,
-    find_owners,
-    forward_shares,
-    ready_shares,
-)
+from backbeat.measure.model.hooks import Owner, Recorder, find_owners, forward_shares, ready_shares
 from backbeat.measure.model.inputs import Gradients, first_iteration
 from backbeat.measure.model.launch_bound import (
+    CLOSE,
     ApplyMemory,
     LaunchBound,
     LaunchTimes,
     how_launch_bound,
     launch_times,
-    needs_head_start,
     recomputation,
 )
 from backbeat.measure.model.memory_by_kind import measure_memory
 from backbeat.measure.model.operator_work import count_flops
-from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory
-from backbeat.model import Gradient, Memory, Profile, Source
+from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory, rounded
+from backbeat.model import Gradient, Memory, Profile
 
 _HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8
@@ -87,57 +81,35 @@ class Figures:
         plain_s = self.forward_s + self.backward_s
         return (self.hooked.forward_s + self.hooked.backward_s) / plain_s if plain_s > 0 else 1.0
 
-    def profile(
-        self,
-        *,
-        name: str,
-        model: str,
-        batch_size: int,
-        precision: str,
-        device: str,
-        accumulation: int,
-        source: Source,
-        notes: Sequence[str],
-    ) -> Profile:
-        """What every profile holds, however its times were found."""
+    def profile(self, *, batch_size: int, notes: Iterable[str], **fields: Any) -> Profile:
+        """What every profile holds, however its times were found; and further fields of one."""
         # A gradient that backward fills without its hook firing is known only to be there when backward ends.
         shares = [self.hooked.ready.get(index, 1.0) for index in range(len(self.gradients.names))]
+        forward = self.hooked.forward
         gradients = tuple(
             Gradient(
                 name=self.gradients.names[index],
                 bytes=self.gradients.sizes[index],
                 ready_s=rounded(shares[index] * self.backward_s),
-                forward_s=rounded(self.hooked.forward.get(index, 0.0) * self.forward_s)
-                if self.hooked.forward
-                else None,
+                forward_s=rounded(forward.get(index, 0.0) * self.forward_s) if forward else None,
                 activation_bytes=None if self.compiled else self.activations.get(index, 0),
             )
             for index in sorted(range(len(shares)), key=lambda index: (shares[index], -index))
         )
         return Profile(
-            name=name,
-            model=model,
             batch_size=batch_size,
-            precision=precision,
-            device=device,
             forward_s=rounded(self.forward_s),
             backward_s=rounded(self.backward_s),
             update_s=rounded(self.update_s),
             gradients=gradients,
             gradient_dtype=self.gradients.dtype,
             buffer_bytes=self.memory.buffer_bytes,
-            accumulation=accumulation,
             memory=self.memory,
             sequence_length=self.sequence_length,
             flops_per_sample=None if self.flops is None else self.flops / batch_size,
-            source=source,
             notes=(*notes, *(() if self.no_flops is None else (self.no_flops,))),
+            **fields,
         )
-
-
-def rounded(seconds: float) -> float:
-    """To what a clock tells apart."""
-    return round(seconds, 8)
 
 
 def measure_training(
@@ -213,7 +185,7 @@ def measure_training(
                 again_s = recomputation(training, chain.blocks, usual, apply_memory)
                 fetch_s = recomputation(training, chain.blocks, usual, apply_memory, "offload")
         begin_together()
-        if host is not None and needs_head_start(host, _iteration_s(plain, training)):
+        if host is not None and host.iteration_s >= CLOSE * _iteration_s(plain, training):
             ahead = hooked(host)
         observed = ahead or hooked(None)
         begin_together()
@@ -224,9 +196,9 @@ def measure_training(
         bound = None
         if host is not None:
             device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
-            bound = how_launch_bound(
-                host, _iteration_s(plain, training), forward_s + backward_s, device_s, again_s, fetch_s
-            )
+            host_s, iteration_s = host.iteration_s, _iteration_s(plain, training)
+            kind = how_launch_bound(host_s, iteration_s, forward_s + backward_s, device_s)
+            bound = LaunchBound(kind, host_s, iteration_s, device_s, again_s, fetch_s)
             if bound.kind == "launch-bound":
                 # Plain iterations wait for the host, and so must those that say when each gradient is ready.
                 observed = hooked(None)
@@ -251,7 +223,7 @@ def measure_training(
 def _chain(training: Training, compiled: bool, once: bool) -> MeasuredChain:
     """The blocks; none where a compiled model hides them, or where looking at them takes the last of the memory."""
     if compiled:
-        return MeasuredChain((), None, 0, 0, ())
+        return MeasuredChain()
     try:
         return measure_blocks(training, once=once)
     except Exception as error:
@@ -260,9 +232,7 @@ def _chain(training: Training, compiled: bool, once: bool) -> MeasuredChain:
     training.optimizer.zero_grad(set_to_none=True)
     if training.device.type == "cuda":
         torch.cuda.empty_cache()
-    return MeasuredChain(
-        (), None, 0, 0, ("blocks: not measured, the device has no memory left for that at this batch size",)
-    )
+    return MeasuredChain(notes=("blocks: not measured, the device has no memory left for that at this batch size",))
 
 
 def _block(training: Training, count: int, observer: Observer | None = None, *, trailing: int = 0) -> list[Marks]:
@@ -282,16 +252,18 @@ def _hooked(
 ) -> Hooked:
     """Watch the gradients, then the modules. Given the host's times, let it get that far ahead each time."""
     clock = training.clock
-    with ReadyHooks(gradients.parameters, clock, host.backward_s if host else 0.0) as ready_hooks:
-        ready_marks = _block(training, count, ready_hooks)
-    with ForwardHooks(owners, clock, host.forward_s if host else 0.0) as forward_hooks:
-        forward_marks = _block(training, count, forward_hooks) if owners else ready_marks
+    with Recorder("backward", clock, host.backward_s if host else 0.0) as ready:
+        ready.watch_gradients(gradients.parameters)
+        ready_marks = _block(training, count, ready)
+    with Recorder("forward", clock, host.forward_s if host else 0.0) as begun:
+        begun.watch_modules(owners)
+        forward_marks = _block(training, count, begun) if owners else ready_marks
     clock.synchronize()
     backward = [marks.micro_batches[-1] for marks in ready_marks]
     forward = [marks.micro_batches[-1] for marks in forward_marks]
     return Hooked(
-        ready=ready_shares(zip(backward, ready_hooks.recordings[-count:], strict=True), clock),
-        forward=forward_shares(zip(forward, forward_hooks.recordings[-count:], strict=True), clock) if owners else {},
+        ready=ready_shares(zip(backward, ready.recordings[-count:], strict=True), clock),
+        forward=forward_shares(zip(forward, begun.recordings[-count:], strict=True), clock) if owners else {},
         forward_s=median(clock.between(marks.forward_begin, marks.forward_end) for marks in forward),
         backward_s=median(clock.between(marks.backward_begin, marks.backward_end) for marks in backward),
     )

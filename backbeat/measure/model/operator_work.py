@@ -58,7 +58,8 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any, precision: str) -> t
 
     `precision` is what products of 32-bit operands run in: tf32 or fp32.
     """
-    if is_view(func):
+    # A view moves nothing: its result is one of its operands, looked at another way.
+    if any(output.alias_info is not None and not output.alias_info.is_write for output in func._schema.returns):
         return ()
     name = func._schema.name.removeprefix("aten::")
     inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
@@ -72,11 +73,6 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any, precision: str) -> t
     if name in ("convolution", "convolution_backward"):
         return _convolution(given, result, precision)
     return (_traffic(name, given, inputs, outputs),)
-
-
-def is_view(func: Any) -> bool:
-    """Whether it moves nothing: its result is one of its operands, looked at another way."""
-    return any(output.alias_info is not None and not output.alias_info.is_write for output in func._schema.returns)
 
 
 def in_fp8(works: tuple[Work, ...]) -> tuple[Work, ...]:
@@ -243,15 +239,6 @@ def is_attention(func: Any) -> bool:
     return _ATTENTION in str(func)
 
 
-def attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """Of all scores, those that a mask hides included. What backward computes again of forward is not counted."""
-    given = _given(func, args, kwargs)
-    query, key, value = given["query"], given["key"], given["value"]
-    batch, heads, length, width = query.shape
-    flops = 2.0 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
-    return float(flops * 2 if "backward" in str(func) else flops)
-
-
 def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
 
@@ -314,10 +301,15 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    if is_attention(func):
-        return attention_flops(func, args, kwargs)
-    count = flop_registry.get(func.overloadpacket)
-    return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+    if not is_attention(func):
+        count = flop_registry.get(func.overloadpacket)
+        return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+    # Of all scores, those that a mask hides included. What backward computes again of forward is not counted.
+    given = _given(func, args, kwargs)
+    query, key, value = given["query"], given["key"], given["value"]
+    batch, heads, length, width = query.shape
+    flops = 2.0 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+    return float(flops * 2 if "backward" in str(func) else flops)
 
 
 def count_flops(training: Training) -> tuple[float | None, str | None]:

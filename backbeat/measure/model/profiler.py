@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch.utils._pytree import tree_map_only
 
 from backbeat.comm.clock import clock_for
@@ -25,18 +24,20 @@ from backbeat.measure.model.batches import samples_in, to_device
 from backbeat.measure.model.compiled import NOTE as COMPILED
 from backbeat.measure.model.compose import compose
 from backbeat.measure.model.factory import Factory
-from backbeat.measure.model.inputs import check_model, device_of, parse_device
+from backbeat.measure.model.inputs import check_model, device_of, parse_device, trainable_of
 from backbeat.measure.model.launch_bound import ApplyMemory, LaunchBound
 from backbeat.measure.model.noise import noise
-from backbeat.measure.model.observation import Figures, measure_training, rounded
-from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
+from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.training_step import (
     Loss,
     OutOfMemoryError,
     Training,
     check_precision,
+    describe_optimizer,
     is_out_of_memory,
+    make_optimizer,
     release,
+    rounded,
     scaler_for,
     tensor_cores,
 )
@@ -125,12 +126,7 @@ def measure(
         raise InputError("the batch holds no tensor to count samples in: give batch_size")
     given_optimizer = None if isinstance(optimizer, str) else optimizer
     if optimizer is None or isinstance(optimizer, str):
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trainable:
-            raise InputError(
-                "no parameter of the model has requires_grad: there are no gradients to time; unfreeze some"
-            )
-        optimizer = make_optimizer(optimizer or "sgd", trainable)
+        optimizer = make_optimizer(optimizer or "sgd", trainable_of(model))
     training = Training(
         model=model,
         batch=batch,
@@ -143,7 +139,8 @@ def measure(
         clock=clock_for(where),
     )
     try:
-        with _current(where), tensor_cores(precision, where):
+        current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
+        with current, tensor_cores(precision, where):
             with put_back(model, given_optimizer, where) if keep else contextlib.nullcontext():
                 figures = measure_training(
                     training, iterations, warmup, time_limit_s, apply_memory, compile_blocks, wait_for_others, brief
@@ -166,21 +163,19 @@ def measure(
         raise InputError(f"training the model raised {where_raised(error)}") from error
     title = model_name or type(model).__name__
     s_per_byte, s_per_bucket = (None, None) if topk is None else topk
-    document = replace(
-        figures.profile(
-            name=name or f"{title.lower()}-b{samples}-{precision}-{short_name(where)}",
-            model=title,
-            batch_size=samples,
-            precision=precision,
-            device=device_name(where),
-            accumulation=accumulation,
-            source=source(command or "backbeat.measure.profile(model, batch, loss)", where),
-            notes=(
-                *notes,
-                *(() if found is None else (f"noise accepted: {found}; predictions are as uncertain",)),
-                *((COMPILED,) if compile_blocks else ()),
-                *_notes(training, figures),
-            ),
+    document = figures.profile(
+        name=name or f"{title.lower()}-b{samples}-{precision}-{short_name(where)}",
+        model=title,
+        batch_size=samples,
+        precision=precision,
+        device=device_name(where),
+        accumulation=accumulation,
+        source=source(command or "backbeat.measure.profile(model, batch, loss)", where),
+        notes=(
+            *notes,
+            *(() if found is None else (f"noise accepted: {found}; predictions are as uncertain",)),
+            *((COMPILED,) if compile_blocks else ()),
+            *_notes(training, figures),
         ),
         iteration_s=tuple(rounded(seconds) for seconds in figures.iteration_s),
         optimizer=describe_optimizer(training.optimizer),
@@ -241,10 +236,6 @@ def _launch_bound_note(bound: LaunchBound) -> str:
     )
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def put_back(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[None]:
     """Weights, buffers, gradients, the optimizer's state and the random generators leave as they came.
@@ -280,39 +271,40 @@ def measure_factory(
     *,
     batch_size: int | None = None,
     device: str | None = None,
-    name: str | None = None,
-    optimizer: str | None = None,
     **options: Any,
 ) -> MeasuredModel:
     """Build and measure, with the options of `measure`. Where memory runs out, the error names a batch that fits.
 
-    `optimizer` names one for a factory that returns none.
+    The option `optimizer` names one for a factory that returns none.
     """
-    options["optimizer"] = optimizer
     if batch_size is not None:
         at_least("batch size", batch_size, 1)
     where = _device(device)
     size = factory.batch_size(batch_size)
     try:
-        return _build_and_measure(factory, batch_size, where, name, options)
+        return _build_and_measure(factory, batch_size, where, **options)
     except OutOfMemoryError as error:
         message = str(error)
     # Outside the handler, so that the traceback no longer holds the tensors that did not fit.
     release(where)
     if size is None:
         raise OutOfMemoryError(f"{message}. {factory.spec} takes no batch_size, so no smaller one was tried")
-    fitting = _largest_fitting(factory, size // 2, where, options)
+    fitting = _largest_fitting(factory, size, where, {**options, "iterations": 1, "warmup": 1})
     advice = f"batch size {fitting} fits: use --batch-size {fitting}" if fitting else "not even batch size 1 fits"
     raise OutOfMemoryError(f"out of memory at batch size {size}; {advice}")
 
 
 def _build_and_measure(
-    factory: Factory, batch_size: int | None, device: torch.device, name: str | None, options: dict[str, Any]
+    factory: Factory,
+    batch_size: int | None,
+    device: torch.device,
+    *,
+    name: str | None = None,
+    optimizer: str | None = None,
+    **options: Any,
 ) -> MeasuredModel:
     workload = factory.build(factory.batch_size(batch_size), device)
-    optimizer = options.get("optimizer")
     samples = factory.samples(workload, batch_size, optimizer)
-    notes = (f"{factory.spec}: {factory.description}",) if factory.description else ()
     return measure(
         workload.model,
         workload.batch,
@@ -320,11 +312,11 @@ def _build_and_measure(
         workload.optimizer or optimizer,
         device=device,
         batch_size=samples,
-        name=name or profile_name(factory, samples, options, device),
+        name=name or profile_name(factory, samples, {"optimizer": optimizer, **options}, device),
         model_name=factory.title,
         keep=False,
-        notes=notes,
-        **{option: value for option, value in options.items() if option != "optimizer"},
+        notes=factory.notes,
+        **options,
     )
 
 
@@ -352,15 +344,14 @@ def profile_name(factory: Factory, samples: int | None, options: Mapping[str, An
 
 
 def _largest_fitting(factory: Factory, size: int, device: torch.device, options: dict[str, Any]) -> int | None:
-    quick = {**options, "iterations": 1, "warmup": 1}
-    while size >= 1:
+    """Half the size, a quarter and so on, until one is measured."""
+    while size := size // 2:
         try:
-            _build_and_measure(factory, size, device, None, quick)
+            _build_and_measure(factory, size, device, **options)
             return size
         except OutOfMemoryError:
             pass
         release(device)
-        size //= 2
     return None
 
 

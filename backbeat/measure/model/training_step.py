@@ -1,11 +1,11 @@
 """One training iteration, marked: forward and backward of every micro-batch, then the update; in one of the four
-precisions that a profile can be taken in, as PyTorch's own switches."""
+precisions that a profile can be taken in, as PyTorch's own switches, and with an optimizer given or by name."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -16,6 +16,7 @@ from backbeat.errors import InputError, MeasurementError
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+OPTIMIZERS = ("sgd", "adam", "adamw")
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Large enough to keep small gradients, small enough that no warm-up step is skipped for an overflow.
 _FIRST_SCALE = 1024.0
@@ -111,6 +112,39 @@ class Training:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def make_optimizer(kind: str, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum, or Adam or AdamW in their fused form, as trainers of transformers run them."""
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
+    if kind not in OPTIMIZERS:
+        raise InputError(f"optimizer is {kind!r}: it must be one of {', '.join(OPTIMIZERS)}")
+    adam = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    if not any(parameter.is_meta for parameter in parameters):
+        return adam(parameters, lr=1e-4, fused=True)
+    # Torch refuses to fuse tensors without data; what runs on them is estimated, and only needs to know the choice.
+    made = adam(parameters, lr=1e-4)
+    for settings in (made.defaults, *made.param_groups):
+        settings["fused"] = True
+    return made
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Its class and what changes its memory or its time.
+
+    >>> weight = [torch.nn.Parameter(torch.zeros(1))]
+    >>> describe_optimizer(make_optimizer("sgd", weight)), describe_optimizer(make_optimizer("adamw", weight))
+    ('SGD with momentum', 'AdamW, fused')
+    """
+    defaults = getattr(optimizer, "defaults", {})
+    momentum = " with momentum" if defaults.get("momentum") else ""
+    return f"{type(optimizer).__name__}{momentum}{', fused' if defaults.get('fused') else ''}"
+
+
+def rounded(seconds: float) -> float:
+    """To what a clock tells apart."""
+    return round(seconds, 8)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

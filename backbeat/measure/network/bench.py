@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,14 +112,8 @@ class Bench:
     def _launcher(self, case: Case) -> Callable[[], list[Any]]:
         elements = max(1, math.ceil(case.bytes / _ELEMENT_BYTES))
         communicators = self._communicators[: case.communicators]
-        if case.paired:
-            return self._pair_launcher(math.ceil(elements / self.workers), case.messages, communicators)
         if case.collective in ("all_gather", "reduce_scatter"):
-            per_rank = math.ceil(elements / self.workers)
-            whole, shard = self._room(per_rank * self.workers), self._room(per_rank, "shard")
-            if case.collective == "all_gather":
-                return lambda: [communicators[0].all_gather(whole, shard)]
-            return lambda: [communicators[0].reduce_scatter(shard, whole)]
+            return self._shard_launcher(case, math.ceil(elements / self.workers), communicators)
         room = self._room(elements * case.messages)
         if case.collective == "broadcast":
             return lambda: [communicators[0].broadcast(room[:elements])]
@@ -127,21 +122,17 @@ class Bench:
             communicators[index % case.communicators].all_reduce(piece) for index, piece in enumerate(pieces)
         ]
 
-    def _pair_launcher(
-        self, per_rank: int, messages: int, communicators: Sequence[Communicator]
+    def _shard_launcher(
+        self, case: Case, per_rank: int, communicators: Sequence[Communicator]
     ) -> Callable[[], list[Any]]:
-        """All-gathers on the first communicator and reduce-scatters on the last, in turn, in memory of their own."""
-        whole = per_rank * self.workers
-        room, shards = self._room(2 * whole), self._room(2 * per_rank, "shard")
-
-        def launch() -> list[Any]:
-            works = []
-            for _ in range(messages):
-                works.append(communicators[0].all_gather(room[:whole], shards[:per_rank]))
-                works.append(communicators[-1].reduce_scatter(shards[per_rank:], room[whole:]))
-            return works
-
-        return launch
+        """All-gathers on the first communicator, reduce-scatters on the last; a pair's have memory of their own."""
+        kinds = 2 if case.paired else 1
+        wholes = self._room(kinds * per_rank * self.workers).chunk(kinds)
+        shards = self._room(kinds * per_rank, "shard").chunk(kinds)
+        gather = partial(communicators[0].all_gather, wholes[0], shards[0])
+        scatter = partial(communicators[-1].reduce_scatter, shards[-1], wholes[-1])
+        turn = [gather, scatter] if case.paired else [gather if case.collective == "all_gather" else scatter]
+        return lambda: [send() for _ in range(case.messages) for send in turn]
 
     def _room(self, elements: int, kind: str = "whole") -> torch.Tensor:
         if self._rooms[kind].numel() < elements:

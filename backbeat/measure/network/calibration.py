@@ -149,8 +149,12 @@ def _with_slowdowns(network: Network, link: Communicator, where: torch.device, t
     beside = measure_slowdown(
         link, where, lambda size: gather.at(size) + scatter.at(size), timeout_s, workers=network.workers
     )
-    known = network.sharded or ShardedTimes()
-    return msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, slowdown=beside))
+    return _with_sharded_times(network, slowdown=beside)
+
+
+def _with_sharded_times(network: Network, **found: Any) -> Network:
+    known = msgspec.structs.replace(network.sharded or ShardedTimes(), **found)
+    return msgspec.structs.replace(network, sharded=known)
 
 
 def with_sharded_host(
@@ -166,9 +170,7 @@ def with_sharded_host(
             unit_s, parameter_s, update_s = agree(measure_sharded_host(links, limit_s))
     except MissingPartError as error:
         return msgspec.structs.replace(network, notes=(*network.notes, f"{what} was not measured: {error}"))
-    known = network.sharded or ShardedTimes()
-    host = ShardedHost(unit_s=unit_s, parameter_s=parameter_s, update_s=update_s)
-    return msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, host=host))
+    return _with_sharded_times(network, host=ShardedHost(unit_s=unit_s, parameter_s=parameter_s, update_s=update_s))
 
 
 def _share_facts(group: Any, why_one: str | None) -> tuple[str, str | None, tuple[int, ...]]:

@@ -1,10 +1,11 @@
-"""What a calibration found: the network its timings describe, notes on it, and a summary in figures."""
+"""What a calibration found: the network its timings describe, notes on it, a summary in figures, a verdict in words."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -15,7 +16,6 @@ from backbeat.cost.samples import Timing, monotone
 from backbeat.errors import MeasurementError
 from backbeat.measure.network.case import COLLECTIVES, Case
 from backbeat.measure.network.sampling import REPEATS, SamplingOutcome
-from backbeat.measure.network.verdict import MISFIT, verdict
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.files import Source
 from backbeat.model.network import Network
@@ -27,6 +27,14 @@ JITTER = 0.2
 """Above this the network is not what the model assumes; a note says so."""
 LATE = 0.1
 """The same, for samples that contain the host's own time."""
+CLEAN = 0.05
+"""Typical jitter up to which plans that differ by a few percent can be told apart."""
+NOISY = 0.2
+"""Typical jitter above which only orders of magnitude are left."""
+MISFIT = 0.25
+"""The model's error with several communicators above which plans that use them are not to be trusted."""
+SMALLEST_BUCKET = 10**6
+"""Buckets are of megabytes: a curve that ends below this says nothing of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,43 +101,40 @@ def _pairs(
             )
 
 
+def _isolated(cases: Iterable[Case], collective: Collective) -> list[Case]:
+    """Of these cases, the collectives that ran by themselves, from small to large."""
+    found = (case for case in cases if case.collective == collective and case.messages == 1)
+    return sorted(found, key=lambda case: case.bytes)
+
+
 def _curve(timings: dict[Case, Timing], collective: Collective) -> CollectiveTimes | None:
-    measured = sorted(
-        (
-            (case.bytes, timing)
-            for case, timing in timings.items()
-            if case.collective == collective and case.messages == 1
-        ),
-        key=lambda pair: pair[0],
-    )
-    if len(measured) < 2:
+    cases = _isolated(timings, collective)
+    if len(cases) < 2:
         return None
+    measured = [timings[case] for case in cases]
     seconds = monotone(
-        [timing.median_s for _, timing in measured],
+        [timing.median_s for timing in measured],
         # A cost must not fall with size; among points that do, the surer one says where the curve goes.
-        [1.0 / max(timing.uncertainty * timing.median_s, 1e-9) ** 2 for _, timing in measured],
+        [1.0 / max(timing.uncertainty * timing.median_s, 1e-9) ** 2 for timing in measured],
     )
-    return CollectiveTimes(points=tuple((size, time) for (size, _), time in zip(measured, seconds, strict=True)))
+    return CollectiveTimes(points=tuple((case.bytes, time) for case, time in zip(cases, seconds, strict=True)))
 
 
 def warnings(outcome: SamplingOutcome) -> list[str]:
     """Where the network is not what the model assumes."""
-    found = []
-    isolated = sorted(
-        ((case, timing) for case, timing in outcome.timings.items() if case.messages == 1),
-        key=lambda pair: (pair[0].collective, pair[0].bytes),
-    )
-    shaky = [case for case, timing in outcome.timings.items() if timing.jitter > JITTER]
+    found, timings = [], outcome.timings
+    shaky = [case for case, timing in timings.items() if timing.jitter > JITTER]
     if shaky:
-        worst = max(shaky, key=lambda case: outcome.timings[case].jitter)
+        worst = max(shaky, key=lambda case: timings[case].jitter)
         found.append(
-            f"jitter over {JITTER:.0%} in {len(shaky)} of {len(outcome.timings)} cases (worst {worst}: "
-            f"{outcome.timings[worst].jitter:.0%}): the machine or the network was busy; predictions are as uncertain"
+            f"jitter over {JITTER:.0%} in {len(shaky)} of {len(timings)} cases (worst {worst}: "
+            f"{timings[worst].jitter:.0%}): the machine or the network was busy; predictions are as uncertain"
         )
     falls = [
         (small, large)
-        for (small, below), (large, above) in itertools.pairwise(isolated)
-        if small.collective == large.collective and above.median_s < below.median_s * (1 - JITTER / 2)
+        for collective in sorted(COLLECTIVES)
+        for small, large in itertools.pairwise(_isolated(timings, collective))
+        if timings[large].median_s < timings[small].median_s * (1 - JITTER / 2)
     ]
     if falls:
         shown = ", ".join(f"{large} below {format_bytes(small.bytes)}" for small, large in falls[:3])
@@ -141,13 +146,15 @@ def warnings(outcome: SamplingOutcome) -> list[str]:
     return found
 
 
+def _model_errors(network: Network) -> list[tuple[float, ConcurrencyPoint]]:
+    """How far the model is off where several messages were sent at once."""
+    rows = [row for row in network.concurrency if row.seconds > 0]
+    return [(network.cost.batch_s(row.bytes, row.messages, row.communicators) / row.seconds - 1, row) for row in rows]
+
+
 def misfits(network: Network) -> list[str]:
     """Where messages on several communicators take another time than the model gives them."""
-    off = [
-        (network.cost.batch_s(row.bytes, row.messages, row.communicators) / row.seconds - 1, row)
-        for row in network.concurrency
-        if row.communicators > 1 and row.seconds > 0
-    ]
+    off = [(error, row) for error, row in _model_errors(network) if row.communicators > 1]
     far = [(error, row) for error, row in off if abs(error) > MISFIT]
     if not far:
         return []
@@ -183,8 +190,8 @@ def notes_of(
     if min(counts) < REPEATS:
         notes.append(f"fewer than {REPEATS} repeats (at least {min(counts)}) in some cases: raise --budget")
     for collective in COLLECTIVES:
-        gone = [case.bytes for case in outcome.dropped if case.collective == collective and case.messages == 1]
-        gone = [size for size in gone if size > _largest(outcome, collective)]
+        largest = max((case.bytes for case in _isolated(outcome.timings, collective)), default=0)
+        gone = [case.bytes for case in _isolated(outcome.dropped, collective) if case.bytes > largest]
         if gone:
             notes.append(f"{collective} from {format_bytes(min(gone))} did not fit the budget: beyond is extrapolated")
     gone = [case.bytes for case in outcome.dropped if case.messages > 1]
@@ -205,12 +212,6 @@ def host_note(pace_s: float, late: int, timed: int) -> str:
     return found
 
 
-def _largest(outcome: SamplingOutcome, collective: Collective) -> int:
-    return max(
-        (case.bytes for case in outcome.timings if case.collective == collective and case.messages == 1), default=0
-    )
-
-
 def summary_of(calibration: MeasuredCluster) -> dict[str, Any]:
     """The verdict, the fit and its residuals, from the very cost that predictions use."""
     network, timings = calibration.network, calibration.outcome.timings
@@ -229,14 +230,7 @@ def summary_of(calibration: MeasuredCluster) -> dict[str, Any]:
                 "repeats": timing.repeats if timing else None,
             }
         )
-    rows = [
-        {
-            **msgspec.to_builtins(row),
-            "model_error": cost.batch_s(row.bytes, row.messages, row.communicators) / row.seconds - 1,
-        }
-        for row in network.concurrency
-        if row.seconds > 0
-    ]
+    rows = [{**msgspec.to_builtins(row), "model_error": error} for error, row in _model_errors(network)]
     held_out = [
         {
             "bytes": case.bytes,
@@ -271,3 +265,52 @@ def summary_of(calibration: MeasuredCluster) -> dict[str, Any]:
         "notes": list(network.notes),
     }
     return {"verdict": verdict(found), **found}
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """What a reader should know before the figures of `summary_of`: latency, bandwidth, how clean, good for what."""
+    points = summary["all_reduce"]
+    largest = max(point["bytes"] for point in points)
+    jitter = median([point["jitter"] for point in points if point["jitter"] is not None] or [0.0])
+    slope, latency_s = summary["link_s_per_byte"], summary["alpha_s"]
+    # A line through a few points of a noisy curve may begin below zero.
+    latency = format_seconds(latency_s if latency_s > 0 else min(point["seconds"] for point in points))
+    speed = f"{format_bytes(round(1 / slope))}/s" if slope > 0 else "bandwidth not shown"
+    found = f"{summary['workers']} ranks over {summary['backend']}: {latency} latency, {speed}"
+    parts = [f"{found}; {_how_clean(jitter)}: {_good_for(jitter, largest)}"]
+    if largest >= SMALLEST_BUCKET:
+        parts.append(f"messages above {format_bytes(largest)} are extrapolated")
+    parts.append(_several(summary))
+    if summary["workers_per_host"] >= summary["workers"]:
+        parts.append("all ranks share one host, so nothing is known of the network between hosts")
+    return "; ".join(part for part in parts if part) + "."
+
+
+def _how_clean(jitter: float) -> str:
+    if jitter <= CLEAN:
+        return f"clean (jitter under {CLEAN:.0%})"
+    return f"{'usable' if jitter <= NOISY else 'noisy'} (jitter {jitter:.0%})"
+
+
+def _good_for(jitter: float, largest: int) -> str:
+    if largest < SMALLEST_BUCKET:
+        return (
+            f"too little to plan buckets, since no message above {format_bytes(largest)} was measured; "
+            "raise --budget or --sizes"
+        )
+    if jitter <= CLEAN:
+        return "good enough to plan buckets"
+    if jitter <= NOISY:
+        return f"good enough to plan buckets, not to choose between plans within {jitter:.0%} of each other"
+    return "good enough for orders of magnitude; stop what else uses these machines and calibrate again"
+
+
+def _several(summary: dict[str, Any]) -> str:
+    errors = [abs(row["model_error"]) for row in summary["concurrency"] if row["communicators"] > 1]
+    if not errors:
+        return "several communicators were not measured"
+    if summary["sharing_unknown"]:
+        return "what several communicators gain is not known"
+    if max(errors) > MISFIT:
+        return f"with several communicators the model is off by up to {max(errors):.0%}"
+    return ""

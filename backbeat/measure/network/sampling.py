@@ -71,17 +71,12 @@ def measure(
     sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, effort: Effort = THOROUGH
 ) -> SamplingOutcome:
     """Time every case that fits the budget, as often as the effort says and more while there is time."""
-    kept: list[list[Case]] = []
-    cost: dict[Case, float] = {}
+    run = _Sampling(sampler, series, budget_s, progress, effort)
     spare = 0.0
     for one in series:
         allowed = one.share * budget_s * _SAFE_SHARE + spare
-        chosen, used = _choose(
-            sampler, one, allowed, effort, cost, lambda case: progress(f"first {case}", _share(sampler, budget_s))
-        )
-        spare = max(0.0, allowed - used)
-        kept.append(chosen)
-    samples = _rounds(sampler, series, kept, cost, budget_s, effort, progress)
+        spare = max(0.0, allowed - run.choose(one, allowed))
+    samples = run.repeat()
     timings = {case: summarise(taken) for case, taken in samples.items()}
     return SamplingOutcome(
         timings=timings,
@@ -91,119 +86,111 @@ def measure(
     )
 
 
-def _share(sampler: Sampler, budget_s: float) -> float:
-    return min(1.0, sampler.elapsed() / budget_s) if budget_s > 0 else 1.0
+class _Sampling:
+    """One run of `measure`: the cases of each series that fit, and then their rounds."""
 
+    def __init__(
+        self, sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, effort: Effort
+    ) -> None:
+        self._sampler, self._series, self._budget_s = sampler, series, budget_s
+        self._progress, self._effort = progress, effort
+        self._kept: list[list[Case]] = []
+        """Of each series."""
+        self._cost: dict[Case, float] = {}
+        """What one sample costs, all told."""
 
-def _choose(
-    sampler: Sampler,
-    series: Series,
-    allowed_s: float,
-    effort: Effort,
-    cost: dict[Case, float],
-    show: Callable[[Case], None],
-) -> tuple[list[Case], float]:
-    """Cases in order until the next one's repeats would no longer fit. Each is run twice: the first run warms it up."""
-    chosen: list[Case] = []
-    used, runs = 0.0, effort.repeats + 2
-    for case in series.cases:
-        obliged = len(chosen) < series.least
-        if not obliged and used + _expected(case, chosen, cost, effort) * runs > allowed_s:
-            break
-        show(case)
-        sampler.sample(case)
-        seconds = _first(sampler, case, (allowed_s - used) / runs)
-        if not obliged and used + seconds * runs > allowed_s:
-            break
-        cost[case] = seconds
-        used += seconds * runs
-        chosen.append(case)
-    return chosen, used
+    def choose(self, series: Series, allowed_s: float) -> float:
+        """Keep cases in order until the next one's repeats would no longer fit; the seconds that their repeats take.
+        Each is run twice: the first run warms it up."""
+        chosen: list[Case] = []
+        self._kept.append(chosen)
+        used, runs = 0.0, self._effort.repeats + 2
+        for case in series.cases:
+            obliged = len(chosen) < series.least
+            if not obliged and used + self._expected(case, chosen) * runs > allowed_s:
+                break
+            self._show(f"first {case}")
+            self._sampler.sample(case)
+            seconds = self._first(case, (allowed_s - used) / runs)
+            if not obliged and used + seconds * runs > allowed_s:
+                break
+            self._cost[case] = seconds
+            used += seconds * runs
+            chosen.append(case)
+        return used
 
+    def _show(self, what: str) -> None:
+        share = min(1.0, self._sampler.elapsed() / self._budget_s) if self._budget_s > 0 else 1.0
+        self._progress(what, share)
 
-def _expected(case: Case, before: Sequence[Case], cost: dict[Case, float], effort: Effort) -> float:
-    """What a case may take at most: by those before it, or for the first by those of other series."""
-    size = _volume(case)
-    last = before[-1] if before else max((one for one in cost if _volume(one) <= size), key=_volume, default=None)
-    if last is None:
-        return 0.0
-    proportional = cost[last] * size / _volume(last)
-    if effort.cautious or len(before) < 2 or _volume(last) <= _volume(before[-2]):
-        return proportional
-    slope = max(cost[last] - cost[before[-2]], 0.0) / (_volume(last) - _volume(before[-2]))
-    return min(cost[last] + slope * (size - _volume(last)), proportional)
+    def _expected(self, case: Case, before: Sequence[Case]) -> float:
+        """What a case may take at most: by those before it, or for the first by those of other series."""
+        size, cost = _volume(case), self._cost
+        last = before[-1] if before else max((one for one in cost if _volume(one) <= size), key=_volume, default=None)
+        if last is None:
+            return 0.0
+        proportional = cost[last] * size / _volume(last)
+        if self._effort.cautious or len(before) < 2 or _volume(last) <= _volume(before[-2]):
+            return proportional
+        slope = max(cost[last] - cost[before[-2]], 0.0) / (_volume(last) - _volume(before[-2]))
+        return min(cost[last] + slope * (size - _volume(last)), proportional)
 
+    def _first(self, case: Case, limit_s: float) -> float:
+        """What one sample costs; the least of a few where it was over the limit, since it may be bad luck."""
+        least = float("inf")
+        for _ in range(_TRIES):
+            begun = self._sampler.elapsed()
+            self._sampler.sample(case)
+            (seconds,) = self._sampler.agree([self._sampler.elapsed() - begun])
+            least = min(least, seconds)
+            if least <= limit_s:
+                break
+        return least
 
-def _first(sampler: Sampler, case: Case, limit_s: float) -> float:
-    """What one sample costs, all told; the least of a few where it was over the limit, since it may be bad luck."""
-    least = float("inf")
-    for _ in range(_TRIES):
-        begun = sampler.elapsed()
-        sampler.sample(case)
-        (seconds,) = sampler.agree([sampler.elapsed() - begun])
-        least = min(least, seconds)
-        if least <= limit_s:
-            break
-    return least
+    def repeat(self) -> dict[Case, list[float]]:
+        """All samples of the cases kept, taken in rounds."""
+        samples: dict[Case, list[float]] = {case: [] for cases in self._kept for case in cases}
+        order = random.Random(0)  # the same on every rank
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            while True:
+                turns = [
+                    case
+                    for one, cases in zip(self._series, self._kept, strict=True)
+                    for case in cases
+                    for _ in range(max(1, min(_MOST_PER_ROUND, int(one.round_s / max(self._cost[case], 1e-9)))))
+                ]
+                order.shuffle(turns)
+                self._show(f"{len(samples)} cases, {min(len(taken) for taken in samples.values())} repeats")
+                agreed = self._sampler.agree([*(self._sampler.sample(case) for case in turns), self._sampler.elapsed()])
+                for case, seconds in zip(turns, agreed, strict=False):
+                    samples[case].append(seconds)
+                late = agreed[-1] >= self._budget_s
+                if self._finished(samples, late=late):
+                    return samples
+                if late:
+                    self._drop_largest(samples)
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _finished(self, samples: dict[Case, list[float]], *, late: bool) -> bool:
+        counts = [len(taken) for taken in samples.values()]
+        if late:
+            return min(counts) >= self._effort.fewest
+        if min(counts) < REPEATS:
+            return False
+        return max(counts) >= MOST_REPEATS or all(summarise(taken).uncertainty <= STABLE for taken in samples.values())
+
+    def _drop_largest(self, samples: dict[Case, list[float]]) -> None:
+        """Out of time before the fewest repeats: give up the largest cases, half of each series at a time."""
+        for one, cases in zip(self._series, self._kept, strict=True):
+            keep = max(one.least, len(cases) // 2)
+            for case in cases[keep:]:
+                del samples[case]
+            del cases[keep:]
 
 
 def _volume(case: Case) -> float:
     return float(case.bytes * case.messages * (2 if case.paired else 1))
-
-
-def _rounds(
-    sampler: Sampler,
-    series: Sequence[Series],
-    kept: list[list[Case]],
-    cost: dict[Case, float],
-    budget_s: float,
-    effort: Effort,
-    progress: Progress,
-) -> dict[Case, list[float]]:
-    samples: dict[Case, list[float]] = {case: [] for cases in kept for case in cases}
-    order = random.Random(0)  # the same on every rank
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        while True:
-            turns = [
-                case
-                for one, cases in zip(series, kept, strict=True)
-                for case in cases
-                for _ in range(_per_round(one.round_s, cost[case]))
-            ]
-            order.shuffle(turns)
-            fewest = min(len(taken) for taken in samples.values())
-            progress(f"{len(samples)} cases, {fewest} repeats", _share(sampler, budget_s))
-            agreed = sampler.agree([*(sampler.sample(case) for case in turns), sampler.elapsed()])
-            for case, seconds in zip(turns, agreed, strict=False):
-                samples[case].append(seconds)
-            if _finished(samples, effort, late=agreed[-1] >= budget_s):
-                return samples
-            if agreed[-1] >= budget_s:
-                _drop_largest(samples, series, kept)
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _per_round(round_s: float, cost_s: float) -> int:
-    return max(1, min(_MOST_PER_ROUND, int(round_s / max(cost_s, 1e-9))))
-
-
-def _finished(samples: dict[Case, list[float]], effort: Effort, *, late: bool) -> bool:
-    counts = [len(taken) for taken in samples.values()]
-    if late:
-        return min(counts) >= effort.fewest
-    if min(counts) < REPEATS:
-        return False
-    return max(counts) >= MOST_REPEATS or all(summarise(taken).uncertainty <= STABLE for taken in samples.values())
-
-
-def _drop_largest(samples: dict[Case, list[float]], series: Sequence[Series], kept: list[list[Case]]) -> None:
-    """Out of time before the fewest repeats: give up the largest cases, half of each series at a time."""
-    for one, cases in zip(series, kept, strict=True):
-        keep = max(one.least, len(cases) // 2)
-        for case in cases[keep:]:
-            del samples[case]
-        del cases[keep:]

@@ -23,7 +23,7 @@ from torch import nn
 from backbeat.comm.agreement import wait_for_all
 from backbeat.comm.spin import until
 from backbeat.errors import MissingPartError, where_raised
-from backbeat.measure.model.optimizers import make_optimizer
+from backbeat.measure.model.training_step import make_optimizer
 
 if TYPE_CHECKING:
     from backbeat.comm.communicators import Communicators

@@ -11,8 +11,7 @@ import torch
 
 from backbeat.errors import InputError
 from backbeat.measure.model.batches import to_device
-from backbeat.measure.model.optimizers import OPTIMIZERS
-from backbeat.measure.model.training_step import PRECISIONS
+from backbeat.measure.model.training_step import OPTIMIZERS, PRECISIONS
 from backbeat.model import Network, Plan
 from backbeat.model.files import encode
 from backbeat.planners import STRATEGIES

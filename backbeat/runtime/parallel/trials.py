@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from backbeat.comm.clock import clock_for
 from backbeat.errors import InputError, where_raised
-from backbeat.measure.model.optimizers import make_optimizer
-from backbeat.measure.model.training_step import Loss, Training, release, scaler_for
+from backbeat.measure.model.training_step import Loss, Training, make_optimizer, release, scaler_for
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.preserve import copy_of
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel

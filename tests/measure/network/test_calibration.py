@@ -15,7 +15,7 @@ from backbeat.cost.samples import Timing, summarise
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.network.calibration import calibrate
 from backbeat.measure.network.case import BATCH_SIZES, SIZES, Case, Series, held_out_cases, series_of
-from backbeat.measure.network.findings import _largest, misfits, network_from, warnings
+from backbeat.measure.network.findings import _isolated, misfits, network_from, warnings
 from backbeat.measure.network.sampling import BRIEF, FEWEST_REPEATS, REPEATS, THOROUGH, SamplingOutcome, measure
 from backbeat.model import Network
 from backbeat.units import doubling
@@ -92,7 +92,7 @@ def test_a_job_that_waits_reaches_larger_messages(alpha: float, beta: float) -> 
         cluster = Cluster(affine(alpha, beta), noise=0.1)
         cases = series_of(sizes, [1, 2], ("all_gather", "reduce_scatter"), sharded=True, brief=brief)
         outcome = measure(cluster, cases, 6.0, lambda what, share: None, BRIEF if brief else THOROUGH)
-        largest = [_largest(outcome, one) for one in ("all_reduce", "all_gather", "reduce_scatter")]
+        largest = [_isolated(outcome.timings, one)[-1].bytes for one in ("all_reduce", "all_gather", "reduce_scatter")]
         reached.append(min(largest))
         elapsed.append(cluster.now)
         assert min(timing.repeats for timing in outcome.timings.values()) >= (BRIEF if brief else THOROUGH).repeats
