@@ -24,7 +24,7 @@ QUESTIONS = (
     # The GPUs that the profile was measured on, in a cloud: how busy it is shows in the answer.
     ("llama-1b-b4-bf16-adamw-h200", "aws-p5en", "8..512"),
 )
-STRATEGIES = ("ddp", "best")
+COMPARED = ("ddp", "best")
 
 
 def demo(
@@ -56,8 +56,8 @@ def _as_data(output: Path, page: Path) -> None:
     for model, cluster, counts in QUESTIONS:
         profile, network = Profile.load(model), Network.load(cluster)
         sizes = [network.at(workers=count) for count in parse_workers(counts)]
-        rows = [api.predict(profile, size, strategy) for size in sizes for strategy in STRATEGIES]
-        tables.append(content(Predicted(profile, network, Asked(), STRATEGIES, rows)))
+        rows = [api.predict(profile, size, strategy) for size in sizes for strategy in COMPARED]
+        tables.append(content(Predicted(profile, network, Asked(), COMPARED, rows)))
     made = api.plan(Profile.load(MODEL), Network.load(NETWORK).at(workers=64))
     made.save(output)
     say(f"wrote {output}")

@@ -18,7 +18,7 @@ from backbeat.model.reduction import reduction_named
 from backbeat.planners import BUCKETED, BUDGETED, whole_groups
 from backbeat.report.figures import plot as plots
 from backbeat.report.figures.scaling_curve import scaling
-from backbeat.report.study import PLANNED, STOCK, STRATEGIES
+from backbeat.report.study import COMPARED, PLANNED, STOCK
 from backbeat.report.words.ways import instead_of_ddp
 from backbeat.simulate import strong_scaling
 from backbeat.units import parse_price, parse_workers
@@ -66,7 +66,7 @@ def predict(
     names = named = list(dict.fromkeys(split(strategy)))
     frameworks = [reduction_named(name) for name in split(framework)]
     if not names and not files:
-        names = list(STRATEGIES) if every else [PLANNED]
+        names = list(COMPARED) if every else [PLANNED]
     offered: list[str] = []
     if not named and not files and not frameworks and global_batch is None:
         # With a job that DDP cannot hold, sharding is compared in place of buckets.

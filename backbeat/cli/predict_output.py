@@ -249,7 +249,7 @@ def show(found: Predicted, *, wide: bool) -> None:
         *_peaks(found),
         *caveats(best, found.network, profile, every=wide),
         "",
-        decision(curves, fit, found.command_for, halved=_halved(found), stock=stock, too_big=too_big),
+        decision(curves, fit, found.command_for, stock_bf16=_stock_bf16(found), stock=stock, too_big=too_big),
     )
 
 
@@ -273,8 +273,8 @@ def caveats(best: Prediction, network: Network, profile: Profile, *, every: bool
     return lines if every or len(lines) <= 4 else [*lines[:3], f"* and {len(lines) - 3} more: --wide shows them"]
 
 
-def _halved(found: Predicted) -> Prediction | None:
-    """The best with gradients in bf16, where sending them is what costs."""
+def _stock_bf16(found: Predicted) -> Prediction | None:
+    """Stock DDP with gradients in bf16 on the most workers, where sending them is what costs."""
     asked, best = found.asked, found.best
     costly = best.workers > 1 and best.bottleneck in ("bandwidth", "waiting")
     if asked.reduce_dtype is not None or asked.global_batch is not None or not costly:

@@ -178,7 +178,7 @@ def _in_words(error: Exception) -> str:
 
 @contextlib.contextmanager
 def answering(caller: str) -> Iterator[None]:
-    """Says who is lost where the store is: one of the ranks keeps it, unless torchrun does."""
+    """Turns a store that does not answer into an error: the rank that keeps it, mostly rank 0, is gone."""
     try:
         yield
     except DistNetworkError as error:

@@ -45,7 +45,7 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     span_s: float | None = None
     """From the first bucket's launch to the end of the step, on that rank; None where torch alone knows it."""
     transfer_s: float | None = None
-    """All buckets' transfers, on the rank that waits least."""
+    """The shortest over ranks: all buckets' transfers on a CPU, the last bucket's on a GPU."""
     predicted_iteration_s: float | None = None
     predicted_exposed_s: float | None = None
     predicted_transfer_s: float | None = None
@@ -148,7 +148,7 @@ class Drift:
         self._base_s = 0.0
         """Added to exposed times, which may be near zero, so that their shifts are shares of a step."""
         self._least_s = 0.0
-        """The usual exposed time with that: one that falls below it, as beside a straggler, is no news."""
+        """The usual exposed time, `_base_s` included. Less than that, as beside a straggler, is no shift."""
 
     def after(self, sample: StepSample) -> tuple[str, ...]:
         """What this sample completes, in words; mostly nothing."""

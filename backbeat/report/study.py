@@ -20,7 +20,7 @@ from backbeat.simulate import predict
 from backbeat.units import parse_workers
 
 STOCK, PLANNED = "ddp", "best"
-STRATEGIES = (STOCK, "mg-wfbp", "optimal", PLANNED)
+COMPARED = (STOCK, "mg-wfbp", "optimal", PLANNED)
 BUCKETS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400, 800)
 """Values of DDP's `bucket_cap_mb` that are tried."""
 
@@ -118,7 +118,7 @@ def study(
     reduce_dtype: str | None = None,
 ) -> Study:
     """`strategies` are names, or what to propose with by label, anew at each number of workers; without them
-    `STRATEGIES`, with `fsdp` and `sharded` where stock DDP does not fit the device. Stock DDP is always among them, for
+    `COMPARED`, with `fsdp` and `sharded` where stock DDP does not fit the device. Stock DDP is always among them, for
     everything is compared with it. `plans` are followed as they are. `sweep` tries what takes seconds: DDP's bucket
     sizes, and the sharded planner.
 
@@ -131,7 +131,7 @@ def study(
     if strategies is None:
         held = instead_of_ddp(profile, network, workers, budget_bytes=memory_budget) if reduce_dtype is None else []
         wanted = {"fsdp", "sharded"} if sweep else {"fsdp"}
-        strategies = [*STRATEGIES, *(one for one in held if one in wanted)]
+        strategies = [*COMPARED, *(one for one in held if one in wanted)]
     if not isinstance(strategies, Mapping):
         strategies = {name: {"strategy": name} for name in strategies}
     asked = {STOCK: {"strategy": STOCK}, **strategies}

@@ -24,9 +24,9 @@ from backbeat.comm.agreement import share, total
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.network.calibration import calibrate
+from backbeat.measure.network.case import message_sizes
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.model.files import decode, encode
-from backbeat.model.reduction import DDP_BUCKET_BYTES
 from backbeat.planners import plan as make_plan
 from backbeat.runtime.parallel.candidates import sharded_strategies
 from backbeat.runtime.reduce.partition import Partition, plan_partition
@@ -57,18 +57,6 @@ CALIBRATE_STEPS = 2.0
 FIRST_STEPS = 500
 """Over so many steps training takes no more than TOLERANCE longer than under DDP's buckets. Where measuring the network
 takes more than that share of them, it waits until it is one of the steps done."""
-CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20, DDP_BUCKET_BYTES, 64 * 2**20)
-"""Up to DDP's own buckets, and beyond what any latency shows in."""
-
-
-def message_sizes(model_bytes: int) -> tuple[int, ...]:
-    """What to measure a network with for a model of so many bytes: none larger than all of it.
-
-    >>> message_sizes(3 * 2**20)
-    (4096, 65536, 524288, 1048576, 3145728)
-    """
-    largest = min(max(model_bytes, CALIBRATE_BYTES[1]), CALIBRATE_BYTES[-1])
-    return (*(size for size in CALIBRATE_BYTES if size < largest), largest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,21 +46,21 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
     """Measure the model's chain of blocks; empty where it has none. The model must not be compiled. With `once`, one
     iteration gives their times."""
     found = find_blocks(training.model)
-    weights = BlockBytes(found, held_tensors(training))
+    seen = BlockBytes(found, held_tensors(training))
     if found:
-        with weights:
+        with seen:
             loss = training.forward()
-            weights.finish()
+            seen.finish()
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
         training.optimizer.zero_grad(set_to_none=True)
-    links = {link.name: link for link in weights.links}
+    links = {link.name: link for link in seen.links}
     if len(links) < 2:
         return MeasuredChain()
     blocks = {name: found[name] for name in links}
     seconds = _times(training, blocks, 1 if once else _TIMED.get(training.device.type, 3))
     host_s = _host_times(training, blocks) if training.clock.asynchronous else {}
-    sizes = weights.sizes
+    sizes = seen.sizes
     parameters = block_parameters(blocks)
     cast, cast_notes = _cast_sizes(training, blocks)
     notes = (*_notes(links), *cast_notes)
@@ -68,7 +68,7 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
         levels = _levels(training, blocks)
         peaks, head = levels.rises, levels.head
     else:
-        peaks, head = {}, 2 * weights.head_saved
+        peaks, head = {}, 2 * seen.head_saved
         for name, size in sizes.items():
             peaks["forward", name] = size.output + size.saved
             gradients = sum(one.nbytes for one in blocks[name].parameters() if one.requires_grad)
@@ -104,7 +104,7 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
         ),
         host_link=measure_host_link(training.device, training.clock),
         head_bytes=head,
-        outside_bytes=weights.outside_saved,
+        outside_bytes=seen.outside_saved,
         notes=notes,
     )
 
@@ -118,14 +118,14 @@ def _cast_sizes(
     if dtype is None:
         return {}, ()
     try:
-        with cast_inputs(blocks, dtype), BlockBytes(blocks, held_tensors(training)) as weights:
+        with cast_inputs(blocks, dtype), BlockBytes(blocks, held_tensors(training)) as seen:
             training.plain_loss()
     except Exception as error:
         if is_out_of_memory(error):
             raise
         raised = where_raised(error)
         return {}, (f"blocks: with inputs in {training.precision}, as FSDP2 casts those of units: {raised}",)
-    return weights.sizes, ()
+    return seen.sizes, ()
 
 
 def _notes(links: dict[str, BlockCall]) -> tuple[str, ...]:

@@ -157,7 +157,7 @@ def measure_training(
         chain = _chain(training, compiled, once=hurried)
         memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
         per_iteration = 3 * training.accumulation + 4
-        # Every block begins with an iteration that only refills the device's queue, and may end with one for the other
+        # Every series begins with an iteration that only refills the device's queue, and may end with one for the other
         # ranks. One runs recomputed before that is timed. Modules may be called more than once.
         clock.reserve(
             per_iteration * (iterations + 5)
@@ -174,7 +174,7 @@ def measure_training(
         # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
         trailing = 0 if wait_for_others is None or hurried else 1
         begin_together()
-        plain = _block(training, (iterations + 1) // 2, trailing=trailing)
+        plain = _series(training, (iterations + 1) // 2, trailing=trailing)
         clock.synchronize()
         host, again_s, fetch_s, ahead = None, None, None, None
         if clock.asynchronous:
@@ -189,7 +189,7 @@ def measure_training(
             ahead = hooked(host)
         observed = ahead or hooked(None)
         begin_together()
-        plain += _block(training, iterations // 2, trailing=trailing)
+        plain += _series(training, iterations // 2, trailing=trailing)
         clock.synchronize()
 
         forward_s, backward_s = _phases(plain, training)
@@ -235,7 +235,7 @@ def _chain(training: Training, compiled: bool, once: bool) -> MeasuredChain:
     return MeasuredChain(notes=("blocks: not measured, the device has no memory left for that at this batch size",))
 
 
-def _block(training: Training, count: int, observer: Observer | None = None, *, trailing: int = 0) -> list[Marks]:
+def _series(training: Training, count: int, observer: Observer | None = None, *, trailing: int = 0) -> list[Marks]:
     """Iterations one after the other, never waiting in between, as training runs them.
 
     One more before them refills the queue of a device that works behind the host. `trailing` ones after them keep what
@@ -254,10 +254,10 @@ def _hooked(
     clock = training.clock
     with Recorder("backward", clock, host.backward_s if host else 0.0) as ready:
         ready.watch_gradients(gradients.parameters)
-        ready_marks = _block(training, count, ready)
+        ready_marks = _series(training, count, ready)
     with Recorder("forward", clock, host.forward_s if host else 0.0) as begun:
         begun.watch_modules(owners)
-        forward_marks = _block(training, count, begun) if owners else ready_marks
+        forward_marks = _series(training, count, begun) if owners else ready_marks
     clock.synchronize()
     backward = [marks.micro_batches[-1] for marks in ready_marks]
     forward = [marks.micro_batches[-1] for marks in forward_marks]

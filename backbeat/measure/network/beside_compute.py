@@ -55,7 +55,7 @@ def measure_slowdown(
 ) -> Slowdown:
     """Collective: every rank calls it alike. `seconds_of` says what a message of so many bytes takes: an all-reduce, or
     with `workers` an all-gather and a reduce-scatter."""
-    size = message_bytes(seconds_of)
+    size = beside_bytes(seconds_of)
     message_s = seconds_of(size)
     message = torch.zeros(size // 4, device=device)
     send = _pairs_of(communicator, message, workers) if workers else lambda: [communicator.all_reduce(message)]
@@ -72,9 +72,10 @@ def measure_slowdown(
     return Slowdown(matmul=matmul, attention=attention, memory=memory)
 
 
-def message_bytes(seconds_of: Callable[[int], float]) -> int:
-    """
-    >>> message_bytes(lambda size: size / 100e9) >> 20, message_bytes(lambda size: size / 0.8e9) >> 20
+def beside_bytes(seconds_of: Callable[[int], float]) -> int:
+    """64 MiB, halved while a message takes longer than 10 ms, down to 1 MiB.
+
+    >>> beside_bytes(lambda size: size / 100e9) >> 20, beside_bytes(lambda size: size / 0.8e9) >> 20
     (64, 4)
     """
     size = _MOST_BYTES

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from backbeat.cost.collectives import Collective
+from backbeat.model.reduction import DDP_BUCKET_BYTES
 from backbeat.units import doubling, format_bytes
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -48,6 +49,8 @@ class Series:
 SIZES = tuple(sorted({*doubling(2**10, 2**28), *(3 << power for power in range(13, 21))}))
 """What is measured unless told otherwise: every octave, and twice as many from 24 KiB to 3 MiB, where libraries change
 their protocol."""
+JOB_SIZES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20, DDP_BUCKET_BYTES, 64 * 2**20)
+"""Where a job waits for it: up to DDP's own buckets, and beyond what any latency shows in."""
 BATCH_SIZES = tuple(doubling(2**10, 2**24))
 """Back to back, on one communicator."""
 SHARING_SIZES = BATCH_SIZES[::2]
@@ -126,3 +129,13 @@ def series_of(
         return found
     whole = sum(one.share for one in found if one.cases)
     return [replace(one, share=one.share / whole) for one in found if one.cases]
+
+
+def message_sizes(model_bytes: int) -> tuple[int, ...]:
+    """What a job measures its network with, for a model of so many bytes: none larger than all of it.
+
+    >>> message_sizes(3 * 2**20)
+    (4096, 65536, 524288, 1048576, 3145728)
+    """
+    largest = min(max(model_bytes, JOB_SIZES[1]), JOB_SIZES[-1])
+    return (*(size for size in JOB_SIZES if size < largest), largest)

@@ -34,7 +34,7 @@ class Effort:
     """How sure medians are to be, against how large messages may be within a budget."""
 
     repeats: int
-    """Of each case, before any gets more."""
+    """A case is taken only if this many samples of it fit."""
     fewest: int
     """Where the machine turned out slower than its first samples said."""
     cautious: bool
@@ -179,6 +179,7 @@ class _Sampling:
         counts = [len(taken) for taken in samples.values()]
         if late:
             return min(counts) >= self._effort.fewest
+        # Not `effort.repeats`: fewer samples do not show that a median is stable.
         if min(counts) < REPEATS:
             return False
         return max(counts) >= MOST_REPEATS or all(summarise(taken).uncertainty <= STABLE for taken in samples.values())

@@ -74,13 +74,13 @@ def decision(
     fit: DeviceFit | None,
     command: Callable[[Prediction], str],
     *,
-    halved: Prediction | None = None,
+    stock_bf16: Prediction | None = None,
     stock: str = STOCK,
     too_big: Set[str] = frozenset(),
 ) -> str:
-    """What to do now. `command` makes the plan that was predicted, and is empty for what is no plan; `halved` is the
-    largest number of workers with gradients sent in two bytes, where they are not yet. The rest is as `judged` has it.
-    """
+    """What to do now. `command` makes the plan that was predicted, and is empty for what is no plan; `stock_bf16` is
+    stock DDP with gradients sent as bf16, on the most workers; None where they are already, or where sending is not
+    what costs. The rest is as `judged` has it."""
     curve = frontier(curves, too_big)
     best = curve[-1]
     bend = knee(curve)
@@ -96,7 +96,7 @@ def decision(
         busy = _busy_knee(curve) or bend
         what = f"rent at most {bend} GPUs on this network" + (f", {busy} while it is busy" if busy < bend else "")
     else:
-        better = halved is not None and halved.scaling_factor >= _HALF
+        better = stock_bf16 is not None and stock_bf16.scaling_factor >= _HALF
         what = f"do not spread this job over this network{' as it is' if better else ''}"
     lines = [f"Decision: {what}."]
     if bend != 1 and verdict != "memory" and stock in curves:
@@ -107,11 +107,11 @@ def decision(
             if alone
             else _run(stock, plain, chosen, command, too_big=stock in too_big)
         )
-    if halved is not None and verdict != "memory" and gain(best, halved) >= SIMPLER_WITHIN:
+    if stock_bf16 is not None and verdict != "memory" and gain(best, stock_bf16) >= SIMPLER_WITHIN:
         lines.append(
-            f"With gradients sent as bf16, if training bears it, stock DDP alone is {percent(gain(best, halved))} "
+            f"With gradients sent as bf16, if training bears it, stock DDP alone is {percent(gain(best, stock_bf16))} "
             f"faster than this: {counted(best.workers, 'GPU')} do the work of "
-            f"{_work(halved)}. Ask again with --reduce-dtype bf16."
+            f"{_work(stock_bf16)}. Ask again with --reduce-dtype bf16."
         )
     return "\n".join(lines)
 

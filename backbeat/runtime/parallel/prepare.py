@@ -26,10 +26,10 @@ from backbeat.measure.model.inputs import device_of
 from backbeat.measure.model.profiler import measure
 from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, release
 from backbeat.measure.network.calibration import calibrate, with_sharded_host
+from backbeat.measure.network.case import message_sizes
 from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
 from backbeat.model.plan import MadeFor
-from backbeat.runtime.auto import message_sizes
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock

@@ -15,7 +15,7 @@ import torch
 
 from backbeat.errors import where_raised
 from backbeat.measure.model.training_step import release
-from backbeat.measure.network.beside_compute import message_bytes
+from backbeat.measure.network.beside_compute import beside_bytes
 from backbeat.model import Slowdown
 from backbeat.runtime.parallel.preserve import copy_of
 
@@ -74,7 +74,7 @@ def measure_step_slowdown(
 
     `seconds_of` says what an all-reduce of so many bytes takes on the job's link, `step_s` what a step takes alone.
     """
-    size = ranks.first(message_bytes(seconds_of))
+    size = ranks.first(beside_bytes(seconds_of))
     within = Pairs.within(limit_s, step_s, seconds_of(size))
     found = ranks.first(within and asdict(within))
     if found is None:

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="calibration needs PyTorch")
 
 from backbeat.comm.communicators import Communicator  # noqa: E402
 from backbeat.measure.network import beside_compute  # noqa: E402
-from backbeat.measure.network.beside_compute import measure_slowdown, message_bytes, messages_beside  # noqa: E402
+from backbeat.measure.network.beside_compute import beside_bytes, measure_slowdown, messages_beside  # noqa: E402
 
 MESSAGE_S = 0.5e-3
 
@@ -82,7 +82,7 @@ def test_the_slowdown_of_the_device_is_found(
 
 @pytest.mark.parametrize("bytes_per_s", [1e7, 1e8, 1.2e9, 1e10, 1e12])
 def test_messages_are_smaller_on_slow_links(bytes_per_s: float) -> None:
-    size = message_bytes(lambda size: 1e-4 + size / bytes_per_s)
+    size = beside_bytes(lambda size: 1e-4 + size / bytes_per_s)
     assert 1 << 20 <= size <= 64 << 20
     assert size == 1 << 20 or 1e-4 + size / bytes_per_s <= 10e-3
     assert size == 64 << 20 or 1e-4 + 2 * size / bytes_per_s > 10e-3
