@@ -186,7 +186,12 @@ def _show(
         + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),
         above_linear([result]) or None,
         f"Memory: {fit}." if fit is not None else None,
-        *dict.fromkeys([*(f"* {note}" for note in made.notes), *caveats(result, cluster, one)]),
+        *dict.fromkeys(
+            [
+                *(f"* {note}" for note in made.notes),
+                *caveats(result, cluster, one, shown_by="`backbeat predict --wide`"),
+            ]
+        ),
         "",
         _next(made, result, stock, fit, output, one.optimizer, reduce_dtype),
     )

@@ -260,9 +260,11 @@ def cost_column(profile: Profile, price: float | None) -> tuple[str, Callable[[P
     return f"$/B {unit(profile)}", lambda row: format_money(per_billion(row, profile, price)).removeprefix("$")
 
 
-def caveats(best: Prediction, network: Network, profile: Profile, *, every: bool = False) -> list[str]:
+def caveats(
+    best: Prediction, network: Network, profile: Profile, *, every: bool = False, shown_by: str = "--wide"
+) -> list[str]:
     """What is not measured, in four lines; or `every` note, those of a calibration too, which were shown when it was
-    made."""
+    made. `shown_by` shows the rest."""
     lines = [f"* {line}" for line in unmeasured(profile, network)]
     about = f"network {network.name}: "
     lines += [
@@ -270,7 +272,7 @@ def caveats(best: Prediction, network: Network, profile: Profile, *, every: bool
         for note in dict.fromkeys(best.notes)
         if every or not note.startswith(about) or "joined by" in note
     ]
-    return lines if every or len(lines) <= 4 else [*lines[:3], f"* and {len(lines) - 3} more: --wide shows them"]
+    return lines if every or len(lines) <= 4 else [*lines[:3], f"* and {len(lines) - 3} more: {shown_by} shows them"]
 
 
 def _stock_bf16(found: Predicted) -> Prediction | None:

@@ -1,4 +1,4 @@
-"""The workers of one cluster, from the controller's side: started, asked together, stopped whatever happens."""
+"""The ranks of one cluster, from the controller's side: started, asked together, stopped whatever happens."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from multiprocessing import connection as pipes
 from typing import Any
 
 from backbeat.errors import MeasurementError
+from backbeat.lab.lab_rank import Start
 from backbeat.lab.namespaces import INTERFACE, Cluster
 from backbeat.lab.setting import Setting
-from backbeat.lab.worker import Start
 
 START_S = 180.0
 """Importing torch in many processes on few cores takes its time."""
 _STOP_S = 3.0
 
 
-def node_environment(backend: str, node: int) -> dict[str, str]:
-    """What makes the library use the node's own interface, and take nodes on one GPU for separate hosts."""
+def rank_environment(backend: str, rank: int) -> dict[str, str]:
+    """What makes the library use the rank's own interface, and take ranks on one GPU for separate hosts."""
     variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if backend == "gloo":
         return {**variables, "GLOO_SOCKET_IFNAME": INTERFACE, "CUDA_VISIBLE_DEVICES": ""}
     return {
         **variables,
-        "NCCL_HOSTID": f"node{node}",
+        "NCCL_HOSTID": f"rank{rank}",
         "NCCL_NET": "Socket",
         "NCCL_SOCKET_IFNAME": INTERFACE,
         "NCCL_P2P_DISABLE": "1",
@@ -42,20 +42,20 @@ def node_environment(backend: str, node: int) -> dict[str, str]:
 
 
 class Session:
-    """One process per node, joined in a process group."""
+    """One process per rank, joined in a process group."""
 
     def __init__(self, cluster: Cluster, setting: Setting, communicators: int, environment: Mapping[str, str]) -> None:
         self.cluster = cluster
         self._setting = setting
         self._communicators = communicators
         self._environment = environment
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[pipes.Connection] = []
 
     def __enter__(self) -> Session:
         try:
-            for node in range(self.cluster.ranks):
-                self._start(node)
+            for rank in range(self.cluster.ranks):
+                self._start(rank)
             self._answers("starting", START_S)
         except BaseException:
             self.stop()
@@ -66,7 +66,7 @@ class Session:
         self.stop()
 
     def ask(self, command: str, timeout_s: float, **arguments: Any) -> list[Any]:
-        """Call a method of all nodes at once; their answers in order of nodes."""
+        """Call a method of all ranks at once; their answers in order of ranks."""
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send((command, arguments))
@@ -77,22 +77,22 @@ class Session:
             with contextlib.suppress(OSError):
                 pipe.send(("stop", {}))
         limit = time.monotonic() + _STOP_S
-        for worker in self._workers:
+        for process in self._processes:
             try:
-                worker.wait(max(0.0, limit - time.monotonic()))
+                process.wait(max(0.0, limit - time.monotonic()))
             except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
+                process.kill()
+                process.wait()
         for pipe in self._pipes:
             pipe.close()
-        self._workers, self._pipes = [], []
+        self._processes, self._pipes = [], []
 
-    def _start(self, node: int) -> None:
+    def _start(self, rank: int) -> None:
         here, there = pipes.Pipe()
-        own = node_environment(self._setting.backend, node)
-        with open(self._log(node), "wb") as log:
-            worker = subprocess.Popen(
-                [sys.executable, "-m", "backbeat.lab.worker", str(there.fileno()), str(os.getpid())],
+        own = rank_environment(self._setting.backend, rank)
+        with open(self._log(rank), "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "backbeat.lab.lab_rank", str(there.fileno()), str(os.getpid())],
                 env={**os.environ, **own, **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -100,56 +100,56 @@ class Session:
                 pass_fds=[there.fileno()],
             )
         there.close()
-        self._workers.append(worker)
+        self._processes.append(process)
         self._pipes.append(here)
         here.send(
             Start(
-                node=node,
-                namespace=self.cluster.namespace(node),
+                rank=rank,
+                namespace=self.cluster.namespace(rank),
                 first_address=self.cluster.address(0),
                 communicators=self._communicators,
                 setting=self._setting,
             )
         )
 
-    def _log(self, node: int) -> str:
-        return str(self.cluster.run.folder / f"node{node}.log")
+    def _log(self, rank: int) -> str:
+        return str(self.cluster.run.folder / f"rank{rank}.log")
 
     def _answers(self, what: str, timeout_s: float) -> list[Any]:
         limit = time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         while len(answers) < len(self._pipes):
-            waiting = {pipe: node for node, pipe in enumerate(self._pipes) if node not in answers}
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready: Sequence[Any] = pipes.wait(list(waiting), max(0.0, limit - time.monotonic()))
             if not ready:
                 late = sorted(waiting.values())
                 raise self._failure(
-                    f"{what}: no answer from node {', '.join(map(str, late))} within {timeout_s:.0f} s", late[0]
+                    f"{what}: no answer from rank {', '.join(map(str, late))} within {timeout_s:.0f} s", late[0]
                 )
             for pipe in ready:
-                node = waiting[pipe]
+                rank = waiting[pipe]
                 try:
                     fine, answer = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    code = self._workers[node].poll()
+                    code = self._processes[rank].poll()
                     fine, answer = False, f"the process is gone (exit code {code})"
                 if not fine:
-                    raise self._failure(f"{what}: node {node} failed: {answer}", node)
-                answers[node] = answer
-        return [answers[node] for node in range(len(self._pipes))]
+                    raise self._failure(f"{what}: rank {rank} failed: {answer}", rank)
+                answers[rank] = answer
+        return [answers[rank] for rank in range(len(self._pipes))]
 
-    def _failure(self, what: str, node: int) -> MeasurementError:
-        """One line for the user, with the ends of all nodes' logs as notes for whoever keeps them."""
+    def _failure(self, what: str, rank: int) -> MeasurementError:
+        """One line for the user, with the ends of all ranks' logs as notes for whoever keeps them."""
         ends = {one: self._log_end(one) for one in range(self.cluster.ranks)}
-        last = f" (last line of its log: {ends[node][-1][:300]})" if ends[node] else ""
+        last = f" (last line of its log: {ends[rank][-1][:300]})" if ends[rank] else ""
         error = MeasurementError(f"{what}{last}")
         for one, lines in ends.items():
-            error.add_note(f"--- node {one}\n" + "\n".join(lines))
+            error.add_note(f"--- rank {one}\n" + "\n".join(lines))
         return error
 
-    def _log_end(self, node: int) -> list[str]:
+    def _log_end(self, rank: int) -> list[str]:
         try:
-            with open(self._log(node), errors="replace") as file:
+            with open(self._log(rank), errors="replace") as file:
                 return [line.rstrip() for line in file if line.strip()][-60:]
         except OSError:
             return []

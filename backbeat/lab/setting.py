@@ -37,7 +37,7 @@ class Setting:
     dilation: float = 1.0
     """Compute takes this many times as long as the profile says."""
     busy: bool = False
-    """The cores are taken, by other work on this machine or by a program of one's own on the nodes (`Node.call`)."""
+    """The cores are taken, by other work on this machine or by a program of one's own on the nodes (`LabRank.call`)."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.nodes <= MOST_NODES:

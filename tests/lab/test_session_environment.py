@@ -10,8 +10,8 @@ pytest.importorskip("torch", reason="the lab's workers need torch")
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
 
 from backbeat.comm.nccl import LAUNCH_ORDER
-from backbeat.lab.session import node_environment
-from backbeat.lab.worker import Node, order_launches
+from backbeat.lab.lab_rank import LabRank, order_launches
+from backbeat.lab.session import rank_environment
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def test_launches_are_ordered_only_where_several_communicators_need_it(
 
 
 def test_streams_have_as_many_queues_as_on_a_card_of_ones_own() -> None:
-    assert node_environment("nccl", 1)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert rank_environment("nccl", 1)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
 def test_gloo_nodes_see_no_card() -> None:
-    assert node_environment("gloo", 0)["CUDA_VISIBLE_DEVICES"] == ""
+    assert rank_environment("gloo", 0)["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def seen(node: object, value: int) -> tuple[object, int]:
@@ -41,5 +41,5 @@ def seen(node: object, value: int) -> tuple[object, int]:
 
 def test_a_function_of_ones_own_gets_the_node() -> None:
     node = object()
-    found = Node.call(node, function=f"{__name__}:seen", arguments={"value": 3})  # type: ignore[arg-type]
+    found = LabRank.call(node, function=f"{__name__}:seen", arguments={"value": 3})  # type: ignore[arg-type]
     assert found == (node, 3)

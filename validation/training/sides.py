@@ -120,7 +120,7 @@ class Rig:
         # memory for itself.
         torch.manual_seed(0)
         self.plain = model.build()
-        torch.manual_seed(1 + node.start.node)
+        torch.manual_seed(1 + node.start.rank)
         batch = model.batch(batch_size or model.batch_size, node.device)
         self.step = ExampleStep(
             batch=batch, loss=model.loss, optimizer=OPTIMIZER, precision=precision, device=node.device
@@ -281,7 +281,7 @@ def measure(
             one.found["loss"] = sum(rig.ranks.every(float(one.training.plain_loss()))) / rig.ranks.size
     cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]
     rig.ranks.communicators.close()
-    if node.start.node != 0:
+    if node.start.rank != 0:
         return None
     return {
         "model": model,

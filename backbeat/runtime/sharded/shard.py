@@ -106,7 +106,7 @@ def _tell_loop(sharding: Sharding) -> None:
         (not sharding.reshard_after_backward, "model.set_reshard_after_backward(last)"),
     ):
         if differs:
-            logger.info("with gradient accumulation, call %s before each backward: the plan counts on it", call)
+            logger.warning("with gradient accumulation, call %s before each backward: the plan counts on it", call)
 
 
 def _sharding(plan: Plan) -> Sharding:

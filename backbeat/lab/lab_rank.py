@@ -1,4 +1,4 @@
-"""The process of one node: joins its namespace, then does what the controller asks, together with the other nodes."""
+"""The process of one rank: joins its namespace, then does what the controller asks, together with the other ranks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ _PORT = 29500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a node must know before it joins the others."""
+    """What a rank must know before it joins the others."""
 
-    node: int
-    """The rank: a node, unless nodes have several."""
+    rank: int
     namespace: str
     first_address: str
     """Where rank 0 is."""
@@ -49,8 +48,8 @@ def order_launches(backend: str, communicators: int) -> None:
         set_nccl_launch_order()
 
 
-class Node:
-    """One rank. Methods are called on all nodes at once, by name."""
+class LabRank:
+    """One rank. Methods are called on all ranks at once, by name."""
 
     def __init__(self, start: Start) -> None:
         import torch
@@ -71,7 +70,7 @@ class Node:
         dist.init_process_group(
             backend,
             init_method=f"tcp://{start.first_address}:{_PORT}",
-            rank=start.node,
+            rank=start.rank,
             world_size=setting.ranks,
             timeout=datetime.timedelta(seconds=120),
             device_id=self.device if on_gpu else None,
@@ -87,11 +86,11 @@ class Node:
         if setting.settle:
             stock.all_reduce(torch.zeros(1)).wait()
             settle_gloo()
-        self.factor = slowdowns(setting.slowdown(start.node), setting.jitter, seed=start.node)
+        self.factor = slowdowns(setting.slowdown(start.rank), setting.jitter, seed=start.rank)
         self.player = SpinningPlayer(communicators, self.device) if on_gpu else SleepingPlayer(communicators, stock)
 
     def describe(self) -> dict[str, Any]:
-        """The machine and the libraries, as this node sees them."""
+        """The machine and the libraries, as this rank sees them."""
         from backbeat.comm.machine import source
 
         about = source(None, self.device)
@@ -108,7 +107,7 @@ class Node:
         return disturbances()
 
     def calibrate(self, *, budget_s: float, communicators: Sequence[int], name: str, **options: Any) -> Any:
-        """The network, and the timings behind it, from node 0; None from the others. Options are `measure_cluster`'s.
+        """The network, and the timings behind it, from rank 0; None from the others. Options are `measure_cluster`'s.
 
         Where nodes have several ranks, each node is measured by itself, too, all nodes at once; node 0's counts.
         """
@@ -121,7 +120,7 @@ class Node:
         if several:
             own = measure_cluster(group=self._own_node(), communicators=[1], name=f"{name}-inside", **options)
             inside = own.network
-        if self.start.node != 0:
+        if self.start.rank != 0:
             return None
         timings = [{**asdict(case), **asdict(timing)} for case, timing in found.outcome.timings.items()]
         return found.network, inside, timings
@@ -149,10 +148,10 @@ class Node:
     def train(self, **arguments: Any) -> list[Trained]:
         from backbeat.lab.train import train
 
-        return train(device=self.device, rank=self.start.node, **arguments)
+        return train(device=self.device, rank=self.start.rank, **arguments)
 
     def call(self, *, function: str, arguments: dict[str, Any]) -> Any:
-        """A function of one's own, `PACKAGE.MODULE:NAME`, called with this node before its arguments."""
+        """A function of one's own, `PACKAGE.MODULE:NAME`, called with this rank before its arguments."""
         module, _, name = function.partition(":")
         return getattr(importlib.import_module(module), name)(self, **arguments)
 
@@ -177,13 +176,13 @@ def main() -> None:
     try:
         start: Start = connection.recv()
         enter(start.namespace)
-        node = Node(start)
+        rank = LabRank(start)
         connection.send((True, None))
         while True:
             command, arguments = connection.recv()
             if command == "stop":
                 break
-            connection.send((True, getattr(node, command)(**arguments)))
+            connection.send((True, getattr(rank, command)(**arguments)))
     except EOFError:
         pass
     except BaseException as error:
