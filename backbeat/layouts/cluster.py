@@ -20,7 +20,7 @@ from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
 from backbeat.model.profile import ComputeShares
-from backbeat.simulate.gather_scatter import GatherScatter
+from backbeat.simulate.gather_scatter import half_curve
 from backbeat.simulate.slowdowns import slowdown_on
 
 if TYPE_CHECKING:
@@ -159,12 +159,7 @@ class GpuCluster:
         found = self._curves.get((kind, workers))
         if found is None:
             there = self.network.at(workers=workers, load=self.load)
-            costs = GatherScatter.of(there)
-            found = {
-                "all_reduce": there.cost.isolated,
-                "all_gather": costs.gather,
-                "reduce_scatter": costs.scatter,
-            }[kind]
+            found = there.cost.isolated if kind == "all_reduce" else half_curve(there, kind)
             self._curves[kind, workers] = found
         return found
 
