@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from msgspec.structs import replace
 
 from backbeat.cost.collectives import traffic
@@ -116,10 +114,15 @@ def _predicted(
     device = buffers + step.steady_s
     steady, issued = single, single
     if network.workers > 1:
-        wrapped = not sharded and reduction is None
-        fsdp = network.sharded.host if sharded and network.sharded is not None else None
-        job = _Issued(len(profile.gradients), wrapped, fsdp)
-        steady, issued = _at_host_pace(lane, device, step, job, micro_batches)
+        steady, issued = _at_host_pace(
+            lane,
+            device,
+            step,
+            micro_batches,
+            gradients=len(profile.gradients),
+            wrapped=not sharded and reduction is None,
+            fsdp=network.sharded.host if sharded and network.sharded is not None else None,
+        )
     host_alone = steady > device and issued >= steady
     iteration = steady + wait
     notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
@@ -158,27 +161,25 @@ def _predicted(
     )
 
 
-class _Issued(NamedTuple):
-    """What of a plan the host issues."""
-
-    gradients: int
-    wrapped: bool
-    """backbeat's wrapper runs the plan."""
-    fsdp: ShardedHost | None
-    """What FSDP2 takes of the host, its collectives included, where that was measured."""
-
-
 def _at_host_pace(
-    lane: HostLane, device_s: float, step: Iteration, job: _Issued, micro_batches: int
+    lane: HostLane,
+    device_s: float,
+    step: Iteration,
+    micro_batches: int,
+    *,
+    gradients: int,
+    wrapped: bool,
+    fsdp: ShardedHost | None,
 ) -> tuple[float, float]:
-    """The step with the host in, and what issuing it takes. The wrapper has a hook for each gradient, and a status
-    message after the last bucket."""
-    if lane.by_block and job.fsdp is not None:
-        lane = lane.longer(job.fsdp.micro_batch_s(step.buckets, job.gradients), job.fsdp.update_s * job.gradients)
-    if not lane.by_block or job.fsdp is not None:
+    """The step with the host in, and what issuing it takes. backbeat's wrapper, where the plan is `wrapped`, has a hook
+    for each gradient, and a status message after the last bucket. `fsdp` is what FSDP2 takes of the host, its
+    collectives included, where that was measured."""
+    if lane.by_block and fsdp is not None:
+        lane = lane.longer(fsdp.micro_batch_s(step.buckets, gradients), fsdp.update_s * gradients)
+    if not lane.by_block or fsdp is not None:
         return lane.paced(device_s, micro_batches), lane.step_s(micro_batches)
-    parts, hooks = step.breakdown, job.gradients if job.wrapped else 0
-    tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if job.wrapped else None
+    parts, hooks = step.breakdown, gradients if wrapped else 0
+    tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if wrapped else None
     sent = sum(span.lane.startswith("communicator") for span in step.timeline)
     paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=hooks, tail_s=tail)
     return paced, lane.step_s(micro_batches, collectives=sent, gradients=hooks)

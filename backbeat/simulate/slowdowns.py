@@ -34,7 +34,11 @@ def slowdown_of(profile: Profile, network: Network, *, sharded: bool = False) ->
     no accelerator of the table.
     """
     found = slowdown_on(network, accelerator(profile.device), sharded=sharded)
-    return ComputeSlowdown() if found is None else _said(found[0].of(profile.compute_shares), found[1])
+    if found is None:
+        return ComputeSlowdown()
+    factor = found[0].of(profile.compute_shares)
+    note = f"computation takes {factor:.2f} times as long beside communication ({found[1]})"
+    return ComputeSlowdown(factor, (note,) if factor >= _WORTH_SAYING else ())
 
 
 def slowdown_on(network: Network, device: Accelerator | None, *, sharded: bool = False) -> tuple[Slowdown, str] | None:
@@ -68,12 +72,6 @@ def _transport(network: Network) -> Transport | None:
     if topology.transport == "nvls" or "nvls" in (topology.algorithm, topology.inside_algorithm):
         return "nvls"
     return "nvlink"
-
-
-def _said(factor: float, how: str) -> ComputeSlowdown:
-    if factor < _WORTH_SAYING:
-        return ComputeSlowdown(factor)
-    return ComputeSlowdown(factor, (f"computation takes {factor:.2f} times as long beside communication ({how})",))
 
 
 @lru_cache(maxsize=1)
