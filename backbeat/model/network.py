@@ -116,7 +116,7 @@ class Network(Document, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> int:
-        return -(-self.workers // self.topology.gpus_per_node)
+        return self._nodes_of(self.workers)
 
     @cached_property
     def edges(self) -> tuple[Network, Network] | None:
@@ -232,14 +232,12 @@ class Network(Document, frozen=True, kw_only=True):
         """The network at the number of workers of the file's own times."""
         if self.moved_from is None:
             return self
-        fields = {name: getattr(self.moved_from, name) for name in WorkersRow.__struct_fields__}
-        return replace(self, moved_from=None, **fields)
+        return replace(self, moved_from=None, **_row_fields(self.moved_from))
 
     @cached_property
     def _own_rows(self) -> list[WorkersRow]:
         """Every number of workers that the file has, rising; of a calibrated network."""
-        own = WorkersRow(**{name: getattr(self, name) for name in WorkersRow.__struct_fields__})
-        return sorted((own, *self.rows), key=lambda row: row.workers)
+        return sorted((WorkersRow(**_row_fields(self)), *self.rows), key=lambda row: row.workers)
 
     def _moved_to(self, workers: int) -> Network:
         known = [row for row in self._own_rows if row.workers > 1]
@@ -342,13 +340,11 @@ class Network(Document, frozen=True, kw_only=True):
             if band is not None:
                 curve = beside_traffic(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
             elif fabric is not None and self.nodes > 1:
-                slowdown = fabric.slowdown(self.nodes, load)
-                topology = self.topology.plain
-                curve = (
-                    beside_traffic(times.curve, slowdown)
-                    if topology.inside is None
-                    else moved(times.curve, name, self.workers, self.workers, topology, slowdown=slowdown)
-                )
+                slowdown, topology = fabric.slowdown(self.nodes, load), self.topology.plain
+                if topology.inside is None:
+                    curve = beside_traffic(times.curve, slowdown)
+                else:
+                    curve = moved(times.curve, name, self.workers, self.workers, topology, slowdown=slowdown)
             else:
                 return self
             there[name] = CollectiveTimes.of(curve)
@@ -361,10 +357,14 @@ class Network(Document, frozen=True, kw_only=True):
         )
 
     def _origin(self, used: tuple[int, ...] = ()) -> Calibration:
-        return Calibration(**{name: getattr(self, name) for name in WorkersRow.__struct_fields__}, used=used)
+        return Calibration(**_row_fields(self), used=used)
 
     def _nodes_of(self, workers: int) -> int:
         return -(-workers // self.topology.gpus_per_node)
+
+
+def _row_fields(times: Network | WorkersRow) -> dict[str, Any]:
+    return {name: getattr(times, name) for name in WorkersRow.__struct_fields__}
 
 
 def _share(one: int, two: int, workers: int) -> float:
