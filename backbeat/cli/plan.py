@@ -268,7 +268,7 @@ def _memory(
 def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction, accumulation: int | None) -> list[Policy]:
     """The plan, and the same schedule with every block treated alike."""
     residuals = made.memory.residuals if made.memory else "device"
-    chain = Chain.of(one, ResidentMemory.of(one, made, residuals, cluster.workers))
+    chain = Chain(one, ResidentMemory.of(one, made, residuals, cluster.workers))
     rows = [Policy("this plan", result.peak_bytes or 0, result.iteration_s)]
     for name, ranges in uniform(chain).items():
         alike = MemoryPlan(segments=segments_of(one, ranges), residuals=residuals)

@@ -111,7 +111,7 @@ def _planned(
 
 
 def _chain(profile: Profile, workers: int | None) -> Chain:
-    return Chain.of(profile, ResidentMemory.of(profile, workers=workers))
+    return Chain(profile, ResidentMemory.of(profile, workers=workers))
 
 
 def _largest(

@@ -73,7 +73,7 @@ class LeastPeak:
     >>> from backbeat.model import Profile
     >>> from backbeat.simulate.resident_memory import ResidentMemory
     >>> profile = Profile.load("gpt2-b8-bf16-h200")
-    >>> chain = Chain.of(profile, ResidentMemory.of(profile))
+    >>> chain = Chain(profile, ResidentMemory.of(profile))
     >>> programme = LeastPeak(chain)
     >>> room = chain.run(programme.ranges()).peak_bytes - chain.base
     >>> programme.within(room)[0] is None, programme.within(room - 1)

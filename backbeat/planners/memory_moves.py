@@ -50,7 +50,7 @@ def _ranges_from(chain: Chain, first: int) -> Iterator[BlockRange]:
         yield first, last, RECOMPUTE
         if chain.has_host:
             yield first, last, FETCH
-        if last == chain.count or not chain.may_go_on[last]:
+        if last == chain.count or not chain.joined[last]:
             break
         last += 1
 
@@ -65,7 +65,7 @@ def _each_recomputed(chain: Chain, action: int) -> tuple[BlockRange, ...]:
     for k in range(chain.count):
         if chain.may_begin[k]:
             ranges.append((k, k + 1, action))
-        elif ranges and chain.may_go_on[k] and ranges[-1][2] != KEEP:
+        elif ranges and chain.joined[k] and ranges[-1][2] != KEEP:
             ranges[-1] = (ranges[-1][0], k + 1, action)
         else:
             ranges.append((k, k + 1, KEEP))
@@ -115,8 +115,8 @@ def _at(chain: Chain, ranges: tuple[BlockRange, ...], index: int) -> Iterator[tu
         return
     _, beyond, other = ranges[index + 1]
     # The two become one, or the boundary between them moves.
-    if chain.may_go_on[last] and begins:
-        if (what in again or other in again) and all(chain.may_go_on[first + 1 : beyond]):
+    if chain.joined[last] and begins:
+        if (what in again or other in again) and all(chain.joined[first + 1 : beyond]):
             for action in again:
                 yield 2, ((first, beyond, action),)
         if what in again and other in again:

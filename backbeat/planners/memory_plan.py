@@ -229,7 +229,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """The fastest plan found for this budget less its reserve; refused where even the least peak is above that."""
     reserve = reserve_for(profile, reserve)
-    chain = Chain.of(profile, ResidentMemory.of(profile, plan, residuals, workers))
+    chain = Chain(profile, ResidentMemory.of(profile, plan, residuals, workers))
     search = Search(chain)
     chosen = search.fastest(usable(budget_bytes, reserve))
     if chosen is None:

@@ -92,7 +92,7 @@ class Segmenter:
         if chain.has_host:
             offer(block, 0, kept * (1 + ahead) + own_backward, price * kept, OFFLOAD)
         for first in range(block, -1, -1):
-            if first < block and not chain.may_go_on[first + 1]:
+            if first < block and not chain.joined[first + 1]:
                 break
             if not chain.may_begin[first]:
                 continue
@@ -115,7 +115,7 @@ def recompute_needs(chain: Chain, first: int, *, gives_up_input: bool = False) -
     # After recomputing: saved tensors and what lies between the blocks; `highest` while doing so.
     level = highest = 0
     for last in range(first, chain.count):
-        if last > first and not chain.may_go_on[last]:
+        if last > first and not chain.joined[last]:
             break
         highest = max(highest, level + chain.forward_peak[last])
         level += chain.saved[last] + chain.output[last]
