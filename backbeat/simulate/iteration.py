@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from backbeat.cost import LinkCost
-from backbeat.model import Network, Plan, Profile
+from backbeat.model import DynamicFusion, Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, exposed_parts, pieces_of
 from backbeat.simulate.contention import ComputeClock, Messages, contended, least_s
-from backbeat.simulate.dynamic import fuse
-from backbeat.simulate.engine import communicate
+from backbeat.simulate.engine import FusedFlow, communicate, fuse
 from backbeat.simulate.schedule import Flow, Schedule, covered_s
 from backbeat.units import first_to_last
 
@@ -106,14 +106,19 @@ def run(
     """The plan's buckets by name, as arrays, when they travel, and how far computation is meanwhile."""
     if plan.dynamic is not None:
         plan.check(profile)
-        settings = plan.dynamic
-        fused, clock = contended(lambda ready: fuse(profile, cost, settings, ready), profile.ready, slowdown)
+        fused, clock = fuse_beside(profile, cost, plan.dynamic, slowdown)
         order = [gradient.name for gradient in profile.gradients]
-        starts = [0, *fused.ends[:-1]]
-        names = [tuple(order[first:last]) for first, last in zip(starts, fused.ends, strict=True)]
+        names = [tuple(order[first:last]) for first, last in pairwise([0, *fused.ends])]
         return names, Schedule.of_ends(profile, fused.ends), fused, clock
     schedule, names = Schedule.of_plan(profile, plan)
     return names, schedule, *communicate_beside(schedule, cost, plan.communicators, slowdown)
+
+
+def fuse_beside(
+    profile: Profile, cost: LinkCost, settings: DynamicFusion, slowdown: float
+) -> tuple[FusedFlow, ComputeClock]:
+    """Buckets formed at run time, and the computation that takes `slowdown` times as long beside them."""
+    return contended(lambda ready: fuse(profile, cost, settings, ready), profile.ready, slowdown)
 
 
 def communicate_beside(
