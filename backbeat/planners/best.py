@@ -23,8 +23,7 @@ from backbeat.model import Network, Profile
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, single, wfbp
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.planners.merge_buckets import iteration_s
-from backbeat.planners.merge_concurrent import simplified
+from backbeat.planners.merge_buckets import iteration_s, simplified
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
 from backbeat.simulate.bound import communication_bound
