@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from backbeat.model import MemoryPlan, Plan, Profile, Sharding
+from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.actions import ranges_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
@@ -159,12 +159,10 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
         elif event == "turn":
             held.take("gather_buffer", buffer)
             forward, buffer = False, None
-        elif event == "loss":
+        elif event in ("loss", "forward"):
             moments.append(held.moment(call))
-        elif event == "forward":
-            moments.append(held.moment(call))
-            if content.reshard:
-                held.take("gathered", unit)
+        elif event == "free":
+            held.take("gathered", unit)
         elif event == "backward":
             later = sharding.gradient_sync == "last" and number < micro_batches
             before = reduced if sharding.gradient_sync == "last" and number > 1 else 0
@@ -172,12 +170,9 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
             moments.append(held.moment(call))
             if later:
                 held.put("whole_gradient", call.stretch, gradients[call.stretch] * reduced)
-            if unit not in chain.reduced_last:
-                _free(held, sharding, unit, last=number == micro_batches)
         elif event == "wait":
             held.take("scatter_input", unit)
         elif event == "reduce_scatter":
-            _free(held, sharding, unit, last=number == micro_batches)
             held.put("scatter_input", unit, content.elements * reduced)
             for index in indices[unit]:
                 held.take("whole_gradient", index)
@@ -185,15 +180,8 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
         elif event == "end":
             for one in range(-1, chain.count):
                 held.take("scatter_input", one)
-            for one in chain.reduced_last:
-                _free(held, sharding, one, last=number == micro_batches)
             moments.append(held.moment(call))
     return moments
-
-
-def _free(held: _Held, sharding: Sharding, unit: int, *, last: bool) -> None:
-    if last or sharding.reshard_after_backward:
-        held.take("gathered", unit)
 
 
 class Activations(Tally):

@@ -36,12 +36,10 @@ from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.iteration import Iteration
 from backbeat.simulate.schedule import busy_periods
 from backbeat.simulate.sharded_bound import sharded_bound
-from backbeat.simulate.sharded_calls import Call, call_order, calls
+from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import ROOT, ModelPieces, ShardedChain, chain_of
 from backbeat.simulate.stream_engine import COMPUTE, StreamTask, StreamTimes, run_streams
-
-__all__ = ["ShardedRun", "call_order", "run_step", "sharded_iteration", "sharded_remarks"]
 
 _COPY_IN, _GATHER, _SCATTER, _REPLICATE = 1, 2, 3, 4
 _SHARD_LINK, _REPLICA_LINK = 0, 1
