@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr, replace
 from backbeat.cost import Batch, Curve, LinkCost
 from backbeat.cost.collectives import Collective
 from backbeat.cost.fabric import Load
-from backbeat.cost.scaling import beside_traffic, mixed, moved, stretched
+from backbeat.cost.scaling import beside_traffic, mixed, stretched
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked, at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
@@ -116,7 +116,7 @@ class Network(Document, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> int:
-        return self._nodes_of(self.workers)
+        return self.topology.nodes(self.workers)
 
     @cached_property
     def edges(self) -> tuple[Network, Network] | None:
@@ -277,17 +277,17 @@ class Network(Document, frozen=True, kw_only=True):
         if below and below[-1].workers == workers:
             found: CollectiveTimes = getattr(below[-1], name)
             return found, ()
-        topology = self.topology.plain
-        known_inside = workers <= topology.per_node and topology.inside is not None
+        topology = self.topology
+        known_inside = workers <= topology.gpus_per_node and topology.inside is not None
         if below and above and not known_inside:
             one, two = below[-1], above[0]
             curve = mixed(getattr(one, name).curve, getattr(two, name).curve, _share(one.workers, two.workers, workers))
             return CollectiveTimes.of(curve), (one.workers, two.workers)
         near = above[0] if above else below[-1]
         slowdown = 1.0
-        if self.topology.fabric is not None:
-            slowdown = self.topology.fabric.change(self._nodes_of(near.workers), self._nodes_of(workers))
-        curve = moved(getattr(near, name).curve, name, near.workers, workers, topology, slowdown=slowdown)
+        if topology.fabric is not None:
+            slowdown = topology.fabric.change(topology.nodes(near.workers), topology.nodes(workers))
+        curve = topology.moved(getattr(near, name).curve, name, near.workers, workers, slowdown=slowdown)
         return CollectiveTimes.of(curve), (near.workers,)
 
     def _nearest_concurrency(self, workers: int, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:
@@ -321,10 +321,11 @@ class Network(Document, frozen=True, kw_only=True):
     def _widened(self, row: WorkersRow, workers: int) -> LoadBand | None:
         """The band of a row at another number of workers: the fabric widens it with the nodes."""
         band, fabric = row.band, self.topology.fabric
-        if band is None or fabric is None or min(self._nodes_of(row.workers), self._nodes_of(workers)) < 2:
+        if band is None or fabric is None or min(self.topology.nodes(row.workers), self.topology.nodes(workers)) < 2:
             return band
         quiet, busy = (
-            fabric.slowdown(self._nodes_of(row.workers), load) / fabric.slowdown(self._nodes_of(workers), load)
+            fabric.slowdown(self.topology.nodes(row.workers), load)
+            / fabric.slowdown(self.topology.nodes(workers), load)
             for load in ("quiet", "busy")
         )
         return LoadBand(quiet=max(band.quiet * quiet, 1.0), busy=min(band.busy * busy, 1.0))
@@ -340,11 +341,11 @@ class Network(Document, frozen=True, kw_only=True):
             if band is not None:
                 curve = beside_traffic(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
             elif fabric is not None and self.nodes > 1:
-                slowdown, topology = fabric.slowdown(self.nodes, load), self.topology.plain
-                if topology.inside is None:
+                slowdown = fabric.slowdown(self.nodes, load)
+                if self.topology.inside is None:
                     curve = beside_traffic(times.curve, slowdown)
                 else:
-                    curve = moved(times.curve, name, self.workers, self.workers, topology, slowdown=slowdown)
+                    curve = self.topology.moved(times.curve, name, self.workers, self.workers, slowdown=slowdown)
             else:
                 return self
             there[name] = CollectiveTimes.of(curve)
@@ -358,9 +359,6 @@ class Network(Document, frozen=True, kw_only=True):
 
     def _origin(self, used: tuple[int, ...] = ()) -> Calibration:
         return Calibration(**_row_fields(self), used=used)
-
-    def _nodes_of(self, workers: int) -> int:
-        return -(-workers // self.topology.gpus_per_node)
 
 
 def _row_fields(times: Network | WorkersRow) -> dict[str, Any]:
