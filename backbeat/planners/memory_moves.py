@@ -42,14 +42,10 @@ def every(chain: Chain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:
 
 def _ranges_from(chain: Chain, first: int) -> Iterator[BlockRange]:
     """Every range that may begin with this block."""
-    yield first, first + 1, KEEP
-    if chain.has_host:
-        yield first, first + 1, OFFLOAD
+    yield from ((first, first + 1, action) for action in chain.alone)
     last = first + 1
     while chain.may_begin[first]:
-        yield first, last, RECOMPUTE
-        if chain.has_host:
-            yield first, last, FETCH
+        yield from ((first, last, action) for action in chain.again)
         if last == chain.count or not chain.joined[last]:
             break
         last += 1
@@ -92,8 +88,7 @@ def random_change(chain: Chain, ranges: tuple[BlockRange, ...], draw: random.Ran
 def _at(chain: Chain, ranges: tuple[BlockRange, ...], index: int) -> Iterator[tuple[int, tuple[BlockRange, ...]]]:
     """(how many ranges from `index` on are replaced, by which)."""
     first, last, what = ranges[index]
-    again = (RECOMPUTE, FETCH) if chain.has_host else (RECOMPUTE,)
-    begins = chain.may_begin[first]
+    again, begins = chain.again, chain.may_begin[first]
     if last - first == 1:
         for action in (KEEP, *(again if begins else ()), *((OFFLOAD,) if chain.has_host else ())):
             if action != what:

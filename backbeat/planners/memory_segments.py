@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
 from backbeat.simulate.memory_timeline import Chain
+from backbeat.simulate.schedule import running_sums
 
 _FRONT = 128
 """Pairs kept for each block; a longer front is thinned."""
@@ -44,18 +45,17 @@ class Segmenter:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.needs = [recompute_needs(chain, first) for first in range(chain.count)]
-        self.forward_sums = np.concatenate([[0.0], np.cumsum(chain.forward)])
+        self.forward_sums = running_sums(chain.forward)
 
     def least_time(self, room: float, price_s_per_byte: float, ahead: float) -> list[BlockRange] | None:
-        """Units that hold no more than `room` bytes at any moment and add the least time; None where none fit.
+        """Ranges that hold no more than `room` bytes at any moment and add the least time; None where none fit.
 
         `ahead` says how many further tensors of the same size are assumed to be on their way back from the host.
         """
         chain = self.chain
         fronts = [_Front(np.zeros(1), np.zeros(1), *(np.zeros(1, dtype=np.intp) for _ in range(3)))]
         for k in range(1, chain.count + 1):
-            front = self._extend(fronts, k, room, price_s_per_byte, ahead)
-            fronts.append(front)
+            fronts.append(self._extend(fronts, k, room, price_s_per_byte, ahead))
         last = fronts[-1]
         fits = np.flatnonzero(last.held + chain.loss <= room)
         if not fits.size:

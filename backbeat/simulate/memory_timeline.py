@@ -170,6 +170,9 @@ class Chain:
         self.may_begin = [not block.changes_input for block in blocks]
         link = profile.host_link
         self.has_host = link is not None
+        # What can be done with single blocks, and with those that are recomputed, alone or together.
+        self.alone = (KEEP, OFFLOAD) if link else (KEEP,)
+        self.again = (RECOMPUTE, FETCH) if link else (RECOMPUTE,)
         self.to_host = link.to_host_bytes_per_s if link else 1.0
         self.to_device = link.to_device_bytes_per_s if link else 1.0
 
@@ -235,10 +238,10 @@ class Chain:
             if away[k]:
                 bring[range_of[k] if sends else range_of[k - 1]] += self.input[k]
             if what == OFFLOAD:
-                bring[range_of[k]] += self.saved[k] + (self.output[k] if self._keeps_apart(k) else 0)
+                bring[range_of[k]] += self.saved[k] + (self.output[k] if self.keeps_apart(k) else 0)
         return until, away, bring
 
-    def _keeps_apart(self, k: int) -> bool:
+    def keeps_apart(self, k: int) -> bool:
         """Its output is saved, and is not what enters the next block."""
         return self.saves_output[k] and (k + 1 == self.count or not self.joined[k + 1])
 
@@ -278,7 +281,7 @@ class Chain:
                     moved = self.saved[k]
                     if away[k] and not sent:
                         moved += self.input[k]
-                    if self._keeps_apart(k) or (self.saves_output[k] and away[k + 1]):
+                    if self.keeps_apart(k) or (self.saves_output[k] and away[k + 1]):
                         moved += self.output[k]
                     link_free = wait_at[k + AHEAD] = max(link_free, tally.now) + moved / self.to_host
                     free_at[k + AHEAD] += moved
@@ -317,7 +320,7 @@ class Chain:
                 # The gradient of its input takes the place of that of its output.
                 gradient = inputs[k] if self.joined[k] or k == 0 else outputs[k - 1]
                 tally.level += gradient - outputs[k] - saved[k]
-                if self.saves_output[k] and (again or self._keeps_apart(k)):
+                if self.saves_output[k] and (again or self.keeps_apart(k)):
                     tally.level -= outputs[k]
                 elif until[k + 1] == k:
                     tally.level -= inputs[k + 1]

@@ -89,12 +89,12 @@ def _predicted(
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     device_single = before + profile.forward_s + profile.backward_s + profile.update_s
     single = lane.paced(device_single, micro_batches)
-    sharded = plan.sharding is not None
+    sharded, several = plan.sharding is not None, network.workers > 1
     slowdown = slowdown_of(profile, network, sharded=sharded)
     if sharded:
         held = sharded_memory(measured, plan, micro_batches=micro_batches)
         peak = held.peak_bytes if held else None
-    if network.workers == 1:
+    if not several:
         step = alone(profile, plan, before)
     elif reduction is not None:
         step = framework_iteration(profile, network, plan, reduction, micro_batches, slowdown.factor)
@@ -104,16 +104,13 @@ def _predicted(
         step = compressed_iteration(profile, network, plan, before, slowdown.factor)
     else:
         step = within_iteration(profile, network, plan, before, slowdown.factor)
-    buffers = (
-        broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 and not sharded else 0.0
-    )
-    waits = None
-    if network.workers > 1:
-        waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
+    buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and several and not sharded else 0.0
+    longer = micro_batches / profile.accumulation
+    waits = straggling(profile.iteration_s, network.workers, longer) if several else None
     wait = waits.wait_s if waits else 0.0
     device = buffers + step.steady_s
     steady, issued = single, single
-    if network.workers > 1:
+    if several:
         steady, issued = _at_host_pace(
             lane,
             device,
