@@ -28,7 +28,7 @@ from backbeat.report.words.running_cost import (
     units_line,
     utilisation,
 )
-from backbeat.simulate.sweep import knee
+from backbeat.simulate.predict import knee
 from backbeat.units import counted, format_bytes
 
 Schedule = str | Plan | Reduction

@@ -12,7 +12,7 @@ from backbeat.report.words.device_memory import DeviceFit
 from backbeat.report.words.limits import above_linear
 from backbeat.report.words.renting import partly, worth_it
 from backbeat.report.words.ways import Way, chosen_way, way_decision, way_sentences, work_headline
-from backbeat.simulate.sweep import knee
+from backbeat.simulate.predict import knee
 
 
 def is_sharded(schedule: Schedule) -> bool:

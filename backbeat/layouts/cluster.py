@@ -20,14 +20,14 @@ from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
 from backbeat.model.profile import ComputeShares
+from backbeat.simulate.contention import slowdown_on
 from backbeat.simulate.gather_scatter import half_curve
-from backbeat.simulate.slowdowns import slowdown_on
 
 if TYPE_CHECKING:
     import os
 
     from backbeat.cost import Curve
-    from backbeat.cost.fabric import Load
+    from backbeat.model.fabric import Load
     from backbeat.model.slowdown import Slowdown
 
 CALL_S, RANK_S = 25e-6, 8.5e-6

@@ -13,11 +13,11 @@ from msgspec.structs import force_setattr, replace
 
 from backbeat.cost import Batch, Curve, LinkCost
 from backbeat.cost.collectives import Collective
-from backbeat.cost.fabric import Load
 from backbeat.cost.scaling import beside_traffic, mixed, stretched
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked, at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
+from backbeat.model.fabric import Load
 from backbeat.model.files import Document, Source
 from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.slowdown import Slowdown

@@ -14,11 +14,11 @@ from msgspec import Meta
 
 from backbeat.cost.collectives import Collective, Shape, steps, traffic
 from backbeat.cost.curve import Curve
-from backbeat.cost.fabric import Kind, Load, bandwidth_share
 from backbeat.cost.scaling import FAR_BYTES, cheapest, stretch_factors, through
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked
 from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.fabric import Fabric
 from backbeat.model.slowdown import Transport
 
 Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical", "nvls", "sharp"]
@@ -37,26 +37,6 @@ class LoadBand(Checked, frozen=True, kw_only=True):
 
     quiet: Annotated[float, Meta(ge=1)]
     busy: Annotated[float, Meta(gt=0, le=1)]
-
-
-class Fabric(Checked, frozen=True, kw_only=True):
-    """What joins the nodes: bandwidth between them falls with their number, and with other jobs. `oversubscription` is
-    the bandwidth below a switch over that above it: 1 is a full fat tree."""
-
-    kind: Kind
-    oversubscription: Annotated[float, Meta(ge=1)] = 1.0
-
-    def share(self, nodes: int, load: Load = "typical") -> float:
-        """The share that is left of the bandwidth between two nodes of a quiet cluster."""
-        return bandwidth_share(self.kind, nodes, load, oversubscription=self.oversubscription)
-
-    def change(self, old: int, new: int) -> float:
-        """How much longer a byte takes between `new` nodes than between `old`; nothing where either is one node."""
-        return self.share(old) / self.share(new) if min(old, new) > 1 else 1.0
-
-    def slowdown(self, nodes: int, load: Load) -> float:
-        """How much longer a byte takes under this load than on a typical day."""
-        return self.share(nodes) / self.share(nodes, load)
 
 
 class Topology(Checked, frozen=True, kw_only=True):

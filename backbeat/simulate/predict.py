@@ -1,6 +1,8 @@
-"""One iteration, put together: compute, communication, buffers and stragglers."""
+"""One iteration, put together: compute, communication, buffers and stragglers; and where a scaling curve bends."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -10,13 +12,13 @@ from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.model.sharded_times import ShardedHost
 from backbeat.simulate.compressed_cost import remarks
+from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.host_lane import HostLane, device_alone
 from backbeat.simulate.iteration import Iteration, alone, compressed_iteration, within_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
-from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stragglers import Straggling, straggling
 from backbeat.units import format_bytes, format_seconds
 
@@ -26,6 +28,8 @@ _ANALYTIC = 0.15
 """How far compute may be off that is computed from shapes. validation/published says where both come from."""
 _NEGLIGIBLE = 0.02
 """Exposed time below this share of T(1) is not called a bottleneck."""
+_WORTH_IT = 0.5
+"""Past the knee an added worker brings less than this share of what one worker does alone."""
 
 
 def predict(
@@ -63,6 +67,29 @@ def predict(
             margin=_ANALYTIC if profile.analytic else _REPEATS,
         ),
     )
+
+
+def knee(curve: Sequence[Prediction]) -> int | None:
+    """The number of workers past which an added one brings less than half of what one does alone.
+
+    Counted from one worker: it is 1 where the first point of the curve does not pay either, however the curve goes on.
+    None where all of it pays: the knee lies beyond.
+    """
+    points = sorted(curve, key=lambda point: point.workers)
+    if not points:
+        raise InputError("a scaling curve needs at least one number of workers")
+    workers = 1
+    previous = None
+    for point in points:
+        if point.workers > 1:
+            # Both sides times the scaling factor, which is 0 for a profile that computes nothing.
+            each = point.samples_per_s / point.workers
+            before = each if previous is None else previous.samples_per_s * point.scaling_factor
+            added = point.samples_per_s * point.scaling_factor - before
+            if added < _WORTH_IT * each * (point.workers - workers):
+                return workers
+        workers, previous = point.workers, point
+    return None
 
 
 def _predicted(
