@@ -30,7 +30,7 @@ def mixed(one: Curve, two: Curve, share: float) -> Curve:
     times = (1 - share) * one.time(sizes) + share * two.time(sizes)
     if one.is_affine and two.is_affine:
         return Curve.affine(float(times[0]), slope)
-    return through(*_with_slope(sizes, times, slope))
+    return _with_slope(sizes, times, slope)
 
 
 def stretched(curve: Curve, *, latency: float = 1.0, transfer: float = 1.0) -> Curve:
@@ -43,7 +43,7 @@ def stretched(curve: Curve, *, latency: float = 1.0, transfer: float = 1.0) -> C
     if curve.is_affine:
         return Curve.affine(float(curve.times[0]) * latency, slope)
     sizes = curve.sizes
-    return through(*_with_slope(sizes, curve.latency(sizes) * latency + curve.transfer(sizes) * transfer, slope))
+    return _with_slope(sizes, curve.latency(sizes) * latency + curve.transfer(sizes) * transfer, slope)
 
 
 def beside_traffic(curve: Curve, slowdown: float) -> Curve:
@@ -60,7 +60,7 @@ def beside_traffic(curve: Curve, slowdown: float) -> Curve:
         return stretched(curve, transfer=slowdown)
     latency = curve.times[0]
     times = latency + (curve.times - latency) * slowdown
-    return through(*_with_slope(curve.sizes, times, curve.link_s_per_byte * slowdown))
+    return _with_slope(curve.sizes, times, curve.link_s_per_byte * slowdown)
 
 
 def stretch_factors(
@@ -116,13 +116,12 @@ def _with_crossings(
     return everywhere, [np.interp(everywhere, sizes, one), np.interp(everywhere, sizes, two)]
 
 
-def _with_slope(
-    sizes: NDArray[np.float64], times: NDArray[np.float64], slope: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """A point beyond the last, and one at the largest message, which keep the slope where a file keeps points alone."""
+def _with_slope(sizes: NDArray[np.float64], times: NDArray[np.float64], slope: float) -> Curve:
+    """With a point beyond the last, and one at the largest message, which keep the slope where a file keeps points
+    alone."""
     first = max(4 * float(sizes[-1]), 2.0**22)
     far = np.array([first] if first >= _LARGEST_BYTES else [first, _LARGEST_BYTES])
-    return np.append(sizes, far), np.append(times, times[-1] + slope * (far - sizes[-1]))
+    return through(np.append(sizes, far), np.append(times, times[-1] + slope * (far - sizes[-1])))
 
 
 def through(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> Curve:
