@@ -17,8 +17,7 @@ from backbeat.cost.link import LinkCost
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
-from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.contention import UNDISTURBED, least_s
+from backbeat.simulate.contention import UNDISTURBED
 from backbeat.simulate.engine import communicate
 from backbeat.simulate.gather_scatter import half_curve
 from backbeat.simulate.iteration import (
@@ -26,7 +25,7 @@ from backbeat.simulate.iteration import (
     communicate_beside,
     compute_spans,
     exposed_breakdown,
-    least_link_s,
+    least_end_s,
     travel_spans,
 )
 from backbeat.simulate.schedule import Schedule, capped, running_sums
@@ -58,9 +57,8 @@ def framework_iteration(
     before += (repeats - 1) * (profile.forward_s + reduced)
     start = gathered.forward_end_s + before
     end = start + reduced
-    least = least_s(profile.backward_s, least_link_s(profile, cost, communicators), slowdown)
     compute = micro_batches * (profile.forward_s + profile.backward_s) + update
-    bound = compute - profile.backward_s + max(least, communication_bound(profile, cost, communicators))
+    bound = compute - profile.backward_s + least_end_s(profile, cost, communicators, slowdown)
     return Iteration(
         end + update,
         bound,

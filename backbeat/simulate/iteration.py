@@ -56,14 +56,10 @@ def within_iteration(profile: Profile, network: Network, plan: Plan, before: flo
     names, schedule, flow, clock = run(profile, plan, cost, slowdown)
     backward_end = float(clock.when(profile.backward_s))
     end = max(backward_end, flow.end_s)
-    bound_end = max(
-        least_s(profile.backward_s, least_link_s(profile, cost, plan.communicators), slowdown),
-        communication_bound(profile, cost, plan.communicators),
-    )
     backward, around = before + profile.forward_s, before + profile.forward_s + profile.update_s
     return Iteration(
         around + end,
-        around + bound_end,
+        around + least_end_s(profile, cost, plan.communicators, slowdown),
         exposed_breakdown(profile, cost, schedule, flow, clock, plan.communicators),
         (
             *compute_spans(backward, backward + backward_end, backward + end, backward + end + profile.update_s),
@@ -157,10 +153,12 @@ def exposed_breakdown(
     )
 
 
-def least_link_s(profile: Profile, cost: LinkCost, communicators: int) -> float:
-    """The least time that messages are on the link, whatever the bucketing."""
+def least_end_s(profile: Profile, cost: LinkCost, communicators: int, slowdown: float) -> float:
+    """The earliest end of backward and communication, whatever the bucketing. Computation is slowed down for as long as
+    the link needs at least."""
     _, per_byte = cost.cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
-    return per_byte * float(profile.sizes.sum()) / cost.best_efficiency(communicators)
+    on_link = per_byte * float(profile.sizes.sum()) / cost.best_efficiency(communicators)
+    return max(least_s(profile.backward_s, on_link, slowdown), communication_bound(profile, cost, communicators))
 
 
 def travel_spans(
