@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.model.plan import Bucket, Compression, Plan
+from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.optimal import best_ends, quadratic_programme
 from backbeat.simulate.compressed_cost import (
-    ELEMENT_BYTES,
     CompressedCost,
     Piece,
     compressed_flow,

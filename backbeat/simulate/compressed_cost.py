@@ -19,13 +19,12 @@ from backbeat.cost import Curve
 from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model import Compression, Network, Plan, Profile
 from backbeat.model.prediction import Breakdown
+from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.simulate.contention import contended
 from backbeat.simulate.engine import in_turn
 from backbeat.simulate.gather_scatter import half_curve
 from backbeat.simulate.schedule import covered_s
 
-ELEMENT_BYTES = 4
-"""A profile knows bytes, not elements: gradients are taken as fp32, as autocast leaves them."""
 ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
 """Where a profile has not measured it: about what a core of a CPU takes. A GPU takes far less: 0.006 ns a byte and
 0.4 ms a bucket on an H200 (the bundled profile of ResNet-152)."""

@@ -21,13 +21,14 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from backbeat.model import MemoryPlan, Plan, Profile
+from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.actions import ranges_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_calls import Call, calls
-from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, chain_of
+from backbeat.simulate.sharded_units import ROOT, ShardedChain, chain_of
 
 MOST_MICRO_BATCHES = 3
 """Those after the second hold what the second holds."""
