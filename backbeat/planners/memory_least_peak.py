@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from backbeat.planners.memory_moves import one_by_one
 from backbeat.planners.memory_segments import recompute_needs
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
 from backbeat.simulate.memory_timeline import Chain
 
 _DROPPED = RECOMPUTE
@@ -88,7 +88,7 @@ class LeastPeak:
             if output == _DROPPED or (chain.joined[first] and chain.saves_output[first - 1])
         }
 
-    def ranges(self) -> tuple[BlockRange, ...]:
+    def ranges(self) -> BlockRanges:
         """The ranges with the least peak."""
         chain = self.chain
         best = one_by_one(chain, KEEP)
@@ -102,7 +102,7 @@ class LeastPeak:
                 best, high = found, chain.run(found).peak_bytes - chain.base
         return best
 
-    def within(self, room: int) -> tuple[tuple[BlockRange, ...] | None, int]:
+    def within(self, room: int) -> tuple[BlockRanges | None, int]:
         """Ranges whose peak is within the room, None where there are none; and the least peak that was refused."""
         end = self.chain.count
         found: dict[tuple[int, int], list[_State]] = {key: [] for key in (*self._steps, (end, _DROPPED))}

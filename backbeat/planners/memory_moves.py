@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
 from backbeat.simulate.memory_timeline import Chain
 
 
-def uniform(chain: Chain) -> dict[str, tuple[BlockRange, ...]]:
+def uniform(chain: Chain) -> dict[str, BlockRanges]:
     """Every block treated alike, where its position in the chain allows it."""
     policies = {"keep": one_by_one(chain, KEEP), "recompute": _each_recomputed(chain, RECOMPUTE)}
     if chain.has_host:
@@ -30,7 +30,7 @@ def count(chain: Chain) -> int:
     return from_block[0]
 
 
-def every(chain: Chain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:
+def every(chain: Chain, first: int = 0) -> Iterator[BlockRanges]:
     """All plans from block `first` on; only for chains that have few."""
     if first == chain.count:
         yield ()
@@ -51,11 +51,11 @@ def _ranges_from(chain: Chain, first: int) -> Iterator[BlockRange]:
         last += 1
 
 
-def one_by_one(chain: Chain, action: int) -> tuple[BlockRange, ...]:
+def one_by_one(chain: Chain, action: int) -> BlockRanges:
     return tuple((k, k + 1, action) for k in range(chain.count))
 
 
-def _each_recomputed(chain: Chain, action: int) -> tuple[BlockRange, ...]:
+def _each_recomputed(chain: Chain, action: int) -> BlockRanges:
     """Every block a segment of its own. A block that cannot begin a segment joins the one before it, or is kept."""
     ranges: list[BlockRange] = []
     for k in range(chain.count):
@@ -68,14 +68,14 @@ def _each_recomputed(chain: Chain, action: int) -> tuple[BlockRange, ...]:
     return tuple(ranges)
 
 
-def changes(chain: Chain, ranges: tuple[BlockRange, ...]) -> Iterator[tuple[BlockRange, ...]]:
+def changes(chain: Chain, ranges: BlockRanges) -> Iterator[BlockRanges]:
     """Every plan one change away, starting with the first blocks, whose tensors are largest."""
     for index in range(len(ranges)):
         for replaced, by in _at(chain, ranges, index):
             yield (*ranges[:index], *by, *ranges[index + replaced :])
 
 
-def random_change(chain: Chain, ranges: tuple[BlockRange, ...], draw: random.Random) -> tuple[BlockRange, ...] | None:
+def random_change(chain: Chain, ranges: BlockRanges, draw: random.Random) -> BlockRanges | None:
     """A plan one change away from a range drawn at random; None where that range allows no change."""
     index = draw.randrange(len(ranges))
     options = list(_at(chain, ranges, index))
@@ -85,7 +85,7 @@ def random_change(chain: Chain, ranges: tuple[BlockRange, ...], draw: random.Ran
     return (*ranges[:index], *by, *ranges[index + replaced :])
 
 
-def _at(chain: Chain, ranges: tuple[BlockRange, ...], index: int) -> Iterator[tuple[int, tuple[BlockRange, ...]]]:
+def _at(chain: Chain, ranges: BlockRanges, index: int) -> Iterator[tuple[int, BlockRanges]]:
     """(how many ranges from `index` on are replaced, by which)."""
     first, last, what = ranges[index]
     again, begins = chain.again, chain.may_begin[first]
