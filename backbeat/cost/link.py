@@ -178,7 +178,7 @@ class LinkCost:
     def _parts(self, batch: Batch) -> tuple[float, float, float]:
         """(latency, shared transfer, what both are to explain), as shares of what the batch took."""
         latency = shared = alone = 0.0
-        for count, starting, sending in self._rounds(*batch[:3]):
+        for count, starting, sending in self._rounds(batch.bytes, batch.messages, batch.communicators):
             # A last message alone shares with nobody; a last few are taken to share like a full round.
             if count == 1:
                 alone += starting + sending
