@@ -155,10 +155,7 @@ def format_bytes(count: float) -> str:
     >>> format_bytes(102_400_000), format_bytes(4000), format_bytes(12)
     ('102 MB', '4.00 kB', '12 B')
     """
-    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(count) >= scale:
-            return f"{_three_digits(count / scale)} {unit}"
-    return f"{count:.0f} B"
+    return _in_units(count, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))) or f"{count:.0f} B"
 
 
 def format_seconds(seconds: float) -> str:
@@ -168,10 +165,7 @@ def format_seconds(seconds: float) -> str:
     """
     if seconds == 0:
         return "0 ms"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(seconds) >= scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{_three_digits(seconds / 1e-9)} ns"
+    return _in_units(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))) or f"{_three_digits(seconds / 1e-9)} ns"
 
 
 def format_rate(bits_per_s: float) -> str:
@@ -179,10 +173,13 @@ def format_rate(bits_per_s: float) -> str:
     >>> format_rate(9.43e9)
     '9.43 Gbit/s'
     """
-    for scale, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if bits_per_s >= scale:
-            return f"{_three_digits(bits_per_s / scale)} {unit}"
-    return f"{bits_per_s:.0f} bit/s"
+    units = ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
+    return _in_units(bits_per_s, units) or f"{bits_per_s:.0f} bit/s"
+
+
+def _in_units(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """In the first of these units, (size, name), that it reaches; empty where it reaches none."""
+    return next((f"{_three_digits(value / size)} {name}" for size, name in units if abs(value) >= size), "")
 
 
 def _three_digits(value: float) -> str:

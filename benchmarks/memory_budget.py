@@ -253,7 +253,7 @@ def planned_rows(table: Table, profile: Profile, kind: str, device: str, iterati
                 segments=len(made.memory.segments),
             )
     if kind == "dense":
-        chain = Chain.of(profile, ResidentMemory.of(profile, None, "device", 1))
+        chain = Chain(profile, ResidentMemory.of(profile, None, "device", 1))
         for policy, ranges in uniform(chain).items():
             if policy == "keep":
                 continue

@@ -130,7 +130,7 @@ def chains(draw: st.DrawFn, *, most: int = 8, whole: bool = False) -> Profile:
 def check_against_uniform(profile: Profile, share: float) -> None:
     """Within a budget between the smallest there is and what the hungriest uniform policy needs, the fastest plan fits
     and is no slower than any uniform policy that does."""
-    search = Search(Chain.of(profile, ResidentMemory.of(profile)))
+    search = Search(Chain(profile, ResidentMemory.of(profile)))
     policies = [search.chain.run(units) for units in uniform(search.chain).values()]
     low, high = search.smallest.run.peak_bytes, max(run.peak_bytes for run in policies)
     budget = round(low + share * (high - low))

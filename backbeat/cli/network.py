@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from backbeat.cli import options
 from backbeat.cli.common import print_answer, print_json, say, split
 from backbeat.cost.collectives import bus_bandwidth
-from backbeat.cost.fabric import Kind
 from backbeat.cost.protocols import INFINIBAND_HOP_S, NicLatency
 from backbeat.errors import InputError, did_you_mean
 from backbeat.importers.composition import compose, read
 from backbeat.model import CollectiveTimes, Fabric, Network, Source
+from backbeat.model.fabric import Kind
 from backbeat.model.slowdown import CHANNELS, Transport
 from backbeat.model.specification import Specification, reached_inside
 from backbeat.report.tables.scaling_tables import network_table

@@ -259,7 +259,7 @@ def _memory(
         shown = ["", segments_table(one, memory, console().width), ""]
     if budget is not None:
         policies = {"this plan": result}
-        chain = Chain.of(one, ResidentMemory.of(one, made, residuals, cluster.workers))
+        chain = Chain(one, ResidentMemory.of(one, made, residuals, cluster.workers))
         for name, ranges in uniform(chain).items():
             alike = replace(made, memory=MemoryPlan(segments=segments_of(one, ranges), residuals=residuals))
             policies[f"{name}, every block"] = predict(one, cluster, alike, accumulation=accumulation)

@@ -36,7 +36,7 @@ from backbeat.report.words.numbers import (
 )
 from backbeat.report.words.renting import decision, frontier, judged, partly, stock_name, worth_it
 from backbeat.report.words.ways import Way, chosen_way, way_decision, way_sentences, work_headline
-from backbeat.simulate.sweep import knee
+from backbeat.simulate.predict import knee
 from backbeat.units import counted, format_bytes
 
 Schedule = str | Plan | Reduction

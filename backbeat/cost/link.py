@@ -166,28 +166,25 @@ class LinkCost:
         a wider link. What is left in the others is u; with one size only, latencies are taken to overlap. Where all
         messages are small (`only_small_messages`), e is left at 1.
         """
-        rows: dict[int, list[tuple[float, float, float]]] = {}
-        sizes: dict[int, set[int]] = {}
-        for point in points:
-            sharing = min(point.messages, point.communicators)
-            if sharing >= 2 and point.seconds > 0:
-                latency = shared = alone = 0.0
-                for count, starting, sending in self._rounds(point.bytes, point.messages, point.communicators):
-                    # A last message alone shares with nobody; a last few are taken to share like a full round.
-                    if count == 1:
-                        alone += starting + sending
-                    else:
-                        latency, shared = latency + starting, shared + sending
-                parts = (latency / point.seconds, shared / point.seconds, 1 - alone / point.seconds)
-                rows.setdefault(sharing, []).append(parts)
-                sizes.setdefault(sharing, set()).add(point.bytes)
-        small = only_small_messages(points)
-        return {
-            sharing: (1.0, _stretch(np.array(rows[sharing]), 1.0, sharing))
-            if sharing in small
-            else _fit_pair(np.array(rows[sharing]), sharing, both=len(sizes[sharing]) > 1)
-            for sharing in sorted(rows)
-        }
+        small, found = only_small_messages(points), {}
+        for sharing, batches in _by_sharing(points).items():
+            parts = np.array([self._parts(batch) for batch in batches])
+            if sharing in small:
+                found[sharing] = 1.0, _stretch(parts, 1.0, sharing)
+            else:
+                found[sharing] = _fit_pair(parts, sharing, both=len({batch.bytes for batch in batches}) > 1)
+        return found
+
+    def _parts(self, batch: Batch) -> tuple[float, float, float]:
+        """(latency, shared transfer, what both are to explain), as shares of what the batch took."""
+        latency = shared = alone = 0.0
+        for count, starting, sending in self._rounds(batch.bytes, batch.messages, batch.communicators):
+            # A last message alone shares with nobody; a last few are taken to share like a full round.
+            if count == 1:
+                alone += starting + sending
+            else:
+                latency, shared = latency + starting, shared + sending
+        return latency / batch.seconds, shared / batch.seconds, 1 - alone / batch.seconds
 
     def _rounds(self, size: float, messages: int, communicators: int) -> list[tuple[int, float, float]]:
         """(messages at once, latency seconds, link seconds at e = 1): rounds of one message per communicator, in step.
@@ -227,12 +224,18 @@ def only_small_messages(points: Sequence[Batch]) -> dict[int, int]:
     >>> only_small_messages([Batch(size, 8, count, 1e-3) for size, count in sizes_and_communicators])
     {2: 4096}
     """
-    largest: dict[int, int] = {}
+    largest = {sharing: max(batch.bytes for batch in batches) for sharing, batches in _by_sharing(points).items()}
+    return {sharing: size for sharing, size in largest.items() if size <= _SMALL_BYTES}
+
+
+def _by_sharing(points: Sequence[Batch]) -> dict[int, list[Batch]]:
+    """The batches in which messages share the link, by how many do at once, rising."""
+    found: dict[int, list[Batch]] = {}
     for point in points:
         sharing = min(point.messages, point.communicators)
         if sharing >= 2 and point.seconds > 0:
-            largest[sharing] = max(point.bytes, largest.get(sharing, 0))
-    return {sharing: size for sharing, size in sorted(largest.items()) if size <= _SMALL_BYTES}
+            found.setdefault(sharing, []).append(point)
+    return dict(sorted(found.items()))
 
 
 def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[float, float]:

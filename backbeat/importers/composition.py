@@ -12,9 +12,10 @@ from backbeat.errors import InputError
 from backbeat.importers import bandwidth_table, nccl_tests
 from backbeat.importers.bandwidth_table import network_of
 from backbeat.model import files
+from backbeat.model.fabric import Fabric
 from backbeat.model.files import Source
 from backbeat.model.network import Network, WorkersRow
-from backbeat.model.topology import Fabric, Topology
+from backbeat.model.topology import Topology
 
 
 def read(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBAND_HOP_S) -> Network:

@@ -19,13 +19,13 @@ from typing import Literal
 from backbeat.cost import Curve
 from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator
 from backbeat.cost.collectives import traffic
-from backbeat.cost.fabric import Load
 from backbeat.errors import InputError
 from backbeat.model import Network
+from backbeat.model.fabric import Load
 from backbeat.model.profile import ComputeShares
 from backbeat.model.slowdown import Slowdown
-from backbeat.simulate.gather_scatter import GatherScatter
-from backbeat.simulate.slowdowns import slowdown_on
+from backbeat.simulate.contention import slowdown_on
+from backbeat.simulate.gather_scatter import half_curve
 
 CALL_S, RANK_S = 25e-6, 8.5e-6
 """What a small collective takes inside a node that a layer waits for: at least, and for each further rank. All-reduces
@@ -155,9 +155,11 @@ class GpuCluster:
     def _curve(self, kind: Kind, workers: int) -> Curve:
         if workers not in self._curves:
             there = self.network.at(workers=workers, load=self.load)
-            halves = GatherScatter.of(there)
-            whole = there.cost.isolated
-            self._curves[workers] = {"all_reduce": whole, "all_gather": halves.gather, "reduce_scatter": halves.scatter}
+            self._curves[workers] = {
+                "all_reduce": there.cost.isolated,
+                "all_gather": half_curve(there, "all_gather"),
+                "reduce_scatter": half_curve(there, "reduce_scatter"),
+            }
         return self._curves[workers][kind]
 
 

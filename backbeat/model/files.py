@@ -14,7 +14,7 @@ import re
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -29,11 +29,18 @@ _ACCESS = "check who may read the file and its folder (ls -ld)"
 
 
 class Document(Checked, frozen=True, kw_only=True, dict=True):
-    """A value that has a file of its own. Subclasses set `SCHEMA`, the file's first field, and `FOLDER` in the zoo."""
+    """A value that has a file of its own."""
+
+    SCHEMA: ClassVar[str] = ""
+    """The file's first field."""
+    FOLDER: ClassVar[str] = ""
+    """In the zoo."""
+    FORMS: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Sets of fields of which a file has exactly one."""
 
     @property
     def schema(self) -> str:
-        return str(getattr(type(self), "SCHEMA", ""))
+        return self.SCHEMA
 
     @property
     def derived(self) -> tuple[str, ...]:
@@ -118,7 +125,7 @@ def existing(path: str | os.PathLike[str], what: str) -> Path:
 
 def bundled(kind: type[Document]) -> dict[str, Path]:
     """The zoo's files of one kind, by name."""
-    folder = ZOO / str(getattr(kind, "FOLDER", ""))
+    folder = ZOO / kind.FOLDER
     files = sorted(folder.glob("*.json")) + sorted(folder.glob("*.json.gz"))
     return {file.name.removesuffix(".gz").removesuffix(".json"): file for file in files}
 
@@ -137,7 +144,7 @@ def read(path: Path) -> bytes:
 
 def decode(raw: bytes, kind: type[T], where: str) -> T:
     """Bytes of JSON to a checked value; every refusal names the field."""
-    wanted = str(getattr(kind, "SCHEMA", ""))
+    wanted = kind.SCHEMA
     data = _json(raw, where, wanted)
     if not isinstance(data, dict):
         raise InputError(f"{where}: a {wanted} file holds one JSON object, this holds a {type(data).__name__}")
@@ -175,9 +182,16 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
         data = gzip.compress(data, mtime=0)
     if target.is_dir():
         raise InputError(f"{target} is a folder: give a file name to write")
-    if os.path.exists(target) and not os.path.isfile(target):
-        _write_through(target, data)
-        return
+    try:
+        if os.path.exists(target) and not os.path.isfile(target):
+            target.write_bytes(data)
+        else:
+            _write_and_rename(target, data)
+    except OSError as error:
+        raise InputError(f"{target}: cannot be written ({error.strerror})") from None
+
+
+def _write_and_rename(target: Path, data: bytes) -> None:
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
@@ -189,32 +203,21 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, target)
-    except BaseException as error:
+    except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise InputError(f"{target}: cannot be written ({error.strerror})") from None
         raise
-
-
-def _write_through(target: Path, data: bytes) -> None:
-    try:
-        with target.open("wb") as file:
-            file.write(data)
-    except OSError as error:
-        raise InputError(f"{target}: cannot be written ({error.strerror})") from None
 
 
 def json_schema(kind: type[Document]) -> dict[str, Any]:
     """The JSON Schema of a file, generated from the type that reads it."""
-    name = str(getattr(kind, "SCHEMA", ""))
     schema = msgspec.json.schema(kind)
     body = schema["$defs"][kind.__name__]
-    body["properties"] = {"schema": {"const": name}, **body["properties"]}
+    body["properties"] = {"schema": {"const": kind.SCHEMA}, **body["properties"]}
     body["required"] = ["schema", *body.get("required", [])]
-    if forms := getattr(kind, "FORMS", ()):
-        body["oneOf"] = [{"required": list(fields)} for fields in forms]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": name, **schema}
+    if kind.FORMS:
+        body["oneOf"] = [{"required": list(fields)} for fields in kind.FORMS]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": kind.SCHEMA, **schema}
 
 
 def _plain_number(value: Any) -> Any:

@@ -13,11 +13,11 @@ from msgspec.structs import force_setattr, replace
 
 from backbeat.cost import Batch, Curve, LinkCost
 from backbeat.cost.collectives import Collective
-from backbeat.cost.fabric import Load
-from backbeat.cost.scaling import beside_traffic, mixed, moved, stretched
+from backbeat.cost.scaling import beside_traffic, mixed, stretched
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked, at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
+from backbeat.model.fabric import Load
 from backbeat.model.files import Document, Source
 from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.slowdown import Slowdown
@@ -116,7 +116,7 @@ class Network(Document, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> int:
-        return -(-self.workers // self.topology.gpus_per_node)
+        return self.topology.nodes(self.workers)
 
     @cached_property
     def edges(self) -> tuple[Network, Network] | None:
@@ -232,14 +232,12 @@ class Network(Document, frozen=True, kw_only=True):
         """The network at the number of workers of the file's own times."""
         if self.moved_from is None:
             return self
-        fields = {name: getattr(self.moved_from, name) for name in WorkersRow.__struct_fields__}
-        return replace(self, moved_from=None, **fields)
+        return replace(self, moved_from=None, **_row_fields(self.moved_from))
 
     @cached_property
     def _own_rows(self) -> list[WorkersRow]:
         """Every number of workers that the file has, rising; of a calibrated network."""
-        own = WorkersRow(**{name: getattr(self, name) for name in WorkersRow.__struct_fields__})
-        return sorted((own, *self.rows), key=lambda row: row.workers)
+        return sorted((WorkersRow(**_row_fields(self)), *self.rows), key=lambda row: row.workers)
 
     def _moved_to(self, workers: int) -> Network:
         known = [row for row in self._own_rows if row.workers > 1]
@@ -279,17 +277,17 @@ class Network(Document, frozen=True, kw_only=True):
         if below and below[-1].workers == workers:
             found: CollectiveTimes = getattr(below[-1], name)
             return found, ()
-        topology = self.topology.plain
-        known_inside = workers <= topology.per_node and topology.inside is not None
+        topology = self.topology
+        known_inside = workers <= topology.gpus_per_node and topology.inside is not None
         if below and above and not known_inside:
             one, two = below[-1], above[0]
             curve = mixed(getattr(one, name).curve, getattr(two, name).curve, _share(one.workers, two.workers, workers))
             return CollectiveTimes.of(curve), (one.workers, two.workers)
         near = above[0] if above else below[-1]
         slowdown = 1.0
-        if self.topology.fabric is not None:
-            slowdown = self.topology.fabric.change(self._nodes_of(near.workers), self._nodes_of(workers))
-        curve = moved(getattr(near, name).curve, name, near.workers, workers, topology, slowdown=slowdown)
+        if topology.fabric is not None:
+            slowdown = topology.fabric.change(topology.nodes(near.workers), topology.nodes(workers))
+        curve = topology.moved(getattr(near, name).curve, name, near.workers, workers, slowdown=slowdown)
         return CollectiveTimes.of(curve), (near.workers,)
 
     def _nearest_concurrency(self, workers: int, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:
@@ -323,10 +321,11 @@ class Network(Document, frozen=True, kw_only=True):
     def _widened(self, row: WorkersRow, workers: int) -> LoadBand | None:
         """The band of a row at another number of workers: the fabric widens it with the nodes."""
         band, fabric = row.band, self.topology.fabric
-        if band is None or fabric is None or min(self._nodes_of(row.workers), self._nodes_of(workers)) < 2:
+        if band is None or fabric is None or min(self.topology.nodes(row.workers), self.topology.nodes(workers)) < 2:
             return band
         quiet, busy = (
-            fabric.slowdown(self._nodes_of(row.workers), load) / fabric.slowdown(self._nodes_of(workers), load)
+            fabric.slowdown(self.topology.nodes(row.workers), load)
+            / fabric.slowdown(self.topology.nodes(workers), load)
             for load in ("quiet", "busy")
         )
         return LoadBand(quiet=max(band.quiet * quiet, 1.0), busy=min(band.busy * busy, 1.0))
@@ -343,12 +342,10 @@ class Network(Document, frozen=True, kw_only=True):
                 curve = beside_traffic(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
             elif fabric is not None and self.nodes > 1:
                 slowdown = fabric.slowdown(self.nodes, load)
-                topology = self.topology.plain
-                curve = (
-                    beside_traffic(times.curve, slowdown)
-                    if topology.inside is None
-                    else moved(times.curve, name, self.workers, self.workers, topology, slowdown=slowdown)
-                )
+                if self.topology.inside is None:
+                    curve = beside_traffic(times.curve, slowdown)
+                else:
+                    curve = self.topology.moved(times.curve, name, self.workers, self.workers, slowdown=slowdown)
             else:
                 return self
             there[name] = CollectiveTimes.of(curve)
@@ -361,10 +358,11 @@ class Network(Document, frozen=True, kw_only=True):
         )
 
     def _origin(self, used: tuple[int, ...] = ()) -> Calibration:
-        return Calibration(**{name: getattr(self, name) for name in WorkersRow.__struct_fields__}, used=used)
+        return Calibration(**_row_fields(self), used=used)
 
-    def _nodes_of(self, workers: int) -> int:
-        return -(-workers // self.topology.gpus_per_node)
+
+def _row_fields(times: Network | WorkersRow) -> dict[str, Any]:
+    return {name: getattr(times, name) for name in WorkersRow.__struct_fields__}
 
 
 def _share(one: int, two: int, workers: int) -> float:

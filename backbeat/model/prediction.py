@@ -134,11 +134,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     def bucket_times(self) -> list[tuple[float, float]]:
         """When each bucket leaves and is back, in seconds from the start of backward, in launch order. Empty where the
         buckets of the plan are not sent one by one within the iteration."""
-        found = [
-            (span.start_s, span.end_s)
-            for span in self.timeline
-            if span.lane.startswith("communicator") and span.name != "buffers"
-        ]
+        found = [(span.start_s, span.end_s) for span in self.timeline if span.carries_gradients]
         if len(found) != self.buckets:
             return []
         backward = next(span.start_s for span in self.timeline if span.name.startswith("backward"))

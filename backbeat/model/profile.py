@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+import numpy as np
 from msgspec import Meta
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from backbeat.errors import InputError
 from backbeat.model.blocks import Block, HostLink
 from backbeat.model.checks import Bytes, Checked, Seconds, unique
 from backbeat.model.files import Document, Source
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+ELEMENT_BYTES = 4
+"""A profile knows bytes, not elements: where elements count, gradients are taken as fp32, as autocast leaves them."""
 REDUCE_DTYPES = ("bf16", "fp16")
 """What gradients can be sent as, in place of fp32."""
 
@@ -170,15 +170,11 @@ class Profile(Document, frozen=True, kw_only=True):
     @cached_property
     def sizes(self) -> NDArray[np.float64]:
         """Bytes of each gradient, in ready order."""
-        import numpy as np
-
         return np.array([gradient.bytes for gradient in self.gradients], dtype=np.float64)
 
     @cached_property
     def ready(self) -> NDArray[np.float64]:
         """Ready time of each gradient, in ready order."""
-        import numpy as np
-
         return np.array([gradient.ready_s for gradient in self.gradients], dtype=np.float64)
 
     @cached_property

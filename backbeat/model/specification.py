@@ -17,11 +17,12 @@ from backbeat.cost.collectives import Collective, traffic
 from backbeat.cost.protocols import INFINIBAND, NicLatency, all_reduce_lines, fastest_s, ring_lines
 from backbeat.errors import InputError
 from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.fabric import Fabric
 from backbeat.model.files import Source
 from backbeat.model.network import Network, WorkersRow
 from backbeat.model.slowdown import Transport
-from backbeat.model.topology import Fabric, LoadBand, Topology
-from backbeat.units import format_rate, format_seconds
+from backbeat.model.topology import LoadBand, Topology
+from backbeat.units import counted, format_rate, format_seconds
 
 RING_EFFICIENCY = 0.82
 """Bus bandwidth of NCCL's ring inside a node over the line rate: 370 of 450 GB/s on 8 H100
@@ -90,15 +91,14 @@ class Specification:
         own = next((count for count in counts if count > 1), counts[-1])
         topology = Topology(fabric=self.fabric, transport=self.transport)
         if per_node > 1:
-            topology = Topology(
+            topology = msgspec.structs.replace(
+                topology,
                 algorithm="hierarchical",
                 gpus_per_node=per_node,
                 inside=self._row(1).all_reduce,
                 inside_algorithm="nvls" if self.nvls else "ring",
                 across_algorithm="sharp" if self.sharp else "auto",
                 pipelined=True,
-                fabric=self.fabric,
-                transport=self.transport,
             )
         first = self._row(own)
         return Network(
@@ -113,7 +113,7 @@ class Specification:
     @property
     def sentence(self) -> str:
         """What the figures are computed from."""
-        text = f"computed from specifications: {self.gpus_per_node} GPU{'s' if self.gpus_per_node > 1 else ''} a node"
+        text = f"computed from specifications: {counted(self.gpus_per_node, 'GPU')} a node"
         if isinstance(self.inside, CollectiveTimes):
             text += " with the all-reduce measured inside one"
         elif self.gpus_per_node > 1:

@@ -1,17 +1,34 @@
-"""How a cluster's workers are joined, and how busy the network between its nodes may be."""
+"""How a cluster's workers are joined, what a collective then takes on more or fewer of them, and how busy the network
+between their nodes may be.
+
+Under `auto` the library is taken to choose the cheaper of ring and tree at every size, as NCCL does; both are anchored
+at what was measured. Hierarchical clusters pay the inside of a node once and scale only what crosses nodes.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
+import numpy as np
 from msgspec import Meta
 
-from backbeat.cost.fabric import Kind, Load, bandwidth_share
-from backbeat.cost.scaling import Across, Algorithm, Inside, PlainTopology
+from backbeat.cost.collectives import Collective, Shape, steps, traffic
+from backbeat.cost.curve import Curve
+from backbeat.cost.scaling import FAR_BYTES, cheapest, stretch_factors, through
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked
 from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.fabric import Fabric
 from backbeat.model.slowdown import Transport
+
+Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical", "nvls", "sharp"]
+Across = Literal["auto", "ring", "tree", "halving-doubling", "sharp"]
+Inside = Literal["ring", "nvls"]
+
+_NVLS_OVER_RING = 309 / 370
+"""Bytes a second through a GPU's links, of large all-reduces on 8 H100 (`cost/collectives.py` names the sources)."""
+_LARGE = (2.0**20, 2.0**24, 2.0**28)
+"""Bytes at which a cost that is the greater of two is sampled beside their own sizes."""
 
 
 class LoadBand(Checked, frozen=True, kw_only=True):
@@ -20,26 +37,6 @@ class LoadBand(Checked, frozen=True, kw_only=True):
 
     quiet: Annotated[float, Meta(ge=1)]
     busy: Annotated[float, Meta(gt=0, le=1)]
-
-
-class Fabric(Checked, frozen=True, kw_only=True):
-    """What joins the nodes: bandwidth between them falls with their number, and with other jobs. `oversubscription` is
-    the bandwidth below a switch over that above it: 1 is a full fat tree."""
-
-    kind: Kind
-    oversubscription: Annotated[float, Meta(ge=1)] = 1.0
-
-    def share(self, nodes: int, load: Load = "typical") -> float:
-        """The share that is left of the bandwidth between two nodes of a quiet cluster."""
-        return bandwidth_share(self.kind, nodes, load, oversubscription=self.oversubscription)
-
-    def change(self, old: int, new: int) -> float:
-        """How much longer a byte takes between `new` nodes than between `old`; nothing where either is one node."""
-        return self.share(old) / self.share(new) if min(old, new) > 1 else 1.0
-
-    def slowdown(self, nodes: int, load: Load) -> float:
-        """How much longer a byte takes under this load than on a typical day."""
-        return self.share(nodes) / self.share(nodes, load)
 
 
 class Topology(Checked, frozen=True, kw_only=True):
@@ -68,14 +65,87 @@ class Topology(Checked, frozen=True, kw_only=True):
         if self.algorithm == "hierarchical" and self.inside is None:
             raise InputError("algorithm 'hierarchical' needs inside: the all-reduce times within one node")
 
-    @property
-    def plain(self) -> PlainTopology:
-        """The part of it that `cost/scaling.py` needs."""
-        return PlainTopology(
-            algorithm=self.algorithm,
-            per_node=self.gpus_per_node,
-            inside=self.inside.curve if self.inside is not None else None,
-            inside_algorithm=self.inside_algorithm,
-            across_algorithm=self.across_algorithm,
-            pipelined=self.pipelined,
+    def moved(self, curve: Curve, collective: Collective, old: int, new: int, *, slowdown: float = 1.0) -> Curve:
+        """The cost on `new` workers of a collective that costs `curve` on `old`.
+
+        `slowdown` is how much longer a byte takes between nodes there, beyond what the algorithm sends.
+
+        A ring of 2 becomes one of 4: three times the steps, and 3/2 bytes through each link for every byte, not 1.
+
+        >>> ring = Topology(algorithm="ring")
+        >>> ring.moved(Curve.affine(1e-3, 1e-9), "all_reduce", 2, 4).time([0, 1_000_000]).round(6).tolist()
+        [0.003, 0.0045]
+        """
+        if new == 1:
+            return Curve.affine(0.0, 0.0)
+        inner = self.inner(collective)
+        if inner is not None and new <= self.gpus_per_node:
+            # What was measured of this collective inside a node says more than its all-reduce does.
+            return self._moved_inside(curve if old == self.gpus_per_node else inner, collective, new)
+        if inner is not None and collective == "all_reduce":
+            return self._moved_across(curve, inner, old, new, slowdown)
+        shapes: tuple[Shape, ...] = ("ring", "tree")
+        if collective in ("all_gather", "reduce_scatter") and self.gpus_per_node > 1:
+            # One ring through all GPUs. NCCL has trees for these (PAT) only where a node has one GPU.
+            shapes = ("ring",)
+        if self.algorithm != "auto" and self.algorithm != "hierarchical":
+            shapes = (self.algorithm,)
+        there = cheapest([stretch_factors(collective, shape, shapes[0], old, new, slowdown) for shape in shapes], curve)
+        if inner is None:
+            return there
+        sizes = np.unique(np.concatenate([there.sizes, inner.sizes, _LARGE]))
+        return through(sizes, np.maximum(there.time(sizes), inner.time(sizes)))
+
+    def inner(self, collective: Collective) -> Curve | None:
+        """A collective inside one full node, from the all-reduce there; None where the algorithm knows no nodes."""
+        if self.algorithm != "hierarchical" or self.inside is None:
+            return None
+        if collective == "all_reduce":
+            return self.inside.curve
+        if self.gpus_per_node == 1:
+            return Curve.affine(0.0, 0.0)
+        shape = self.inside_algorithm
+        latency, work = (
+            of(collective, shape, self.gpus_per_node) / of("all_reduce", shape, self.gpus_per_node)
+            for of in (steps, traffic)
         )
+        return cheapest([(latency, work)], self.inside.curve)
+
+    def _moved_inside(self, whole: Curve, collective: Collective, new: int) -> Curve:
+        """Fewer GPUs of a node. Few have more of NVLS than they need: then NCCL takes the ring."""
+        if new == self.gpus_per_node:
+            return whole
+        shape = self.inside_algorithm
+        factors = [stretch_factors(collective, shape, shape, self.gpus_per_node, new)]
+        if shape == "nvls" and collective == "all_reduce":
+            latency, _ = factors[0]
+            work = traffic(collective, "ring", new) / traffic(collective, "nvls", self.gpus_per_node)
+            factors.append((latency, work * _NVLS_OVER_RING))
+        return cheapest(factors, whole)
+
+    def _moved_across(self, whole: Curve, inner: Curve, old: int, new: int, slowdown: float) -> Curve:
+        """Reduce inside the nodes, all-reduce across them, gather inside: only the middle part depends on their
+        number."""
+        old_nodes, new_nodes = self.nodes(old), self.nodes(new)
+        if old_nodes < 2:
+            raise InputError(
+                f"the calibration on {old} workers is within one node of {self.gpus_per_node}: it says nothing of the "
+                "network between nodes; calibrate across two nodes or more"
+            )
+        sizes = np.unique(np.concatenate([inner.sizes, whole.sizes, _LARGE, [float(FAR_BYTES)]]))
+        # What overlaps with the inside is not seen of it: then all of the transfer is taken to cross nodes.
+        within = inner.latency if self.pipelined else inner.time
+        across = Curve(
+            sizes,
+            np.maximum(whole.time(sizes) - within(sizes), 0.0),
+            max(whole.link_s_per_byte - (0.0 if self.pipelined else inner.link_s_per_byte), 0.0),
+        )
+        shapes: tuple[Shape, ...] = ("ring", "tree") if self.across_algorithm == "auto" else (self.across_algorithm,)
+        factors = [stretch_factors("all_reduce", shape, shapes[0], old_nodes, new_nodes, slowdown) for shape in shapes]
+        beyond = cheapest(factors, across)
+        sizes = np.union1d(sizes, beyond.sizes)
+        return through(sizes, np.maximum(beyond.time(sizes) + within(sizes), inner.time(sizes)))
+
+    def nodes(self, workers: int) -> int:
+        """That so many workers take."""
+        return -(-workers // self.gpus_per_node)

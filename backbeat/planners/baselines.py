@@ -8,10 +8,9 @@ from backbeat.model.plan import DynamicFusion
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.reduction import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.simulate.contention import contended
-from backbeat.simulate.dynamic import fuse
+from backbeat.simulate.contention import slowdown_of
+from backbeat.simulate.iteration import fuse_beside
 from backbeat.simulate.schedule import capped
-from backbeat.simulate.slowdowns import slowdown_of
 
 
 def wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
@@ -41,8 +40,7 @@ def horovod(profile: Profile, network: Network, options: StrategyOptions) -> Dra
     settings = DynamicFusion(
         buffer_bytes=options.bucket_bytes or defaults.buffer_bytes, cycle_s=options.cycle_s or defaults.cycle_s
     )
-    slowdown = slowdown_of(profile, network).factor
-    fused, _ = contended(lambda ready: fuse(profile, network.cost, settings, ready), profile.ready, slowdown)
+    fused, _ = fuse_beside(profile, network.cost, settings, slowdown_of(profile, network).factor)
     return Draft(fused.ends, dynamic=settings)
 
 

@@ -23,12 +23,11 @@ from backbeat.model import Network, Profile
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, single, wfbp
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.planners.merge_buckets import iteration_s
-from backbeat.planners.merge_concurrent import simplified
+from backbeat.planners.merge_buckets import iteration_s, simplified
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.slowdowns import slowdown_of
+from backbeat.simulate.contention import slowdown_of
 
 SIMPLER_WITHIN = 0.01
 """Of two plans whose predicted iterations differ by no more than this share, the simpler is taken."""
@@ -121,11 +120,6 @@ def _candidates(profile: Profile, network: Network, communicators: int) -> Itera
         yield strategy(profile, network, options)
 
 
-def _plans(count: int, communicators: int) -> int:
-    """How many ways there are to cut gradients into consecutive buckets and give each a communicator."""
-    return communicators * int((communicators + 1) ** (count - 1))
-
-
 def _every(count: int, communicators: int) -> Iterator[Draft]:
     for cuts in range(count):
         for inner in combinations(range(1, count), cuts):
@@ -147,7 +141,8 @@ class _Search:
     def on_several(self, network: Network, most: int, floor: float) -> list[tuple[float, Draft]]:
         """Plans on two and more communicators."""
         count = len(self.profile.gradients)
-        if _plans(count, most) <= _EXHAUSTIVE_PLANS:
+        # So many ways there are to cut gradients into consecutive buckets and give each a communicator.
+        if most * (most + 1) ** (count - 1) <= _EXHAUSTIVE_PLANS:
             return [self.score(draft) for draft in _every(count, most)]
         candidates: list[tuple[float, Draft]] = []
         for communicators in range(2, most + 1):

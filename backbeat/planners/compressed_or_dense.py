@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.model.plan import Bucket, Compression, Plan
+from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.optimal import best_ends, quadratic_programme
 from backbeat.simulate.compressed_cost import (
-    ELEMENT_BYTES,
     CompressedCost,
     Piece,
     compressed_flow,
@@ -78,12 +78,12 @@ class Mixed:
             buckets.append((waiting, False))
         return buckets
 
-    def end_s(self, profile: Profile, network: Network, cost: CompressedCost) -> float:
+    def end_s(self, profile: Profile, cost: CompressedCost) -> float:
         pieces = [
             Piece.of(profile, inside, self.compression if compressed else None)
             for inside, compressed in self.members(profile)
         ]
-        return compressed_flow(pieces, profile, network, cost).end_s
+        return compressed_flow(pieces, profile, cost).end_s
 
     def plan(self, profile: Profile, workers: int, note: str) -> Plan:
         return Plan(
@@ -116,11 +116,11 @@ def compressed(profile: Profile, network: Network, options: StrategyOptions) -> 
     dense = Mixed(ends, [False] * len(ends), compression)
     if network.workers == 1:
         return dense.plan(profile, 1, "one worker: nothing travels, nothing is compressed")
-    whole = compressed_ends(profile, network, cost, compression)
+    whole = compressed_ends(profile, cost, compression)
     candidates = [dense, Mixed(ends, [True] * len(ends), compression), Mixed(whole, [True] * len(whole), compression)]
 
     def end_s(mixed: Mixed) -> float:
-        return mixed.end_s(profile, network, cost)
+        return mixed.end_s(profile, cost)
 
     least = end_s(dense), dense
     for mixed in candidates:
@@ -140,7 +140,7 @@ def compressed(profile: Profile, network: Network, options: StrategyOptions) -> 
     return chosen.plan(profile, network.workers, note)
 
 
-def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, compression: Compression) -> list[int]:
+def compressed_ends(profile: Profile, cost: CompressedCost, compression: Compression) -> list[int]:
     """The exact one-communicator buckets if everything were compressed.
 
     E[j] = min over i < j of  max(r_j + c·S_j, E[i]) + T(S_j - S_i) + f

@@ -9,7 +9,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import Search, reserve_for, too_small, usable
-from backbeat.simulate.actions import BlockRange
+from backbeat.simulate.actions import BlockRanges
 from backbeat.simulate.batch import at_batch, same_blocks
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.predict import predict
@@ -111,12 +111,10 @@ def _planned(
 
 
 def _chain(profile: Profile, workers: int | None) -> Chain:
-    return Chain.of(profile, ResidentMemory.of(profile, workers=workers))
+    return Chain(profile, ResidentMemory.of(profile, workers=workers))
 
 
-def _largest(
-    profile: Profile, two: Profile | None, room: int, ranges: tuple[BlockRange, ...], workers: int | None
-) -> int:
+def _largest(profile: Profile, two: Profile | None, room: int, ranges: BlockRanges, workers: int | None) -> int:
     """The largest batch at which these ranges fit; sizes grow alike, so ranges that are best at one batch stay so."""
 
     def fits(size: int) -> bool:

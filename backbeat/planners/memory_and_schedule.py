@@ -31,18 +31,18 @@ def plan_within_memory(
     """
     first = schedule(profile)
     if options.memory_bytes is None:
-        return _with(first, MemoryPlan(residuals=options.residuals or "device"))
+        return replace(first, memory=MemoryPlan(residuals=options.residuals or "device"))
     memory = _fitting(profile, first, options.memory_bytes, network.workers, options)
     room = usable(options.memory_bytes, reserve_for(profile, options.reserve))
-    plans = [_with(first, memory)]
+    plans = [replace(first, memory=memory)]
     if memory.segments:
         changed = memory_timeline(profile, memory, first, workers=network.workers).profile
-        plans.append(_with(schedule(changed), memory))
+        plans.append(replace(schedule(changed), memory=memory))
     fitting = []
     for index, plan in enumerate(plans):
         peak = memory_timeline(profile, memory, plan, workers=network.workers).peak_bytes
         if peak <= room:
-            made = _with(plan, replace(memory, peak_bytes=peak))
+            made = replace(plan, memory=replace(memory, peak_bytes=peak))
             fitting.append((predict(profile, network, made).iteration_s, index, made))
     return min(fitting)[2]
 
@@ -57,7 +57,3 @@ def _fitting(profile: Profile, plan: Plan, budget: int, workers: int, options: S
         if options.residuals is not None or not plan.compressed or profile.host_link is None:
             raise
     return planned("host")
-
-
-def _with(plan: Plan, memory: MemoryPlan) -> Plan:
-    return replace(plan, memory=memory)

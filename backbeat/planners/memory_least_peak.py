@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from backbeat.planners.memory_moves import one_by_one
 from backbeat.planners.memory_segments import recompute_needs
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
 from backbeat.simulate.memory_timeline import Chain
 
 _DROPPED = RECOMPUTE
@@ -73,7 +73,7 @@ class LeastPeak:
     >>> from backbeat.model import Profile
     >>> from backbeat.simulate.resident_memory import ResidentMemory
     >>> profile = Profile.load("gpt2-b8-bf16-h200")
-    >>> chain = Chain.of(profile, ResidentMemory.of(profile))
+    >>> chain = Chain(profile, ResidentMemory.of(profile))
     >>> programme = LeastPeak(chain)
     >>> room = chain.run(programme.ranges()).peak_bytes - chain.base
     >>> programme.within(room)[0] is None, programme.within(room - 1)
@@ -88,7 +88,7 @@ class LeastPeak:
             if output == _DROPPED or (chain.joined[first] and chain.saves_output[first - 1])
         }
 
-    def ranges(self) -> tuple[BlockRange, ...]:
+    def ranges(self) -> BlockRanges:
         """The ranges with the least peak."""
         chain = self.chain
         best = one_by_one(chain, KEEP)
@@ -102,7 +102,7 @@ class LeastPeak:
                 best, high = found, chain.run(found).peak_bytes - chain.base
         return best
 
-    def within(self, room: int) -> tuple[tuple[BlockRange, ...] | None, int]:
+    def within(self, room: int) -> tuple[BlockRanges | None, int]:
         """Ranges whose peak is within the room, None where there are none; and the least peak that was refused."""
         end = self.chain.count
         found: dict[tuple[int, int], list[_State]] = {key: [] for key in (*self._steps, (end, _DROPPED))}
@@ -139,20 +139,13 @@ class LeastPeak:
     def _steps_from(self, first: int, output: int) -> list[_Step]:
         """Every range that may begin with this block, after a block that did this with its output."""
         chain = self.chain
-        kept_apart = chain.saves_output[first] and (first + 1 == chain.count or not chain.joined[first + 1])
-        stays = chain.output[first] if chain.saves_output[first] and not kept_apart else 0
+        stays = chain.output[first] if chain.saves_output[first] and not chain.keeps_apart(first) else 0
         need = chain.output[first] + stays + chain.backward_peak[first]
-        steps = [
-            self._step(first, first + 1, action, output, need)
-            for action in ((KEEP, OFFLOAD) if chain.has_host else (KEEP,))
-        ]
+        steps = [self._step(first, first + 1, action, output, need) for action in chain.alone]
         if chain.may_begin[first]:
             needs = recompute_needs(chain, first, gives_up_input=output == _DROPPED)
             for last, need in enumerate(needs, start=first + 1):
-                steps += [
-                    self._step(first, last, action, output, need)
-                    for action in ((RECOMPUTE, FETCH) if chain.has_host else (RECOMPUTE,))
-                ]
+                steps += [self._step(first, last, action, output, need) for action in chain.again]
         return steps
 
     def _step(self, first: int, last: int, action: int, output: int, backward: int) -> _Step:
@@ -168,7 +161,7 @@ class LeastPeak:
         leaving_before = tensor if goes and output == OFFLOAD else 0
         own = 0 if again else chain.saved[first]
         joins = last < chain.count and chain.joined[last]
-        kept_apart = not again and chain.saves_output[first] and not joins
+        kept_apart = not again and chain.keeps_apart(first)
         if kept_apart:
             own += chain.output[first]
         away = tensor if goes and sends else 0

@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
 from backbeat.simulate.memory_timeline import Chain
 
 
-def uniform(chain: Chain) -> dict[str, tuple[BlockRange, ...]]:
+def uniform(chain: Chain) -> dict[str, BlockRanges]:
     """Every block treated alike, where its position in the chain allows it."""
     policies = {"keep": one_by_one(chain, KEEP), "recompute": _each_recomputed(chain, RECOMPUTE)}
     if chain.has_host:
@@ -30,7 +30,7 @@ def count(chain: Chain) -> int:
     return from_block[0]
 
 
-def every(chain: Chain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:
+def every(chain: Chain, first: int = 0) -> Iterator[BlockRanges]:
     """All plans from block `first` on; only for chains that have few."""
     if first == chain.count:
         yield ()
@@ -42,44 +42,40 @@ def every(chain: Chain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:
 
 def _ranges_from(chain: Chain, first: int) -> Iterator[BlockRange]:
     """Every range that may begin with this block."""
-    yield first, first + 1, KEEP
-    if chain.has_host:
-        yield first, first + 1, OFFLOAD
+    yield from ((first, first + 1, action) for action in chain.alone)
     last = first + 1
     while chain.may_begin[first]:
-        yield first, last, RECOMPUTE
-        if chain.has_host:
-            yield first, last, FETCH
-        if last == chain.count or not chain.may_go_on[last]:
+        yield from ((first, last, action) for action in chain.again)
+        if last == chain.count or not chain.joined[last]:
             break
         last += 1
 
 
-def one_by_one(chain: Chain, action: int) -> tuple[BlockRange, ...]:
+def one_by_one(chain: Chain, action: int) -> BlockRanges:
     return tuple((k, k + 1, action) for k in range(chain.count))
 
 
-def _each_recomputed(chain: Chain, action: int) -> tuple[BlockRange, ...]:
+def _each_recomputed(chain: Chain, action: int) -> BlockRanges:
     """Every block a segment of its own. A block that cannot begin a segment joins the one before it, or is kept."""
     ranges: list[BlockRange] = []
     for k in range(chain.count):
         if chain.may_begin[k]:
             ranges.append((k, k + 1, action))
-        elif ranges and chain.may_go_on[k] and ranges[-1][2] != KEEP:
+        elif ranges and chain.joined[k] and ranges[-1][2] != KEEP:
             ranges[-1] = (ranges[-1][0], k + 1, action)
         else:
             ranges.append((k, k + 1, KEEP))
     return tuple(ranges)
 
 
-def changes(chain: Chain, ranges: tuple[BlockRange, ...]) -> Iterator[tuple[BlockRange, ...]]:
+def changes(chain: Chain, ranges: BlockRanges) -> Iterator[BlockRanges]:
     """Every plan one change away, starting with the first blocks, whose tensors are largest."""
     for index in range(len(ranges)):
         for replaced, by in _at(chain, ranges, index):
             yield (*ranges[:index], *by, *ranges[index + replaced :])
 
 
-def random_change(chain: Chain, ranges: tuple[BlockRange, ...], draw: random.Random) -> tuple[BlockRange, ...] | None:
+def random_change(chain: Chain, ranges: BlockRanges, draw: random.Random) -> BlockRanges | None:
     """A plan one change away from a range drawn at random; None where that range allows no change."""
     index = draw.randrange(len(ranges))
     options = list(_at(chain, ranges, index))
@@ -89,11 +85,10 @@ def random_change(chain: Chain, ranges: tuple[BlockRange, ...], draw: random.Ran
     return (*ranges[:index], *by, *ranges[index + replaced :])
 
 
-def _at(chain: Chain, ranges: tuple[BlockRange, ...], index: int) -> Iterator[tuple[int, tuple[BlockRange, ...]]]:
+def _at(chain: Chain, ranges: BlockRanges, index: int) -> Iterator[tuple[int, BlockRanges]]:
     """(how many ranges from `index` on are replaced, by which)."""
     first, last, what = ranges[index]
-    again = (RECOMPUTE, FETCH) if chain.has_host else (RECOMPUTE,)
-    begins = chain.may_begin[first]
+    again, begins = chain.again, chain.may_begin[first]
     if last - first == 1:
         for action in (KEEP, *(again if begins else ()), *((OFFLOAD,) if chain.has_host else ())):
             if action != what:
@@ -115,8 +110,8 @@ def _at(chain: Chain, ranges: tuple[BlockRange, ...], index: int) -> Iterator[tu
         return
     _, beyond, other = ranges[index + 1]
     # The two become one, or the boundary between them moves.
-    if chain.may_go_on[last] and begins:
-        if (what in again or other in again) and all(chain.may_go_on[first + 1 : beyond]):
+    if chain.joined[last] and begins:
+        if (what in again or other in again) and all(chain.joined[first + 1 : beyond]):
             for action in again:
                 yield 2, ((first, beyond, action),)
         if what in again and other in again:

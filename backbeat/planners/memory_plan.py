@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
@@ -24,7 +24,7 @@ from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.memory_least_peak import LeastPeak
 from backbeat.planners.memory_moves import changes, count, every, one_by_one, random_change, uniform
 from backbeat.planners.memory_segments import Segmenter
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, segments_of
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRanges, segments_of
 from backbeat.simulate.memory_timeline import Chain, ChainRun
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.units import format_bytes
@@ -97,7 +97,7 @@ def needed(peak: int, reserve: float | None = None) -> int:
 class Chosen:
     """A plan and its simulation."""
 
-    ranges: tuple[BlockRange, ...]
+    ranges: BlockRanges
     run: ChainRun
 
 
@@ -107,7 +107,7 @@ class Search:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.segmenter = Segmenter(chain)
-        self.run: Callable[[tuple[BlockRange, ...]], ChainRun] = cache(chain.run)
+        self.run: Callable[[BlockRanges], ChainRun] = cache(chain.run)
         self.every = tuple(every(chain)) if count(chain) <= _FEW else ()
 
     @cached_property
@@ -129,17 +129,18 @@ class Search:
         def score(run: ChainRun) -> tuple[float, ...]:
             return max(run.peak_bytes - budget, 0), run.time_s, run.peak_bytes
 
+        def rank(ranges: BlockRanges) -> tuple[tuple[float, ...], BlockRanges]:
+            return score(self.run(ranges)), ranges
+
         if self.every:
-            return self._simpler(self._best_of(self.every, score).ranges)
+            return self._simpler(min(self.every, key=rank))
         found = {smallest.ranges, *uniform(chain).values()}
         room = budget - chain.base
         for price, ahead, share in product(_PRICES, _AHEAD, _ROOMS) if chain.has_host else ((0.0, 0.0, 1.0),):
             ranges = self.segmenter.least_time(room * share, price / chain.to_device, ahead)
             if ranges is not None:
                 found.add(tuple(ranges))
-        ranked = sorted(found, key=lambda ranges: (score(self.run(ranges)), ranges))
-        climbed = [self._climb(ranges, score, _CLIMB) for ranges in ranked[:3]]
-        best = self._best_of(climbed, score).ranges
+        best = min((self._climb(ranges, score) for ranges in sorted(found, key=rank)[:3]), key=rank)
         plain = self.run(keep).time_s
 
         def energy(run: ChainRun) -> float:
@@ -148,13 +149,9 @@ class Search:
 
         for seed in range(_WALKS):
             best = self._walk(best, score, energy, seed)
-        return self._simpler(self._climb(best, score, _CLIMB))
+        return self._simpler(self._climb(best, score))
 
-    def _best_of(self, plans: Iterable[tuple[BlockRange, ...]], score: Score) -> Chosen:
-        best = min(plans, key=lambda ranges: (score(self.run(ranges)), ranges))
-        return Chosen(best, self.run(best))
-
-    def _simpler(self, ranges: tuple[BlockRange, ...]) -> Chosen:
+    def _simpler(self, ranges: BlockRanges) -> Chosen:
         """The plan without copies to the host that gain neither time nor a lower peak; and with segments as short as
         that allows, because gradients of a segment are ready only once all of it has been recomputed."""
         for index, (first, last, what) in enumerate(ranges):
@@ -169,7 +166,7 @@ class Search:
             index += 1
         return Chosen(ranges, self.run(ranges))
 
-    def _shortened(self, ranges: tuple[BlockRange, ...], index: int) -> tuple[BlockRange, ...]:
+    def _shortened(self, ranges: BlockRanges, index: int) -> BlockRanges:
         """With this segment cut as early as is no worse, without a further copy if possible."""
         first, last, what = ranges[index]
         for middle, rest in product(range(first + 1, last), dict.fromkeys((RECOMPUTE, what))):
@@ -178,25 +175,22 @@ class Search:
                 return changed
         return ranges
 
-    def _climb(self, ranges: tuple[BlockRange, ...], score: Score, evaluations: int) -> tuple[BlockRange, ...]:
+    def _climb(self, ranges: BlockRanges, score: Score) -> BlockRanges:
         """Take every change that scores better, until none does."""
-        best = score(self.run(ranges))
-        improved = True
+        best, left, improved = score(self.run(ranges)), _CLIMB, True
         while improved:
             improved = False
             for changed in changes(self.chain, ranges):
-                if evaluations <= 0:
+                if left <= 0:
                     return ranges
-                evaluations -= 1
+                left -= 1
                 found = score(self.run(changed))
                 if found < best and not _same(found, best):
                     ranges, best, improved = changed, found, True
                     break
         return ranges
 
-    def _walk(
-        self, ranges: tuple[BlockRange, ...], score: Score, energy: Callable[[ChainRun], float], seed: int
-    ) -> tuple[BlockRange, ...]:
+    def _walk(self, ranges: BlockRanges, score: Score, energy: Callable[[ChainRun], float], seed: int) -> BlockRanges:
         """Simulated annealing: a random change that makes things worse is taken with a chance that falls with the harm
         and with the steps done."""
         draw = random.Random(seed)
@@ -229,7 +223,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """The fastest plan found for this budget less its reserve; refused where even the least peak is above that."""
     reserve = reserve_for(profile, reserve)
-    chain = Chain.of(profile, ResidentMemory.of(profile, plan, residuals, workers))
+    chain = Chain(profile, ResidentMemory.of(profile, plan, residuals, workers))
     search = Search(chain)
     chosen = search.fastest(usable(budget_bytes, reserve))
     if chosen is None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
 from backbeat.simulate.memory_timeline import Chain
+from backbeat.simulate.schedule import running_sums
 
 _FRONT = 128
 """Pairs kept for each block; a longer front is thinned."""
@@ -44,18 +45,17 @@ class Segmenter:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.needs = [recompute_needs(chain, first) for first in range(chain.count)]
-        self.forward_sums = np.concatenate([[0.0], np.cumsum(chain.forward)])
+        self.forward_sums = running_sums(chain.forward)
 
     def least_time(self, room: float, price_s_per_byte: float, ahead: float) -> list[BlockRange] | None:
-        """Units that hold no more than `room` bytes at any moment and add the least time; None where none fit.
+        """Ranges that hold no more than `room` bytes at any moment and add the least time; None where none fit.
 
         `ahead` says how many further tensors of the same size are assumed to be on their way back from the host.
         """
         chain = self.chain
         fronts = [_Front(np.zeros(1), np.zeros(1), *(np.zeros(1, dtype=np.intp) for _ in range(3)))]
         for k in range(1, chain.count + 1):
-            front = self._extend(fronts, k, room, price_s_per_byte, ahead)
-            fronts.append(front)
+            fronts.append(self._extend(fronts, k, room, price_s_per_byte, ahead))
         last = fronts[-1]
         fits = np.flatnonzero(last.held + chain.loss <= room)
         if not fits.size:
@@ -92,7 +92,7 @@ class Segmenter:
         if chain.has_host:
             offer(block, 0, kept * (1 + ahead) + own_backward, price * kept, OFFLOAD)
         for first in range(block, -1, -1):
-            if first < block and not chain.may_go_on[first + 1]:
+            if first < block and not chain.joined[first + 1]:
                 break
             if not chain.may_begin[first]:
                 continue
@@ -115,7 +115,7 @@ def recompute_needs(chain: Chain, first: int, *, gives_up_input: bool = False) -
     # After recomputing: saved tensors and what lies between the blocks; `highest` while doing so.
     level = highest = 0
     for last in range(first, chain.count):
-        if last > first and not chain.may_go_on[last]:
+        if last > first and not chain.joined[last]:
             break
         highest = max(highest, level + chain.forward_peak[last])
         level += chain.saved[last] + chain.output[last]

@@ -7,11 +7,16 @@ without slack pays for every error of the model. No message takes longer than th
 library hides a latency behind the message before, saving it gains nothing. A bucket grows no larger than the largest
 message measured or a bucket of stock DDP, unless the plan had a larger one: training needs the largest bucket in memory
 beside its gradients.
+
+On one communicator `merged` knows when every bucket must be done. On several only the engine knows when they end
+(`simplified`): first all buckets but the last few, which decide when the plan ends, are merged up to a size; then
+single boundaries are dropped, many neighbouring ones at once, then ever fewer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,11 +26,16 @@ from numpy.typing import NDArray
 from backbeat.cost import LinkCost
 from backbeat.model import Profile
 from backbeat.model.reduction import DDP_BUCKET_BYTES
+from backbeat.planners.draft import Draft
 from backbeat.simulate.engine import in_turn
 from backbeat.simulate.schedule import running_sums
 
 SLOWER = 1.25
 """Times as long as predicted."""
+_RUNS = 600
+"""Engine runs to spend on several communicators."""
+_BUCKETS = 200_000
+"""Buckets to simulate in all of these runs: plans of many buckets get fewer runs."""
 _ROUNDING = 1e-12
 
 
@@ -135,3 +145,88 @@ def largest_allowed(sums: NDArray[np.float64], ends: Sequence[int], cost: LinkCo
     known = float("inf") if cost.isolated.is_affine else float(cost.isolated.sizes[-1])
     now = max(float(sums[last] - sums[first]) for first, last in pairwise([0, *ends]))
     return max(min(DDP_BUCKET_BYTES, known), now)
+
+
+def simplified(
+    draft: Draft, profile: Profile, cost: LinkCost, *, slack: float = 0.0, deadline: float = float("inf")
+) -> Draft:
+    """The draft with buckets merged as long as an iteration takes no more than `slack` longer, as a share, in each of
+    `possible_costs`."""
+    sums = running_sums(profile.sizes)
+    largest = largest_allowed(sums, draft.ends, cost)
+    judge = _Judge(draft, profile, cost, slack, deadline)
+    for packed in _packings(draft.ends, sums, largest):
+        if judge.out_of_runs:
+            return draft
+        if judge.allows(packed):
+            draft = judge.with_ends(packed)
+            break
+    last, inner = draft.ends[-1], draft.ends[:-1]
+    # Powers of two: on two communicators an even number less leaves those after it where they are.
+    stride = 1 << len(inner).bit_length()
+    while stride >= 1:
+        index = 0
+        while index < len(inner):
+            if judge.out_of_runs:
+                return judge.with_ends([*inner, last])
+            merged_end = inner[index + stride] if index + stride < len(inner) else last
+            if sums[merged_end] - sums[inner[index - 1] if index else 0] > largest:
+                index += 1
+                continue
+            fewer = [*inner[:index], *inner[index + stride :]]
+            if judge.allows([*fewer, last]):
+                inner = fewer
+            else:
+                index += stride
+        stride //= 2
+    return judge.with_ends([*inner, last])
+
+
+class _Judge:
+    """Says whether other buckets are in time, as long as it has engine runs left."""
+
+    def __init__(self, draft: Draft, profile: Profile, cost: LinkCost, slack: float, deadline: float) -> None:
+        self._draft = draft
+        self._profile = profile
+        self._deadline = deadline
+        self._left = min(_RUNS, _BUCKETS // len(draft.ends))
+        self._limits = [
+            (one, latest_end(profile, draft.end_s(profile, one), slack) * (1 + _ROUNDING))
+            for one in possible_costs(cost)
+        ]
+
+    @property
+    def out_of_runs(self) -> bool:
+        return self._left <= 0 or time.monotonic() > self._deadline
+
+    def with_ends(self, ends: list[int]) -> Draft:
+        return Draft(ends, self._draft.communicators, notes=self._draft.notes)
+
+    def allows(self, ends: list[int]) -> bool:
+        candidate = self.with_ends(ends)
+        for cost, limit in self._limits:
+            self._left -= 1
+            if candidate.end_s(self._profile, cost) > limit:
+                return False
+        return True
+
+
+def _packings(ends: list[int], sums: NDArray[np.float64], largest: float) -> Iterator[list[int]]:
+    """All buckets merged up to a size, but for the last few, which decide when the plan ends."""
+    for cap in (largest, largest / 4, largest / 16):
+        tail = 0
+        while tail < len(ends):
+            head = len(ends) - tail
+            yield [*_packed(ends[:head], sums, cap), *ends[head:]]
+            tail = 2 * tail or 1
+
+
+def _packed(ends: list[int], sums: NDArray[np.float64], cap: float) -> list[int]:
+    """The buckets merged from the front, up to this many bytes each."""
+    found: list[int] = []
+    first = 0
+    for end, following in pairwise(ends):
+        if sums[following] - sums[first] > cap:
+            found.append(end)
+            first = end
+    return [*found, ends[-1]]

@@ -48,11 +48,7 @@ def merged_ends(profile: Profile, cost: LinkCost, ends: list[int], slack: float 
     this share longer."""
     conditions = [Conditions.of(profile, one) for one in possible_costs(cost)]
     if slack is not None:
-        ends_s = [case.finishes(ends)[-1] for case in conditions]
-        conditions = [
-            replace(case, until_s=latest_end(profile, end_s, slack))
-            for case, end_s in zip(conditions, ends_s, strict=True)
-        ]
+        conditions = [replace(case, until_s=latest_end(profile, case.finishes(ends)[-1], slack)) for case in conditions]
     return merged(ends, conditions)
 
 

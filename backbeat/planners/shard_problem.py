@@ -9,9 +9,9 @@ its own. All other parts belong to the root.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -25,11 +25,11 @@ from backbeat.model.sharding import Dtype, Mesh, ShardUnit
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
+from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import ModelPieces, ShardedChain, padded
-from backbeat.simulate.slowdowns import slowdown_of
 
 Between = Literal["reshard", "whole", "last"]
 """What units do between micro-batches: see `ShardChoice.accumulate`."""
@@ -78,11 +78,12 @@ class ShardProblem:
         self.usual = usual
         self.stock = [unit.modules[0] for unit in usual.units]
         self.names = [*self.stock, *_after_blocks(self.pieces, self.stock, profile.index)]
-        self._costs: dict[int, ShardedCost] = {}
-        self._times: dict[ShardChoice, float] = {}
+        self.cost: Callable[[int], ShardedCost] = cache(self._cost)
+        self.seconds: Callable[[ShardChoice], float] = cache(self._seconds)
+        # The last is kept: its time and its peak are asked for one after the other.
+        self.chain: Callable[[ShardChoice], ShardedChain] = lru_cache(maxsize=1)(self._chain)
         self._peaks: dict[ShardChoice, int] = {}
         self._pieces: dict[int, ModelPieces] = {0: self.pieces}
-        self._chain: tuple[ShardChoice, ShardedChain] | None = None
 
     @cached_property
     def breaks(self) -> frozenset[int]:
@@ -133,11 +134,9 @@ class ShardProblem:
             memory=self.memory(choice),
         )
 
-    def cost(self, shard: int) -> ShardedCost:
-        if shard not in self._costs:
-            choice = ShardChoice(ends=(len(self.names),), shard=shard)
-            self._costs[shard] = ShardedCost.of(self.profile, self.network, self.sharding(choice))
-        return self._costs[shard]
+    def _cost(self, shard: int) -> ShardedCost:
+        choice = ShardChoice(ends=(len(self.names),), shard=shard)
+        return ShardedCost.of(self.profile, self.network, self.sharding(choice))
 
     def pieces_with(self, choice: ShardChoice) -> ModelPieces:
         count = choice.recomputed
@@ -145,17 +144,12 @@ class ShardProblem:
             self._pieces[count] = ModelPieces.of(self.profile, self.memory(choice))
         return self._pieces[count]
 
-    def chain(self, choice: ShardChoice) -> ShardedChain:
-        """The last is kept: its time and its peak are asked for one after the other."""
-        if self._chain is None or self._chain[0] != choice:
-            self._chain = choice, ShardedChain.of(self.pieces_with(choice), self.sharding(choice))
-        return self._chain[1]
+    def _chain(self, choice: ShardChoice) -> ShardedChain:
+        return ShardedChain.of(self.pieces_with(choice), self.sharding(choice))
 
-    def seconds(self, choice: ShardChoice) -> float:
+    def _seconds(self, choice: ShardChoice) -> float:
         """The step of one worker, by the engine."""
-        if choice not in self._times:
-            self._times[choice] = self._step(choice, self.cost(choice.shard))
-        return self._times[choice]
+        return self._step(choice, self.cost(choice.shard))
 
     def seconds_reduced_in(self, dtype: Dtype, choice: ShardChoice) -> float:
         """The same with gradients reduced in another dtype."""

@@ -80,7 +80,9 @@ class ShardSearch:
         likely = self._likely(found)
         for one in likely:
             found += self._fitting(replace(one.choice, prefetch=depth) for depth in _PREFETCH)
-            found.append(self._improved(one, _TIGHT // len(likely) if self.tight else None))
+            # Boundaries moved, dropped and added, and where not all fits, units kept and freed, as long as that gains.
+            atoms = _TIGHT // len(likely) if self.tight else None
+            found.append(self.problem.scored(self._climb(one.choice, self._faster, atoms)))
         return found
 
     def with_knobs(self, found: list[Scored]) -> list[Scored]:
@@ -180,7 +182,7 @@ class ShardSearch:
         return self.room is None or self.problem.peak(choice) <= self.room
 
     def _most(self, made: Callable[[int], ShardChoice], most: int) -> int | None:
-        """Of something as much as fits, by bisection; None where none of it does not."""
+        """The most, up to `most`, with which a choice fits, by bisection; None where it does not fit even with 0."""
         low, high = 0, most
         if not self.fits(made(0)):
             return None
@@ -238,10 +240,6 @@ class ShardSearch:
             for kind in ({False}, {True}, {True, False}):
                 fastest += self._fastest([one for one in found if (set(one.choice.kept) or {False}) == kind])
         return list(dict.fromkeys(fastest))
-
-    def _improved(self, one: Scored, atoms: int | None) -> Scored:
-        """Boundaries moved, dropped and added, and where not all fits, units kept and freed, as long as that gains."""
-        return self.problem.scored(self._climb(one.choice, self._faster, atoms))
 
     def _climb(
         self, best: ShardChoice, better: Callable[[ShardChoice, ShardChoice], ShardChoice | None], atoms: int | None

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
+from backbeat.simulate.schedule import running_sums
 from backbeat.simulate.sharded_cost import ShardedCost
 
 Floats = NDArray[np.float64]
@@ -115,10 +116,10 @@ def unit_ends(
 class _Programme:
     def __init__(self, atoms: Atoms, cost: ShardedCost, reshard: bool, buffers: int, longest: int) -> None:
         self.atoms, self.cost, self.reshard, self.buffers, self.longest = atoms, cost, reshard, buffers, longest
-        self.sums = np.concatenate([[0.0], np.cumsum(atoms.elements)])
+        self.sums = running_sums(atoms.elements)
         # Computation of the root inside a unit is the unit's.
-        self.forward = np.concatenate([[0.0], np.cumsum(atoms.forward_s + atoms.gap_forward_s[:-1])])
-        self.backward = np.concatenate([[0.0], np.cumsum(atoms.backward_s + atoms.gap_backward_s[:-1])])
+        self.forward = running_sums(atoms.forward_s + atoms.gap_forward_s[:-1])
+        self.backward = running_sums(atoms.backward_s + atoms.gap_backward_s[:-1])
         self.broken = np.cumsum(~atoms.joined)
         # Of each element.
         self.in_s, self.out_s, self.scatter_in_s = cost.gather_in_s(1), cost.copy_out_s(1), cost.scatter_in_s(1)
@@ -173,16 +174,17 @@ class _Programme:
         rows = np.concatenate([cuts[begin].rows for begin in begins])
         parents = np.arange(len(rows)) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
         repeated = np.repeat(begins, counts)
-        unit = self._unit(begins, end)
-        spread = _Unit(*(np.repeat(getattr(unit, name), counts) for name in _Unit.__slots__))
-        return _Labels(self._extended(rows, spread, repeated, end), parents, repeated)
-
-    def _unit(self, begins: NDArray[np.int64], end: int) -> _Unit:
-        return self._made(
+        unit = self._made(
             self.sums[end] - self.sums[begins],
             self.forward[end] - self.forward[begins] - self.atoms.gap_forward_s[begins],
             self.backward[end] - self.backward[begins] - self.atoms.gap_backward_s[begins],
         )
+        spread = _Unit(*(np.repeat(getattr(unit, name), counts) for name in _Unit.__slots__))
+        new = np.empty_like(rows)
+        self._forward(rows, spread, new)
+        new[:, _COMPUTE] += self.atoms.gap_forward_s[end]
+        self._backward(rows, spread, repeated, new)
+        return _Labels(new, parents, repeated)
 
     def _made(self, elements: Floats, forward_s: Floats, backward_s: Floats) -> _Unit:
         cost = self.cost
@@ -197,14 +199,6 @@ class _Programme:
             scatter_s=cost.scatter.time(scattered),
             across_s=np.zeros_like(elements) if cost.replicate is None else cost.replicate.time(scattered),
         )
-
-    def _extended(self, rows: Floats, unit: _Unit, begins: NDArray[np.int64], end: int) -> Floats:
-        """Labels with one more unit."""
-        new = np.empty_like(rows)
-        self._forward(rows, unit, new)
-        new[:, _COMPUTE] += self.atoms.gap_forward_s[end]
-        self._backward(rows, unit, begins, new)
-        return new
 
     def _forward(self, rows: Floats, unit: _Unit, new: Floats) -> None:
         copied = rows[:, _COPY] + unit.copy_in_s

@@ -14,6 +14,8 @@ KEEP, RECOMPUTE, FETCH, OFFLOAD = range(4)
 
 BlockRange = tuple[int, int, int]
 """(first block, block after the last, action)."""
+BlockRanges = tuple[BlockRange, ...]
+"""What is done with a whole chain."""
 
 
 def ranges_of(profile: Profile, memory_plan: MemoryPlan) -> list[BlockRange]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import lru_cache
 
 from msgspec.structs import replace
@@ -15,6 +15,7 @@ from backbeat.model.files import bundled
 from backbeat.simulate.host_lane import device_alone
 
 _TIMES = ("forward_s", "backward_s")
+_MEMORY_SIZES = [name for name in Memory.__struct_fields__ if name.endswith("_bytes")]
 _GROWING = ("activation_bytes", "batch_bytes", "head_bytes", "outside_bytes")
 _SIZES = (
     "input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes", "backward_peak_bytes", "cast_saving_bytes",
@@ -124,6 +125,13 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
     def between(first: float, second: float) -> float:
         return max(first + share * (second - first), 0.0)
 
+    def sizes_between(first: object, second: object, names: Iterable[str]) -> dict[str, int]:
+        return {name: round(between(getattr(first, name), getattr(second, name))) for name in names}
+
+    def block_between(first: Block, second: Block) -> Block:
+        times = {name: between(getattr(first, name), getattr(second, name)) for name in _TIMES}
+        return replace(first, **times, **sizes_between(first, second, _SIZES))
+
     near, far = (one, two) if share < 0.5 else (two, one)
     ready_far = {gradient.name: gradient.ready_s for gradient in far.gradients}
     weight = share if near is one else 1 - share
@@ -142,6 +150,9 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
     if one.device_s is not None or two.device_s is not None:
         device_s = between(*(device_alone(side).forward_s + device_alone(side).backward_s for side in (one, two)))
     alike = same_blocks(one, two)
+    memory = one.memory if alike and two.memory is not None else None
+    if memory is not None:
+        memory = replace(memory, **sizes_between(memory, two.memory, _MEMORY_SIZES))
     return replace(
         near,
         batch_size=batch_size,
@@ -152,26 +163,11 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
         device_s=device_s,
         iteration_s=tuple(seconds * scale for seconds in near.iteration_s),
         gradients=tuple(gradients),
-        blocks=tuple(_block(*pair, between) for pair in zip(one.blocks, two.blocks, strict=True)) if alike else (),
-        memory=_memory(one.memory, two.memory, between) if alike else None,
+        blocks=tuple(block_between(*pair) for pair in zip(one.blocks, two.blocks, strict=True)) if alike else (),
+        memory=memory,
         buffer_bytes=one.buffer_bytes,
         notes=(*near.notes, note),
     )
-
-
-def _block(one: Block, two: Block, between: Callable[[float, float], float]) -> Block:
-    return replace(
-        one,
-        **{name: between(getattr(one, name), getattr(two, name)) for name in _TIMES},
-        **{name: round(between(getattr(one, name), getattr(two, name))) for name in _SIZES},
-    )
-
-
-def _memory(one: Memory | None, two: Memory | None, between: Callable[[float, float], float]) -> Memory | None:
-    if one is None or two is None:
-        return None
-    sizes = [name for name in Memory.__struct_fields__ if name.endswith("_bytes")]
-    return replace(one, **{name: round(between(getattr(one, name), getattr(two, name))) for name in sizes})
 
 
 def _proportional(one: Profile, batch_size: int) -> Profile:

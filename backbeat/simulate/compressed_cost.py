@@ -18,14 +18,13 @@ from numpy.typing import ArrayLike, NDArray
 from backbeat.cost import Curve
 from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model import Compression, Network, Plan, Profile
-from backbeat.model.prediction import Breakdown, Span
+from backbeat.model.prediction import Breakdown
+from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.simulate.contention import contended
 from backbeat.simulate.engine import in_turn
-from backbeat.simulate.gather_scatter import GatherScatter
+from backbeat.simulate.gather_scatter import half_curve
 from backbeat.simulate.schedule import covered_s
 
-ELEMENT_BYTES = 4
-"""A profile knows bytes, not elements: gradients are taken as fp32, as autocast leaves them."""
 ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
 """Where a profile has not measured it: about what a core of a CPU takes. A GPU takes far less: 0.006 ns a byte and
 0.4 ms a bucket on an H200 (the bundled profile of ResNet-152)."""
@@ -53,18 +52,15 @@ def kept_bytes(elements: int, compression: Compression) -> int:
 class CompressedCost:
     """How long compressed buckets travel on a network."""
 
-    workers: int
+    network: Network
     gather: Curve
-    derived: bool
-    """The all-gather is not measured, but follows from the all-reduce."""
 
     @classmethod
     def of(cls, network: Network) -> CompressedCost:
-        """Without a measured all-gather it is half of an all-reduce."""
-        return cls(network.workers, GatherScatter.of(network).gather, network.all_gather is None)
+        return cls(network, half_curve(network, "all_gather"))
 
     def time(self, elements: ArrayLike, compression: Compression) -> NDArray[np.float64]:
-        return self.gather.time(self.workers * message_bytes(elements, compression.density))
+        return self.gather.time(self.network.workers * message_bytes(elements, compression.density))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +77,13 @@ class Piece:
         """Of the gradients with these indices."""
         held = [profile.gradients[index] for index in members]
         return cls(max(one.ready_s for one in held), sum(one.bytes for one in held), compression)
+
+    @property
+    def sent_bytes(self) -> int:
+        """By each worker."""
+        if self.compression is None:
+            return self.bytes
+        return round(float(message_bytes(self.bytes / ELEMENT_BYTES, self.compression.density)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +103,11 @@ class CompressedFlow:
 
 
 def compressed_flow(
-    pieces: Sequence[Piece], profile: Profile, network: Network, cost: CompressedCost, slowdown: float = 1.0
+    pieces: Sequence[Piece], profile: Profile, cost: CompressedCost, slowdown: float = 1.0
 ) -> CompressedFlow:
     """One communicator, pieces in launch order; compression takes its turn on the compute stream as pieces become
     ready, and computation takes `slowdown` times as long beside communication."""
-    rate, fixed = compression_s_per_byte(profile), compression_s_per_bucket(profile)
+    rate, fixed, dense = compression_s_per_byte(profile), compression_s_per_bucket(profile), cost.network.cost
     order = sorted(range(len(pieces)), key=lambda index: pieces[index].ready_s)
     ready = [0.0] * len(pieces)
     spent = 0.0
@@ -116,8 +119,8 @@ def compressed_flow(
     busy: list[float] = []
     for piece in pieces:
         if piece.compression is None:
-            alone.append(float(network.cost.time(piece.bytes)))
-            busy.append(float(network.cost.busy_time(piece.bytes)))
+            alone.append(float(dense.time(piece.bytes)))
+            busy.append(float(dense.busy_time(piece.bytes)))
         else:
             alone.append(float(cost.time(piece.bytes / ELEMENT_BYTES, piece.compression)))
             busy.append(alone[-1])
@@ -138,14 +141,11 @@ def compression_s_per_bucket(profile: Profile) -> float:
 
 
 def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str, ...]]]:
-    """The plan's buckets, and after them what it does not name; and their names."""
-    plan.check(profile)
-    buckets = [(bucket.gradients, bucket.compression) for bucket in plan.buckets]
-    if missing := plan.missing(profile):
-        buckets.append((tuple(missing), None))
-    index = profile.index
-    pieces = [Piece.of(profile, [index[name] for name in names], compression) for names, compression in buckets]
-    return pieces, [names for names, _ in buckets]
+    """The plan's buckets, and what it does not name; and their names."""
+    buckets, index = plan.sent_buckets(profile), profile.index
+    members = ([index[name] for name in bucket.gradients] for bucket in buckets)
+    pieces = [Piece.of(profile, inside, one.compression) for inside, one in zip(members, buckets, strict=True)]
+    return pieces, [bucket.gradients for bucket in buckets]
 
 
 def exposed_parts(profile: Profile, flow: CompressedFlow) -> Breakdown:
@@ -155,29 +155,9 @@ def exposed_parts(profile: Profile, flow: CompressedFlow) -> Breakdown:
     return Breakdown(bandwidth_s=busy, waiting_s=waiting, contention_s=flow.contention_s)
 
 
-def spans(
-    profile: Profile, flow: CompressedFlow, pieces: Sequence[Piece], labels: Sequence[str], backward: float
-) -> tuple[Span, ...]:
-    """The computation, compression included, and every bucket on the communicator; bytes are what each worker sends."""
-    end = backward + flow.end_s
-    drawn = [
-        Span("compute", "forward", 0.0, backward),
-        Span("compute", "backward and compression", backward, backward + flow.backward_s),
-        Span("compute", "update", end, end + profile.update_s),
-    ]
-    for piece, label, start, stop in zip(pieces, labels, flow.starts, flow.finishes, strict=True):
-        size = piece.bytes
-        if piece.compression is not None:
-            size = round(float(message_bytes(piece.bytes / ELEMENT_BYTES, piece.compression.density)))
-        word = f"{label} (topk)" if piece.compression else label
-        drawn.append(Span("communicator 0", word, backward + start, backward + stop, size))
-    return tuple(drawn)
-
-
 def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:
     """What is assumed rather than measured in the prediction of a compressed plan."""
     notes = []
-    cost = CompressedCost.of(network)
     if profile.compression_s_per_byte is None:
         notes.append(
             f"the profile has no compression cost: taken as {ASSUMED_COMPRESSION_S_PER_BYTE * 1e9:g} ns a byte; "
@@ -188,7 +168,7 @@ def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:
             "the profile does not say what a compressed bucket costs by itself, in launches: taken as nothing; "
             "profile again to measure it"
         )
-    if cost.derived:
+    if network.all_gather is None:
         notes.append("the all-gather of compressed buckets is derived from the all-reduce, not measured")
     if plan.communicators > 1:
         notes.append(f"compressed plans are predicted on one communicator; this one has {plan.communicators}")

@@ -1,5 +1,8 @@
 """Computation beside communication: while a message is in flight, computation takes `slowdown` times as long.
 
+Which slowdown holds (`slowdown_of`): the one measured on the cluster, or that emulated for the accelerator and the
+transport, or none.
+
 NCCL's kernels take multiprocessors and memory bandwidth away from whatever runs beside them, from a message's launch to
 its end. So gradients become ready later the more of their backward pass overlaps with communication, which moves the
 communication, and so on. What happens until some moment depends on nothing after it. So the buckets run again and
@@ -11,13 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from backbeat.cost.accelerators import Accelerator, accelerator
+from backbeat.cost.collectives import traffic
+from backbeat.model import Network, Profile
+from backbeat.model.files import ZOO
+from backbeat.model.slowdown import CHANNELS, Contention, Slowdown, Transport
 from backbeat.simulate.schedule import busy_periods
 
+EMULATED = ZOO / "accelerators" / "h200-contention.json"
+_WORTH_SAYING = 1.005
 _SAME = 1e-12
 """Ready times this close to those of the run before, relative to the last, are the same."""
 
@@ -124,3 +135,67 @@ def _clock(flow: Messages, before: ComputeClock, slowdown: float) -> ComputeCloc
         done += [start, start + length / slowdown]
         at += [arrives, arrives + length]
     return ComputeClock(np.array(done), np.array(at))
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeSlowdown:
+    """Computation beside communication."""
+
+    factor: float = 1.0
+    """How many times as long it takes."""
+    notes: tuple[str, ...] = ()
+
+
+def slowdown_of(profile: Profile, network: Network, *, sharded: bool = False) -> ComputeSlowdown:
+    """How much longer this profile's computation takes while this network carries its gradients, or, under a `sharded`
+    plan, its all-gathers and reduce-scatters.
+
+    What the network's file measured comes first. Otherwise it is the emulation on an H200, for the transport's channels
+    and the network's bandwidth; on other accelerators by the shares of multiprocessors and memory bandwidth that these
+    take there, which is an assumption. It is 1 where the network does not name a transport or the profile's device is
+    no accelerator of the table.
+    """
+    found = slowdown_on(network, accelerator(profile.device), sharded=sharded)
+    if found is None:
+        return ComputeSlowdown()
+    factor = found[0].of(profile.compute_shares)
+    note = f"computation takes {factor:.2f} times as long beside communication ({found[1]})"
+    return ComputeSlowdown(factor, (note,) if factor >= _WORTH_SAYING else ())
+
+
+def slowdown_on(network: Network, device: Accelerator | None, *, sharded: bool = False) -> tuple[Slowdown, str] | None:
+    """The slowdown of each kind of work on such a device beside this network's collectives, and where it is from; None
+    where nobody knows."""
+    if network.workers == 1:
+        return None
+    measured = network.slowdown
+    if sharded and network.sharded is not None and network.sharded.slowdown is not None:
+        measured = network.sharded.slowdown
+    if measured is not None:
+        return measured, "as measured on this cluster"
+    transport = _transport(network)
+    if transport is None or device is None:
+        return None
+    data = emulated()
+    channels = CHANNELS[transport]
+    slope = network.cost.isolated.link_s_per_byte
+    bus = traffic("all_reduce", "ring", network.workers) / slope if slope > 0 else 0.0
+    moved = min(channels.memory * bus / device.bytes_per_s, 1.0)
+    same = device.name == data.accelerator
+    where = f"emulated on an {data.accelerator}" + ("" if same else f", scaled to the {device.name} by assumption")
+    return data.slowdown(min(channels.sms / device.multiprocessors, 1.0), moved), f"{where} for {transport}"
+
+
+def _transport(network: Network) -> Transport | None:
+    """Of all workers in one node, where others are joined by a network, NVLink is taken to carry their messages."""
+    topology = network.topology
+    if topology.transport is None or network.nodes > 1 or topology.gpus_per_node == 1:
+        return topology.transport
+    if topology.transport == "nvls" or "nvls" in (topology.algorithm, topology.inside_algorithm):
+        return "nvls"
+    return "nvlink"
+
+
+@lru_cache(maxsize=1)
+def emulated() -> Contention:
+    return Contention.load(EMULATED)

@@ -1,4 +1,4 @@
-"""When buckets travel: a recursion on one communicator, events on several, which share one link.
+"""When buckets travel: a recursion on one communicator, events on several, which share one link; or at run time.
 
 On one communicator every bucket starts when it is ready and the one before it is done. On several, buckets start in
 plan order from one thread. A bucket launches no earlier than the one before it in the plan, no earlier than it is
@@ -7,18 +7,24 @@ the link. All buckets on the link get equal shares, and n of them together do e(
 gets e(n)/n. Latencies overlap; where they were measured to slow each other down, each of n advances at 1/u(n). A link
 that has been idle may give a bucket a head start, where isolated messages were measured to take less than those in a
 row; never more than it was idle for.
+
+Run-time fusion is as Horovod does it: at each tick with the communicator free, whatever is ready travels together.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
+from backbeat.model import DynamicFusion, Profile
 from backbeat.simulate.schedule import Flow, Schedule
 
 _NEVER = float("inf")
@@ -162,3 +168,40 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
             _, bucket, latency = coming.popleft()
             starting.enter(bucket, latency, now)
     return Flow(np.array(starts), np.array(on_link), np.array(finishes))
+
+
+@dataclass(frozen=True, slots=True)
+class FusedFlow(Flow):
+    """Buckets as they come about at run time."""
+
+    ends: list[int]
+    """Where each ends in ready order: the index after its last gradient."""
+
+
+def fuse(
+    profile: Profile, cost: LinkCost, settings: DynamicFusion, ready_s: NDArray[np.float64] | None = None
+) -> FusedFlow:
+    """The buckets that come about, and when they travel; `ready_s` where gradients are ready at other times.
+
+    A bucket of several tensors is copied into the fusion buffer and out again; a tensor alone is sent from its place. A
+    tensor larger than the buffer travels alone.
+    """
+    ready, sizes = (profile.ready if ready_s is None else ready_s).tolist(), profile.sizes.tolist()
+    count = len(sizes)
+    ends: list[int] = []
+    times: list[tuple[float, float, float]] = []
+    free, first = -_NEVER, 0
+    while first < count:
+        # A ready time that is a tick, but for rounding, is caught by that tick.
+        tick = math.ceil(max(ready[first], free) / settings.cycle_s - 1e-9) * settings.cycle_s
+        last, total = first + 1, sizes[first]
+        while last < count and ready[last] <= tick and total + sizes[last] <= settings.buffer_bytes:
+            total += sizes[last]
+            last += 1
+        copy = total / settings.copy_bytes_per_s if last - first > 1 else 0.0
+        reduced = max(tick + copy + float(cost.time(total)), free + copy + float(cost.busy_time(total)))
+        ends.append(last)
+        times.append((tick, max(reduced - float(cost.transfer(total)), tick + copy), reduced + copy))
+        free, first = reduced + copy, last
+    starts, on_link, finishes = np.array(times).T
+    return FusedFlow(starts, on_link, finishes, ends)

@@ -17,19 +17,19 @@ from backbeat.cost.link import LinkCost
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
-from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.contention import UNDISTURBED, least_s
+from backbeat.simulate.contention import UNDISTURBED
 from backbeat.simulate.engine import communicate
-from backbeat.simulate.gather_scatter import GatherScatter
+from backbeat.simulate.gather_scatter import half_curve
 from backbeat.simulate.iteration import (
     Iteration,
     communicate_beside,
     compute_spans,
     exposed_breakdown,
-    least_link_s,
+    least_end_s,
     travel_spans,
 )
 from backbeat.simulate.schedule import Schedule, capped, running_sums
+from backbeat.units import first_to_last
 
 
 def framework_iteration(
@@ -38,7 +38,7 @@ def framework_iteration(
     """The plan's buckets, reduced as the framework does it. The profile's gradients are as large as they travel."""
     cost = network.cost
     if reduction.collective == "reduce_scatter":
-        cost = LinkCost(GatherScatter.of(network).scatter)
+        cost = LinkCost(half_curve(network, "reduce_scatter"))
     communicators = plan.communicators
     schedule, names = Schedule.of_plan(profile, plan)
     if reduction.overlap == "none":
@@ -57,9 +57,8 @@ def framework_iteration(
     before += (repeats - 1) * (profile.forward_s + reduced)
     start = gathered.forward_end_s + before
     end = start + reduced
-    least = least_s(profile.backward_s, least_link_s(profile, cost, communicators), slowdown)
     compute = micro_batches * (profile.forward_s + profile.backward_s) + update
-    bound = compute - profile.backward_s + max(least, communication_bound(profile, cost, communicators))
+    bound = compute - profile.backward_s + least_end_s(profile, cost, communicators, slowdown)
     return Iteration(
         end + update,
         bound,
@@ -74,7 +73,7 @@ def framework_iteration(
         (
             *compute_spans(start, start + backward, end, end + update, forward=gathered.forward_start_s),
             *gathered.spans,
-            *travel_spans(schedule, flow, names, start),
+            *travel_spans(schedule.communicators, map(first_to_last, names), flow, schedule.sizes, start),
         ),
         len(names),
         float(schedule.sizes.max()),
@@ -105,7 +104,7 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
         ends = capped(sizes.tolist(), [float(cap)])
     sums, computed = running_sums(sizes), running_sums(_forward_s(profile))
     bounds = list(pairwise([0, *ends]))
-    curve = GatherScatter.of(network).gather
+    curve = half_curve(network, "all_gather")
     parts = [(sums[last] - sums[first], computed[last] - computed[first]) for first, last in bounds]
     times = [float(curve.time(size)) for size, _ in parts]
     starts: list[float] = []

@@ -1,33 +1,24 @@
-"""What the two halves of an all-reduce cost by themselves: a reduce-scatter and an all-gather."""
+"""What each half of an all-reduce costs by itself: a reduce-scatter, or an all-gather."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from backbeat.cost.collectives import Shape, steps, traffic
 from backbeat.cost.curve import Curve
-from backbeat.model import CollectiveTimes, Network
+from backbeat.model import Network
 
 
-@dataclass(frozen=True)
-class GatherScatter:
-    """What the two halves cost. Where a network has not measured them, each is half of its all-reduce, or more where
-    switches reduce: they spare the all-reduce bytes that the halves do send."""
+def half_curve(network: Network, collective: Literal["all_gather", "reduce_scatter"]) -> Curve:
+    """What this half costs. Where the network has not measured it, it is half of the all-reduce, or more where switches
+    reduce: they spare the all-reduce bytes that its halves do send.
 
-    scatter: Curve
-    gather: Curve
-
-    @classmethod
-    def of(cls, network: Network) -> GatherScatter:
-        return cls(_half(network.reduce_scatter, network), _half(network.all_gather, network))
-
-
-def _half(times: CollectiveTimes | None, network: Network) -> Curve:
-    """Never less than its time on the link: an isolated message may be let through faster where a shaped link was idle,
-    but most halves follow each other without a gap."""
+    Never less than its time on the link: an isolated message may be let through faster where a shaped link was idle,
+    but most halves follow each other without a gap.
+    """
+    times = network.all_gather if collective == "all_gather" else network.reduce_scatter
     if times is not None:
         alone = times.curve
     else:

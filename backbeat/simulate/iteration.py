@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from backbeat.cost import LinkCost
-from backbeat.model import Network, Plan, Profile
+from backbeat.model import DynamicFusion, Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, exposed_parts, pieces_of, spans
-from backbeat.simulate.contention import ComputeClock, contended, least_s
-from backbeat.simulate.dynamic import fuse
-from backbeat.simulate.engine import communicate
+from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, exposed_parts, pieces_of
+from backbeat.simulate.contention import ComputeClock, Messages, contended, least_s
+from backbeat.simulate.engine import FusedFlow, communicate, fuse
 from backbeat.simulate.schedule import Flow, Schedule, covered_s
 from backbeat.units import first_to_last
 
@@ -39,12 +40,12 @@ def alone(profile: Profile, plan: Plan, before: float) -> Iteration:
 
 
 def compute_spans(
-    backward: float, backward_end: float, update: float, end: float, *, forward: float = 0.0
+    backward: float, backward_end: float, update: float, end: float, *, forward: float = 0.0, word: str = "backward"
 ) -> tuple[Span, ...]:
     """The computation, by when each part begins; other micro-batches count as forward."""
     return (
         Span("compute", "forward", forward, backward),
-        Span("compute", "backward", backward, backward_end),
+        Span("compute", word, backward, backward_end),
         Span("compute", "update", update, end),
     )
 
@@ -55,18 +56,14 @@ def within_iteration(profile: Profile, network: Network, plan: Plan, before: flo
     names, schedule, flow, clock = run(profile, plan, cost, slowdown)
     backward_end = float(clock.when(profile.backward_s))
     end = max(backward_end, flow.end_s)
-    bound_end = max(
-        least_s(profile.backward_s, least_link_s(profile, cost, plan.communicators), slowdown),
-        communication_bound(profile, cost, plan.communicators),
-    )
     backward, around = before + profile.forward_s, before + profile.forward_s + profile.update_s
     return Iteration(
         around + end,
-        around + bound_end,
+        around + least_end_s(profile, cost, plan.communicators, slowdown),
         exposed_breakdown(profile, cost, schedule, flow, clock, plan.communicators),
         (
             *compute_spans(backward, backward + backward_end, backward + end, backward + end + profile.update_s),
-            *travel_spans(schedule, flow, names, backward),
+            *travel_spans(schedule.communicators, map(first_to_last, names), flow, schedule.sizes, backward),
         ),
         len(names),
         float(schedule.sizes.max()),
@@ -79,13 +76,21 @@ def compressed_iteration(
     """Some buckets travel compressed: one communicator, and compression takes computation. Its bound is that nothing is
     exposed."""
     pieces, names = pieces_of(profile, plan)
-    flow = compressed_flow(pieces, profile, network, CompressedCost.of(network), slowdown)
-    around = before + profile.forward_s + profile.update_s
+    flow = compressed_flow(pieces, profile, CompressedCost.of(network), slowdown)
+    backward, around = before + profile.forward_s, before + profile.forward_s + profile.update_s
+    end, computed = backward + flow.end_s, backward + flow.backward_s
+    labels = [
+        first_to_last(bucket) + (" (topk)" if piece.compression else "")
+        for bucket, piece in zip(names, pieces, strict=True)
+    ]
     return Iteration(
         around + flow.end_s,
         around + flow.backward_s - flow.contention_s,
         exposed_parts(profile, flow),
-        spans(profile, flow, pieces, [first_to_last(bucket) for bucket in names], before + profile.forward_s),
+        (
+            *compute_spans(backward, computed, end, end + profile.update_s, word="backward and compression"),
+            *travel_spans([0] * len(pieces), labels, flow, [piece.sent_bytes for piece in pieces], backward),
+        ),
         len(names),
         float(max((piece.bytes for piece in pieces if piece.compression is None), default=0)),
     )
@@ -97,14 +102,19 @@ def run(
     """The plan's buckets by name, as arrays, when they travel, and how far computation is meanwhile."""
     if plan.dynamic is not None:
         plan.check(profile)
-        settings = plan.dynamic
-        fused, clock = contended(lambda ready: fuse(profile, cost, settings, ready), profile.ready, slowdown)
+        fused, clock = fuse_beside(profile, cost, plan.dynamic, slowdown)
         order = [gradient.name for gradient in profile.gradients]
-        starts = [0, *fused.ends[:-1]]
-        names = [tuple(order[first:last]) for first, last in zip(starts, fused.ends, strict=True)]
+        names = [tuple(order[first:last]) for first, last in pairwise([0, *fused.ends])]
         return names, Schedule.of_ends(profile, fused.ends), fused, clock
     schedule, names = Schedule.of_plan(profile, plan)
     return names, schedule, *communicate_beside(schedule, cost, plan.communicators, slowdown)
+
+
+def fuse_beside(
+    profile: Profile, cost: LinkCost, settings: DynamicFusion, slowdown: float
+) -> tuple[FusedFlow, ComputeClock]:
+    """Buckets formed at run time, and the computation that takes `slowdown` times as long beside them."""
+    return contended(lambda ready: fuse(profile, cost, settings, ready), profile.ready, slowdown)
 
 
 def communicate_beside(
@@ -143,23 +153,21 @@ def exposed_breakdown(
     )
 
 
-def least_link_s(profile: Profile, cost: LinkCost, communicators: int) -> float:
-    """The least time that messages are on the link, whatever the bucketing."""
+def least_end_s(profile: Profile, cost: LinkCost, communicators: int, slowdown: float) -> float:
+    """The earliest end of backward and communication, whatever the bucketing. Computation is slowed down for as long as
+    the link needs at least."""
     _, per_byte = cost.cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
-    return per_byte * float(profile.sizes.sum()) / cost.best_efficiency(communicators)
+    on_link = per_byte * float(profile.sizes.sum()) / cost.best_efficiency(communicators)
+    return max(least_s(profile.backward_s, on_link, slowdown), communication_bound(profile, cost, communicators))
 
 
-def travel_spans(schedule: Schedule, flow: Flow, names: list[tuple[str, ...]], backward: float) -> tuple[Span, ...]:
+def travel_spans(
+    communicators: Iterable[int], labels: Iterable[str], flow: Messages, sizes: Iterable[float], backward: float
+) -> tuple[Span, ...]:
     """Every bucket on its communicator; `backward` is when the overlapping backward starts."""
-    rows = zip(
-        schedule.communicators,
-        names,
-        (flow.starts + backward).tolist(),
-        (flow.finishes + backward).tolist(),
-        schedule.sizes.tolist(),
-        strict=True,
-    )
     return tuple(
-        Span(f"communicator {communicator}", first_to_last(bucket), start, stop, int(size))
-        for communicator, bucket, start, stop, size in rows
+        Span(f"communicator {communicator}", label, backward + float(start), backward + float(stop), int(size))
+        for communicator, label, start, stop, size in zip(
+            communicators, labels, flow.starts, flow.finishes, sizes, strict=True
+        )
     )

@@ -86,7 +86,7 @@ def memory_timeline(
     profile: Profile, memory_plan: MemoryPlan, plan: Plan | None = None, *, workers: int | None = None
 ) -> MemoryTimeline:
     """Predict peak and times of one iteration; `plan` says how gradients are held (None: dense, flat buffers)."""
-    chain = Chain.of(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
+    chain = Chain(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
     run = chain.run(ranges_of(profile, memory_plan))
     return MemoryTimeline(
         **{field.name: getattr(run, field.name) for field in fields(run)},
@@ -134,6 +134,11 @@ class Chain:
     """A profile's blocks as plain lists, with what is on the device whatever the plan."""
 
     def __init__(self, profile: Profile, holdings: ResidentMemory) -> None:
+        if not profile.blocks:
+            raise InputError(
+                f"the profile {profile.name!r} has no blocks, so nothing is known of its activations: "
+                "profile it again with `backbeat profile`, on the device itself (--analytic measures no blocks)"
+            )
         self.host_plain, self.host_more = HostLane.of(profile).micro_batch_s, memory_costs(profile)
         profile = device_alone(profile)
         blocks = profile.blocks
@@ -152,6 +157,7 @@ class Chain:
         self.loss_forward = max(profile.forward_s - sum(self.forward), 0.0)
         self.loss_backward = max(profile.backward_s - sum(self.backward), 0.0)
         self.output = [block.output_bytes for block in blocks]
+        # What enters is the output of the block before: a recomputed segment may go on through here.
         self.joined = [index > 0 and block.chained for index, block in enumerate(blocks)]
         self.input = [
             self.output[index - 1] if self.joined[index] else block.input_bytes for index, block in enumerate(blocks)
@@ -161,22 +167,14 @@ class Chain:
         self.backward_peak = [block.backward_peak_bytes for block in blocks]
         self.saves_input = [block.saves_input for block in blocks]
         self.saves_output = [block.saves_output for block in blocks]
-        # A recomputed segment may begin here; it may go on through here.
         self.may_begin = [not block.changes_input for block in blocks]
-        self.may_go_on = self.joined
         link = profile.host_link
         self.has_host = link is not None
+        # What can be done with single blocks, and with those that are recomputed, alone or together.
+        self.alone = (KEEP, OFFLOAD) if link else (KEEP,)
+        self.again = (RECOMPUTE, FETCH) if link else (RECOMPUTE,)
         self.to_host = link.to_host_bytes_per_s if link else 1.0
         self.to_device = link.to_device_bytes_per_s if link else 1.0
-
-    @classmethod
-    def of(cls, profile: Profile, holdings: ResidentMemory) -> Chain:
-        if not profile.blocks:
-            raise InputError(
-                f"the profile {profile.name!r} has no blocks, so nothing is known of its activations: "
-                "profile it again with `backbeat profile`, on the device itself (--analytic measures no blocks)"
-            )
-        return cls(profile, holdings)
 
     def run(self, ranges: Sequence[BlockRange], tally: Tally | None = None) -> ChainRun:
         """Forward and backward once, by the rules at the head of this module; counted by `tally`."""
@@ -240,10 +238,10 @@ class Chain:
             if away[k]:
                 bring[range_of[k] if sends else range_of[k - 1]] += self.input[k]
             if what == OFFLOAD:
-                bring[range_of[k]] += self.saved[k] + (self.output[k] if self._keeps_apart(k) else 0)
+                bring[range_of[k]] += self.saved[k] + (self.output[k] if self.keeps_apart(k) else 0)
         return until, away, bring
 
-    def _keeps_apart(self, k: int) -> bool:
+    def keeps_apart(self, k: int) -> bool:
         """Its output is saved, and is not what enters the next block."""
         return self.saves_output[k] and (k + 1 == self.count or not self.joined[k + 1])
 
@@ -283,7 +281,7 @@ class Chain:
                     moved = self.saved[k]
                     if away[k] and not sent:
                         moved += self.input[k]
-                    if self._keeps_apart(k) or (self.saves_output[k] and away[k + 1]):
+                    if self.keeps_apart(k) or (self.saves_output[k] and away[k + 1]):
                         moved += self.output[k]
                     link_free = wait_at[k + AHEAD] = max(link_free, tally.now) + moved / self.to_host
                     free_at[k + AHEAD] += moved
@@ -322,7 +320,7 @@ class Chain:
                 # The gradient of its input takes the place of that of its output.
                 gradient = inputs[k] if self.joined[k] or k == 0 else outputs[k - 1]
                 tally.level += gradient - outputs[k] - saved[k]
-                if self.saves_output[k] and (again or self._keeps_apart(k)):
+                if self.saves_output[k] and (again or self.keeps_apart(k)):
                     tally.level -= outputs[k]
                 elif until[k + 1] == k:
                     tally.level -= inputs[k + 1]

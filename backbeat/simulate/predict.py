@@ -1,8 +1,8 @@
-"""One iteration, put together: compute, communication, buffers and stragglers."""
+"""One iteration, put together: compute, communication, buffers and stragglers; and where a scaling curve bends."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -12,13 +12,13 @@ from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.model.sharded_times import ShardedHost
 from backbeat.simulate.compressed_cost import remarks
+from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.host_lane import HostLane, device_alone
 from backbeat.simulate.iteration import Iteration, alone, compressed_iteration, within_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
-from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stragglers import Straggling, straggling
 from backbeat.units import format_bytes, format_seconds
 
@@ -28,6 +28,8 @@ _ANALYTIC = 0.15
 """How far compute may be off that is computed from shapes. validation/published says where both come from."""
 _NEGLIGIBLE = 0.02
 """Exposed time below this share of T(1) is not called a bottleneck."""
+_WORTH_IT = 0.5
+"""Past the knee an added worker brings less than this share of what one worker does alone."""
 
 
 def predict(
@@ -67,6 +69,29 @@ def predict(
     )
 
 
+def knee(curve: Sequence[Prediction]) -> int | None:
+    """The number of workers past which an added one brings less than half of what one does alone.
+
+    Counted from one worker: it is 1 where the first point of the curve does not pay either, however the curve goes on.
+    None where all of it pays: the knee lies beyond.
+    """
+    points = sorted(curve, key=lambda point: point.workers)
+    if not points:
+        raise InputError("a scaling curve needs at least one number of workers")
+    workers = 1
+    previous = None
+    for point in points:
+        if point.workers > 1:
+            # Both sides times the scaling factor, which is 0 for a profile that computes nothing.
+            each = point.samples_per_s / point.workers
+            before = each if previous is None else previous.samples_per_s * point.scaling_factor
+            added = point.samples_per_s * point.scaling_factor - before
+            if added < _WORTH_IT * each * (point.workers - workers):
+                return workers
+        workers, previous = point.workers, point
+    return None
+
+
 def _predicted(
     profile: Profile,
     network: Network,
@@ -91,12 +116,12 @@ def _predicted(
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     device_single = before + profile.forward_s + profile.backward_s + profile.update_s
     single = lane.paced(device_single, micro_batches)
-    sharded = plan.sharding is not None
+    sharded, several = plan.sharding is not None, network.workers > 1
     slowdown = slowdown_of(profile, network, sharded=sharded)
     if sharded:
         held = sharded_memory(measured, plan, micro_batches=micro_batches)
         peak = held.peak_bytes if held else None
-    if network.workers == 1:
+    if not several:
         step = alone(profile, plan, before)
     elif reduction is not None:
         step = framework_iteration(profile, network, plan, reduction, micro_batches, slowdown.factor)
@@ -106,20 +131,22 @@ def _predicted(
         step = compressed_iteration(profile, network, plan, before, slowdown.factor)
     else:
         step = within_iteration(profile, network, plan, before, slowdown.factor)
-    buffers = (
-        broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 and not sharded else 0.0
-    )
-    waits = None
-    if network.workers > 1:
-        waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
+    buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and several and not sharded else 0.0
+    longer = micro_batches / profile.accumulation
+    waits = straggling(profile.iteration_s, network.workers, longer) if several else None
     wait = waits.wait_s if waits else 0.0
     device = buffers + step.steady_s
     steady, issued = single, single
-    if network.workers > 1:
-        wrapped = not sharded and reduction is None
-        fsdp = network.sharded.host if sharded and network.sharded is not None else None
-        job = _Issued(len(profile.gradients), wrapped, fsdp)
-        steady, issued = _at_host_pace(lane, device, step, job, micro_batches)
+    if several:
+        steady, issued = _at_host_pace(
+            lane,
+            device,
+            step,
+            micro_batches,
+            gradients=len(profile.gradients),
+            wrapped=not sharded and reduction is None,
+            fsdp=network.sharded.host if sharded and network.sharded is not None else None,
+        )
     host_alone = steady > device and issued >= steady
     iteration = steady + wait
     notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
@@ -158,27 +185,25 @@ def _predicted(
     )
 
 
-class _Issued(NamedTuple):
-    """What of a plan the host issues."""
-
-    gradients: int
-    wrapped: bool
-    """backbeat's wrapper runs the plan."""
-    fsdp: ShardedHost | None
-    """What FSDP2 takes of the host, its collectives included, where that was measured."""
-
-
 def _at_host_pace(
-    lane: HostLane, device_s: float, step: Iteration, job: _Issued, micro_batches: int
+    lane: HostLane,
+    device_s: float,
+    step: Iteration,
+    micro_batches: int,
+    *,
+    gradients: int,
+    wrapped: bool,
+    fsdp: ShardedHost | None,
 ) -> tuple[float, float]:
-    """The step with the host in, and what issuing it takes. The wrapper has a hook for each gradient, and a status
-    message after the last bucket."""
-    if lane.by_block and job.fsdp is not None:
-        lane = lane.longer(job.fsdp.micro_batch_s(step.buckets, job.gradients), job.fsdp.update_s * job.gradients)
-    if not lane.by_block or job.fsdp is not None:
+    """The step with the host in, and what issuing it takes. backbeat's wrapper, where the plan is `wrapped`, has a hook
+    for each gradient, and a status message after the last bucket. `fsdp` is what FSDP2 takes of the host, its
+    collectives included, where that was measured."""
+    if lane.by_block and fsdp is not None:
+        lane = lane.longer(fsdp.micro_batch_s(step.buckets, gradients), fsdp.update_s * gradients)
+    if not lane.by_block or fsdp is not None:
         return lane.paced(device_s, micro_batches), lane.step_s(micro_batches)
-    parts, hooks = step.breakdown, job.gradients if job.wrapped else 0
-    tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if job.wrapped else None
+    parts, hooks = step.breakdown, gradients if wrapped else 0
+    tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if wrapped else None
     sent = sum(span.lane.startswith("communicator") for span in step.timeline)
     paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=hooks, tail_s=tail)
     return paced, lane.step_s(micro_batches, collectives=sent, gradients=hooks)

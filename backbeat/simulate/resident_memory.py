@@ -9,7 +9,8 @@ from typing import Literal
 from backbeat.cost.message import message_bytes
 from backbeat.errors import InputError
 from backbeat.model import Block, Plan, Profile
-from backbeat.simulate.compressed_cost import ELEMENT_BYTES, kept_bytes, selection_bytes
+from backbeat.model.profile import ELEMENT_BYTES
+from backbeat.simulate.compressed_cost import kept_bytes, selection_bytes
 from backbeat.units import format_bytes
 
 

@@ -61,27 +61,18 @@ class Schedule:
 
     @classmethod
     def of_plan(cls, profile: Profile, plan: Plan) -> tuple[Schedule, list[tuple[str, ...]]]:
-        """The plan's buckets, and after them one of what it does not name; and each bucket's names.
-
-        In training that last one is split at 25 MiB.
-        """
+        """The plan's buckets, and what it does not name; and each bucket's names."""
         plan.need_buckets("this schedule")
-        plan.check(profile)
-        buckets = [(bucket.gradients, bucket.communicator) for bucket in plan.buckets]
-        missing = plan.missing(profile)
-        if missing:
-            buckets.append((tuple(missing), 0))
+        buckets = plan.sent_buckets(profile)
         # Plain lists: most buckets are small, and a numpy call costs more than adding a few numbers.
         index_of, ready, sizes = profile.index, profile.ready.tolist(), profile.sizes.tolist()
-        members = [[index_of[name] for name in names] for names, _ in buckets]
-        return (
-            cls(
-                np.array([ready[max(indices)] for indices in members]),
-                np.array([sum([sizes[index] for index in indices]) for indices in members]),
-                [communicator for _, communicator in buckets],
-            ),
-            [names for names, _ in buckets],
+        members = [[index_of[name] for name in bucket.gradients] for bucket in buckets]
+        schedule = cls(
+            np.array([ready[max(indices)] for indices in members]),
+            np.array([sum([sizes[index] for index in indices]) for indices in members]),
+            [bucket.communicator for bucket in buckets],
         )
+        return schedule, [bucket.gradients for bucket in buckets]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,12 @@ from backbeat.model import Plan, Profile
 from backbeat.simulate.sharded_units import ROOT, ShardedChain, chain_of
 
 Event = Literal[
-    "begin", "all_gather", "copy_out", "forward", "turn", "loss", "backward", "wait", "reduce_scatter", "all_reduce",
-    "end", "update",
+    "begin", "all_gather", "copy_out", "forward", "turn", "loss", "backward", "free", "wait", "reduce_scatter",
+    "all_reduce", "end", "update",
 ]  # fmt: skip
-MARKS = ("begin", "turn", "loss", "end", "update")
-"""A micro-batch begins, turns to backward, passes its loss and ends, and the optimizer steps: no calls of FSDP2's."""
+MARKS = ("begin", "turn", "loss", "free", "end", "update")
+"""A micro-batch begins, turns to backward, passes its loss and ends, a unit's parameters are freed, and the optimizer
+steps: these start nothing on the device that FSDP2 waits for."""
 
 
 class Call(NamedTuple):
@@ -102,7 +103,7 @@ class _Host:
             if unit != ROOT:
                 ran.append(unit)
                 if self.chain.units[unit].reshard:
-                    self._free(unit)
+                    yield from self._free(unit)
         yield Call("turn", ROOT)
         yield from self._backward(ran, last=last)
         yield Call("end", ROOT)
@@ -138,13 +139,14 @@ class _Host:
             self.whole.add(unit)
             yield Call("copy_out", unit)
 
-    def _free(self, unit: int) -> None:
-        if unit not in self.always:
-            self.whole.discard(unit)
+    def _free(self, unit: int) -> Iterator[Call]:
+        if unit in self.whole and unit not in self.always:
+            self.whole.remove(unit)
+            yield Call("free", unit)
 
     def _reduce(self, unit: int, *, last: bool) -> Iterator[Call]:
         if last or self.sharding.reshard_after_backward:
-            self._free(unit)
+            yield from self._free(unit)
         if not last and self.sharding.gradient_sync == "last":
             return
         while len(self.held) >= self.sharding.reduce_scatter_buffers:

@@ -18,9 +18,9 @@ from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.errors import InputError
 from backbeat.model import Mesh, Network, Profile, Sharding
+from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.simulate.gather_scatter import GatherScatter
-from backbeat.simulate.sharded_units import ELEMENT_BYTES
+from backbeat.simulate.gather_scatter import half_curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,9 @@ class ShardedCost:
                 f"again with `backbeat plan --workers {network.workers}`"
             )
         group = _at(network, mesh.shard)
-        costs = GatherScatter.of(group)
         return cls(
-            gather=costs.gather,
-            scatter=costs.scatter,
+            gather=half_curve(group, "all_gather"),
+            scatter=half_curve(group, "reduce_scatter"),
             replicate=_across(network, mesh) if mesh.replicate > 1 else None,
             one_link=_inside(network) is None or mesh.shard > network.topology.gpus_per_node,
             sharing=_sharing(network, group.cost),
@@ -141,7 +140,7 @@ def _as_gathered(network: Network) -> Curve:
     two ranks 3/4 of it in an all-gather, where an all-reduce over the nodes takes 1/2 twice.
     """
     ring = traffic("all_gather", "ring", network.workers)
-    return GatherScatter.of(network).gather.slower(traffic("all_reduce", "ring", network.nodes) / ring)
+    return half_curve(network, "all_gather").slower(traffic("all_reduce", "ring", network.nodes) / ring)
 
 
 def _at(network: Network, workers: int) -> Network:

@@ -20,14 +20,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from backbeat.model import MemoryPlan, Plan, Profile, Sharding
+from backbeat.model import MemoryPlan, Plan, Profile
+from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.actions import ranges_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_calls import Call, calls
-from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, chain_of
+from backbeat.simulate.sharded_units import ROOT, ShardedChain, chain_of
 
 MOST_MICRO_BATCHES = 3
 """Those after the second hold what the second holds."""
@@ -159,12 +160,10 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
         elif event == "turn":
             held.take("gather_buffer", buffer)
             forward, buffer = False, None
-        elif event == "loss":
+        elif event in ("loss", "forward"):
             moments.append(held.moment(call))
-        elif event == "forward":
-            moments.append(held.moment(call))
-            if content.reshard:
-                held.take("gathered", unit)
+        elif event == "free":
+            held.take("gathered", unit)
         elif event == "backward":
             later = sharding.gradient_sync == "last" and number < micro_batches
             before = reduced if sharding.gradient_sync == "last" and number > 1 else 0
@@ -172,12 +171,9 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
             moments.append(held.moment(call))
             if later:
                 held.put("whole_gradient", call.stretch, gradients[call.stretch] * reduced)
-            if unit not in chain.reduced_last:
-                _free(held, sharding, unit, last=number == micro_batches)
         elif event == "wait":
             held.take("scatter_input", unit)
         elif event == "reduce_scatter":
-            _free(held, sharding, unit, last=number == micro_batches)
             held.put("scatter_input", unit, content.elements * reduced)
             for index in indices[unit]:
                 held.take("whole_gradient", index)
@@ -185,15 +181,8 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
         elif event == "end":
             for one in range(-1, chain.count):
                 held.take("scatter_input", one)
-            for one in chain.reduced_last:
-                _free(held, sharding, one, last=number == micro_batches)
             moments.append(held.moment(call))
     return moments
-
-
-def _free(held: _Held, sharding: Sharding, unit: int, *, last: bool) -> None:
-    if last or sharding.reshard_after_backward:
-        held.take("gathered", unit)
 
 
 class Activations(Tally):

@@ -36,12 +36,10 @@ from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.iteration import Iteration
 from backbeat.simulate.schedule import busy_periods
 from backbeat.simulate.sharded_bound import sharded_bound
-from backbeat.simulate.sharded_calls import Call, call_order, calls
+from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import ROOT, ModelPieces, ShardedChain, chain_of
 from backbeat.simulate.stream_engine import COMPUTE, StreamTask, StreamTimes, run_streams
-
-__all__ = ["ShardedRun", "call_order", "run_step", "sharded_iteration", "sharded_remarks"]
 
 _COPY_IN, _GATHER, _SCATTER, _REPLICATE = 1, 2, 3, 4
 _SHARD_LINK, _REPLICA_LINK = 0, 1
@@ -106,9 +104,9 @@ def run_step(
     chain: ShardedChain, cost: ShardedCost, update_s: float, *, micro_batches: int = 1, slowdown: float = 1.0
 ) -> ShardedRun:
     """Run one step, in which a rank updates its own shard in `update_s`."""
-    building = _Building(chain, cost)
+    building = _Building(chain, cost, update_s)
     for call in calls(chain, micro_batches):
-        building.add(call, update_s)
+        building.add(call)
     times = run_streams(building.tasks, slowdown=slowdown, efficiency=cost.sharing.efficiency)
     return ShardedRun(building.tasks, building.calls, times)
 
@@ -116,8 +114,8 @@ def run_step(
 class _Building:
     """Tasks of the calls so far, and what later ones will wait for."""
 
-    def __init__(self, chain: ShardedChain, cost: ShardedCost) -> None:
-        self.chain, self.cost = chain, cost
+    def __init__(self, chain: ShardedChain, cost: ShardedCost, update_s: float) -> None:
+        self.chain, self.cost, self.update_s = chain, cost, update_s
         self.scatter_stream = _SCATTER if chain.sharding.separate_reduce_scatter else _GATHER
         self.tasks: list[StreamTask] = []
         self.calls: list[Call] = []
@@ -130,7 +128,7 @@ class _Building:
         self.open: list[int] = []  # reductions that the end of the micro-batch waits for
         self.links: dict[tuple[str, int], tuple[float, float]] = {}
 
-    def add(self, call: Call, update_s: float) -> None:
+    def add(self, call: Call) -> None:
         event, unit = call.event, call.unit
         elements = self.chain.units[unit].elements
         if event == "all_gather":
@@ -159,7 +157,7 @@ class _Building:
             self.waits.extend(self.open)
             self.open.clear()
         elif event == "update":
-            self._compute(call, update_s)
+            self._compute(call, self.update_s)
 
     def _compute(self, call: Call, seconds: float, *after: int) -> int:
         waits, self.waits = self.waits, []

@@ -17,13 +17,12 @@ import numpy as np
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile, Sharding
+from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.model.sharding import enclosing
 from backbeat.simulate.actions import FETCH, RECOMPUTE, ranges_of
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.resident_memory import ResidentMemory
 
-ELEMENT_BYTES = 4
-"""Profiles hold gradients in fp32."""
 ROOT = -1
 """The root's index, after the units."""
 

@@ -88,6 +88,9 @@ class ComputeTimes:
         return Straggling(max(largest - mean, 0.0), float(p10) - mean, float(p90) - mean, workers > self.count)
 
 
+_fitted = lru_cache(maxsize=256)(ComputeTimes.fit)
+
+
 def straggling(iteration_s: tuple[float, ...], workers: int, longer: float = 1.0) -> Straggling | None:
     """The wait for the slowest of `workers`; None where the profile's times cannot say.
 
@@ -120,11 +123,6 @@ def between_ranks(iteration_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
     common = times.mean(axis=0)
     apart = (times - common) / math.sqrt(1 - 1 / len(times))
     return tuple(np.maximum(float(common.mean()) + apart, 0.0).ravel().tolist())
-
-
-@lru_cache(maxsize=256)
-def _fitted(iteration_s: tuple[float, ...]) -> ComputeTimes | None:
-    return ComputeTimes.fit(iteration_s)
 
 
 def _pareto(excess: NDArray[np.float64]) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.cost import Curve
 from backbeat.cost.collectives import bus_bandwidth, seconds, steps, traffic
-from backbeat.cost.scaling import Inside, PlainTopology, beside_traffic, moved, stretched
+from backbeat.cost.scaling import beside_traffic, stretched
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from tests.problems import affine, curve, networks
@@ -191,23 +191,23 @@ def test_a_crossing_beyond_any_message_is_left_out() -> None:
 
 
 def test_a_collective_inside_a_node_is_its_part_of_the_all_reduce_there() -> None:
-    inside = Curve.affine(1e-5, 1e-11)
-    shapes: tuple[Inside, ...] = ("ring", "nvls")
-    rings, switches = (
-        PlainTopology(algorithm="hierarchical", per_node=8, inside=inside, inside_algorithm=shape) for shape in shapes
-    )
-    assert rings.inner("all_reduce") is inside
-    assert PlainTopology(algorithm="hierarchical", per_node=8).inner("all_gather") is None
+    inside = CollectiveTimes(alpha_s=1e-5, beta_s_per_byte=1e-11)
+    node = Topology(algorithm="hierarchical", gpus_per_node=8, inside=inside)
+    rings, switches = (replace(node, inside_algorithm=shape) for shape in ("ring", "nvls"))
+    whole = rings.inner("all_reduce")
+    assert whole is not None
+    assert whole.line == inside.curve.line
+    assert Topology(gpus_per_node=8, inside=inside).inner("all_gather") is None
     for layout, latency, work in ((rings, 1 / 2, 1 / 2), (switches, 1 / 2, 7 / 9)):
         found = layout.inner("all_gather")
         assert found is not None
         for size in (0.0, 1e6, 1e9):
             assert found.at(size) == pytest.approx(latency * 1e-5 + work * 1e-11 * size)
             # Moved to a full node it is that; to half of one, three of seven hops and 3/4 of the bytes for 7/8.
-            assert moved(found, "all_gather", 64, 8, layout).at(size) == pytest.approx(found.at(size))
-    half = moved(inside, "all_gather", 64, 4, rings)
+            assert layout.moved(found, "all_gather", 64, 8).at(size) == pytest.approx(found.at(size))
+    half = rings.moved(inside.curve, "all_gather", 64, 4)
     assert half.at(1e9) == pytest.approx((3 / 7 * 1e-5 + 6 / 7 * 1e-2) / 2)
-    alone = PlainTopology(algorithm="hierarchical", per_node=1, inside=inside).inner("all_gather")
+    alone = replace(node, gpus_per_node=1).inner("all_gather")
     assert alone is not None
     assert alone.at(1e9) == 0
 

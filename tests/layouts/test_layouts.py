@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat import layouts
-from backbeat.cost.fabric import Load
 from backbeat.layouts import Layout
 from backbeat.layouts.layout_prediction import StepBreakdown
 from backbeat.model import Fabric, Gradient, LoadBand
+from backbeat.model.fabric import Load
 from backbeat.model.specification import Specification
 from tests.problems import affine
 

@@ -24,7 +24,7 @@ GB = 10**9
 
 
 def searching(profile: Profile) -> Search:
-    return Search(Chain.of(profile, ResidentMemory.of(profile)))
+    return Search(Chain(profile, ResidentMemory.of(profile)))
 
 
 def every(chain: Chain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:
@@ -37,7 +37,7 @@ def every(chain: Chain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:
             yield ((first, first + 1, what), *rest)
     if chain.may_begin[first]:
         for last in range(first + 1, chain.count + 1):
-            if last > first + 1 and not chain.may_go_on[last - 1]:
+            if last > first + 1 and not chain.joined[last - 1]:
                 break
             for rest in every(chain, last):
                 for what in (RECOMPUTE, FETCH) if chain.has_host else (RECOMPUTE,):

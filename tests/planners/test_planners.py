@@ -16,7 +16,7 @@ from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.planners.adaptive import _constant_buffers
 from backbeat.planners.best import SIMPLER_WITHIN, _neighbours
 from backbeat.planners.draft import Draft
-from backbeat.planners.merge_concurrent import simplified
+from backbeat.planners.merge_buckets import simplified
 from backbeat.planners.mgwfbp import merge_sweep
 from backbeat.simulate.schedule import capped
 from tests.problems import affine, curve, every_partition, make_profile, networks, profiles

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from backbeat.model import CollectiveTimes, Topology
-from backbeat.simulate.gather_scatter import GatherScatter
+from backbeat.simulate.gather_scatter import half_curve
 from tests.problems import affine, curve
 
 ALPHA, BETA = 1e-4, 1e-9
@@ -38,10 +38,10 @@ def test_a_half_takes_half_unless_switches_reduce(
     workers: int, topology: dict[str, Any], latency: float, work: float
 ) -> None:
     network = affine(ALPHA, BETA, workers=workers, topology=Topology(**topology))
-    found = GatherScatter.of(network)
+    gather, scatter = half_curve(network, "all_gather"), half_curve(network, "reduce_scatter")
     for size in (0.0, 1e5, 1e8, 1e10):
-        assert found.gather.at(size) == pytest.approx(latency * ALPHA + work * BETA * size)
-        assert found.scatter.at(size) == found.gather.at(size)
+        assert gather.at(size) == pytest.approx(latency * ALPHA + work * BETA * size)
+        assert scatter.at(size) == gather.at(size)
 
 
 def test_what_was_measured_comes_first_and_never_beats_its_link() -> None:
@@ -50,16 +50,16 @@ def test_what_was_measured_comes_first_and_never_beats_its_link() -> None:
     network = msgspec.structs.replace(
         affine(ALPHA, BETA, workers=8), all_gather=CollectiveTimes(points=tuple((int(x), y) for x, y in points))
     )
-    found = GatherScatter.of(network)
-    assert found.gather.at(1e3) == pytest.approx(1e-4)
-    assert found.gather.at(1e6) == pytest.approx(1e-3)
-    assert found.gather.at(2e8) == pytest.approx(2e-1)
-    assert found.scatter.at(1e8) == pytest.approx((ALPHA + BETA * 1e8) / 2)
+    gather, scatter = half_curve(network, "all_gather"), half_curve(network, "reduce_scatter")
+    assert gather.at(1e3) == pytest.approx(1e-4)
+    assert gather.at(1e6) == pytest.approx(1e-3)
+    assert gather.at(2e8) == pytest.approx(2e-1)
+    assert scatter.at(1e8) == pytest.approx((ALPHA + BETA * 1e8) / 2)
 
 
 def test_of_a_measured_all_reduce_latency_and_transfer_are_taken_apart() -> None:
     points = [(1024, 2e-5), (2**20, 4e-5), (2**26, 4e-4), (2**28, 1.5e-3)]
     network = curve(points, topology=Topology(algorithm="nvls", gpus_per_node=8))
-    whole, found = network.cost.isolated, GatherScatter.of(network).gather
+    whole, found = network.cost.isolated, half_curve(network, "all_gather")
     for size, _ in points:
         assert found.at(size) == pytest.approx(float(whole.latency(size) / 2 + whole.transfer(size) * 7 / 9))

@@ -85,13 +85,13 @@ def test_what_the_host_takes_is_shared_by_micro_batches() -> None:
 def test_never_below_the_device_and_the_same_where_the_host_is_unknown_or_free(
     data: st.DataObject, profile: Profile, host: float, again: float
 ) -> None:
-    alone = Chain.of(profile, ResidentMemory.of(profile))
+    alone = Chain(profile, ResidentMemory.of(profile))
     units = data.draw(range_lists(alone))
     expected = alone.run(units)
 
     def run(host_s: float | None, recompute_s: float | None) -> Chain:
         known = hosted(profile, host_s, recompute_s)
-        return Chain.of(known, ResidentMemory.of(known))
+        return Chain(known, ResidentMemory.of(known))
 
     for chain in (run(None, None), run(host, None), run(None, again), run(0.0, 0.0), run(host, 0.0)):
         found = chain.run(units)

@@ -195,7 +195,7 @@ def range_lists(draw: st.DrawFn, chain: Chain) -> list[BlockRange]:
         what = draw(st.sampled_from(actions))
         last = first + 1
         while what != KEEP and last < chain.count and draw(st.booleans()):
-            if what != OFFLOAD and not chain.may_go_on[last]:
+            if what != OFFLOAD and not chain.joined[last]:
                 break
             last += 1
         ranges.append((first, last, what))
@@ -205,7 +205,7 @@ def range_lists(draw: st.DrawFn, chain: Chain) -> list[BlockRange]:
 
 @given(st.data(), chains())
 def test_all_that_was_taken_is_given_back(data: st.DataObject, profile: Profile) -> None:
-    chain = Chain.of(profile, ResidentMemory.of(profile))
+    chain = Chain(profile, ResidentMemory.of(profile))
     run = chain.run(data.draw(range_lists(chain)))
     assert run.left_bytes == chain.input[0]
     assert run.peak_bytes >= chain.base + run.held_bytes
@@ -213,7 +213,7 @@ def test_all_that_was_taken_is_given_back(data: st.DataObject, profile: Profile)
 
 @given(st.data(), chains())
 def test_time_is_computation_recomputation_and_stalls(data: st.DataObject, profile: Profile) -> None:
-    chain = Chain.of(profile, ResidentMemory.of(profile))
+    chain = Chain(profile, ResidentMemory.of(profile))
     ranges = data.draw(range_lists(chain))
     run = chain.run(ranges)
     again = sum(sum(chain.forward[first:last]) for first, last, what in ranges if what in (RECOMPUTE, FETCH))
@@ -231,7 +231,7 @@ def test_more_recomputation_never_holds_more_at_the_end_of_forward(data: st.Data
     """Of blocks that save their input: then recomputing drops saved tensors and adds nothing."""
     blocks = tuple(replace(block, saves_input=True) for block in profile.blocks)
     profile = replace(profile, blocks=blocks)
-    chain = Chain.of(profile, ResidentMemory.of(profile))
+    chain = Chain(profile, ResidentMemory.of(profile))
     chosen = data.draw(st.lists(st.booleans(), min_size=chain.count, max_size=chain.count))
     more = [first or data.draw(st.booleans()) for first in chosen]
     some, all_of_them = (
@@ -243,7 +243,7 @@ def test_more_recomputation_never_holds_more_at_the_end_of_forward(data: st.Data
 
 @given(st.data(), chains())
 def test_units_and_segments_say_the_same(data: st.DataObject, profile: Profile) -> None:
-    chain = Chain.of(profile, ResidentMemory.of(profile))
+    chain = Chain(profile, ResidentMemory.of(profile))
     ranges = data.draw(range_lists(chain))
     again = ranges_of(profile, MemoryPlan(segments=segments_of(profile, ranges)))
     assert astuple(chain.run(again))[:9] == astuple(chain.run(ranges))[:9]

@@ -12,7 +12,7 @@ import backbeat as bb
 from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, Source, Topology, WorkersRow
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.simulate.batch import at_batch
-from backbeat.simulate.sweep import knee
+from backbeat.simulate.predict import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 TWO = make_profile([10**6, 10**6], [1e-3, 2e-3], forward=1e-3)

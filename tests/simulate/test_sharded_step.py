@@ -24,8 +24,9 @@ from backbeat.model import (
 )
 from backbeat.model.sharded_times import CollectivePair, ShardedTimes
 from backbeat.simulate.iteration import Iteration
+from backbeat.simulate.sharded_calls import call_order
 from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_step import call_order, run_step, sharded_iteration
+from backbeat.simulate.sharded_step import run_step, sharded_iteration
 from backbeat.simulate.sharded_units import ROOT, chain_of, owning_module
 from backbeat.simulate.stream_engine import _alone, _together
 from tests.chains import chains

@@ -14,7 +14,7 @@ from backbeat.model import ComputeShares, Network, Profile, Slowdown, Topology
 from backbeat.model.files import bundled
 from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.slowdown import CHANNELS, KINDS, RING_MEMORY, SlowdownCurve
-from backbeat.simulate.slowdowns import emulated, slowdown_of
+from backbeat.simulate.contention import emulated, slowdown_of
 from tests.problems import affine, make_profile, networks, profiles
 
 BUS = 2 * 7 / 8

@@ -16,7 +16,7 @@ from statistics import median
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import ComputeShares, Source
 from backbeat.model.slowdown import KINDS, RING_MEMORY, Contention, EmulatedSlowdown
-from backbeat.simulate.slowdowns import EMULATED
+from backbeat.simulate.contention import EMULATED
 
 RAW = Path(__file__).with_name("h200-contention.json")
 

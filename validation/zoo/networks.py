@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from backbeat.cost.collectives import seconds
-from backbeat.cost.fabric import Kind
 from backbeat.cost.protocols import INFINIBAND, NicLatency
 from backbeat.model import CollectiveTimes, Fabric, Network, Source, Topology
+from backbeat.model.fabric import Kind
 from backbeat.model.slowdown import Transport
 from backbeat.model.specification import Specification
 

@@ -12,7 +12,7 @@ from backbeat.report.words.limits import limit
 from backbeat.report.words.numbers import SAME, format_number, gpu_hours, lowered, over_bound, scaling_range, units_line
 from backbeat.report.words.renting import Verdict, frontier, gain, judged, percent, stock_name
 from backbeat.report.words.ways import chosen_way, sharding_lines, way_headline, way_sentences, wrapping_lines
-from backbeat.simulate.sweep import knee
+from backbeat.simulate.predict import knee
 from backbeat.units import counted, format_seconds
 
 _WORTH_SAYING = 1e-3

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from backbeat.model import Gradient, Prediction, Profile
 from backbeat.planners import SHARDED
-from backbeat.simulate.sweep import knee
+from backbeat.simulate.predict import knee
 from backbeat.units import format_bytes
 
 LIMITS = {

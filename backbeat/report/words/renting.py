@@ -10,7 +10,7 @@ from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.study import STOCK
 from backbeat.report.words.device_memory import DeviceFit
 from backbeat.report.words.numbers import fastest, format_number, work_range
-from backbeat.simulate.sweep import knee
+from backbeat.simulate.predict import knee
 from backbeat.units import counted
 
 Verdict = Literal["yes", "partly", "no", "alone", "memory"]

@@ -20,7 +20,7 @@ from backbeat.report.figures.timeline import describe_names, draw_timeline, time
 from backbeat.report.measured import Comparison
 from backbeat.report.notebook import prediction_figure
 from backbeat.report.study import buckets_of, curve_workers, study
-from backbeat.simulate.sweep import knee
+from backbeat.simulate.predict import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 

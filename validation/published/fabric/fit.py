@@ -2,8 +2,8 @@
 
     python validation/published/fabric/fit.py [--judge h100_cluster_bandwidth.csv]
 
-Prints the table `FALL` of `backbeat/cost/fabric.py` and writes `fit.json`. The sweep that judges has no stated licence,
-so its figures are read from where they are kept (`--judge`) and only errors are written.
+Prints the table `FALL` of `backbeat/model/fabric.py` and writes `fit.json`. The sweep that judges has no stated
+licence, so its figures are read from where they are kept (`--judge`) and only errors are written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from backbeat.cost.fabric import FALL, Kind, Load
+from backbeat.model.fabric import FALL, Kind, Load
 
 HERE = Path(__file__).resolve().parent
 METRICS: dict[str, Load] = {"p95": "quiet", "mean": "typical", "p5": "busy"}
@@ -113,4 +113,4 @@ if __name__ == "__main__":
         result["left_out"] = json.loads((HERE / "fit.json").read_text())["left_out"]
     (HERE / "fit.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    print("as in backbeat/cost/fabric.py" if table == FALL else "backbeat/cost/fabric.py differs: copy `fall` there")
+    print("as in backbeat/model/fabric.py" if table == FALL else "backbeat/model/fabric.py differs: copy `fall` there")

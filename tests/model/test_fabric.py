@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backbeat.cost.fabric import FALL, Kind, Load, bandwidth_share
 from backbeat.errors import InputError
+from backbeat.model.fabric import FALL, Fabric, Kind, Load
 
 KINDS = st.sampled_from(get_args(Kind))
 LOADS = st.sampled_from(get_args(Load))
@@ -20,41 +20,41 @@ RATIOS = st.floats(1, 64)
 
 @given(KINDS, LOADS, NODES, st.integers(0, 10**6), RATIOS)
 def test_a_share_never_rises_with_more_nodes(kind: Kind, load: Load, nodes: int, more: int, ratio: float) -> None:
-    few = bandwidth_share(kind, nodes, load, oversubscription=ratio)
-    many = bandwidth_share(kind, nodes + more, load, oversubscription=ratio)
+    few = Fabric(kind=kind, oversubscription=ratio).share(nodes, load)
+    many = Fabric(kind=kind, oversubscription=ratio).share(nodes + more, load)
     assert 0 < many <= few <= 1
 
 
 @given(KINDS, NODES, RATIOS)
 def test_a_busier_fabric_never_has_more(kind: Kind, nodes: int, ratio: float) -> None:
-    quiet, typical, busy = (bandwidth_share(kind, nodes, load, oversubscription=ratio) for load in get_args(Load))
+    quiet, typical, busy = (Fabric(kind=kind, oversubscription=ratio).share(nodes, load) for load in get_args(Load))
     assert quiet >= typical >= busy
 
 
 @given(KINDS, LOADS, NODES, RATIOS, RATIOS)
 def test_more_oversubscription_never_gives_more(kind: Kind, load: Load, nodes: int, one: float, other: float) -> None:
     low, high = sorted((one, other))
-    fewer_uplinks = bandwidth_share(kind, nodes, load, oversubscription=high)
-    assert fewer_uplinks <= bandwidth_share(kind, nodes, load, oversubscription=low)
+    fewer_uplinks = Fabric(kind=kind, oversubscription=high).share(nodes, load)
+    assert fewer_uplinks <= Fabric(kind=kind, oversubscription=low).share(nodes, load)
 
 
 @given(KINDS, RATIOS)
 def test_two_quiet_nodes_keep_everything(kind: Kind, ratio: float) -> None:
-    assert bandwidth_share(kind, 2, "quiet", oversubscription=ratio) == 1
+    assert Fabric(kind=kind, oversubscription=ratio).share(2, "quiet") == 1
 
 
 def test_half_the_uplinks_cost_at_most_half_the_bandwidth() -> None:
-    plain = bandwidth_share("fat-tree", 10**6, "busy")
-    assert bandwidth_share("fat-tree", 10**6, "busy", oversubscription=2) == pytest.approx(plain / 2, rel=1e-4)
+    plain = Fabric(kind="fat-tree").share(10**6, "busy")
+    assert Fabric(kind="fat-tree", oversubscription=2).share(10**6, "busy") == pytest.approx(plain / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "below"), [("rail-optimised", 32), ("fat-tree", 4), ("cloud", 16)])
 @pytest.mark.parametrize(("load", "crossing"), [("quiet", 0.0), ("typical", 0.5), ("busy", 1.0)])
 def test_what_uplinks_cost_by_hand(kind: Kind, below: int, load: Load, crossing: float) -> None:
     """Of four times the nodes below one switch, three quarters are outside it."""
-    all_uplinks, third = (bandwidth_share(kind, 4 * below, load, oversubscription=ratio) for ratio in (1, 3))
+    all_uplinks, third = (Fabric(kind=kind, oversubscription=ratio).share(4 * below, load) for ratio in (1, 3))
     assert third == pytest.approx(all_uplinks / (1 + 2 * crossing * 3 / 4))
-    assert bandwidth_share(kind, below, load, oversubscription=3) == bandwidth_share(kind, below, load)
+    assert Fabric(kind=kind, oversubscription=3).share(below, load) == Fabric(kind=kind).share(below, load)
 
 
 def test_the_table_is_the_one_that_was_fitted() -> None:
@@ -68,5 +68,6 @@ def test_the_table_is_the_one_that_was_fitted() -> None:
     + [(("cloud", 4, "quiet"), bad) for bad in (math.inf, math.nan)],
 )
 def test_what_no_fabric_has_is_refused(arguments: tuple[Kind, int, Load], ratio: float) -> None:
+    kind, nodes, load = arguments
     with pytest.raises(InputError):
-        bandwidth_share(*arguments, oversubscription=ratio)
+        Fabric(kind=kind, oversubscription=ratio).share(nodes, load)
