@@ -214,7 +214,7 @@ def test_a_terminated_lab_cleans_up_after_itself():
     assert not (runs.home() / name).exists()
 
 
-def test_workers_die_with_their_controller(tmp_path: Path):
+def test_ranks_die_with_their_controller(tmp_path: Path):
     pytest.importorskip("torch", reason="the lab's workers need torch")
     process = child(
         """
@@ -222,7 +222,7 @@ import sys
 from backbeat.lab.experiment import open_lab
 from backbeat.lab.setting import Setting
 with open_lab(Setting(nodes=2, rate_bits=1e8), 1) as session:
-    print(*(worker.pid for worker in session._workers), flush=True)
+    print(*(rank.pid for rank in session._processes), flush=True)
     sys.stdin.read()
 """
     )

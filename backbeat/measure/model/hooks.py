@@ -47,7 +47,7 @@ def find_owners(
     return owners
 
 
-class Recorder(ExitStack):
+class PhaseMarks(ExitStack):
     """A context in which one phase of observed iterations is recorded: of each, which gradient was marked when.
 
     With a head start, the device is kept busy for so long before the phase.

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from backbeat.measure.model.batches import sequence_length
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
 from backbeat.measure.model.compiled import compiled_blocks, graph_blocks, is_compiled
-from backbeat.measure.model.hooks import Owner, Recorder, find_owners, forward_shares, ready_shares
+from backbeat.measure.model.hooks import Owner, PhaseMarks, find_owners, forward_shares, ready_shares
 from backbeat.measure.model.inputs import Gradients, first_iteration
 from backbeat.measure.model.launch_bound import (
     CLOSE,
@@ -252,10 +252,10 @@ def _hooked(
 ) -> Hooked:
     """Watch the gradients, then the modules. Given the host's times, let it get that far ahead each time."""
     clock = training.clock
-    with Recorder("backward", clock, host.backward_s if host else 0.0) as ready:
+    with PhaseMarks("backward", clock, host.backward_s if host else 0.0) as ready:
         ready.watch_gradients(gradients.parameters)
         ready_marks = _series(training, count, ready)
-    with Recorder("forward", clock, host.forward_s if host else 0.0) as begun:
+    with PhaseMarks("forward", clock, host.forward_s if host else 0.0) as begun:
         begun.watch_modules(owners)
         forward_marks = _series(training, count, begun) if owners else ready_marks
     clock.synchronize()
