@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, PlanPrediction, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
-from backbeat.planners import SHARDED, Choices, propose
+from backbeat.planners import Choices, is_sharded, propose
 from backbeat.planners import plan as planned
 from backbeat.planners.baselines import framework_plan
 from backbeat.simulate import predict as simulated
@@ -31,9 +31,9 @@ def plan(
     `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
     """
     _need_loaded(profile, network)
-    if reduce_dtype is None or strategy.partition(":")[0] in SHARDED:
+    if reduce_dtype is None or is_sharded(strategy):
         return planned(profile, network, strategy, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
-    sent = _sent(profile, reduce_dtype, compressed=strategy == "compressed" or choices.get("density") is not None)
+    sent = _sent(profile, reduce_dtype, compressed=_compresses(strategy, choices))
     made = planned(_bucketed(profile, sent, strategy), network, strategy, **choices)
     result = simulated(sent, network, made, accumulation=accumulation)
     # Gradients take the same memory on the device, whatever is sent of them.
@@ -100,8 +100,8 @@ def predict(
     if reduce_dtype is not None and isinstance(plan, Plan) and plan.sharding is not None:
         sharding = replace(plan.sharding, reduce_dtype=reduce_dtype)
         plan = replace(plan, sharding=sharding, predicted=None)
-    elif reduce_dtype is not None and not (isinstance(plan, str) and plan.partition(":")[0] in SHARDED):
-        compressed = plan == "compressed" if isinstance(plan, str) else plan.compressed
+    elif reduce_dtype is not None and not (isinstance(plan, str) and is_sharded(plan)):
+        compressed = _compresses(plan, choices) if isinstance(plan, str) else plan.compressed
         sent = _sent(profile, reduce_dtype, compressed=compressed)
     if isinstance(plan, str):
         bucketed = _bucketed(profile, sent, plan)
@@ -115,6 +115,10 @@ def _need_loaded(profile: Profile, network: Network) -> None:
             raise InputError(
                 f"{name} is {given!r}: give a {kind.__name__}; {kind.__name__}.load reads a file or a bundled name"
             )
+
+
+def _compresses(strategy: str, choices: Choices) -> bool:
+    return strategy == "compressed" or choices.get("density") is not None
 
 
 def _sent(profile: Profile, reduce_dtype: str, *, compressed: bool) -> Profile:

@@ -19,7 +19,7 @@ from backbeat.cli.common import console, load_network, one_count, print_answer, 
 from backbeat.cli.predict_output import caveats
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile, Sharding
-from backbeat.planners import SHARDED, STRATEGIES
+from backbeat.planners import STRATEGIES, is_sharded
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.planners.max_batch import Point, growth, largest_looked_at
 from backbeat.planners.memory_moves import uniform
@@ -123,7 +123,7 @@ def plan(
     if max_batch:
         if memory_bytes is None:
             raise InputError("--max-batch needs --memory: say how much of the device an iteration may take, like 80GB")
-        if chosen.partition(":")[0] in SHARDED:
+        if is_sharded(chosen):
             raise InputError(f"--max-batch knows nothing of sharding: leave it out, or {chosen}")
         if output is not None:
             raise InputError("--max-batch compares batch sizes and writes no plan: leave --output out")

@@ -24,7 +24,10 @@ from backbeat.simulate.host_lane import HostLane, device_alone
 from backbeat.simulate.predict import predict
 from backbeat.units import format_bytes
 
-__all__ = ["SHARDED", "STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
+__all__ = [
+    "BUCKETED", "BUDGETED", "FIXED_BUCKETS", "SHARDED", "STRATEGIES", "Choices", "Draft", "StrategyOptions",
+    "is_sharded", "plan", "propose", "whole_groups",
+]  # fmt: skip
 
 STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], Draft | Plan]] = {
     "wfbp": wfbp,
@@ -50,6 +53,17 @@ BUDGETED = frozenset({"decoupled", "sharded"})
 """Strategies that choose within a memory budget themselves."""
 BUCKETED = frozenset({"ddp", "horovod"})
 """Strategies that take `bucket_bytes`."""
+FIXED_BUCKETS = frozenset(STRATEGIES) - SHARDED - {"horovod", "compressed"}
+"""Strategies whose buckets are the same in every step, and hold gradients as they are."""
+
+
+def is_sharded(strategy: str) -> bool:
+    """Whether a strategy shards parameters; it may name its groups.
+
+    >>> is_sharded("hsdp:8"), is_sharded("best")
+    (True, False)
+    """
+    return strategy.partition(":")[0] in SHARDED
 
 
 class Choices(TypedDict, total=False):
@@ -150,7 +164,7 @@ def _check_memory(strategy: str, memory_bytes: int | None, reserve: float | None
         if reserve is not None:
             raise InputError(f"reserve is {reserve}, but there is no memory budget to leave it from: give memory_bytes")
         return
-    if strategy.partition(":")[0] in SHARDED - BUDGETED:
+    if is_sharded(strategy) and strategy not in BUDGETED:
         raise InputError(
             f"{strategy!r} keeps no budget of memory ({format_bytes(memory_bytes)}): it is what people write by hand; "
             "use `sharded`, which chooses within one, or leave the budget out and see the peak that is predicted"

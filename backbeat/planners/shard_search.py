@@ -182,7 +182,7 @@ class ShardSearch:
         return self.room is None or self.problem.peak(choice) <= self.room
 
     def _most(self, made: Callable[[int], ShardChoice], most: int) -> int | None:
-        """The most, up to `most`, with which a choice fits, by bisection; None where it does not fit even with 0."""
+        """The largest number up to `most` whose choice fits, by bisection; None where not even 0 does."""
         low, high = 0, most
         if not self.fits(made(0)):
             return None
@@ -192,7 +192,7 @@ class ShardSearch:
         return low
 
     def _refitted(self, choice: ShardChoice) -> ShardChoice | None:
-        """With as few blocks recomputed as fit; None where none are few enough."""
+        """With as few blocks recomputed as fit; None where no number of them makes it fit."""
         blocks = len(self.problem.recomputable)
         # More can take more memory: so few are tried one by one.
         for count in range(blocks + 1 if blocks <= _FEW else 1):
@@ -244,7 +244,8 @@ class ShardSearch:
     def _climb(
         self, best: ShardChoice, better: Callable[[ShardChoice, ShardChoice], ShardChoice | None], atoms: int | None
     ) -> ShardChoice:
-        """Take the first neighbour that is better, as often as there is one and units, or atoms, may be simulated."""
+        """Take the first better neighbour, again and again, until there is none or so many atoms (without a number,
+        `_IMPROVEMENTS` units) have been simulated."""
         flips, left = atoms is not None, _IMPROVEMENTS if atoms is None else atoms
         found: ShardChoice | None = best
         while found is not None:

@@ -33,7 +33,9 @@ from backbeat.simulate.sharded_cost import ShardedCost
 
 Floats = NDArray[np.float64]
 
-_COMPUTE, _LINK, _COPY, _COPIED, _OUT, _RHO, _CI, _ACROSS, _IN, _GATHER, _HELD = range(11)
+_FREE_COMPUTE, _FREE_LINK, _NEXT_COPY_IN, _COPIED_OUT = range(4)
+_TAIL_COMPUTE, _TAIL_LINK, _TAIL_COPY_IN, _TAIL_ACROSS = range(4, 8)
+_LAST_COPY_IN, _LAST_GATHER, _HELD = range(8, 11)
 """Columns of a label: four of the head, four of the tail, two of the last unit, then one for each input held."""
 
 
@@ -162,8 +164,10 @@ class _Programme:
         if self.atoms.root_elements:
             gather = self.root.copy_in_s + self.root.gather_s
             out = gather + self.root.out_s
-            row[:, [_COMPUTE, _LINK, _COPY, _COPIED]] = np.column_stack([out, gather, self.root.copy_in_s, out])
-        row[0, _COMPUTE] += self.atoms.gap_forward_s[0]
+            row[:, [_FREE_COMPUTE, _FREE_LINK, _NEXT_COPY_IN, _COPIED_OUT]] = np.column_stack(
+                [out, gather, self.root.copy_in_s, out]
+            )
+        row[0, _FREE_COMPUTE] += self.atoms.gap_forward_s[0]
         return _Labels(row, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 
     def _reach(self, end: int, cuts: list[_Labels]) -> _Labels:
@@ -182,7 +186,7 @@ class _Programme:
         spread = _Unit(*(np.repeat(getattr(unit, name), counts) for name in _Unit.__slots__))
         new = np.empty_like(rows)
         self._forward(rows, spread, new)
-        new[:, _COMPUTE] += self.atoms.gap_forward_s[end]
+        new[:, _FREE_COMPUTE] += self.atoms.gap_forward_s[end]
         self._backward(rows, spread, repeated, new)
         return _Labels(new, parents, repeated)
 
@@ -201,36 +205,36 @@ class _Programme:
         )
 
     def _forward(self, rows: Floats, unit: _Unit, new: Floats) -> None:
-        copied = rows[:, _COPY] + unit.copy_in_s
-        gathered = np.maximum(rows[:, _LINK], copied) + unit.gather_s
-        out = np.maximum(rows[:, _COMPUTE], gathered) + unit.out_s
-        new[:, _COMPUTE] = out + unit.forward_s
-        new[:, _LINK] = gathered
+        copied = rows[:, _NEXT_COPY_IN] + unit.copy_in_s
+        gathered = np.maximum(rows[:, _FREE_LINK], copied) + unit.gather_s
+        out = np.maximum(rows[:, _FREE_COMPUTE], gathered) + unit.out_s
+        new[:, _FREE_COMPUTE] = out + unit.forward_s
+        new[:, _FREE_LINK] = gathered
         # The rate limit: the next all-gather waits for the copy-out before this one.
-        new[:, _COPY] = np.maximum(copied, rows[:, _COPIED])
-        new[:, _COPIED] = out
+        new[:, _NEXT_COPY_IN] = np.maximum(copied, rows[:, _COPIED_OUT])
+        new[:, _COPIED_OUT] = out
 
     def _backward(self, rows: Floats, unit: _Unit, begins: NDArray[np.int64], new: Floats) -> None:
-        below = rows[:, _OUT] + self.atoms.gap_backward_s[begins]
-        tail = _Tail(below, rows[:, _RHO], rows[:, _ACROSS], rows[:, _HELD:]).reduced(unit)
+        below = rows[:, _TAIL_COMPUTE] + self.atoms.gap_backward_s[begins]
+        tail = _Tail(below, rows[:, _TAIL_LINK], rows[:, _TAIL_ACROSS], rows[:, _HELD:]).reduced(unit)
         first = begins == 0
         if first.any():
             tail = tail.replaced(first, self._ending(unit, len(rows)))
-        new[:, _ACROSS] = tail.across
+        new[:, _TAIL_ACROSS] = tail.across
         new[:, _HELD:] = tail.held
         if not self.reshard:
-            new[:, _OUT] = unit.backward_s + tail.compute
-            new[:, _RHO] = tail.link
-            new[:, [_CI, _IN, _GATHER]] = 0.0
+            new[:, _TAIL_COMPUTE] = unit.backward_s + tail.compute
+            new[:, _TAIL_LINK] = tail.link
+            new[:, [_TAIL_COPY_IN, _LAST_COPY_IN, _LAST_GATHER]] = 0.0
             return
         # The unit below is gathered while this one computes, and this one's reduce-scatter follows it.
-        gather = rows[:, _GATHER] + np.maximum(rows[:, _OUT], tail.link)
-        copied = np.where(first, 0.0, rows[:, _IN] + np.maximum(rows[:, _CI], gather))
-        new[:, _OUT] = unit.out_s + np.maximum(copied, unit.backward_s + tail.compute)
-        new[:, _RHO] = np.where(first, tail.link, gather)
-        new[:, _CI] = copied
-        new[:, _IN] = unit.copy_in_s
-        new[:, _GATHER] = unit.gather_s
+        gather = rows[:, _LAST_GATHER] + np.maximum(rows[:, _TAIL_COMPUTE], tail.link)
+        copied = np.where(first, 0.0, rows[:, _LAST_COPY_IN] + np.maximum(rows[:, _TAIL_COPY_IN], gather))
+        new[:, _TAIL_COMPUTE] = unit.out_s + np.maximum(copied, unit.backward_s + tail.compute)
+        new[:, _TAIL_LINK] = np.where(first, tail.link, gather)
+        new[:, _TAIL_COPY_IN] = copied
+        new[:, _LAST_COPY_IN] = unit.copy_in_s
+        new[:, _LAST_GATHER] = unit.gather_s
 
     def _ending(self, unit: _Unit, count: int) -> _Tail:
         """Behind the first unit's backward: the root's, its reduction, and the first unit's own."""
@@ -248,24 +252,24 @@ class _Programme:
         """No step with this label is shorter than the first: what is left to compute and copy lies between head and
         tail, and so does what is left to send. The second is the sum of the two, to tell equals apart."""
         if end == len(self.atoms.elements):
-            return self._join(rows), rows[:, _OUT]
+            return self._join(rows), rows[:, _TAIL_COMPUTE]
         left = self.forward[-1] - self.forward[end] + self.backward[-1] - self.backward[end]
         left += self.atoms.gap_forward_s[-1] - self.atoms.gap_forward_s[end] + self.atoms.gap_backward_s[-1]
         left += self.copies[-1] - self.copies[end]
-        compute = rows[:, _COMPUTE] + left + rows[:, _OUT]
-        link = rows[:, _LINK] + (self.sums[-1] - self.sums[end]) * self.link_s_per_element
-        link += rows[:, _GATHER] + rows[:, _RHO]
+        compute = rows[:, _FREE_COMPUTE] + left + rows[:, _TAIL_COMPUTE]
+        link = rows[:, _FREE_LINK] + (self.sums[-1] - self.sums[end]) * self.link_s_per_element
+        link += rows[:, _LAST_GATHER] + rows[:, _TAIL_LINK]
         return np.asarray(np.maximum(compute, link)), np.asarray(compute + link)
 
     def _join(self, rows: Floats) -> Floats:
         """The step: forward turns to backward."""
-        compute = rows[:, _COMPUTE] + self.atoms.gap_backward_s[-1] + rows[:, _OUT]
+        compute = rows[:, _FREE_COMPUTE] + self.atoms.gap_backward_s[-1] + rows[:, _TAIL_COMPUTE]
         if not self.reshard:
-            return np.asarray(np.maximum(compute, rows[:, _LINK] + rows[:, _RHO]))
-        copied = np.maximum(rows[:, _COPY], rows[:, _COPIED]) + rows[:, _IN]
-        gathered = np.maximum(rows[:, _LINK], copied) + rows[:, _GATHER]
-        onwards = gathered + np.maximum(rows[:, _OUT], rows[:, _RHO])
-        return np.asarray(np.maximum(np.maximum(compute, copied + rows[:, _CI]), onwards))
+            return np.asarray(np.maximum(compute, rows[:, _FREE_LINK] + rows[:, _TAIL_LINK]))
+        copied = np.maximum(rows[:, _NEXT_COPY_IN], rows[:, _COPIED_OUT]) + rows[:, _LAST_COPY_IN]
+        gathered = np.maximum(rows[:, _FREE_LINK], copied) + rows[:, _LAST_GATHER]
+        onwards = gathered + np.maximum(rows[:, _TAIL_COMPUTE], rows[:, _TAIL_LINK])
+        return np.asarray(np.maximum(np.maximum(compute, copied + rows[:, _TAIL_COPY_IN]), onwards))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
-from backbeat.planners import SHARDED, propose
+from backbeat.planners import is_sharded, propose
 from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.report.measured import Measured
 from backbeat.report.perfetto import Iteration
@@ -136,7 +136,7 @@ def study(
         strategies = {name: {"strategy": name} for name in strategies}
     asked = {STOCK: {"strategy": STOCK}, **strategies}
     for name in asked if reduce_dtype is not None else ():
-        if name.partition(":")[0] in SHARDED or name == "compressed":
+        if is_sharded(name) or name == "compressed":
             raise InputError(
                 f"reduce_dtype is {reduce_dtype!r}, but a report does not have {name!r} with it: leave one of them out"
             )

@@ -28,7 +28,7 @@ from backbeat.measure.network.case import message_sizes
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.model.files import decode, encode
 from backbeat.planners import plan as make_plan
-from backbeat.runtime.parallel.candidates import sharded_strategies
+from backbeat.runtime.parallel.candidates import unit_strategies
 from backbeat.runtime.reduce.partition import Partition, plan_partition
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.timing import TimedStep, median
@@ -348,7 +348,7 @@ class Tuner:
         bare = msgspec.structs.replace(profile, update_s=0.0)
         began = time.monotonic()
         found: dict[str, float] = {}
-        for strategy in ("ddp", *sharded_strategies(network)):
+        for strategy in ("ddp", *unit_strategies(network)):
             if len(found) > 1 and time.monotonic() - began > TELL_STEPS * iteration:
                 break
             with contextlib.suppress(BackbeatError):

@@ -7,7 +7,7 @@ status message when the next backward opens.
 
 So three chains of work lead from one step to the next, and a step takes as long as the longest of them:
 
-| way | what is on it |
+| chain | what is on it |
 |---|---|
 | device | computation, copies and communication, as if the host were always ahead: what the other modules simulate |
 | host | issuing the whole step |
@@ -53,8 +53,8 @@ class HostLane:
 
     @classmethod
     def of(cls, profile: Profile) -> HostLane:
-        """Submitted to an idle device, an iteration can take the host longer than iterations took in a row: then these
-        are its pace. They are, too, where the device waits for it."""
+        """An iteration issued to an idle device can take the host longer than iterations in a row took. Then, and where
+        the device waits for the host, the iterations in a row give the host's pace."""
         if profile.host_s is None:
             return cls()
         whole = profile.forward_s + profile.backward_s

@@ -111,7 +111,7 @@ def predicted_candidates(
     add("stock", "ddp", memory_bytes=memory_bytes)
     add("buckets", "best", communicators=communicators, memory_bytes=memory_bytes)
     version = _release(torch.__version__)
-    for strategy in sharded_strategies(network):
+    for strategy in unit_strategies(network):
         choices = {"memory_bytes": memory_bytes, "torch_version": version} if strategy in BUDGETED else {}
         add("units", strategy, **choices)
     if compression:
@@ -136,7 +136,7 @@ def predicted_candidates(
     return [one for one in best.values() if one is not None]
 
 
-def sharded_strategies(network: Network) -> list[str]:
+def unit_strategies(network: Network) -> list[str]:
     """Those that may be predicted for it, the ones planned quickest first."""
     within = 1 < network.topology.gpus_per_node < network.workers
     return [strategy for strategy in UNITS if strategy != "hsdp" or within]

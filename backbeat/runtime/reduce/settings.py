@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Profile
 from backbeat.model.checks import at_least
+from backbeat.planners import FIXED_BUCKETS, is_sharded
 from backbeat.runtime.memory.budget import budget_size, check_memory, within_budget
 
 logger = logging.getLogger("backbeat.runtime")
@@ -168,17 +169,17 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
             "plan='compressed' cannot be chosen while training runs, since it changes what the optimizer sees: make "
             "the plan first (`backbeat plan … --strategy compressed -o plan.json`) and give plan='plan.json'"
         )
-    elif isinstance(plan, str) and plan.partition(":")[0] in sharded_strategies():
+    elif isinstance(plan, str) and is_sharded(plan):
         raise InputError(
             f"plan={plan!r} shards parameters, and DistributedDataParallel sends gradients in buckets: make the plan "
             f"(`backbeat plan … --strategy {plan} -o plan.json`) and run it with "
             "`fully_shard(model, plan='plan.json', mesh=mesh)` of backbeat.runtime"
         )
-    elif isinstance(plan, str) and (plan == "auto" or plan in strategies()):
+    elif isinstance(plan, str) and (plan == "auto" or plan in FIXED_BUCKETS):
         found, strategy = None, plan
     else:
         text = os.fspath(plan) if isinstance(plan, (str, os.PathLike)) else ""
-        close = difflib.get_close_matches(text, sorted({"auto", *strategies()}), n=1, cutoff=0.7)
+        close = difflib.get_close_matches(text, sorted({"auto", *FIXED_BUCKETS}), n=1, cutoff=0.7)
         if close and not os.path.exists(text):
             raise InputError(f"plan={text!r} is neither a file nor a strategy: did you mean {close[0]!r}?")
         found, strategy = Plan.load(plan), None
@@ -190,19 +191,6 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
             "plan with another strategy"
         )
     return found, strategy
-
-
-def strategies() -> set[str]:
-    """Names that plan fixed buckets."""
-    from backbeat.planners import STRATEGIES
-
-    return set(STRATEGIES) - {"horovod", "compressed"} - sharded_strategies()
-
-
-def sharded_strategies() -> frozenset[str]:
-    from backbeat.planners import SHARDED
-
-    return SHARDED
 
 
 def bind(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
