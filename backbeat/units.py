@@ -150,6 +150,14 @@ def first_to_last(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
+def first_few(names: Sequence[str], most: int = 3) -> str:
+    """
+    >>> first_few(["a", "b"]), first_few(["a", "b", "c", "d", "e"])
+    ('a, b', 'a, b, c and 2 more')
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def format_bytes(count: float) -> str:
     """
     >>> format_bytes(102_400_000), format_bytes(4000), format_bytes(12)

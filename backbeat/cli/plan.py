@@ -35,7 +35,7 @@ from backbeat.simulate.batch import same_blocks, sibling
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
-from backbeat.units import counted, format_bytes, format_seconds, parse_duration
+from backbeat.units import counted, first_few, format_bytes, format_seconds, parse_duration
 
 
 def plan(
@@ -230,7 +230,7 @@ def _sharding(one: Profile, made: Plan, sharding: Sharding, accumulation: int | 
     again = [segment.blocks[0] for segment in made.memory.segments] if made.memory else []
     knobs = [
         f"parameters travel in {sharding.param_dtype}, gradients in {sharding.reduce_dtype}",
-        *([f"recomputed: {', '.join(again[:3])}{f' and {len(again) - 3} more' * (len(again) > 3)}"] if again else []),
+        *([f"recomputed: {first_few(again)}"] if again else []),
         *([f"{sharding.reduce_scatter_buffers} reduce-scatter inputs"] if sharding.reduce_scatter_buffers > 1 else []),
         *(["reduce-scatters on their own communicator"] if sharding.separate_reduce_scatter else []),
         *(["gradients are reduced with the last micro-batch"] if sharding.gradient_sync == "last" else []),

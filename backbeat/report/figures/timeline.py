@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from backbeat.model import Plan, Span
 from backbeat.report.figures.canvas import GREY, Drawing, axis, drawn, shade
-from backbeat.units import counted, format_bytes, format_seconds
+from backbeat.units import counted, first_few, format_bytes, format_seconds
 
 MOST_BARS = 400
 _NAMES_SHOWN = 5
@@ -141,21 +141,11 @@ def with_gradients(spans: Sequence[Span], buckets: Sequence[Sequence[str]]) -> I
         yield span, next(names, ()) if span.carries_gradients else ()
 
 
-def describe_names(names: Sequence[str]) -> str:
-    """The first gradients of a bucket, and how many more.
-
-    >>> describe_names(["a", "b"]), describe_names(list("abcdefg"))
-    ('a, b', 'a, b, c, d, e and 2 more')
-    """
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
-
-
 def _named(spans: Sequence[Span], buckets: Sequence[Sequence[str]]) -> list[Bar]:
     return [
         Bar(
             lane=span.lane,
-            name=describe_names(gradients) if gradients else span.name,
+            name=first_few(gradients, _NAMES_SHOWN) if gradients else span.name,
             start_s=span.start_s,
             end_s=span.end_s,
             bytes=span.bytes,

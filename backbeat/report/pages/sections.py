@@ -166,7 +166,7 @@ def ways_section(study: Study) -> Section | None:
         )
         for way in study.ways
     ]
-    headings = ["strategy", "way", "fits", "peak", "iteration", "scaling", "samples/s", "exposed", "limited by"]
+    headings = ["strategy", "known as", "fits", "peak", "iteration", "scaling", "samples/s", "exposed", "limited by"]
     words = " ".join([way_headline(study.ways), *way_sentences(study.ways)])
     return Section(
         anchor="sharding",

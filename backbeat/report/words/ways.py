@@ -35,7 +35,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way, at one number of workers."""
+    """A strategy or plan with its prediction and whether it fits, at one number of workers."""
 
     label: str
     """The strategy's name, or a plan's."""

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from backbeat.errors import InputError
 from backbeat.runtime.reduce.settings import TorchDDP
 from backbeat.runtime.sharded.torch_fsdp import sends_gradients
+from backbeat.units import first_few
 
 
 @contextlib.contextmanager
@@ -85,4 +86,4 @@ def _shape(value: Any) -> str:
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
+    return first_few(names) or "nothing"

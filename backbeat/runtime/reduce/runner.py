@@ -38,6 +38,7 @@ from backbeat.runtime.reduce.failures import LostCollectives, Monitor, Standing
 from backbeat.runtime.reduce.partition import ManagedParameters, Partition, claim, release
 from backbeat.runtime.reduce.status import StatusMessage, SummedStatus
 from backbeat.runtime.reduce.step import ReducerContext, Step, StepState
+from backbeat.units import first_few
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -148,7 +149,7 @@ class StepRunner:
         if not step.idle and sent < len(buckets):
             outstanding = self._arrivals.outstanding
             missing = [context.names[index] for index in buckets[sent].members if outstanding[index] > 0]
-            waiting = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            waiting = first_few(missing)
         return {
             "step": step.number,
             "in_backward": not step.idle,

@@ -16,7 +16,7 @@ from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
 from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
 from backbeat.report.figures.memory_use import draw_memory_use, memory_kinds
 from backbeat.report.figures.scaling_curve import draw_scaling, scaling
-from backbeat.report.figures.timeline import describe_names, draw_timeline, timeline
+from backbeat.report.figures.timeline import draw_timeline, timeline
 from backbeat.report.measured import Comparison
 from backbeat.report.notebook import prediction_figure
 from backbeat.report.study import buckets_of, curve_workers, study
@@ -92,7 +92,6 @@ def test_bars_name_their_gradients_and_buffers_do_not_shift_them() -> None:
     assert names["a, b"].gradients == 2
     assert names["c"].bytes == 20
     assert names["buffers"].gradients == 0
-    assert describe_names(list("abcdefg")).endswith("and 2 more")
 
 
 def test_communicators_are_in_order_of_their_number() -> None:
