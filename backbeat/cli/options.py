@@ -63,7 +63,7 @@ Memory = Annotated[
     str | None, typer.Option(help="Device memory an iteration may take, like 6GB: keep, recompute, offload or shard.")
 ]
 Torch = Annotated[
-    str | None, typer.Option(help="What a sharded plan will run on, like 2.13. Default: what torch 2.8 has.")
+    str | None, typer.Option(help="What a sharded plan will run on, like 2.13. Default: what torch 2.10 has.")
 ]
 Across = Annotated[
     str | None,

@@ -41,7 +41,7 @@ class StrategyOptions:
     reduce_dtype: Dtype | None = None
     """Sharded strategies: what gradients are reduced in; fp32 where None."""
     torch_version: str | None = None
-    """`sharded`: what the plan will run on, like 2.13; what came after 2.8 is not chosen where None."""
+    """`sharded`: what the plan will run on, like 2.13; what came after 2.10 is not chosen where None."""
     budget_s: float | None = None
     """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
 
