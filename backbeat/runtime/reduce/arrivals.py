@@ -183,21 +183,8 @@ class Arrivals:
     """Which gradients of the present backward have arrived. One object serves every step: the hooks hold it."""
 
     __slots__ = (
-        "_all_once",
-        "_buckets",
-        "_expected_members",
-        "_known",
-        "arrived_since_reduce",
-        "bucket_of",
-        "expectation",
-        "late",
-        "missing",
-        "nested",
-        "next_bucket",
-        "outstanding",
-        "report_each",
-        "root",
-        "streams",
+        "_all_once", "_buckets", "_expected_members", "_known", "arrived_since_reduce", "bucket_of", "expectation",
+        "late", "missing", "nested", "next_bucket", "outstanding", "report_each", "root", "streams",
     )  # fmt: skip
 
     def __init__(self, parameters: int, streams: Streams | None = None) -> None:
