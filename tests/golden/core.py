@@ -27,6 +27,7 @@ OPTIONS = {"communicators": "communicators", "bucket_bytes": "bucket_bytes", "cy
 MEMORY_OPTIONS = {"memory_bytes": "memory_bytes", "residuals": "residuals"}
 
 
+@cache
 def zoo_profiles() -> list[str]:
     """Those on record: with SGD."""
     return sorted(name for name in bundled(Profile) if "-adamw" not in name)
@@ -141,13 +142,18 @@ BUDGETS = {
 }
 
 
+def is_taken(profile: str, network: str, workers: int, every: int) -> bool:
+    """Of the profiles that no search is tried on, every `every`th: others on other networks and numbers of workers."""
+    place = len(WORKERS) * NETWORKS.index(network) + WORKERS.index(workers)
+    return profile in SEARCHED_ON or (zoo_profiles().index(profile) + place) % every == 0
+
+
 def rows(network_name: str, *, every: int = 1) -> Iterator[tuple[str, list[Any]]]:
-    """Every case on one network, by its name; or of the profiles that no search is tried on every `every`th, others on
-    other networks and numbers of workers."""
-    for place, workers in enumerate(WORKERS, start=len(WORKERS) * NETWORKS.index(network_name)):
+    """Every case on one network that `is_taken`, by its name."""
+    for workers in WORKERS:
         network = network_of(network_name, workers)
-        for index, name in enumerate(zoo_profiles()):
-            if name not in SEARCHED_ON and (index + place) % every:
+        for name in zoo_profiles():
+            if not is_taken(name, network_name, workers, every):
                 continue
             profile = Profile.load(name)
             cases: list[tuple[str, dict[str, Any]]] = [(s, {}) for s in STRATEGIES if name in SLOW.get(s, (name,))]
