@@ -172,7 +172,11 @@ def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def _three_figures(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+    """
+    >>> _three_figures(1234.5), _three_figures(999.7), _three_figures(0.5)
+    ('1,234', '1,000', '0.500')
+    """
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
 def _count(samples: int) -> str:
