@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+from msgspec.structs import replace
 
 from backbeat.comm.clock import Clock, Mark
 from backbeat.errors import where_raised
 from backbeat.measure.model.chain import BlockCall, BlockHooks, find_blocks
 from backbeat.measure.model.memory_by_kind import BlockBytes, BlockSizes, block_parameters, cast_inputs, held_tensors
-from backbeat.measure.model.training_step import AUTOCAST, Training, is_out_of_memory, rounded
+from backbeat.measure.model.training_step import AUTOCAST, Marks, Training, is_out_of_memory, median_phases, rounded
 from backbeat.model import Block, HostLink
 
 _TIMED = {"cpu": 3, "cuda": 5}
@@ -39,7 +40,22 @@ class MeasuredChain:
     """The most that what follows the last block takes, until the last block's backward begins."""
     outside_bytes: int = 0
     """What autograd keeps of operations between the blocks."""
+    forward_s: float = 0.0
+    """All of forward, in the iterations that gave the blocks' times."""
+    backward_s: float = 0.0
+    """All of backward, in the same."""
     notes: tuple[str, ...] = ()
+
+    def blocks_within(self, forward_s: float, backward_s: float) -> tuple[Block, ...]:
+        """The blocks where forward and backward take this long: each keeps its share of them."""
+        forward = forward_s / self.forward_s if self.forward_s > 0 else 1.0
+        backward = backward_s / self.backward_s if self.backward_s > 0 else 1.0
+        return tuple(
+            replace(
+                block, forward_s=rounded(block.forward_s * forward), backward_s=rounded(block.backward_s * backward)
+            )
+            for block in self.blocks
+        )
 
 
 def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
@@ -58,7 +74,7 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
     if len(links) < 2:
         return MeasuredChain()
     blocks = {name: found[name] for name in links}
-    seconds = _times(training, blocks, 1 if once else _TIMED.get(training.device.type, 3))
+    seconds, phases_s = _times(training, blocks, 1 if once else _TIMED.get(training.device.type, 3))
     host_s = _host_times(training, blocks) if training.clock.asynchronous else {}
     sizes = seen.sizes
     parameters = block_parameters(blocks)
@@ -105,6 +121,8 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
         host_link=measure_host_link(training.device, training.clock),
         head_bytes=head,
         outside_bytes=seen.outside_saved,
+        forward_s=phases_s[0],
+        backward_s=phases_s[1],
         notes=notes,
     )
 
@@ -153,26 +171,28 @@ class BackwardBlockHooks(BlockHooks):
         self._at("end", name)
 
 
-def _times(training: Training, blocks: dict[str, torch.nn.Module], count: int) -> dict[tuple[str, str], float]:
-    """Median seconds of each block's forward and backward over `count` iterations, by (`forward` or `backward`,
-    name)."""
+def _times(
+    training: Training, blocks: dict[str, torch.nn.Module], count: int
+) -> tuple[dict[tuple[str, str], float], tuple[float, float]]:
+    """Median seconds of each block's forward and backward over `count` iterations, by (`forward` or `backward`, name);
+    and those of all of forward and all of backward."""
     clock = training.clock
     # One before them refills the queue of a device that works behind the host, or warms a CPU's caches.
     leading = 1 if clock.asynchronous or count > 1 else 0
     clock.reserve((count + 1) * (3 * len(blocks) + 16) * 2)
     passes: list[list[tuple[str, str, Mark]]] = []
-    ends: list[list[Mark]] = []
+    iterations: list[Marks] = []
     with BackwardBlockHooks(blocks, lambda what, name: passes[-1].append((what, name, clock.mark()))):
         for _ in range(leading + count):
             passes.append([])
-            marks = training.iterate()
-            ends.append([micro_batch.backward_end for micro_batch in marks.micro_batches])
+            iterations.append(training.iterate())
     clock.synchronize()
     seen: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for borders, end in zip(passes[leading:], ends[leading:], strict=True):
-        for key, seconds in _spans(borders, end, clock).items():
+    for borders, marks in zip(passes[leading:], iterations[leading:], strict=True):
+        ends = [micro_batch.backward_end for micro_batch in marks.micro_batches]
+        for key, seconds in _spans(borders, ends, clock).items():
             seen[key].append(seconds / training.accumulation)
-    return {key: rounded(median(values)) for key, values in seen.items()}
+    return {key: rounded(median(values)) for key, values in seen.items()}, median_phases(iterations[leading:], clock)
 
 
 def _host_times(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[tuple[str, str], float]:

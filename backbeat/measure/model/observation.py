@@ -28,7 +28,7 @@ from backbeat.measure.model.launch_bound import (
 )
 from backbeat.measure.model.memory_by_kind import measure_memory
 from backbeat.measure.model.operator_work import count_flops
-from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory, rounded
+from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory, median_phases, rounded
 from backbeat.model import Gradient, Memory, Profile
 
 _HOOKED_ITERATIONS = 10
@@ -124,8 +124,8 @@ def measure_training(
 ) -> Figures:
     """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host.
 
-    `wait_for_others` is called, with an idle device, before each of three series of iterations: plain, hooked, plain
-    again. `brief` leaves FLOPs out, and where the time limit is short takes as few iterations as give the rest.
+    `wait_for_others` is called, with an idle device, before each series of iterations: of the blocks, plain, hooked,
+    plain again. `brief` leaves FLOPs out, and where the time limit is short takes as few iterations as give the rest.
     """
     gradients = first_iteration(training)
     compiled = is_compiled(training.model)
@@ -153,7 +153,13 @@ def measure_training(
             iterations = max(min(iterations, affordable // 2), min(iterations, fewest))
             hooked_iterations = max(min(hooked_iterations, affordable // 6), min(hooked_iterations, fewest // 2))
 
+        def begin_together() -> None:
+            clock.synchronize()
+            if wait_for_others is not None:
+                wait_for_others()
+
         memory, activations = measure_memory(training, gradients, owners)
+        begin_together()
         chain = _chain(training, compiled, once=hurried)
         memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
         per_iteration = 3 * training.accumulation + 4
@@ -165,11 +171,6 @@ def measure_training(
         )
 
         hooked = partial(_hooked, training, gradients, owners, hooked_iterations)
-
-        def begin_together() -> None:
-            clock.synchronize()
-            if wait_for_others is not None:
-                wait_for_others()
 
         # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
         trailing = 0 if wait_for_others is None or hurried else 1
@@ -192,7 +193,7 @@ def measure_training(
         plain += _series(training, iterations // 2, trailing=trailing)
         clock.synchronize()
 
-        forward_s, backward_s = _phases(plain, training)
+        forward_s, backward_s = median_phases(plain, clock)
         bound = None
         if host is not None:
             device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
@@ -266,16 +267,6 @@ def _hooked(
         forward=forward_shares(zip(forward, begun.recordings[-count:], strict=True), clock) if owners else {},
         forward_s=median(clock.between(marks.forward_begin, marks.forward_end) for marks in forward),
         backward_s=median(clock.between(marks.backward_begin, marks.backward_end) for marks in backward),
-    )
-
-
-def _phases(plain: list[Marks], training: Training) -> tuple[float, float]:
-    """Median forward and backward of one micro-batch."""
-    between = training.clock.between
-    micro_batches = [micro_batch for marks in plain for micro_batch in marks.micro_batches]
-    return (
-        median(between(marks.forward_begin, marks.forward_end) for marks in micro_batches),
-        median(between(marks.backward_begin, marks.backward_end) for marks in micro_batches),
     )
 
 

@@ -180,7 +180,7 @@ def measure(
         iteration_s=tuple(rounded(seconds) for seconds in figures.iteration_s),
         optimizer=describe_optimizer(training.optimizer),
         compiled=compile_blocks,
-        blocks=figures.chain.blocks,
+        blocks=figures.chain.blocks_within(figures.forward_s, figures.backward_s),
         host_link=figures.chain.host_link,
         compression_s_per_byte=s_per_byte,
         compression_s_per_bucket=s_per_bucket,

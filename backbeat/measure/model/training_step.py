@@ -7,6 +7,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -112,6 +113,15 @@ class Training:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def median_phases(iterations: Sequence[Marks], clock: Clock) -> tuple[float, float]:
+    """Forward and backward of one micro-batch."""
+    micro_batches = [micro_batch for marks in iterations for micro_batch in marks.micro_batches]
+    return (
+        median(clock.between(marks.forward_begin, marks.forward_end) for marks in micro_batches),
+        median(clock.between(marks.backward_begin, marks.backward_end) for marks in micro_batches),
+    )
 
 
 def make_optimizer(kind: str, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:

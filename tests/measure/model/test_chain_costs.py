@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from backbeat import Profile
 from backbeat.measure import profile
+from backbeat.measure.model.chain_costs import MeasuredChain
 from tests.block_models import Residual, loss_of, resnet_case, transformer_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,6 +70,17 @@ def test_the_profile_says_what_was_estimated_and_survives_its_file(resnet, tmp_p
 
 def test_times_are_booked_on_blocks(resnet):
     assert all(block.forward_s > 0 and block.backward_s > 0 for block in resnet.blocks)
+
+
+def test_blocks_keep_their_shares_of_plain_iterations(resnet):
+    """Ranks that share a device find it busier in one series of iterations than in the next."""
+    blocks = [replace(block, forward_s=0.002, backward_s=0.003) for block in resnet.blocks[:4]]
+    chain = MeasuredChain(blocks=tuple(blocks), forward_s=0.010, backward_s=0.012)
+    within = chain.blocks_within(0.015, 0.006)
+    assert [block.forward_s for block in within] == pytest.approx([0.003] * 4)
+    assert [block.backward_s for block in within] == pytest.approx([0.0015] * 4)
+    assert chain.blocks_within(0.010, 0.012) == chain.blocks
+    assert MeasuredChain(blocks=tuple(blocks)).blocks_within(1.0, 1.0) == tuple(blocks)
 
 
 def test_masks_count_once():

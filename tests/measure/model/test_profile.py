@@ -267,11 +267,12 @@ def test_ranks_can_begin_every_series_of_iterations_together() -> None:
     model = classifier()
     model.register_forward_pre_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
     result = profile(model, images(), loss, **QUICK, wait_for_others=lambda: seen.append(steps[0]))
-    first, hooked, second = seen
+    blocks, first, hooked, second = seen
     # One more after each half, for ranks that are slower.
     half = len(result.iteration_s) // 2
     assert (hooked - first, steps[0] - second) == (len(result.iteration_s) - half + 1, half + 1)
     assert second > hooked
+    assert first > blocks
 
 
 def test_the_batch_may_be_a_dictionary() -> None:
