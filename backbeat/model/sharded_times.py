@@ -51,6 +51,18 @@ class ShardedTimes(Checked, frozen=True, kw_only=True):
     """How much longer computation takes beside all-gathers and reduce-scatters."""
     host: ShardedHost | None = None
 
+    @property
+    def in_a_row(self) -> float:
+        """What collectives that follow each other on one communicator take, over what they take one by one; 1 where it
+        was not measured. Never more: an idle link lets the first bytes through faster, which many do not gain by.
+
+        >>> pair = CollectivePair(bytes=2**24, communicators=1, seconds=9e-3, alone_s=10e-3)
+        >>> round(ShardedTimes(pairs=(pair,)).in_a_row, 9)
+        0.9
+        """
+        speed = self.speed(1)
+        return 1.0 if speed is None else min(1 / speed, 1.0)
+
     def speed(self, communicators: int) -> float | None:
         """Seconds of work that all-gathers and reduce-scatters together do a second, from the larger half of the sizes:
         smaller ones are mostly latency. None where it was not measured.

@@ -2,7 +2,8 @@
 
 Parameters are gathered, and gradients scattered, within a *shard group*; with several copies of the model (HSDP) each
 rank then all-reduces its shard with the ranks that hold the same one. All-gathers and reduce-scatters take what the
-network measured, at the shard group's size, or their part of its all-reduce. The all-reduce of the copies crosses nodes
+network measured of them in a row, at the shard group's size, or their part of its all-reduce: a step that waits for
+them sends one after the other, and where they come singly they are hidden. The all-reduce of the copies crosses nodes
 where a shard group fills a node or more; the shards of a node's ranks share what joins the nodes.
 """
 
@@ -53,9 +54,10 @@ class ShardedCost:
                 f"again with `backbeat plan --workers {network.workers}`"
             )
         group = _at(network, mesh.shard)
+        in_a_row = 1.0 if network.sharded is None else network.sharded.in_a_row
         return cls(
-            gather=half_curve(group, "all_gather"),
-            scatter=half_curve(group, "reduce_scatter"),
+            gather=half_curve(group, "all_gather").slower(in_a_row),
+            scatter=half_curve(group, "reduce_scatter").slower(in_a_row),
             replicate=_across(network, mesh) if mesh.replicate > 1 else None,
             one_link=_inside(network) is None or mesh.shard > network.topology.gpus_per_node,
             sharing=_sharing(network, group.cost),
@@ -87,7 +89,9 @@ class ShardedCost:
 
 def _sharing(network: Network, all_reduces: LinkCost) -> LinkCost:
     speed = None if network.sharded is None else network.sharded.speed(2)
-    return all_reduces if speed is None else LinkCost(all_reduces.isolated, all_reduces.busy, {2: speed})
+    if network.sharded is None or speed is None:
+        return all_reduces
+    return LinkCost(all_reduces.isolated, all_reduces.busy, {2: speed * network.sharded.in_a_row})
 
 
 def _copy_s_per_byte(device: str) -> float:

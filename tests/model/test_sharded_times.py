@@ -27,6 +27,12 @@ def test_the_larger_sizes_say_how_fast_they_are_together() -> None:
     assert ShardedTimes().speed(2) is None
 
 
+def test_in_a_row_they_take_what_was_measured_and_never_longer_than_alone() -> None:
+    assert ShardedTimes(pairs=(pair(2**24, 1.25, 1),)).in_a_row == pytest.approx(0.8)
+    assert ShardedTimes(pairs=(pair(2**24, 0.9, 1),)).in_a_row == 1.0
+    assert ShardedTimes(pairs=(pair(2**24, 1.25, 2),)).in_a_row == 1.0
+
+
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=8))
 def test_it_lies_between_what_was_measured(speeds: list[float]) -> None:
     found = ShardedTimes(pairs=tuple(pair(2**20 + index, speed) for index, speed in enumerate(speeds))).speed(2)

@@ -204,7 +204,8 @@ def of_a_given_network_what_it_does_not_say_is_measured(ctx: Context) -> None:
     found = one._network(profile)
     assert found.slowdown is not None or "beside communication" in one._left_out
     assert set(gathered(ctx, found)) == {found}
-    assert msgspec.structs.replace(found, slowdown=None) == bare
+    # On a GPU also what FSDP2 costs the host.
+    assert msgspec.structs.replace(found, slowdown=None, sharded=bare.sharded) == bare
     with mock.patch.object(prepare, "measure_step_slowdown", mock.Mock(side_effect=AssertionError)):
         assert search(ctx, model, loss_of)._network(profile) == slow(ctx)
 

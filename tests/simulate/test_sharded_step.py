@@ -133,6 +133,23 @@ def test_two_communicators_share_the_link_as_gathers_and_scatters_were_measured_
     assert step_s(profile, measured, one) == step_s(profile, plain, one)
 
 
+def test_collectives_in_a_row_take_what_was_measured_of_them_in_a_row() -> None:
+    """The link is the limit: measured in a row they take 0.8 of what they take alone, and the step with them. On two
+    communicators it stays at what was measured there."""
+    profile = row(6, forward=0.0, backward=0.0, elements=1_000_000)
+    plain = affine(0.0, 1e-6)
+    two = CollectivePair(bytes=2**24, communicators=2, seconds=2.0, alone_s=3.0)
+    one = CollectivePair(bytes=2**24, communicators=1, seconds=2.4, alone_s=3.0)
+    before, after = (replace(plain, sharded=ShardedTimes(pairs=pairs)) for pairs in ((two,), (one, two)))
+    in_turn = one_each(profile, buffers=6)
+    assert step_s(profile, after, in_turn) == pytest.approx(0.8 * step_s(profile, before, in_turn))
+    gather = ShardedCost.of(profile, after, in_turn.sharding).gather.time(4_000_000)
+    for network in (before, after):
+        cost = ShardedCost.of(profile, network, in_turn.sharding)
+        both_s = 2 * float(cost.gather.time(4_000_000)) / cost.sharing.efficiency(2)
+        assert both_s == pytest.approx(2 * float(gather) / 0.8 / 1.5)
+
+
 def test_copies_of_the_model_are_reduced_behind_their_reduce_scatter() -> None:
     """Two copies of four shards: the all-reduces of 1 hide behind backward, and the last follows the last scatter."""
     profile = row(3)

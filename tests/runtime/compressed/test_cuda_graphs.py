@@ -86,12 +86,14 @@ def encode_and_decode(device: str, graphs: CudaGraphs | None, *, masked: bool, s
     generator = torch.Generator().manual_seed(0)
     found: list[Any] = []
     buckets = []
-    for numel in (300_000, 5_000):
-        residual = Residual(
-            torch.zeros(numel, device=device), torch.zeros(numel, device=device) if masked else None, masked=masked
-        )
-        buckets.append((residual, TopK(0.01, graphs), torch.empty(numel, device=device)))
-    gathered = torch.empty(100_000, dtype=torch.uint8, device=device)
+    with stream:
+        # Where the work is: another stream may still be filling them with zeros.
+        for numel in (300_000, 5_000):
+            residual = Residual(
+                torch.zeros(numel, device=device), torch.zeros(numel, device=device) if masked else None, masked=masked
+            )
+            buckets.append((residual, TopK(0.01, graphs), torch.empty(numel, device=device)))
+        gathered = torch.empty(100_000, dtype=torch.uint8, device=device)
     for step in range(14):
         density = 0.02 if step in (0, 7) else None
         for residual, compressor, result in buckets:
