@@ -1,8 +1,8 @@
 """How far predictions of real training are off, and `auto` against the best of stock and tuned DDP.
 
-    python validation/training/errors.py FOLDER
+    python validation/training/errors.py FOLDER…
 
-FOLDER holds what `compare.py` writes. Nothing is measured: every case is predicted from the profile and network that
+Each FOLDER holds what `compare.py` writes. Nothing is measured: every case is predicted from the profile and network that
 `auto` itself measured, so that a changed model is judged on the same measurements.
 """
 
@@ -27,6 +27,8 @@ from backbeat.units import format_bytes
 SCHEMA = "backbeat.validation.training/1"
 EQUAL = 0.01
 KINDS = ("buckets", "units", "memory")
+HOST_PACED = 0.9
+"""Where the host takes this share of a step to issue it, it may set the step's pace."""
 Row = dict[str, Any]
 
 
@@ -73,6 +75,7 @@ def rows(folder: Path, record: dict[str, Any]) -> Iterator[Row]:
             found = _predicted(side, profile, network)
             side |= found
             yield {
+                "folder": folder.name,
                 "lab": record["lab"],
                 "model": case["model"],
                 "side": side["side"],
@@ -80,6 +83,7 @@ def rows(folder: Path, record: dict[str, Any]) -> Iterator[Row]:
                 "turns_s": side["turns_s"],
                 "measured_s": measured_s(side["turns_s"]),
                 "repeat": repeat(side["turns_s"]),
+                "host_paced": side.get("host_s", 0.0) > HOST_PACED * measured_s(side["turns_s"]),
                 **found,
             }
 
@@ -93,11 +97,16 @@ def runs(side: dict[str, Any]) -> str:
     return json.dumps([plan["strategy"] == "ddp", parts], sort_keys=True)
 
 
+def case_of(row: Row) -> tuple[str, str, str]:
+    """Which case of which run it belongs to."""
+    return row["folder"], row["lab"], row["model"]
+
+
 def once(found: list[Row]) -> list[Row]:
     """Equal plans of one lab and model as one row, with the turns of all: `auto` may take what another side is."""
-    alike: dict[tuple[str, str, str], list[Row]] = {}
+    alike: dict[tuple[str, ...], list[Row]] = {}
     for row in found:
-        alike.setdefault((row["lab"], row["model"], row["runs"]), []).append(row)
+        alike.setdefault((*case_of(row), row["runs"]), []).append(row)
     return [
         {**same[0], "measured_s": measured_s([turn for row in same for turn in row["turns_s"]])}
         for same in alike.values()
@@ -172,8 +181,8 @@ def against_best(found: list[Row]) -> list[Row]:
     It keeps up where it is no slower than that by more than 1 % or what either repeats within.
     """
     answers = []
-    for lab, model in dict.fromkeys((row["lab"], row["model"]) for row in found):
-        sides = {row["side"]: row for row in found if (row["lab"], row["model"]) == (lab, model)}
+    for case in dict.fromkeys(map(case_of, found)):
+        sides = {row["side"]: row for row in found if case_of(row) == case}
         rivals = [sides[name] for name in ("ddp", "tuned") if name in sides]
         if "auto" not in sides or not rivals:
             continue
@@ -182,8 +191,8 @@ def against_best(found: list[Row]) -> list[Row]:
         ratio = best["measured_s"] / auto["measured_s"]
         answers.append(
             {
-                "lab": lab,
-                "model": model,
+                "lab": case[1],
+                "model": case[2],
                 "best": best["side"],
                 "times_as_fast": ratio,
                 "room": room,
@@ -193,16 +202,21 @@ def against_best(found: list[Row]) -> list[Row]:
     return answers
 
 
-def show(folder: Path) -> None:
+def show(*folders: Path) -> None:
     found = []
-    for record in records(folder):
-        found += list(rows(folder, record))
-        for case in record["cases"]:
-            print("\n".join(line_of(record["lab"], case)))
+    for folder in folders:
+        for record in records(folder):
+            found += list(rows(folder, record))
+            for case in record["cases"]:
+                print("\n".join(line_of(record["lab"], case)))
     if not found:
-        sys.exit(f"no measured cases in {folder}: run compare.py, or name another folder")
+        sys.exit(f"no measured cases in {', '.join(map(str, folders))}: run compare.py, or name another folder")
     for kind in KINDS:
-        print(f"{kind}: {spread([row for row in once(found) if row['kind'] == kind])}")
+        own = [row for row in once(found) if row["kind"] == kind]
+        print(f"{kind}: {spread(own)}")
+        ahead = [row for row in own if not row["host_paced"]]
+        if len(ahead) < len(own):
+            print(f"  the host issuing a step in less than {HOST_PACED:.0%} of it: {spread(ahead)}")
     for side in dict.fromkeys(row["side"] for row in found):
         print(f"  {side}: {spread([row for row in found if row['side'] == side])}")
     for one in against_best(found):
@@ -214,4 +228,4 @@ def show(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    show(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    show(*(map(Path, sys.argv[1:]) if len(sys.argv) > 1 else [Path(__file__).parent]))
