@@ -54,7 +54,7 @@ class ShardedCost:
                 f"again with `backbeat plan --workers {network.workers}`"
             )
         group = _at(network, mesh.shard)
-        in_a_row = 1.0 if network.sharded is None else network.sharded.in_a_row
+        in_a_row = _in_a_row(network)
         return cls(
             gather=half_curve(group, "all_gather").slower(in_a_row),
             scatter=half_curve(group, "reduce_scatter").slower(in_a_row),
@@ -89,9 +89,15 @@ class ShardedCost:
 
 def _sharing(network: Network, all_reduces: LinkCost) -> LinkCost:
     speed = None if network.sharded is None else network.sharded.speed(2)
-    if network.sharded is None or speed is None:
+    if speed is None:
         return all_reduces
-    return LinkCost(all_reduces.isolated, all_reduces.busy, {2: speed * network.sharded.in_a_row})
+    return LinkCost(all_reduces.isolated, all_reduces.busy, {2: speed * _in_a_row(network)})
+
+
+def _in_a_row(network: Network) -> float:
+    """What collectives that follow each other take, over one by one. Gloo runs two of a row at a time, and FSDP2 waits
+    there for each."""
+    return 1.0 if network.sharded is None or network.backend == "gloo" else network.sharded.in_a_row
 
 
 def _copy_s_per_byte(device: str) -> float:
