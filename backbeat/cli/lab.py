@@ -251,28 +251,29 @@ def _file(answer: dict[str, Any], ran: _Ran) -> dict[str, Any]:
 
 
 def _table(setting: Setting, ran: _Ran) -> Table:
+    """In 80 columns: the last loss, where there is one, takes the place of scaling."""
     rate = format_rate(setting.rate_bits)
     dilated = f", compute × {setting.dilation:g}" if setting.dilation != 1 else ""
-    parts = ", ".join(sorted({kind for result in ran.results for kind in _parts(result.plan)}))
-    headings = ["plan", "communicators", parts, "measured", "p10–p90", "repeats", "predicted", "error", "scaling"]
+    parts = ",\n".join(sorted({kind for result in ran.results for kind in _parts(result.plan)}))
+    headings = ["plan", "communi-\ncators", parts, "measured", "repeats\nwithin", "predicted", "error", "scaling"]
+    several = any(result.plan.communicators > 1 for result in ran.results)
     fastest = min(ran.results, key=lambda result: result.measured_s)
     rows = [
         (
             result.choice.name + (" ◀" if result is fastest else ""),
-            str(result.plan.communicators),
+            str(result.plan.communicators) if several else "",
             *map(str, _parts(result.plan).values()),
             format_seconds(result.measured_s),
-            format_seconds(result.spread_s),
-            f"within {result.repeat:.1%}",
+            f"{result.repeat:.1%}",
             format_seconds(result.prediction.iteration_s),
             f"{result.error:+.1%}",
-            f"{result.prediction.single_s / result.measured_s:.1%}",
+            "" if ran.losses else f"{result.prediction.single_s / result.measured_s:.1%}",
             f"{ran.losses[index][-1]:.6f}" if ran.losses else "",
         )
         for index, result in enumerate(ran.results)
     ]
     title = f"{ran.profile.name} on {setting.nodes} {setting.backend} nodes, {rate}{dilated}"
-    table = table_of([*headings, "last loss"], rows, title, left={"plan"})
+    table = table_of([*headings, "last\nloss"], rows, title, left={"plan"}, padding=(0, 1, 0, 0))
     table.rows[ran.results.index(fastest)].style = WINNER
     return table
 
