@@ -2,8 +2,8 @@
 
     python validation/training/errors.py FOLDER…
 
-Each FOLDER holds what `compare.py` writes. Nothing is measured: every case is predicted from the profile and network that
-`auto` itself measured, so that a changed model is judged on the same measurements.
+Each FOLDER holds what `compare.py` writes. Nothing is measured: every case is predicted from the profile and network
+that `auto` itself measured, so that a changed model is judged on the same measurements.
 """
 
 from __future__ import annotations
