@@ -54,7 +54,7 @@ class ShardedTimes(Checked, frozen=True, kw_only=True):
     @property
     def in_a_row(self) -> float:
         """What collectives that follow each other on one communicator take, over what they take one by one; 1 where it
-        was not measured. Never more: an idle link lets the first bytes through faster, which many do not gain by.
+        was not measured. Never above 1: an idle link lets the first bytes through faster, which says little of many.
 
         >>> pair = CollectivePair(bytes=2**24, communicators=1, seconds=9e-3, alone_s=10e-3)
         >>> round(ShardedTimes(pairs=(pair,)).in_a_row, 9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -9,7 +11,8 @@ from torch import nn
 
 from backbeat import Profile
 from backbeat.measure import profile
-from backbeat.measure.model.chain_costs import MeasuredChain
+from backbeat.measure.model import observation
+from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
 from tests.block_models import Residual, loss_of, resnet_case, transformer_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,6 +84,24 @@ def test_blocks_keep_their_shares_of_plain_iterations(resnet):
     assert [block.backward_s for block in within] == pytest.approx([0.0015] * 4)
     assert chain.blocks_within(0.010, 0.012) == chain.blocks
     assert MeasuredChain(blocks=tuple(blocks)).blocks_within(1.0, 1.0) == tuple(blocks)
+
+
+def test_a_profile_has_the_shares(monkeypatch):
+    """What measuring the blocks took is not in it: only which part of forward and backward each was."""
+
+    def measured(training, *, once):
+        chain = measure_blocks(training, once=True)
+        assert sum(block.forward_s for block in chain.blocks) <= chain.forward_s * (1 + 1e-6)
+        assert sum(block.backward_s for block in chain.blocks) <= chain.backward_s * (1 + 1e-6)
+        blocks = tuple(replace(block, forward_s=25.0, backward_s=50.0) for block in chain.blocks)
+        return dataclasses.replace(chain, blocks=blocks, forward_s=100.0, backward_s=400.0)
+
+    monkeypatch.setattr(observation, "measure_blocks", measured)
+    model, batch = resnet_case()
+    found = profile(model, batch, loss_of, **QUICK)
+    for block in found.blocks:
+        assert block.forward_s == pytest.approx(found.forward_s / 4, rel=1e-3)
+        assert block.backward_s == pytest.approx(found.backward_s / 8, rel=1e-3)
 
 
 def test_masks_count_once():
