@@ -9,6 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from backbeat.model.checks import Checked, Seconds
+from backbeat.model.sharding import UnitCounts
 from backbeat.model.slowdown import Slowdown
 
 
@@ -34,13 +35,22 @@ class ShardedHost(Checked, frozen=True, kw_only=True):
     """For each parameter, in every micro-batch."""
     update_s: Seconds = 0.0
     """For each parameter, once a step: the optimizer's work on shards."""
+    reshard_unit_s: Seconds = 0.0
+    """Added for a unit that is resharded after forward, and gathered again for backward."""
+    reshard_parameter_s: Seconds = 0.0
+    """Added for each parameter of such a unit."""
 
-    def micro_batch_s(self, units: int, parameters: int) -> float:
-        """
-        >>> ShardedHost(unit_s=1e-3, parameter_s=1e-4, update_s=1e-5).micro_batch_s(10, 100)
+    def micro_batch_s(self, every: UnitCounts, resharded: UnitCounts) -> float:
+        """With so many units and parameters, of which some are resharded after forward.
+
+        >>> host = ShardedHost(unit_s=1e-3, parameter_s=1e-4, reshard_unit_s=5e-4, reshard_parameter_s=1e-5)
+        >>> round(host.micro_batch_s(UnitCounts(10, 100), UnitCounts(0, 0)), 9)
         0.02
+        >>> round(host.micro_batch_s(UnitCounts(10, 100), UnitCounts(8, 80)), 9)
+        0.0248
         """
-        return units * self.unit_s + parameters * self.parameter_s
+        kept_s = every.units * self.unit_s + every.parameters * self.parameter_s
+        return kept_s + resharded.units * self.reshard_unit_s + resharded.parameters * self.reshard_parameter_s
 
 
 class ShardedTimes(Checked, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
-from backbeat.model.sharded_times import ShardedHost
+from backbeat.model.sharding import UnitCounts
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.framework_step import framework_iteration
@@ -145,7 +145,7 @@ def _predicted(
             micro_batches,
             gradients=len(profile.gradients),
             wrapped=not sharded and reduction is None,
-            fsdp=network.sharded.host if sharded and network.sharded is not None else None,
+            fsdp=_with_fsdp(lane, profile, network, plan, step.buckets),
         )
     host_alone = steady > device and issued >= steady
     iteration = steady + wait
@@ -185,6 +185,17 @@ def _predicted(
     )
 
 
+def _with_fsdp(lane: HostLane, profile: Profile, network: Network, plan: Plan, units: int) -> HostLane | None:
+    """The lane with what FSDP2 takes of the host, its collectives included; None where nothing is sharded, or it was
+    not measured."""
+    host = None if network.sharded is None else network.sharded.host
+    if plan.sharding is None or host is None or not lane.by_block:
+        return None
+    names = [gradient.name for gradient in profile.gradients]
+    added_s = host.micro_batch_s(UnitCounts(units, len(names)), plan.sharding.resharded(names))
+    return lane.longer(added_s, host.update_s * len(names))
+
+
 def _at_host_pace(
     lane: HostLane,
     device_s: float,
@@ -193,15 +204,13 @@ def _at_host_pace(
     *,
     gradients: int,
     wrapped: bool,
-    fsdp: ShardedHost | None,
+    fsdp: HostLane | None,
 ) -> tuple[float, float]:
     """The step with the host in, and what issuing it takes. backbeat's wrapper, where the plan is `wrapped`, has a hook
-    for each gradient, and a status message after the last bucket. `fsdp` is what FSDP2 takes of the host, its
-    collectives included, where that was measured."""
-    if lane.by_block and fsdp is not None:
-        lane = lane.longer(fsdp.micro_batch_s(step.buckets, gradients), fsdp.update_s * gradients)
+    for each gradient, and a status message after the last bucket. `fsdp` is the lane of a sharded step."""
     if not lane.by_block or fsdp is not None:
-        return lane.paced(device_s, micro_batches), lane.step_s(micro_batches)
+        issuing = fsdp or lane
+        return issuing.paced(device_s, micro_batches), issuing.step_s(micro_batches)
     parts, hooks = step.breakdown, gradients if wrapped else 0
     tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if wrapped else None
     sent = sum(span.lane.startswith("communicator") for span in step.timeline)

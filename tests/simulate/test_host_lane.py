@@ -147,23 +147,42 @@ def test_the_best_plan_is_no_slower_than_stock_ddp_where_the_host_issues_every_b
 
 
 @settings(max_examples=25)
-@given(chains(most=6), st.floats(0.05, 2.0), st.tuples(*[st.floats(0.0, 0.5)] * 3), st.integers(1, 3))
+@given(
+    chains(most=6),
+    st.floats(0.05, 2.0),
+    st.tuples(*[st.floats(0.0, 0.5)] * 5),
+    st.integers(1, 3),
+    st.sampled_from(["fsdp", "zero2"]),
+)
 def test_fsdp_takes_of_the_host_what_was_measured(
-    profile: Profile, host: float, shares: tuple[float, float, float], micro_batches: int
+    profile: Profile, host: float, shares: tuple[float, ...], micro_batches: int, strategy: str
 ) -> None:
-    """For each unit, the root with parameters among them, and each parameter, in every micro-batch; the optimizer once
-    a step."""
+    """For each unit, the root with parameters among them, and each parameter, in every micro-batch, more where they are
+    resharded after forward; the optimizer once a step."""
     known = hosted(profile, host)
-    plan = bb.plan(known, SLOW, "fsdp")
-    unit, parameter, update = (share * profile.single_s for share in shares)
-    cost = ShardedHost(unit_s=unit, parameter_s=parameter, update_s=update)
+    plan = bb.plan(known, SLOW, strategy)
+    unit, parameter, update, reshard_unit, reshard_parameter = (share * profile.single_s for share in shares)
+    cost = ShardedHost(
+        unit_s=unit,
+        parameter_s=parameter,
+        update_s=update,
+        reshard_unit_s=reshard_unit,
+        reshard_parameter_s=reshard_parameter,
+    )
     network = replace(SLOW, sharded=ShardedTimes(host=cost))
     ahead, unknown, found = (
         bb.predict(one, there, plan, accumulation=micro_batches)
         for one, there in ((profile, SLOW), (known, SLOW), (known, network))
     )
     count = len(profile.gradients)
-    added = micro_batches * (found.buckets * unit + count * parameter) + count * update
+    assert plan.sharding is not None
+    resharded = [one.modules for one in plan.sharding.units if one.reshard]
+    assert bool(resharded) == (strategy == "fsdp" and bool(plan.sharding.units))
+    inside = sum(
+        any(f"{one.name}.".startswith(f"{name}.") for names in resharded for name in names) for one in profile.gradients
+    )
+    passes = found.buckets * unit + count * parameter + len(resharded) * reshard_unit + inside * reshard_parameter
+    added = micro_batches * passes + count * update
     issued = HostLane.of(known).step_s(micro_batches) + added
     assert found.iteration_s == pytest.approx(max(ahead.iteration_s, issued), rel=1e-6)
     assert found.bound_s <= found.iteration_s * (1 + 1e-9)

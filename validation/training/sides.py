@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError, where_raised
-from backbeat.measure.model.launch_bound import launch_times
+from backbeat.measure.model.launch_bound import LaunchTimes, launch_times
 from backbeat.measure.model.profiler import measure as measure_profile
 from backbeat.measure.model.training_step import Training, release
 from backbeat.model import Mesh, Network, Plan, Profile, Sharding, ShardUnit
@@ -276,7 +276,8 @@ def measure(
         assert one.training is not None
         if one.training.clock.asynchronous:
             # What the host takes to issue a step, the device being idle: whether it could set the pace.
-            one.found["host_s"] = max(rig.ranks.every(launch_times(one.training, median).iteration_s))
+            usual = LaunchTimes.usual(launch_times(one.training, rig.ranks.wait_for_others))
+            one.found["host_s"] = max(rig.ranks.every(usual.iteration_s))
         with torch.no_grad():
             one.found["loss"] = sum(rig.ranks.every(float(one.training.plain_loss()))) / rig.ranks.size
     cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]

@@ -9,7 +9,7 @@ iterations too, training waits as well, and hooked iterations run as they come.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -41,6 +41,16 @@ class LaunchTimes:
     def iteration_s(self) -> float:
         return self.forward_s + self.backward_s + self.update_s
 
+    @classmethod
+    def quickest(cls, times: Iterable[LaunchTimes]) -> LaunchTimes:
+        """What the host takes undisturbed: what disturbs it makes it slower, never faster."""
+        return cls(*map(min, zip(*map(astuple, times), strict=True)))
+
+    @classmethod
+    def usual(cls, times: Iterable[LaunchTimes]) -> LaunchTimes:
+        """What it takes in the middle. Where the host sets the pace, what disturbs it is in every few steps."""
+        return cls(*map(median, zip(*map(astuple, times), strict=True)))
+
 
 @dataclass(frozen=True)
 class LaunchBound:
@@ -59,8 +69,8 @@ class LaunchBound:
     """The same where the input of every block waits on the host."""
 
 
-def launch_times(training: Training, of: Callable[[Iterable[float]], float] = min) -> LaunchTimes:
-    """The quickest of a few submissions, since what disturbs a host makes it slower, never faster; or their median.
+def launch_times(training: Training, begin: Callable[[], None] | None = None) -> list[LaunchTimes]:
+    """A few submissions. `begin` is called, with an idle device, before each of them.
 
     Waiting for the device between the parts keeps each of them within the launch queue, which lets the host get about
     a thousand kernels ahead before it blocks.
@@ -77,15 +87,17 @@ def launch_times(training: Training, of: Callable[[Iterable[float]], float] = mi
         for _ in range(training.accumulation - 1):
             training.forward().backward()  # type: ignore[no-untyped-call]
 
-    probes = []
+    found = []
     for _ in range(_PROBES):
+        clock.synchronize()
+        if begin is not None:
+            begin()
         earlier_s, _ = submitted(earlier)
         forward_s, loss = submitted(training.forward)
         backward_s, _ = submitted(loss.backward)
         update_s, _ = submitted(training.update)
-        probes.append((forward_s, backward_s, earlier_s + update_s))
-    forward_s, backward_s, rest_s = (of(part) for part in zip(*probes, strict=True))
-    return LaunchTimes(forward_s, backward_s, rest_s)
+        found.append(LaunchTimes(forward_s, backward_s, earlier_s + update_s))
+    return found
 
 
 ApplyMemory = Callable[[torch.nn.Module, MemoryPlan], Any]
@@ -96,14 +108,14 @@ runtime, so callers that have one hand it in."""
 def recomputation(
     training: Training,
     blocks: Sequence[Block],
-    plain: LaunchTimes,
+    plain: Sequence[LaunchTimes],
     apply_memory: ApplyMemory,
     inputs: Literal["keep", "offload"] = "keep",
 ) -> float | None:
     """How much longer than `plain` the host takes for a micro-batch when every block is recomputed; None where that
     cannot be, or where `inputs` to offload are so large that pinning memory for them takes seconds.
 
-    Both are medians: where the host sets the pace, what disturbs it is in every few steps.
+    Both are what is usual.
     """
     if not blocks or (inputs == "offload" and sum(block.input_bytes for block in blocks) > _MOST_PINNED_BYTES):
         return None
@@ -111,14 +123,15 @@ def recomputation(
         handle = apply_memory(training.model, MemoryPlan(segments=_one_by_one(blocks, inputs)))
         try:
             training.iterate()
-            host = launch_times(training, median)
+            host = LaunchTimes.usual(launch_times(training))
         finally:
             handle.remove()
     except (InputError, RuntimeError):
         # A block that does not run twice alike, which is refused in training too, or no memory left.
         training.optimizer.zero_grad(set_to_none=True)
         return None
-    return max(host.forward_s + host.backward_s - plain.forward_s - plain.backward_s, 0.0)
+    usual = LaunchTimes.usual(plain)
+    return max(host.forward_s + host.backward_s - usual.forward_s - usual.backward_s, 0.0)
 
 
 def _one_by_one(blocks: Sequence[Block], inputs: Literal["keep", "offload"] = "keep") -> tuple[Segment, ...]:
@@ -133,7 +146,8 @@ def _one_by_one(blocks: Sequence[Block], inputs: Literal["keep", "offload"] = "k
 
 
 def how_launch_bound(host_s: float, iteration_s: float, plain_s: float, device_s: float | None) -> Kind:
-    """`plain_s` is forward and backward in plain iterations, `device_s` the same with the host ahead.
+    """`host_s` is the quickest that a host submitted an iteration, `plain_s` forward and backward in plain iterations,
+    `device_s` the same with the host ahead.
 
     >>> how_launch_bound(0.9, 2.0, 1.8, None), how_launch_bound(0.9, 1.0, 0.9, 0.9)
     ('device-bound', 'close to launch-bound')

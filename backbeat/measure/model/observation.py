@@ -179,12 +179,12 @@ def measure_training(
         clock.synchronize()
         host, again_s, fetch_s, ahead = None, None, None, None
         if clock.asynchronous:
-            host = launch_times(training)
+            launched = launch_times(training, wait_for_others)
+            host = LaunchTimes.quickest(launched)
             # Recomputed blocks would have to be compiled once more.
             if apply_memory is not None and not compile_blocks:
-                usual = launch_times(training, median)
-                again_s = recomputation(training, chain.blocks, usual, apply_memory)
-                fetch_s = recomputation(training, chain.blocks, usual, apply_memory, "offload")
+                again_s = recomputation(training, chain.blocks, launched, apply_memory)
+                fetch_s = recomputation(training, chain.blocks, launched, apply_memory, "offload")
         begin_together()
         if host is not None and host.iteration_s >= CLOSE * _iteration_s(plain, training):
             ahead = hooked(host)
@@ -197,9 +197,10 @@ def measure_training(
         bound = None
         if host is not None:
             device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
-            host_s, iteration_s = host.iteration_s, _iteration_s(plain, training)
-            kind = how_launch_bound(host_s, iteration_s, forward_s + backward_s, device_s)
-            bound = LaunchBound(kind, host_s, iteration_s, device_s, again_s, fetch_s)
+            iteration_s = _iteration_s(plain, training)
+            kind = how_launch_bound(host.iteration_s, iteration_s, forward_s + backward_s, device_s)
+            usual_s = LaunchTimes.usual(launched).iteration_s
+            bound = LaunchBound(kind, usual_s, iteration_s, device_s, again_s, fetch_s)
             if bound.kind == "launch-bound":
                 # Plain iterations wait for the host, and so must those that say when each gradient is ready.
                 observed = hooked(None)

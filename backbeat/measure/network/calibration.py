@@ -35,10 +35,10 @@ from backbeat.measure.network.findings import (
 )
 from backbeat.measure.network.jumps import SHARE, refine_jumps
 from backbeat.measure.network.sampling import BRIEF, THOROUGH, Progress, measure
-from backbeat.measure.network.sharded_host import measure_sharded_host
+from backbeat.measure.network.sharded_host import Added, by_unit_and_parameter, measure_sharded_host
 from backbeat.model.files import Source
 from backbeat.model.network import Network
-from backbeat.model.sharded_times import ShardedHost, ShardedTimes
+from backbeat.model.sharded_times import ShardedTimes
 
 _LEAST_TIMEOUT_S = 30.0
 _HOST_S, _HOST_SHARE = 2.0, 0.1
@@ -167,10 +167,10 @@ def with_sharded_host(
     what = "what FSDP2 costs the host"
     try:
         with explained(what):
-            unit_s, parameter_s, update_s = agree(measure_sharded_host(links, limit_s))
+            found = by_unit_and_parameter(Added(*agree(measure_sharded_host(links, limit_s))))
     except MissingPartError as error:
         return msgspec.structs.replace(network, notes=(*network.notes, f"{what} was not measured: {error}"))
-    return _with_sharded_times(network, host=ShardedHost(unit_s=unit_s, parameter_s=parameter_s, update_s=update_s))
+    return _with_sharded_times(network, host=found)
 
 
 def _share_facts(group: Any, why_one: str | None) -> tuple[str, str | None, tuple[int, ...]]:

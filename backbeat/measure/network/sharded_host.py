@@ -4,16 +4,19 @@ FSDP2 calls hooks before and after each unit, in forward and in backward. These 
 copies and collectives and wait for events. All of it is the host's work, and takes as long for one element as for a
 million. Where it is more than the device's work, the host sets the pace of the step.
 
-Two models tell units and parameters apart: both have as many units, one more parameters in each. Forward and backward
-are timed apart from the optimizer, which runs once a step, whatever the number of micro-batches.
+Two models tell units and parameters apart: both have as many units, one more parameters in each. Each is sharded twice:
+units that are resharded after forward are gathered once more for backward. Forward and backward are timed apart from
+the optimizer, which runs once a step, whatever the number of micro-batches.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +27,7 @@ from backbeat.comm.agreement import wait_for_all
 from backbeat.comm.spin import until
 from backbeat.errors import MissingPartError, where_raised
 from backbeat.measure.model.training_step import make_optimizer
+from backbeat.model.sharded_times import ShardedHost
 
 if TYPE_CHECKING:
     from backbeat.comm.communicators import Communicators
@@ -31,9 +35,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _UNITS = 4
-_FEW, _MANY = 2, 16
+_FEW, _MANY = 2, 24
 """Parameters of a unit."""
-_WARMUP, _STEPS, _FEWEST = 3, 8, 2
+_WARMUP, _STEPS, _FEWEST = 3, 8, 4
 
 
 class StepTime(NamedTuple):
@@ -44,9 +48,37 @@ class StepTime(NamedTuple):
     update_s: float
 
 
-def measure_sharded_host(communicators: Communicators, limit_s: float = math.inf) -> tuple[float, float, float]:
-    """Seconds on this rank for each unit, each parameter, and each parameter's update. Collective: every rank calls it
-    alike. Steps are repeated less often where they take longer than `limit_s`.
+class Added(NamedTuple):
+    """How much longer this rank's host takes for a step that is sharded: the few and many parameters of a unit, that
+    stay gathered until backward or are resharded after forward."""
+
+    few_s: float
+    many_s: float
+    few_resharded_s: float
+    many_resharded_s: float
+    update_s: float
+    """For all parameters of the larger model."""
+
+
+def by_unit_and_parameter(added: Added) -> ShardedHost:
+    """What each unit and each parameter adds.
+
+    Units of 1 ms and parameters of 0.1 ms: 4 units of 2 parameters take 4.8 ms, and of 24 parameters 13.6. Resharded
+    units take 0.5 ms more.
+
+    >>> by_unit_and_parameter(Added(4.8e-3, 13.6e-3, 6.8e-3, 15.6e-3, 0.0)).reshard_unit_s
+    0.0005
+    """
+    unit_s, parameter_s = split(added.few_s, added.many_s)
+    more_s = (added.few_resharded_s - added.few_s, added.many_resharded_s - added.many_s)
+    found = (unit_s, parameter_s, max(added.update_s, 0.0) / (_UNITS * _MANY), *split(*more_s))
+    names = ("unit_s", "parameter_s", "update_s", "reshard_unit_s", "reshard_parameter_s")
+    return ShardedHost(**{name: float(f"{seconds:.4g}") for name, seconds in zip(names, found, strict=True)})
+
+
+def measure_sharded_host(communicators: Communicators, limit_s: float = math.inf) -> Added:
+    """On this rank. Collective: every rank calls it alike. Steps are repeated less often where they take longer than
+    `limit_s`.
 
     Where FSDP2 does not run, on all ranks or some, this raises MissingPartError on every rank, and the communicators
     are as they were.
@@ -65,12 +97,12 @@ def measure_sharded_host(communicators: Communicators, limit_s: float = math.inf
     return found
 
 
-def _measured(communicators: Communicators, group: Any, limit_s: float) -> tuple[float, float, float]:
+def _measured(communicators: Communicators, group: Any, limit_s: float) -> Added:
     began, store = time.perf_counter(), communicators.store
-    added = []
-    for parameters in (_FEW, _MANY):
-        topic = f"sharded-host/{parameters}"
-        plain, step = _together(communicators, topic, partial(_prepare, communicators, group, parameters))
+    added: list[StepTime] = []
+    for reshard, parameters in product((False, True), (_FEW, _MANY)):
+        topic = f"sharded-host/{parameters}/{reshard}"
+        plain, step = _together(communicators, topic, partial(_prepare, communicators, group, parameters, reshard))
         taken: list[StepTime] = []
         for index in range(_WARMUP + _STEPS):
             enough = f"{topic}/{index}/enough"
@@ -81,33 +113,41 @@ def _measured(communicators: Communicators, group: Any, limit_s: float) -> tuple
             # Rank 0 wrote it, if at all, before all ranks met in the step.
             if store.check([enough]):
                 break
-        added.append(StepTime(*(one - two for one, two in zip(_quickest(taken), plain, strict=True))))
-    few, many = added
-    return *split(few.passes_s, many.passes_s), max(many.update_s, 0.0) / (_UNITS * _MANY)
+        added.append(StepTime(*(one - two for one, two in zip(_usual(taken), plain, strict=True))))
+    few, many, few_resharded, many_resharded = (one.passes_s for one in added)
+    return Added(few, many, few_resharded, many_resharded, added[1].update_s)
 
 
 def split(few_s: float, many_s: float) -> tuple[float, float]:
-    """Of what forward and backward of the two models take longer when sharded, the part of a unit and of a parameter.
+    """Of what forward and backward of the two models take longer, the part of a unit and of a parameter.
 
-    Units of 1 ms and parameters of 0.1 ms: 4 units of 2 parameters take 4.8 ms, and of 16 parameters 10.4.
+    Units of 1 ms and parameters of 0.1 ms: 4 units of 2 parameters take 4.8 ms, and of 24 parameters 13.6.
 
-    >>> tuple(round(seconds, 9) for seconds in split(4.8e-3, 10.4e-3))
+    >>> tuple(round(seconds, 9) for seconds in split(4.8e-3, 13.6e-3))
     (0.001, 0.0001)
     """
     parameter_s = max(many_s - few_s, 0.0) / (_UNITS * (_MANY - _FEW))
     return max(few_s / _UNITS - _FEW * parameter_s, 0.0), parameter_s
 
 
-class _SmallUnit(nn.Module):
-    def __init__(self, parameters: int, elements: int) -> None:
+class _SmallLayer(nn.Module):
+    """One parameter, in a module of its own as in models."""
+
+    def __init__(self, elements: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(elements)) for _ in range(parameters))
+        self.weight = nn.Parameter(torch.zeros(elements))
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return given + torch.cat(list(self.weights)).sum()
+        return given * self.weight
 
 
-def _prepare(communicators: Communicators, group: Any, parameters: int) -> tuple[StepTime, Callable[[], StepTime]]:
+def _small_model(units: int, parameters: int, elements: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(*(_SmallLayer(elements) for _ in range(parameters))) for _ in range(units)))
+
+
+def _prepare(
+    communicators: Communicators, group: Any, parameters: int, reshard: bool
+) -> tuple[StepTime, Callable[[], StepTime]]:
     """What a plain step takes, and how a sharded one is taken. Nothing is sent yet."""
     # torch takes a second to import it.
     from torch.distributed.device_mesh import DeviceMesh
@@ -115,13 +155,11 @@ def _prepare(communicators: Communicators, group: Any, parameters: int) -> tuple
 
     device = communicators.device
     mesh = DeviceMesh.from_group(group, device.type)
-    plain, sharded = (
-        nn.Sequential(*(_SmallUnit(parameters, mesh.size()) for _ in range(_UNITS))).to(device) for _ in range(2)
-    )
+    plain, sharded = (_small_model(_UNITS, parameters, mesh.size()).to(device) for _ in range(2))
     for unit in sharded:
-        fully_shard(unit, mesh=mesh)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(sharded, mesh=mesh)
-    given = torch.zeros(1, device=device)
+    given = torch.zeros(mesh.size(), device=device)
     alone, step = (
         partial(_step_s, model, make_optimizer("adamw", list(model.parameters())), given) for model in (plain, sharded)
     )
@@ -129,7 +167,7 @@ def _prepare(communicators: Communicators, group: Any, parameters: int) -> tuple
     for _ in range(_WARMUP + _STEPS):
         taken.append(alone())
         _until_idle(communicators)
-    return _quickest(taken), step
+    return _usual(taken), step
 
 
 def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> StepTime:
@@ -142,9 +180,9 @@ def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, given: torch.Ten
     return StepTime(passed - began, time.perf_counter() - passed)
 
 
-def _quickest(taken: list[StepTime]) -> StepTime:
-    """What disturbs a host makes it slower."""
-    return StepTime(*(min(part) for part in zip(*taken[_WARMUP:], strict=True)))
+def _usual(taken: Sequence[StepTime]) -> StepTime:
+    """What disturbs a host is in every few steps of training, too."""
+    return StepTime(*(median(part) for part in zip(*taken[_WARMUP:], strict=True)))
 
 
 def _until_idle(communicators: Communicators) -> None:

@@ -6,6 +6,7 @@ import datetime
 import threading
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,14 +22,20 @@ from backbeat.comm.communicators import Communicators  # noqa: E402
 from backbeat.measure.network import sharded_host  # noqa: E402
 from backbeat.measure.network.bench import Bench  # noqa: E402
 from backbeat.measure.network.calibration import with_sharded_host  # noqa: E402
-from backbeat.measure.network.sharded_host import StepTime, measure_sharded_host, split  # noqa: E402
+from backbeat.measure.network.sharded_host import (  # noqa: E402
+    Added,
+    StepTime,
+    by_unit_and_parameter,
+    measure_sharded_host,
+    split,
+)
 
 SECONDS = st.floats(0.0, 1.0)
 
 
 @given(SECONDS, SECONDS)
 def test_units_and_parameters_are_told_apart(unit_s: float, parameter_s: float) -> None:
-    few, many = (4 * (unit_s + count * parameter_s) for count in (2, 16))
+    few, many = (4 * (unit_s + count * parameter_s) for count in (2, 24))
     assert split(few, many) == (pytest.approx(unit_s, abs=1e-12), pytest.approx(parameter_s, abs=1e-12))
 
 
@@ -41,63 +48,82 @@ def alone() -> Communicators:
     return Communicators(torch.distributed.group.WORLD, torch.device("cpu"), 1)
 
 
+def sharded_weights(model: torch.nn.Module) -> int:
+    return sum(type(one).__name__ != "Parameter" for one in model.parameters())
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_small_models_are_stepped_plain_and_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On paper: a unit takes 3 s, a parameter 2 and its update 0.5, and what the model itself takes does not count."""
-    stepped: set[tuple[bool, int]] = set()
+    """On paper: a unit takes 3 s, a parameter 2 and its update 0.5, a resharded unit 1.5 more and each parameter in it
+    0.25; what the model itself takes does not count."""
+    stepped: list[tuple[int, int]] = []
 
     def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> StepTime:
-        model(given).sum().backward()
-        weights = list(model.parameters())
-        assert all(one.grad is not None for one in weights)
-        shards = [one for one in weights if type(one).__name__ != "Parameter"]
-        assert len(shards) in (0, len(weights))
-        assert {id(one) for one in optimizer.param_groups[0]["params"]} == {id(one) for one in weights}
+        loss = model(given).sum()
+        weights, shards = list(model.parameters()), sharded_weights(model)
+        # What is not resharded is whole between forward and backward.
+        units = [one for one in model if isinstance(one, FSDPModule)]
+        resharded = sum(sharded_weights(one) == len(list(one.parameters())) for one in units)
+        loss.backward()
+        assert all(one.grad is not None for one in model.parameters())
+        parameters = list(model.parameters())
+        assert {id(one) for one in optimizer.param_groups[0]["params"]} == {id(one) for one in parameters}
         # Each unit, and the model, which holds none of the parameters itself.
-        assert sum(isinstance(one, FSDPModule) for one in model.modules()) == (len(model) + 1 if shards else 0)
-        stepped.add((bool(shards), len(weights)))
-        added = (3.0 * len(model) + 2.0 * len(weights), 0.5 * len(weights)) if shards else (0.0, 0.0)
-        return StepTime(7.0 * len(weights) + added[0], 5.0 * len(weights) + added[1])
+        assert sum(isinstance(one, FSDPModule) for one in model.modules()) in (0, len(model) + 1)
+        if not units:
+            assert shards == 0
+            return StepTime(7.0 * len(weights), 5.0 * len(weights))
+        stepped.append((len(weights), resharded))
+        passes_s = 3.0 * len(units) + (2.0 + 7.0) * len(weights)
+        if resharded:
+            passes_s += 1.5 * len(units) + 0.25 * len(weights)
+        return StepTime(passes_s, 5.5 * len(weights))
 
     monkeypatch.setattr(sharded_host, "_step_s", step_s)
-    found = measure_sharded_host(alone())
-    assert found == (pytest.approx(3.0), pytest.approx(2.0), pytest.approx(0.5))
-    assert sorted(stepped) == [(False, 8), (False, 64), (True, 8), (True, 64)]
+    found = by_unit_and_parameter(measure_sharded_host(alone()))
+    assert (found.unit_s, found.parameter_s, found.update_s) == pytest.approx((3.0, 2.0, 0.5))
+    assert (found.reshard_unit_s, found.reshard_parameter_s) == pytest.approx((1.5, 0.25))
+    assert sorted(set(stepped)) == [(8, 0), (8, 4), (96, 0), (96, 4)]
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_quickest_step_counts_and_the_first_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, sharded = iter([0.1, 0.1, 0.1, *[5.0] * 7, 4.0] * 2), iter([0.1, 0.1, 0.1, *[50.0] * 7, 12.0] * 2)
+def test_the_usual_step_counts_and_the_first_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = iter([0.1, 0.1, 0.1, *[4.0] * 5, 9.0, 1.0, 9.0] * 4)
+    sharded = iter([0.1, 0.1, 0.1, 99.0, *[12.0] * 5, 5.0, 99.0] * 4)
 
     def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> StepTime:
-        kind = type(next(model.parameters())).__name__
-        return StepTime(next(plain if kind == "Parameter" else sharded), 1.0)
+        return StepTime(next(sharded if sharded_weights(model) else plain), 1.0)
 
     monkeypatch.setattr(sharded_host, "_step_s", step_s)
-    assert measure_sharded_host(alone()) == (pytest.approx(8.0 / 4), 0.0, 0.0)
+    assert measure_sharded_host(alone()) == (8.0, 8.0, 8.0, 8.0, 0.0)
+
+
+@given(st.tuples(*[st.floats(-1.0, 1.0)] * 5))
+def test_what_was_measured_gives_no_negative_times(seconds: tuple[float, float, float, float, float]) -> None:
+    found = by_unit_and_parameter(Added(*seconds))
+    assert min(msgspec.structs.astuple(found)) >= 0
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_step_takes_the_host_some_time() -> None:
     found = measure_sharded_host(alone())
-    assert all(0 <= seconds < 60 for seconds in found)
+    assert all(seconds < 60 for seconds in found)
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_steps_are_fewer_where_they_take_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = []
+    steps: list[int] = []
 
     def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> StepTime:
-        if type(next(model.parameters())).__name__ != "Parameter":
-            steps.append(len(list(model.parameters())))
+        if shards := sharded_weights(model):
+            steps.append(shards)
         return StepTime(1.0, 1.0)
 
     monkeypatch.setattr(sharded_host, "_step_s", step_s)
-    measure_sharded_host(alone(), limit_s=0.0)
-    assert [steps.count(parameters) for parameters in (8, 64)] == [6, 6]
-    steps.clear()
-    measure_sharded_host(alone(), limit_s=600.0)
-    assert [steps.count(parameters) for parameters in (8, 64)] == [11, 11]
+    for limit_s, each in ((0.0, 8), (600.0, 11)):
+        steps.clear()
+        measure_sharded_host(alone(), limit_s=limit_s)
+        assert [steps.count(parameters) for parameters in (8, 96)] == [2 * each, 2 * each]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +143,7 @@ def test_what_fails_on_one_rank_ends_on_all(
         if here == part and rank in failing:
             raise NotImplementedError("not in this version")
 
-    def prepare(links: Communicators, group: object, parameters: int) -> object:
+    def prepare(links: Communicators, group: object, parameters: int, reshard: bool) -> object:
         fail("_prepare", links.rank)
 
         def step() -> StepTime:

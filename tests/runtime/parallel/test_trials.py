@@ -199,8 +199,10 @@ def test_on_gpus_what_fsdp2_costs_the_host_is_measured_for_a_network_without_it(
         network = msgspec.structs.replace(network, sharded=ShardedTimes(host=host))
     search: Any = object.__new__(ParallelSearch)
     search.example, search.budget_s, search._say = replace(example(), device=torch.device(device)), 50.0, print
-    search.ranks = SimpleNamespace(size=2, communicators=None, every=lambda values: [values, [3.0, 1.0, 4.0]])
-    monkeypatch.setattr(calibration, "measure_sharded_host", lambda links, limit_s: (2.0, 2.0, 2.0))
+    search.ranks = SimpleNamespace(
+        size=2, communicators=None, every=lambda values: [values, [0.0, 204.0, 0.0, 204.0, 384.0]]
+    )
+    monkeypatch.setattr(calibration, "measure_sharded_host", lambda links, limit_s: (28.0, 0.0, 28.0, 0.0, 0.0))
     found = search._given(network)
     if device == "cuda" and not known:
         assert found.sharded is not None
