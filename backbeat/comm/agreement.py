@@ -262,14 +262,16 @@ class RankStore:
         """What the call returns on rank 0, which alone makes it."""
         return self.first(self.raise_on_all(call if self.rank == 0 else lambda: None, what))
 
-    def wait_for_others(self) -> None:
-        """Wait until every rank has come here as often as this one. It does not wait long: a rank that failed never
-        comes, and what is timed next is timed without it."""
+    def wait_for_others(self, value: float = 0.0) -> list[float]:
+        """Wait until every rank has come here as often as this one, and return what they gave. It does not wait long: a
+        rank that failed never comes, and what is timed next is timed without it."""
         self._waits += 1
+        store = self.communicators.store
         keys = [f"others/{self._waits}/{rank}" for rank in range(self.size)]
-        self.communicators.store.set(keys[self.rank], "")
+        store.set(keys[self.rank], repr(value))
         with contextlib.suppress(DistStoreError):
-            self.communicators.store.wait(keys, _LONGEST_WAIT)
+            store.wait(keys, _LONGEST_WAIT)
+        return [float(store.get(key)) for key in keys if store.check([key])]
 
     @contextlib.contextmanager
     def alarm_for(self, backends: Sequence[Any]) -> Iterator[Callable[[], int]]:

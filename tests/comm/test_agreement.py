@@ -42,9 +42,13 @@ def test_a_rank_that_never_comes_is_named(rank: int, came: tuple[int, ...], miss
 def test_a_rank_waits_for_all_others() -> None:
     happened: list[object] = []
     store = SimpleNamespace(
-        set=lambda key, value: happened.append(key), wait=lambda keys, limit: happened.append(list(keys))
+        set=lambda key, value: happened.append(key),
+        wait=lambda keys, limit: happened.append(list(keys)),
+        check=lambda keys: True,
+        get=lambda key: b"0.5",
     )
-    RankStore(SimpleNamespace(rank=0, size=2, device=None, store=store), "parallelize").wait_for_others()  # type: ignore[arg-type]
+    ranks = RankStore(SimpleNamespace(rank=0, size=2, device=None, store=store), "parallelize")  # type: ignore[arg-type]
+    assert ranks.wait_for_others() == [0.5, 0.5]
     assert happened == ["others/1/0", ["others/1/0", "others/1/1"]]
 
 
@@ -55,22 +59,24 @@ def test_ranks_wait_for_others_and_go_on_without_one_that_failed(monkeypatch: py
         for rank in range(2)
     )
     went: list[str] = []
+    given: list[list[float]] = []
 
     def wait() -> None:
-        early.wait_for_others()
+        given.append(early.wait_for_others(1.5))
         went.append("early")
 
     waiting = threading.Thread(target=wait)
     monkeypatch.setattr(agreement, "_LONGEST_WAIT", timedelta(seconds=60))
     waiting.start()
     went.append("late")
-    late.wait_for_others()
+    given.append(late.wait_for_others(1e-9))
     waiting.join()
     assert went == ["late", "early"]
+    assert given == [[1.5, 1e-9]] * 2
     monkeypatch.setattr(agreement, "_LONGEST_WAIT", timedelta(milliseconds=20))
-    early.wait_for_others()
+    assert early.wait_for_others(2.0) == [2.0]
     # It never came the second time, and comes back to where the other has been.
-    late.wait_for_others()
+    assert late.wait_for_others(3.0) == [2.0, 3.0]
 
 
 def test_a_store_that_is_gone_says_who_kept_it() -> None:

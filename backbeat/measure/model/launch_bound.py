@@ -58,7 +58,7 @@ class LaunchBound:
 
     kind: Kind
     host_s: float
-    """What one iteration takes the host to submit."""
+    """What one iteration usually takes the hosts to submit."""
     iteration_s: float
     """What it takes in all."""
     device_s: float | None
@@ -69,7 +69,7 @@ class LaunchBound:
     """The same where the input of every block waits on the host."""
 
 
-def launch_times(training: Training, begin: Callable[[], None] | None = None) -> list[LaunchTimes]:
+def launch_times(training: Training, begin: Callable[[], Any] | None = None) -> list[LaunchTimes]:
     """A few submissions. `begin` is called, with an idle device, before each of them.
 
     Waiting for the device between the parts keeps each of them within the launch queue, which lets the host get about
@@ -145,16 +145,13 @@ def _one_by_one(blocks: Sequence[Block], inputs: Literal["keep", "offload"] = "k
     return tuple(Segment(blocks=tuple(names), action="recompute", input=inputs) for names in segments)
 
 
-def how_launch_bound(host_s: float, iteration_s: float, plain_s: float, device_s: float | None) -> Kind:
-    """`host_s` is the quickest that a host submitted an iteration, `plain_s` forward and backward in plain iterations,
-    `device_s` the same with the host ahead.
+def how_launch_bound(host_share: float, waiting: float | None) -> Kind:
+    """`host_share` is the part of an iteration in which the quickest host submits it, `waiting` what plain forward and
+    backward take over the same with the host ahead, where that was measured.
 
-    >>> how_launch_bound(0.9, 2.0, 1.8, None), how_launch_bound(0.9, 1.0, 0.9, 0.9)
-    ('device-bound', 'close to launch-bound')
-    >>> how_launch_bound(0.9, 1.0, 0.9, 0.7)
-    'launch-bound'
+    >>> how_launch_bound(0.5, None), how_launch_bound(0.9, 1.0), how_launch_bound(0.9, 1.3)
+    ('device-bound', 'close to launch-bound', 'launch-bound')
     """
-    if device_s is None:
+    if waiting is None:
         return "device-bound"
-    waits = plain_s >= WAITS * device_s or host_s >= iteration_s
-    return "launch-bound" if waits else "close to launch-bound"
+    return "launch-bound" if waiting >= WAITS or host_share >= 1 else "close to launch-bound"

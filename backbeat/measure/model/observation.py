@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,9 @@ from backbeat.measure.model.memory_by_kind import measure_memory
 from backbeat.measure.model.operator_work import count_flops
 from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory, median_phases, rounded
 from backbeat.model import Gradient, Memory, Profile
+
+WaitForOthers = Callable[[float], Sequence[float]]
+"""Waits for the other ranks and returns what each gave."""
 
 _HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8
@@ -119,13 +122,14 @@ def measure_training(
     time_limit_s: float | None,
     apply_memory: ApplyMemory | None = None,
     compile_blocks: bool = False,
-    wait_for_others: Callable[[], None] | None = None,
+    wait_for_others: WaitForOthers | None = None,
     brief: bool = False,
 ) -> Figures:
     """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host.
 
-    `wait_for_others` is called, with an idle device, before each series of iterations: of the blocks, plain, hooked,
-    plain again. `brief` leaves FLOPs out, and where the time limit is short takes as few iterations as give the rest.
+    `wait_for_others` is called, with an idle device, before each series of iterations: of the blocks, plain, launched,
+    hooked, plain again. `brief` leaves FLOPs out, and where the time limit is short takes as few iterations as give the
+    rest.
     """
     gradients = first_iteration(training)
     compiled = is_compiled(training.model)
@@ -153,10 +157,9 @@ def measure_training(
             iterations = max(min(iterations, affordable // 2), min(iterations, fewest))
             hooked_iterations = max(min(hooked_iterations, affordable // 6), min(hooked_iterations, fewest // 2))
 
-        def begin_together() -> None:
+        def begin_together(value: float = 0.0) -> Sequence[float]:
             clock.synchronize()
-            if wait_for_others is not None:
-                wait_for_others()
+            return [value] if wait_for_others is None else wait_for_others(value)
 
         memory, activations = measure_memory(training, gradients, owners)
         begin_together()
@@ -179,14 +182,15 @@ def measure_training(
         clock.synchronize()
         host, again_s, fetch_s, ahead = None, None, None, None
         if clock.asynchronous:
-            launched = launch_times(training, wait_for_others)
+            launched = launch_times(training, begin_together)
             host = LaunchTimes.quickest(launched)
             # Recomputed blocks would have to be compiled once more.
             if apply_memory is not None and not compile_blocks:
                 again_s = recomputation(training, chain.blocks, launched, apply_memory)
                 fetch_s = recomputation(training, chain.blocks, launched, apply_memory, "offload")
-        begin_together()
-        if host is not None and host.iteration_s >= CLOSE * _iteration_s(plain, training):
+        # Hosts are alike: what disturbs one of them does not count. All ranks do the same, at the same time.
+        host_share = min(begin_together(host.iteration_s / _iteration_s(plain, training) if host else 0.0))
+        if host is not None and host_share >= CLOSE:
             ahead = hooked(host)
         observed = ahead or hooked(None)
         begin_together()
@@ -197,10 +201,10 @@ def measure_training(
         bound = None
         if host is not None:
             device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
-            iteration_s = _iteration_s(plain, training)
-            kind = how_launch_bound(host.iteration_s, iteration_s, forward_s + backward_s, device_s)
-            usual_s = LaunchTimes.usual(launched).iteration_s
-            bound = LaunchBound(kind, usual_s, iteration_s, device_s, again_s, fetch_s)
+            waiting = median(begin_together((forward_s + backward_s) / device_s)) if device_s else None
+            kind = how_launch_bound(host_share, waiting)
+            host_s = median(begin_together(LaunchTimes.usual(launched).iteration_s))
+            bound = LaunchBound(kind, host_s, _iteration_s(plain, training), device_s, again_s, fetch_s)
             if bound.kind == "launch-bound":
                 # Plain iterations wait for the host, and so must those that say when each gradient is ready.
                 observed = hooked(None)

@@ -27,7 +27,7 @@ from backbeat.measure.model.factory import Factory
 from backbeat.measure.model.inputs import check_model, device_of, parse_device, trainable_of
 from backbeat.measure.model.launch_bound import ApplyMemory, LaunchBound
 from backbeat.measure.model.noise import noise
-from backbeat.measure.model.observation import Figures, measure_training
+from backbeat.measure.model.observation import Figures, WaitForOthers, measure_training
 from backbeat.measure.model.training_step import (
     Loss,
     OutOfMemoryError,
@@ -100,7 +100,7 @@ def measure(
     notes: Iterable[str] = (),
     topk_speed: TopkSpeed | None = None,
     apply_memory: ApplyMemory | None = None,
-    wait_for_others: Callable[[], None] | None = None,
+    wait_for_others: WaitForOthers | None = None,
     brief: bool = False,
 ) -> MeasuredModel:
     """As `profile`, with the measurement's own cost.
@@ -111,7 +111,8 @@ def measure(
     put the model back as it was. `topk_speed` and `apply_memory` come from `backbeat.runtime`, as
     `backbeat profile` gives them: without them the profile does not say what top-k costs, nor, on a GPU, what
     recomputation costs the host. Where several ranks measure at once, `wait_for_others` lets them begin each series of
-    iterations together, as the steps of training do: what they share, like a device or a host, is then shared alike.
+    iterations together, as the steps of training do: what they share, like a device or a host, is then shared alike. It
+    takes a figure of this rank and returns those of all.
     `brief` is for a job that waits: the limit may lower the number of all iterations to 9, and FLOPs are left out.
     """
     for field, value in (("iterations", iterations), ("warmup", warmup), ("accumulation", accumulation)):

@@ -13,7 +13,7 @@ from torch import nn
 
 from backbeat.comm.clock import Clock
 from backbeat.measure.model.launch_bound import LaunchBound, _one_by_one
-from backbeat.measure.model.observation import Figures, measure_training
+from backbeat.measure.model.observation import Figures, WaitForOthers, measure_training
 from backbeat.measure.model.profiler import _launch_bound_note, host_fields
 from backbeat.measure.model.training_step import Training
 from backbeat.model import Block
@@ -84,7 +84,13 @@ class Layer(nn.Module):
         return result
 
 
-def take_figures(clock: MadeUpDevice, host_s: float, layers: list[float], accumulation: int = 1) -> Figures:
+def take_figures(
+    clock: MadeUpDevice,
+    host_s: float,
+    layers: list[float],
+    accumulation: int = 1,
+    wait_for_others: WaitForOthers | None = None,
+) -> Figures:
     """A chain of layers, each one submission of `host_s` and its own time on the device; backward takes twice that."""
     model = nn.Sequential(*(Layer(clock, host_s, device_s) for device_s in layers))
     training = Training(
@@ -98,7 +104,7 @@ def take_figures(clock: MadeUpDevice, host_s: float, layers: list[float], accumu
         scaler=None,
         clock=clock,
     )
-    return measure_training(training, 8, 2, None, apply)
+    return measure_training(training, 8, 2, None, apply, wait_for_others=wait_for_others)
 
 
 def own_shares(layers: list[float]) -> dict[int, float]:
@@ -123,6 +129,17 @@ def test_a_slow_device_needs_no_head_start() -> None:
     assert figures.launch_bound.kind == "device-bound"
     assert clock.delays == []
     assert_own(figures, layers)
+
+
+def test_ranks_do_alike_and_a_host_that_is_disturbed_does_not_count() -> None:
+    """This host takes 0.9 of an iteration, the others 0.45: hooks would not make a device wait."""
+    clock = MadeUpDevice(mark_s=0.0)
+    layers = [1.0, 1.0, 1.0]
+    figures = take_figures(clock, 0.9, layers, wait_for_others=lambda value: [value, value / 2, value / 2])
+    assert figures.launch_bound is not None
+    assert figures.launch_bound.kind == "device-bound"
+    assert clock.delays == []
+    assert figures.launch_bound.host_s == pytest.approx(0.9 * 9 / 2)
 
 
 def test_where_hooks_would_make_the_device_wait_it_is_given_a_head_start() -> None:
