@@ -3,7 +3,8 @@
 A *side* is a way to train: `ddp` (torch's own), `tuned` (the same with the bucket size that was fastest of some),
 `fsdp2` (torch's `fully_shard` on each layer, as its tutorial has it), `auto` (`parallelize(plan="auto")`), a strategy,
 or a sharded strategy with the dtypes of its all-gathers and reduce-scatters, like `decoupled:fp32:fp32`. `memory` is
-`best` within a budget that holds a share of the activations.
+`best` within a budget that holds a share of the activations, `auto_memory` the same by
+`parallelize(plan="auto", memory=…)`, `auto_compressed` by `parallelize(plan="auto", compression="allow")`.
 
 `auto` comes first, in a process that has trained nothing. All sides are predicted from the profile and the network that
 it measured.
@@ -54,7 +55,7 @@ CAPS_MB = (1, 5, 10, 50, 100)
 TUNING_STEPS = 4
 MEMORY_SHARE = 0.6
 """Of what activations take, for `memory`."""
-OWN = ("ddp", "tuned", "fsdp2", "auto", "memory")
+OWN = ("ddp", "tuned", "fsdp2", "auto", "memory", "auto_memory", "auto_compressed")
 """Sides that no strategy names."""
 
 
@@ -130,7 +131,7 @@ class Rig:
         """The model, to be trained."""
         return copy.deepcopy(self.plain).to(self.device)
 
-    def auto(self, budget_s: float) -> tuple[nn.Module, AutoSeen, float]:
+    def auto(self, budget_s: float, **options: Any) -> tuple[nn.Module, AutoSeen, float]:
         began = time.monotonic()
         with AutoSeen() as seen:
             trained = parallelize(
@@ -140,6 +141,7 @@ class Rig:
                 optimizer=OPTIMIZER,
                 precision=self.precision,
                 budget_s=budget_s,
+                **options,
             )
         return trained, seen, time.monotonic() - began
 
@@ -205,13 +207,7 @@ def ddp(model: nn.Module, cap_mb: int | None = None) -> nn.Module:
 def planned(name: str, profile: Profile, network: Network) -> Plan:
     """The plan of a strategy, with the dtypes that the side names."""
     if name == "memory":
-        held = profile.memory
-        if held is None or not held.peak_bytes:
-            raise InputError(f"{profile.name} has no peak of memory: there is no budget to plan for")
-        # The wrapper's buckets hold every gradient all the time.
-        whole = held.steady_bytes + profile.total_bytes
-        budget = whole + MEMORY_SHARE * (held.peak_bytes - held.steady_bytes)
-        return make_plan(profile, network, "best", memory_bytes=int(budget))
+        return make_plan(profile, network, "best", memory_bytes=memory_budget(profile))
     strategy, *dtypes = name.split(":")
     choices: dict[str, Any] = {}
     if strategy in ("decoupled", "sharded"):
@@ -222,6 +218,16 @@ def planned(name: str, profile: Profile, network: Network) -> Plan:
     assert plan.sharding is not None
     sharding = msgspec.structs.replace(plan.sharding, param_dtype=dtypes[0])
     return msgspec.structs.replace(plan, sharding=sharding, predicted=None)
+
+
+def memory_budget(profile: Profile) -> int:
+    """Bytes that hold MEMORY_SHARE of the activations."""
+    held = profile.memory
+    if held is None or not held.peak_bytes:
+        raise InputError(f"{profile.name} has no peak of memory: there is no budget to plan for")
+    # The wrapper's buckets hold every gradient all the time.
+    whole = held.steady_bytes + profile.total_bytes
+    return int(whole + MEMORY_SHARE * (held.peak_bytes - held.steady_bytes))
 
 
 def tutorial_plan(names: Sequence[str], dtype: Any, profile: Profile, network: Network) -> Plan:
@@ -259,7 +265,7 @@ def measure(
     built = [Side(name="auto", plan=plan, build=lambda _: trained, found=told)]
     for name in sides:
         if name != "auto":
-            built.append(_side(name, rig, profile, network))
+            built.append(_side(name, rig, profile, network, budget_s))
     running = [one for one in built if _started(one, rig)]
     if "auto" not in sides:
         running = [one for one in running if one.name != "auto"]
@@ -295,8 +301,12 @@ def measure(
     }
 
 
-def _side(name: str, rig: Rig, profile: Profile, network: Network) -> Side:
+def _side(name: str, rig: Rig, profile: Profile, network: Network, budget_s: float) -> Side:
     """Not yet built; with its error where there is no plan."""
+    if name == "auto_memory":
+        return _searched(name, rig, budget_s, memory=memory_budget(profile))
+    if name == "auto_compressed":
+        return _searched(name, rig, budget_s, compression="allow")
     if name == "ddp":
         return Side(name=name, plan=make_plan(profile, network, "ddp"), build=ddp)
     if name == "tuned":
@@ -319,6 +329,20 @@ def _side(name: str, rig: Rig, profile: Profile, network: Network) -> Side:
         return Side(name=name, plan=None, build=ddp, found={"error": error})
     made = decode(text.encode(), Plan, where="rank 0's plan")
     return Side(name=name, plan=made, profile=own, build=lambda model: apply_plan(model, made))
+
+
+def _searched(name: str, rig: Rig, budget_s: float, **options: Any) -> Side:
+    """`parallelize` with these options, which searches when the side is built."""
+    side = Side(name=name, plan=None, build=ddp)
+
+    def build(model: nn.Module) -> nn.Module:
+        trained, seen, search_s = rig.auto(budget_s, **options)
+        side.plan, side.profile = seen.taken.plan, _shared(rig.ranks, seen.profile, Profile)
+        side.found |= {"search_s": search_s, "words": seen.taken.words, "options": options}
+        return trained
+
+    side.build = build
+    return side
 
 
 def _with_memory(rig: Rig) -> Profile:
