@@ -78,6 +78,8 @@ class Side:
     build: Callable[[nn.Module], nn.Module]
     profile: Profile | None = None
     """Where it is predicted from another than the others' profile."""
+    beside_bytes: int = 0
+    """Of the device's memory that its profile holds of other sides."""
     training: Training | None = None
     found: dict[str, Any] = field(default_factory=dict)
 
@@ -304,7 +306,7 @@ def measure(
 def _side(name: str, rig: Rig, profile: Profile, network: Network, budget_s: float) -> Side:
     """Not yet built; with its error where there is no plan."""
     if name == "auto_memory":
-        return _searched(name, rig, budget_s, memory=memory_budget(profile))
+        return _searched(name, rig, budget_s, memory_bytes=memory_budget(profile))
     if name == "auto_compressed":
         return _searched(name, rig, budget_s, compression="allow")
     if name == "ddp":
@@ -331,11 +333,15 @@ def _side(name: str, rig: Rig, profile: Profile, network: Network, budget_s: flo
     return Side(name=name, plan=made, profile=own, build=lambda model: apply_plan(model, made))
 
 
-def _searched(name: str, rig: Rig, budget_s: float, **options: Any) -> Side:
+def _searched(name: str, rig: Rig, budget_s: float, memory_bytes: int | None = None, **options: Any) -> Side:
     """`parallelize` with these options, which searches when the side is built."""
     side = Side(name=name, plan=None, build=ddp)
 
     def build(model: nn.Module) -> nn.Module:
+        if memory_bytes is not None:
+            # The other sides' stays beside it here, and not in training.
+            side.beside_bytes = allocated_bytes(rig.device)
+            options["memory"] = memory_bytes + side.beside_bytes
         trained, seen, search_s = rig.auto(budget_s, **options)
         side.plan, side.profile = seen.taken.plan, _shared(rig.ranks, seen.profile, Profile)
         side.found |= {"search_s": search_s, "words": seen.taken.words, "options": options}
@@ -407,7 +413,7 @@ def _case(side: Side, turns: list[float], profile: Profile, network: Network) ->
         prediction = predict_side(side.profile or profile, network, side.plan)
         case |= {"predicted_s": prediction.iteration_s, "bound_s": prediction.bound_s}
         if prediction.peak_bytes is not None:
-            case["predicted_peak_bytes"] = prediction.peak_bytes
+            case["predicted_peak_bytes"] = prediction.peak_bytes - side.beside_bytes
     except BackbeatError as error:
         case["not_predicted"] = str(error)
     return case

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -58,6 +58,15 @@ class Bench:
         self.late = 0
         """Samples on a device, and those of them in which this host was still queueing when the spin ended."""
 
+    def connect(self, cases: Iterable[Case]) -> None:
+        """Run each case once, and start the clock: connecting takes a communicator up to a second, which is no part of
+        the budget, nor of a host's pace."""
+        for case in cases:
+            self.sample(case)
+        self._paces.clear()
+        self.timed = self.late = 0
+        self._begun = time.perf_counter()
+
     def sample(self, case: Case) -> float:
         """This rank's own time of one run. Pass it through `agree` before anything is decided by it."""
         with explained(str(case)):
@@ -81,7 +90,7 @@ class Bench:
             return agreed
 
     def elapsed(self) -> float:
-        """Seconds since the bench was made, on this rank's clock."""
+        """Seconds since the bench was made or connected, on this rank's clock."""
         return time.perf_counter() - self._begun
 
     def _sample_cuda(self, launch: Callable[[], list[Any]], messages: int) -> float:

@@ -24,7 +24,7 @@ from backbeat.cost.collectives import Collective
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.bench import Bench, explained
 from backbeat.measure.network.beside_compute import measure_slowdown, shared_devices
-from backbeat.measure.network.case import COLLECTIVES, SIZES, held_out_cases, series_of
+from backbeat.measure.network.case import COLLECTIVES, SIZES, held_out_cases, series_of, smallest_of_each_kind
 from backbeat.measure.network.findings import (
     MeasuredCluster,
     host_note,
@@ -105,6 +105,8 @@ def measure_cluster(
     held_out = () if brief else held_out_cases(sorted(set(sizes)))
     series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded, brief=brief)
     show: Progress = progress or (lambda what, share: None)
+    show("connecting", 0.0)
+    bench.connect(smallest_of_each_kind(series))
     host_s = min(_HOST_S, _HOST_SHARE * budget_s) if sharded and where.type == "cuda" else 0.0
     outcome = measure(bench, series, budget_s * (1 - SHARE) - host_s, show, BRIEF if brief else THOROUGH)
     # Of the curve only: what is held out must not decide where it is measured.

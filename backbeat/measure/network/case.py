@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -129,6 +129,12 @@ def series_of(
         return found
     whole = sum(one.share for one in found if one.cases)
     return [replace(one, share=one.share / whole) for one in found if one.cases]
+
+
+def smallest_of_each_kind(series: Iterable[Series]) -> list[Case]:
+    """One for each collective and number of communicators: together they use every connection."""
+    cases = sorted((case for one in series for case in one.cases), key=lambda case: case.bytes)
+    return list({(case.collective, case.communicators, case.paired): case for case in reversed(cases)}.values())
 
 
 def message_sizes(model_bytes: int) -> tuple[int, ...]:

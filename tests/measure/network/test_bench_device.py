@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="calibration needs PyTorch")
@@ -56,10 +58,12 @@ class Done:
 
 
 class Communicator:
-    def __init__(self, paper: Paper) -> None:
-        self.paper = paper
+    def __init__(self, paper: Paper, connecting_s: float) -> None:
+        self.paper, self.connecting_s = paper, connecting_s
 
     def all_reduce(self, message: torch.Tensor) -> Done:
+        self.paper.now += self.connecting_s
+        self.connecting_s = 0.0
         self.paper.queue(MESSAGE_S)
         return Done()
 
@@ -72,17 +76,7 @@ def test_a_slow_host_is_not_taken_for_a_slow_network(
     monkeypatch: pytest.MonkeyPatch, host_s: float, messages: int
 ) -> None:
     paper = Paper(host_s)
-    monkeypatch.setattr(Event, "paper", paper, raising=False)
-    monkeypatch.setattr(bench_module, "cuda", type("Cuda", (), {"Event": Event}))
-    monkeypatch.setattr(bench_module, "time", paper)
-    monkeypatch.setattr(bench_module, "spin_rate", lambda: SpinRate(1e9, 0.0))
-    monkeypatch.setattr(SpinRate, "spin", lambda self, seconds: paper.queue(seconds) or seconds)
-    bench = Bench([Communicator(paper)], rank=0, workers=2, device=torch.device("cpu"), timeout_s=1.0)  # type: ignore[list-item]
-    bench.device = torch.device("cuda")
-    monkeypatch.setattr(bench, "_room", torch.zeros)
-    # Tensors stay where they are; only the clock is the device's.
-    plain = torch.tensor
-    monkeypatch.setattr(bench_module.torch, "tensor", lambda values, dtype, device: plain(values, dtype=dtype))
+    bench = paper_bench(monkeypatch, paper)
     case = Case(bytes=1024, messages=messages)
     for _ in range(20):
         bench.agree([bench.sample(case)])
@@ -91,3 +85,35 @@ def test_a_slow_host_is_not_taken_for_a_slow_network(
     assert found == pytest.approx(messages * MESSAGE_S, rel=1e-6)
     assert bench.late == late
     assert bench.pace_s >= host_s
+
+
+@pytest.mark.parametrize("connect", [False, True])
+def test_connecting_counts_neither_as_time_nor_as_the_hosts_pace(
+    monkeypatch: pytest.MonkeyPatch, connect: bool
+) -> None:
+    """Without it, the first samples wait on the device for twice what they take a host that connects."""
+    bench = paper_bench(monkeypatch, Paper(5e-6), connecting_s=1.0)
+    case = Case(bytes=1024, messages=2, communicators=2)
+    if connect:
+        bench.connect([case])
+        assert (bench.elapsed(), bench.timed, bench.late) == (0.0, 0, 0)
+    for _ in range(2):
+        bench.agree([bench.sample(case)])
+    assert (bench.elapsed() < 0.01) == connect
+    assert (bench.pace_s < 1e-3) == connect
+
+
+def paper_bench(monkeypatch: pytest.MonkeyPatch, paper: Paper, connecting_s: float = 0.0) -> Bench:
+    monkeypatch.setattr(Event, "paper", paper, raising=False)
+    monkeypatch.setattr(bench_module, "cuda", type("Cuda", (), {"Event": Event}))
+    monkeypatch.setattr(bench_module, "time", paper)
+    monkeypatch.setattr(bench_module, "spin_rate", lambda: SpinRate(1e9, 0.0))
+    monkeypatch.setattr(SpinRate, "spin", lambda self, seconds: paper.queue(seconds) or seconds)
+    links: list[Any] = [Communicator(paper, connecting_s) for _ in range(2)]
+    bench = Bench(links, rank=0, workers=2, device=torch.device("cpu"), timeout_s=1.0)
+    bench.device = torch.device("cuda")
+    monkeypatch.setattr(bench, "_room", torch.zeros)
+    # Tensors stay where they are; only the clock is the device's.
+    plain = torch.tensor
+    monkeypatch.setattr(bench_module.torch, "tensor", lambda values, dtype, device: plain(values, dtype=dtype))
+    return bench
