@@ -54,6 +54,8 @@ CALIBRATE_S = (0.2, 2.0)
 """Training stands still while the network is measured: so long at least and at most."""
 CALIBRATE_STEPS = 2.0
 """And for as long as so many iterations: 0.4 % of the first 500."""
+CONNECT_S = 1.5
+"""And what opening another communicator takes NCCL; gloo's take next to nothing."""
 FIRST_STEPS = 500
 """Over so many steps training takes no more than TOLERANCE longer than under DDP's buckets. Where measuring the network
 takes more than that share of them, it waits until it is one of the steps done."""
@@ -150,7 +152,7 @@ class Tuner:
         if self._auto and not self._given and self.state == "measuring" and (more := self._too_early(iteration)) > 0:
             self.running = found
             self._say(
-                f"planning in {more} steps: measuring the network takes {self._calibrate_s(iteration):.1f} s, which is "
+                f"planning in {more} steps: measuring the network takes {self._pause_s(iteration):.1f} s, which is "
                 f"{TOLERANCE:.0%} of training by then"
             )
             self._begin("waiting", more)
@@ -182,8 +184,19 @@ class Tuner:
 
     def _too_early(self, iteration_s: float) -> int:
         """In how many steps the network may be measured."""
-        steps = math.ceil(self._calibrate_s(iteration_s) / (TOLERANCE * max(iteration_s, 1e-6)))
+        steps = math.ceil(self._pause_s(iteration_s) / (TOLERANCE * max(iteration_s, 1e-6)))
         return 0 if steps <= FIRST_STEPS else max(steps - int(self._reducer.steps), 0)
+
+    def _pause_s(self, iteration_s: float) -> float:
+        """How long training stands still while the network is measured."""
+        communicators = self._reducer.communicators
+        connecting = communicators.backend == "nccl" and self._most_communicators > len(communicators)
+        return self._calibrate_s(iteration_s) + (CONNECT_S if connecting else 0.0)
+
+    @property
+    def _most_communicators(self) -> int:
+        """That a plan may use."""
+        return int(self._reducer.communicators.allowed(self._communicators or 2))
 
     @staticmethod
     def _calibrate_s(iteration_s: float) -> float:
@@ -310,8 +323,7 @@ class Tuner:
         if self._network is not None and self._given:
             fits = self._network.workers == communicators.size
             return self._network if fits else self._network.at(workers=communicators.size)
-        wanted = self._communicators or 2
-        counts = tuple(sorted({1, communicators.allowed(wanted)}))
+        counts = tuple(sorted({1, self._most_communicators}))
         self._network = calibrate(
             group=communicators.process_group,
             device=communicators.device,

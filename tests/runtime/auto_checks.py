@@ -83,6 +83,7 @@ def auto_calibrates_beneath_training(ctx: Context) -> str:
     with (
         mock.patch.object(auto, "FIRST_STEPS", 0),
         mock.patch.object(auto, "CALIBRATE_S", (0.2, 0.2)),
+        mock.patch.object(auto, "CONNECT_S", 0.0),
         mock.patch.object(auto, "calibrate", measured),
     ):
         wrapped = DistributedDataParallel(model, plan="auto", bucket_cap_mb=0.0004)

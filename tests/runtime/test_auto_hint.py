@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from unittest import mock
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -53,11 +54,17 @@ def test_the_best_units_are_weighed_as_far_as_training_can_wait(monkeypatch: pyt
     assert "save 100.00 of" in said
 
 
+@pytest.mark.parametrize(("backend", "most", "connecting_s"), [("gloo", 2, 0.0), ("nccl", 2, 1.5), ("nccl", 1, 0.0)])
 @pytest.mark.parametrize(("iteration_s", "budget_s"), [(0.001, 0.2), (0.2, 0.4), (5.0, 2.0)])
-def test_the_network_is_measured_for_a_small_share_of_the_first_steps(iteration_s: float, budget_s: float) -> None:
+def test_the_network_is_measured_for_a_small_share_of_the_first_steps(
+    iteration_s: float, budget_s: float, backend: str, most: int, connecting_s: float
+) -> None:
+    """Where NCCL may use two communicators, the second is opened for it."""
     tuner = object.__new__(Tuner)
     tuner._network, tuner._communicators = None, None
-    communicators = SimpleNamespace(size=2, allowed=lambda count: count, process_group=None, device=None)
+    communicators = MagicMock(size=2, backend=backend, process_group=None, device=None)
+    communicators.allowed = lambda count: min(count, most)
+    communicators.__len__.return_value = 1
     tuner._reducer = SimpleNamespace(communicators=communicators)
     with mock.patch("backbeat.runtime.auto.calibrate") as calibrate:
         tuner._measure_network(bb.Profile.load("gpt2-b8-bf16-h200"), iteration_s)
@@ -66,5 +73,5 @@ def test_the_network_is_measured_for_a_small_share_of_the_first_steps(iteration_
     more = tuner._too_early(iteration_s)
     # Of the first 500 steps, or of those done by then, where that is more.
     steps = 500 if more == 0 else 13 + more
-    assert budget_s <= 0.01 * steps * iteration_s * (1 + 1e-9)
-    assert (more == 0) == (iteration_s >= 0.04)
+    assert budget_s + connecting_s <= 0.01 * steps * iteration_s * (1 + 1e-9)
+    assert (more == 0) == (iteration_s >= (0.04 if connecting_s == 0 else 0.5))
