@@ -2,8 +2,9 @@
 
     python validation/training/errors.py FOLDER…
 
-Each FOLDER holds what `compare.py` writes. Nothing is measured: every case is predicted from the profile and network
-that `auto` itself measured, so that a changed model is judged on the same measurements.
+Each FOLDER holds what `compare.py` writes. Of a model at a bandwidth that several hold, the last one counts. Nothing is
+measured: every case is predicted from the profile and network that `auto` itself measured, so that a changed model is
+judged on the same measurements.
 """
 
 from __future__ import annotations
@@ -75,7 +76,6 @@ def rows(folder: Path, record: dict[str, Any]) -> Iterator[Row]:
             found = _predicted(side, profile, network)
             side |= found
             yield {
-                "folder": folder.name,
                 "lab": record["lab"],
                 "model": case["model"],
                 "side": side["side"],
@@ -97,9 +97,8 @@ def runs(side: dict[str, Any]) -> str:
     return json.dumps([plan["strategy"] == "ddp", parts], sort_keys=True)
 
 
-def case_of(row: Row) -> tuple[str, str, str]:
-    """Which case of which run it belongs to."""
-    return row["folder"], row["lab"], row["model"]
+def case_of(row: Row) -> tuple[str, str]:
+    return row["lab"], row["model"]
 
 
 def once(found: list[Row]) -> list[Row]:
@@ -191,8 +190,8 @@ def against_best(found: list[Row]) -> list[Row]:
         ratio = best["measured_s"] / auto["measured_s"]
         answers.append(
             {
-                "lab": case[1],
-                "model": case[2],
+                "lab": case[0],
+                "model": case[1],
                 "best": best["side"],
                 "times_as_fast": ratio,
                 "room": room,
@@ -203,12 +202,15 @@ def against_best(found: list[Row]) -> list[Row]:
 
 
 def show(*folders: Path) -> None:
-    found = []
+    newest: dict[tuple[str, str], list[Row]] = {}
     for folder in folders:
         for record in records(folder):
-            found += list(rows(folder, record))
+            measured = list(rows(folder, record))
+            for model in dict.fromkeys(row["model"] for row in measured):
+                newest[record["lab"], model] = [row for row in measured if row["model"] == model]
             for case in record["cases"]:
                 print("\n".join(line_of(record["lab"], case)))
+    found = [row for case in newest.values() for row in case]
     if not found:
         sys.exit(f"no measured cases in {', '.join(map(str, folders))}: run compare.py, or name another folder")
     for kind in KINDS:
