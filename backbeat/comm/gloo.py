@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRIMITIVE = "all-to-all and a local sum"
-"""What a reduce-scatter is made of here."""
 MOST_COMMUNICATORS = 64
 
 _gloo: Any = getattr(dist, "ProcessGroupGloo", None)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from backbeat.comm.gloo import PRIMITIVE
 from backbeat.cost.samples import quantile
 from backbeat.errors import MeasurementError
 from backbeat.lab.jobs import ROUNDS, Replayed, ReplayJob, Turn, job_of, per_round, seconds_of, turns
@@ -153,11 +152,8 @@ def calibrate(
     if inside is not None:
         network = _of_nodes(network, inside)
     if sharded and setting.backend == "gloo":
-        notes = (
-            f"reduce-scatter on gloo is {PRIMITIVE}: gloo's own moves as many bytes as its all-reduce",
-            "FSDP2 on gloo runs gloo's own reduce-scatter, and communicates while nothing computes: plans are slower",
-        )
-        network = replace(network, notes=(*network.notes, *notes))
+        note = "FSDP2 on gloo waits for every collective, and its reduce-scatters take what all-reduces take"
+        network = replace(network, notes=(*network.notes, note))
     return CalibratedLab(network=network, timings=timings)
 
 

@@ -195,8 +195,10 @@ class Tuner:
 
     @property
     def _most_communicators(self) -> int:
-        """That a plan may use."""
-        return int(self._reducer.communicators.allowed(self._communicators or 2))
+        """That a plan may use: as asked for, or up to two where opening another takes no time."""
+        communicators: Communicators = self._reducer.communicators
+        unasked = len(communicators) if communicators.backend == "nccl" else 2
+        return communicators.allowed(self._communicators or unasked)
 
     @staticmethod
     def _calibrate_s(iteration_s: float) -> float:
@@ -340,16 +342,16 @@ class Tuner:
         if self._reducer.communicators.rank != 0:
             return None
         try:
-            limit = self._reducer.communicators.limit
-            wanted = min(self._communicators, limit) if self._communicators else (None if limit > 1 else 1)
-            made = make_plan(profile, network, self._strategy, communicators=wanted)
+            most = self._most_communicators
+            free = most > 1 and not self._communicators
+            made = make_plan(profile, network, self._strategy, communicators=None if free else most)
             return encode(made).decode()
         except BackbeatError as error:
             return f"error: {error}"
 
     def _tell_of_units(self, profile: Profile, network: Network, iteration: float) -> None:
         """What sharding may gain, which no change of buckets does; silent where it is not known or not much, and on
-        gloo, where units are slower than predicted.
+        gloo, where FSDP2 waits for every collective.
 
         The update is left out: what is measured as such here may be a data loader's, which no sharding shortens.
         Strategies that take long to plan are left out where steps are short: training waits meanwhile.

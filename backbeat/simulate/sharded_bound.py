@@ -19,6 +19,8 @@ last.
 
 **Link.** All gathers and scatters pass it, at most e_max seconds of work a second.
 
+**Blocking.** Where the host waits for every collective (FSDP2 on gloo), all of this comes one after the other.
+
 A collective never runs faster than alone, and computation beside one never faster than without, so sharing and slowdown
 only add.
 """
@@ -59,6 +61,8 @@ def sharded_bound(chain: ShardedChain, cost: ShardedCost, update_s: float, micro
     travel = back_latency + across_latency + max(back, across) * np.cumsum(scattered)
     travel = np.where(scattered > 0, travel, 0.0)
     end = forward_end + between + max(float(backward.sum()) + into_s, float((ready + travel).max()))
-    best = cost.sharing.best_efficiency(3)
-    link = total * (per_byte * cost.param_bytes * gathers + back * cost.reduce_bytes) / max(best, 1.0)
-    return max(end, link) + update_s
+    link = total * (per_byte * cost.param_bytes * gathers + back * cost.reduce_bytes)
+    if cost.blocking:
+        alone = latency * gathers + back_latency + across_latency + link + across * total * cost.reduce_bytes
+        return between + pieces.forward_s + pieces.backward_s + out_s + into_s + alone + update_s
+    return max(end, link / max(cost.sharing.best_efficiency(3), 1.0)) + update_s

@@ -42,6 +42,8 @@ class ShardedCost:
     shards: int
     param_bytes: int
     reduce_bytes: int
+    blocking: bool = False
+    """The host waits for every collective, and issues nothing meanwhile: FSDP2 on gloo."""
 
     @classmethod
     def of(
@@ -54,17 +56,20 @@ class ShardedCost:
                 f"again with `backbeat plan --workers {network.workers}`"
             )
         group = _at(network, mesh.shard)
-        in_a_row = _in_a_row(network)
+        blocking = network.backend == "gloo"
+        in_a_row = 1.0 if blocking or network.sharded is None else network.sharded.in_a_row
         return cls(
             gather=half_curve(group, "all_gather").slower(in_a_row),
-            scatter=half_curve(group, "reduce_scatter").slower(in_a_row),
+            # Gloo's own reduce-scatter, which FSDP2 calls there, moves as many bytes as its all-reduce.
+            scatter=group.cost.isolated if blocking else half_curve(group, "reduce_scatter").slower(in_a_row),
             replicate=_across(network, mesh) if mesh.replicate > 1 else None,
             one_link=_inside(network) is None or mesh.shard > network.topology.gpus_per_node,
-            sharing=_sharing(network, group.cost),
+            sharing=_sharing(network, group.cost, in_a_row),
             copy_s_per_byte=1 / copy_bytes_per_s if copy_bytes_per_s else _copy_s_per_byte(profile.device),
             shards=mesh.shard,
             param_bytes=DTYPE_BYTES[sharding.param_dtype],
             reduce_bytes=DTYPE_BYTES[sharding.reduce_dtype],
+            blocking=blocking,
         )
 
     def collective(self, event: str) -> tuple[Curve, int]:
@@ -87,17 +92,11 @@ class ShardedCost:
         return elements * (self.param_bytes + self.reduce_bytes) * self.copy_s_per_byte
 
 
-def _sharing(network: Network, all_reduces: LinkCost) -> LinkCost:
+def _sharing(network: Network, all_reduces: LinkCost, in_a_row: float) -> LinkCost:
     speed = None if network.sharded is None else network.sharded.speed(2)
     if speed is None:
         return all_reduces
-    return LinkCost(all_reduces.isolated, all_reduces.busy, {2: speed * _in_a_row(network)})
-
-
-def _in_a_row(network: Network) -> float:
-    """What collectives that follow each other take, over one by one. Gloo runs two of a row at a time, and FSDP2 waits
-    there for each."""
-    return 1.0 if network.sharded is None or network.backend == "gloo" else network.sharded.in_a_row
+    return LinkCost(all_reduces.isolated, all_reduces.busy, {2: speed * in_a_row})
 
 
 def _copy_s_per_byte(device: str) -> float:

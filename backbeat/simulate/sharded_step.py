@@ -18,6 +18,7 @@ What waits for what, beside the order of each stream:
   are held; in backward it waits for the copy-out before it. The first all-gather of backward waits for the last
   copy-out of forward alone, and runs behind the last forward.
 - *Held inputs.* A `wait` call holds computation until that reduce-scatter is done.
+- *Blocking.* On gloo the host waits for every collective: everything waits for what was issued before it.
 - *Edges.* The update waits for the last reduction, and the first all-gather of a step for the update before it, so that
   a step repeats as it is. A micro-batch begins when the reductions of the one before are done.
 
@@ -28,6 +29,7 @@ reduced only once a step (`gradient_sync`). Each rank updates its own shard: the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -179,6 +181,8 @@ class _Building:
         return self.links[event, unit]
 
     def _put(self, call: Call, task: StreamTask) -> int:
+        if self.cost.blocking and self.tasks:
+            task = replace(task, after=(*task.after, len(self.tasks) - 1))
         self.tasks.append(task)
         self.calls.append(call)
         return len(self.tasks) - 1

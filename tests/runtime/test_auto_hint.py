@@ -54,21 +54,31 @@ def test_the_best_units_are_weighed_as_far_as_training_can_wait(monkeypatch: pyt
     assert "save 100.00 of" in said
 
 
-@pytest.mark.parametrize(("backend", "most", "connecting_s"), [("gloo", 2, 0.0), ("nccl", 2, 1.5), ("nccl", 1, 0.0)])
+@pytest.mark.parametrize(
+    ("backend", "asked", "limit", "most", "connecting_s"),
+    [
+        ("gloo", None, 64, 2, 0.0),
+        ("gloo", 4, 64, 4, 0.0),
+        ("nccl", None, 8, 1, 0.0),
+        ("nccl", 2, 8, 2, 1.5),
+        ("nccl", 2, 1, 1, 0.0),
+    ],
+)
 @pytest.mark.parametrize(("iteration_s", "budget_s"), [(0.001, 0.2), (0.2, 0.4), (5.0, 2.0)])
 def test_the_network_is_measured_for_a_small_share_of_the_first_steps(
-    iteration_s: float, budget_s: float, backend: str, most: int, connecting_s: float
+    iteration_s: float, budget_s: float, backend: str, asked: int | None, limit: int, most: int, connecting_s: float
 ) -> None:
-    """Where NCCL may use two communicators, the second is opened for it."""
+    """Where NCCL is asked for two communicators, the second is opened for it."""
     tuner = object.__new__(Tuner)
-    tuner._network, tuner._communicators = None, None
+    tuner._network, tuner._communicators = None, asked
     communicators = MagicMock(size=2, backend=backend, process_group=None, device=None)
-    communicators.allowed = lambda count: min(count, most)
+    communicators.allowed = lambda count: min(count, limit)
     communicators.__len__.return_value = 1
     tuner._reducer = SimpleNamespace(communicators=communicators)
     with mock.patch("backbeat.runtime.auto.calibrate") as calibrate:
         tuner._measure_network(bb.Profile.load("gpt2-b8-bf16-h200"), iteration_s)
     assert calibrate.call_args.kwargs["budget_s"] == pytest.approx(budget_s)
+    assert calibrate.call_args.kwargs["communicators"] == ((1,) if most == 1 else (1, most))
     tuner._reducer.steps = 13
     more = tuner._too_early(iteration_s)
     # Of the first 500 steps, or of those done by then, where that is more.

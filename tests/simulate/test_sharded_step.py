@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -133,6 +133,35 @@ def test_two_communicators_share_the_link_as_gathers_and_scatters_were_measured_
     assert step_s(profile, measured, one) == step_s(profile, plain, one)
 
 
+@settings(max_examples=30)
+@given(chains(most=5), networks(), st.sampled_from(["fsdp", "zero2", "decoupled", "hsdp:2"]), st.integers(1, 3))
+def test_on_gloo_everything_comes_one_after_the_other(
+    profile: Profile, network: Network, strategy: str, micro_batches: int
+) -> None:
+    """The host waits for every collective, and a reduce-scatter takes what an all-reduce does."""
+    assume(network.workers % 2 == 0)
+    there = replace(network, backend="gloo")
+    plan = bb.plan(profile, there, strategy)
+    sharding = plan.sharding
+    assert sharding is not None
+    chain, cost = chain_of(profile, plan), ShardedCost.of(profile, there, sharding)
+    run = run_step(chain, cost, 0.0, micro_batches=micro_batches, slowdown=1.5)
+    assert run.end_s == pytest.approx(sum(task.seconds + task.work_s for task in run.tasks))
+    computed = micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s)
+    sent = sum(task.seconds + task.work_s for task in run.tasks if task.link is not None)
+    assert run.end_s == pytest.approx(computed + sent + sum(
+        task.seconds for task, call in zip(run.tasks, run.calls, strict=True)
+        if task.link is None and call.event not in ("forward", "backward", "update")
+    ))  # fmt: skip
+    bytes_of = 4 * max(unit.elements for unit in chain.units)
+    assert cost.scatter.at(bytes_of) == there.at(workers=sharding.mesh.shard).cost.isolated.at(bytes_of)
+    found = sharded_iteration(profile, there, plan, micro_batches=micro_batches)
+    assert found.bound_s <= found.steady_s * (1 + 1e-9)
+    assert found.steady_s >= sharded_iteration(profile, network, plan, micro_batches=micro_batches).steady_s * (
+        1 - 1e-9
+    )
+
+
 def test_collectives_in_a_row_take_what_was_measured_of_them_in_a_row() -> None:
     """The link is the limit: measured in a row they take 0.8 of what they take alone, and the step with them. On two
     communicators it stays at what was measured there."""
@@ -144,7 +173,9 @@ def test_collectives_in_a_row_take_what_was_measured_of_them_in_a_row() -> None:
     in_turn = one_each(profile, buffers=6)
     assert step_s(profile, after, in_turn) == pytest.approx(0.8 * step_s(profile, before, in_turn))
     # Gloo runs two of a row at a time; FSDP2 waits for each there.
-    assert step_s(profile, replace(after, backend="gloo"), in_turn) == step_s(profile, before, in_turn)
+    assert step_s(profile, replace(after, backend="gloo"), in_turn) == step_s(
+        profile, replace(before, backend="gloo"), in_turn
+    )
     alone, in_a_row = (ShardedCost.of(profile, network, in_turn.sharding) for network in (before, after))
     assert in_a_row.gather.at(4_000_000) == pytest.approx(0.8 * alone.gather.at(4_000_000))
     for cost in (alone, in_a_row):

@@ -250,7 +250,6 @@ def decide(
     tried: Sequence[Candidate],
     trials: Trials,
     short: str | None,
-    backend: str = "",
     beyond: float = 1.0,
     excluded: Sequence[Candidate] = (),
 ) -> dict[str, str]:
@@ -260,9 +259,6 @@ def decide(
 
     `beyond` is what `extrapolation` returned. Predictions that rest on much smaller messages take what is simplest.
     Those `excluded` were predicted to be too slow to try.
-
-    On gloo FSDP2 does not overlap communication with computation, and predictions assume that it does. So a prediction
-    takes units on gloo only where nothing else runs.
     """
     left = [one for one in tried if one.name not in trials.dropped]
     if not left:
@@ -273,8 +269,6 @@ def decide(
     if untried and len(measured) > 1:
         left = [one for one in left if one.name in measured]
     elif untried:
-        if backend == "gloo":
-            left = [one for one in left if one.kind not in SHARDED_KINDS or one.name in measured] or left
         scale = next((measured[one.name] / one.predicted_s for one in left if one.name in measured), 1.0)
         seconds = {one.name: one.predicted_s * scale for one in left}
         tolerance = math.inf if beyond > FARTHEST else max(PREDICTED, scale - 1, 1 / scale - 1)

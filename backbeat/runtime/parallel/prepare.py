@@ -183,7 +183,7 @@ class ParallelSearch:
         if short is None:
             tried, trials = self._try(tried, candidates)
         excluded = [one for one in candidates if one not in tried]
-        taken = self.ranks.first(decide(tried, trials, short, self.ranks.communicators.backend, beyond, excluded))
+        taken = self.ranks.first(decide(tried, trials, short, beyond, excluded))
         if "error" in taken:
             raise InputError(taken["error"])
         plan = decode(taken["plan"].encode(), Plan, where="rank 0's plan")

@@ -153,14 +153,6 @@ def test_predictions_extrapolated_too_far_take_the_simplest() -> None:
     assert "too far" not in words
 
 
-def test_units_are_not_taken_by_prediction_on_gloo() -> None:
-    stock, units = candidate("stock", 1.0), candidate("units", 0.5)
-    assert decide([stock, units], Trials(), None, "gloo")["words"].startswith("stock DDP")
-    assert decide([stock, candidate("copies", 0.5)], Trials(), None, "gloo")["words"].startswith("stock DDP")
-    assert decide([stock, units], Trials(), None, "nccl")["words"].startswith("1 unit of fsdp")
-    assert decide([units], Trials(), None, "gloo")["words"].startswith("1 unit of fsdp")
-
-
 def test_two_that_were_tried_decide_and_the_rest_is_named() -> None:
     stock, buckets, units = candidate("stock", 1.0), candidate("buckets", 0.9), candidate("units", 0.95)
     trials = Trials(seconds={stock.name: [1.0], buckets.name: [1.1]})
