@@ -30,7 +30,7 @@ def test_sharded_plans_are_run_beside_their_prediction(tmp_path: Path) -> None:
     network = shown["network"]
     assert network["all_gather"]["points"]
     assert network["reduce_scatter"]["points"]
-    assert any("reduce-scatter on gloo is all-to-all" in note for note in network["notes"])
+    assert any("FSDP2 on gloo waits for every collective" in note for note in network["notes"])
     assert network["topology"]["gpus_per_node"] == 2
     (inside,) = network["at"]
     assert inside["workers"] == 2
