@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 from backbeat.errors import InputError
 
+SCREEN = 80
+"""Columns that every terminal has: tables and sentences fit into them."""
+
 _SIZE = {
     "": 1,
     "b": 1,

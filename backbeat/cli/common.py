@@ -18,7 +18,7 @@ from rich.table import Table
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model import Network, files
-from backbeat.units import parse_bytes, parse_workers, printable
+from backbeat.units import SCREEN, parse_bytes, parse_workers, printable
 
 _FEWEST_BYTES = 2**16
 """Sizes below this are believed only with a unit."""
@@ -111,7 +111,7 @@ def wrapped(line: str) -> str:
         return line
     # A number keeps its unit.
     kept = re.sub(r"(?<=\d) (?=(?:[mµn]?s|[kMGT]?B|GPUs?)\b)", "\0", line)
-    kept = textwrap.fill(kept, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    kept = textwrap.fill(kept, SCREEN, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return kept.replace("\0", " ")
 
 

@@ -19,7 +19,7 @@ from backbeat.planners import BUDGETED
 from backbeat.report.study import PLANNED, STOCK
 from backbeat.report.tables import scaling_tables as tables
 from backbeat.report.tables.sharding_tables import strategies_table
-from backbeat.report.tables.terminal_table import SCREEN, natural_width
+from backbeat.report.tables.terminal_table import natural_width
 from backbeat.report.words.answer import unmeasured
 from backbeat.report.words.device_memory import DeviceFit, device_fit
 from backbeat.report.words.limits import above_linear, knee_sentence, limit
@@ -37,7 +37,7 @@ from backbeat.report.words.numbers import (
 from backbeat.report.words.renting import decision, frontier, judged, partly, stock_name, worth_it
 from backbeat.report.words.ways import Way, chosen_way, way_decision, way_sentences, work_headline
 from backbeat.simulate.predict import knee
-from backbeat.units import counted, format_bytes
+from backbeat.units import SCREEN, counted, format_bytes
 
 Schedule = str | Plan | Reduction
 """A strategy by name, a plan, or what a framework does."""

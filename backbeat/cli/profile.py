@@ -17,7 +17,7 @@ from backbeat.measure.model.noise import band
 from backbeat.model import Profile
 from backbeat.model.files import encode
 from backbeat.report.words.numbers import format_number
-from backbeat.units import format_bytes, format_seconds, parse_duration
+from backbeat.units import SCREEN, format_bytes, format_seconds, parse_duration
 
 
 def profile(
@@ -180,7 +180,7 @@ def summary(profile: Profile) -> str:
     title = f"{profile.name}: {profile.model}, batch {profile.batch_size}, {profile.precision}, {profile.device}"
     hanging = " " * (width + 2)
     return "\n".join(
-        [title, *(fill(f"  {label:<{width}}{text}", 80, subsequent_indent=hanging) for label, text in rows)]
+        [title, *(fill(f"  {label:<{width}}{text}", SCREEN, subsequent_indent=hanging) for label, text in rows)]
     )
 
 

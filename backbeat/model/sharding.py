@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from msgspec import Meta
 
@@ -12,7 +12,7 @@ from backbeat.errors import InputError, nearest
 from backbeat.model.checks import Checked, named_once
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPES: tuple[str, ...] = get_args(Dtype)
 
 
 class Mesh(Checked, frozen=True, kw_only=True):
@@ -73,8 +73,8 @@ class Sharding(Checked, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in ("param_dtype", "reduce_dtype"):
-            if getattr(self, field) not in DTYPE_BYTES:
-                raise InputError(f"{field} is {getattr(self, field)!r}: it must be one of {', '.join(DTYPE_BYTES)}")
+            if getattr(self, field) not in DTYPES:
+                raise InputError(f"{field} is {getattr(self, field)!r}: it must be one of {', '.join(DTYPES)}")
         seen = named_once("units", (unit.modules for unit in self.units), "a module is in one unit")
         for name, index in seen.items():
             if not name:

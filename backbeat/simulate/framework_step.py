@@ -60,9 +60,9 @@ def framework_iteration(
     compute = micro_batches * (profile.forward_s + profile.backward_s) + update
     bound = compute - profile.backward_s + least_end_s(profile, cost, communicators, slowdown)
     return Iteration(
-        end + update,
-        bound,
-        Breakdown(
+        steady_s=end + update,
+        bound_s=bound,
+        breakdown=Breakdown(
             latency_s=repeats * exposed.latency_s,
             bandwidth_s=repeats * exposed.bandwidth_s,
             waiting_s=repeats * exposed.waiting_s,
@@ -70,13 +70,13 @@ def framework_iteration(
             gather_s=gathered.stalled_s,
             sharding_s=update - profile.update_s,
         ),
-        (
+        timeline=(
             *compute_spans(start, start + backward, end, end + update, forward=gathered.forward_start_s),
             *gathered.spans,
             *travel_spans(schedule.communicators, map(first_to_last, names), flow, schedule.sizes, start),
         ),
-        len(names),
-        float(schedule.sizes.max()),
+        buckets=len(names),
+        largest_bytes=float(schedule.sizes.max()),
     )
 
 

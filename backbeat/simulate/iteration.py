@@ -17,7 +17,7 @@ from backbeat.simulate.schedule import Flow, Schedule, covered_s
 from backbeat.units import first_to_last
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
     """What a plan makes of an iteration."""
 
@@ -40,7 +40,14 @@ def alone(profile: Profile, plan: Plan, before: float) -> Iteration:
     update = backward + profile.backward_s
     end = update + profile.update_s
     count = len(plan.buckets) if plan.sharding is None else len(plan.sharding.units)
-    return Iteration(end, end, Breakdown(), compute_spans(backward, update, update, end), count, 0.0)
+    return Iteration(
+        steady_s=end,
+        bound_s=end,
+        breakdown=Breakdown(),
+        timeline=compute_spans(backward, update, update, end),
+        buckets=count,
+        largest_bytes=0.0,
+    )
 
 
 def compute_spans(
@@ -62,15 +69,15 @@ def within_iteration(profile: Profile, network: Network, plan: Plan, before: flo
     end = max(backward_end, flow.end_s)
     backward, around = before + profile.forward_s, before + profile.forward_s + profile.update_s
     return Iteration(
-        around + end,
-        around + least_end_s(profile, cost, plan.communicators, slowdown),
-        exposed_breakdown(profile, cost, schedule, flow, clock, plan.communicators),
-        (
+        steady_s=around + end,
+        bound_s=around + least_end_s(profile, cost, plan.communicators, slowdown),
+        breakdown=exposed_breakdown(profile, cost, schedule, flow, clock, plan.communicators),
+        timeline=(
             *compute_spans(backward, backward + backward_end, backward + end, backward + end + profile.update_s),
             *travel_spans(schedule.communicators, map(first_to_last, names), flow, schedule.sizes, backward),
         ),
-        len(names),
-        float(schedule.sizes.max()),
+        buckets=len(names),
+        largest_bytes=float(schedule.sizes.max()),
     )
 
 
@@ -88,15 +95,15 @@ def compressed_iteration(
         for bucket, piece in zip(names, pieces, strict=True)
     ]
     return Iteration(
-        around + flow.end_s,
-        around + flow.backward_s - flow.contention_s,
-        exposed_parts(profile, flow),
-        (
+        steady_s=around + flow.end_s,
+        bound_s=around + flow.backward_s - flow.contention_s,
+        breakdown=exposed_parts(profile, flow),
+        timeline=(
             *compute_spans(backward, computed, end, end + profile.update_s, word="backward and compression"),
             *travel_spans([0] * len(pieces), labels, flow, [piece.sent_bytes for piece in pieces], backward),
         ),
-        len(names),
-        float(max((piece.bytes for piece in pieces if piece.compression is None), default=0)),
+        buckets=len(names),
+        largest_bytes=float(max((piece.bytes for piece in pieces if piece.compression is None), default=0)),
     )
 
 

@@ -38,7 +38,7 @@ AHEAD = 2
 """Copies to the host are waited for this many blocks later; copies to the device start this many segments early."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChainRun:
     """One iteration of the chain, with one action for each range of blocks."""
 
@@ -202,18 +202,18 @@ class Chain:
         backward_s = tally.now - forward_s
         starts = [start - forward_s for start in starts]
         return ChainRun(
-            tally.peak,
-            tally.block,
-            tally.phase,
-            forward_s,
-            backward_s,
-            starts,
-            held,
-            tally.level - self.base,
-            to_host,
-            to_device,
-            tally.stalled,
-            self.host_plain + sum(self.host_more[what][k] for k, what in enumerate(action)),
+            peak_bytes=tally.peak,
+            block=tally.block,
+            phase=tally.phase,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            starts=starts,
+            held_bytes=held,
+            left_bytes=tally.level - self.base,
+            to_host_bytes=to_host,
+            to_device_bytes=to_device,
+            stalled_s=tally.stalled,
+            host_s=self.host_plain + sum(self.host_more[what][k] for k, what in enumerate(action)),
         )
 
     def _between(

@@ -93,7 +93,7 @@ def knee(curve: Sequence[Prediction]) -> int | None:
 
 
 def _predicted(
-    profile: Profile,
+    measured: Profile,
     network: Network,
     plan: Plan,
     accumulation: int | None,
@@ -103,8 +103,9 @@ def _predicted(
 ) -> Prediction:
     peak = None
     memory_notes: tuple[str, ...] = ()
-    measured, lane = profile, HostLane.of(profile)
-    profile = own = device_alone(profile)
+    lane = HostLane.of(measured)
+    # Without waiting for the host; then, where the plan has a memory part, under it.
+    profile = on_device = device_alone(measured)
     if plan.memory is not None and (profile.blocks or plan.memory.segments):
         plan.check(profile)
         kept = memory_timeline(measured, plan.memory, plan, workers=network.workers)
@@ -126,7 +127,7 @@ def _predicted(
     elif reduction is not None:
         step = framework_iteration(profile, network, plan, reduction, micro_batches, slowdown.factor)
     elif sharded:
-        step = sharded_iteration(own, network, plan, micro_batches=micro_batches, slowdown=slowdown.factor)
+        step = sharded_iteration(on_device, network, plan, micro_batches=micro_batches, slowdown=slowdown.factor)
     elif plan.compressed:
         step = compressed_iteration(profile, network, plan, before, slowdown.factor)
     else:

@@ -21,8 +21,7 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from backbeat.model import Block, Profile
-from backbeat.model.profile import ELEMENT_BYTES
-from backbeat.model.sharding import DTYPE_BYTES
+from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.simulate.sharded_units import ROOT, ShardedChain
 
 _HALF = ("bf16", "fp16")

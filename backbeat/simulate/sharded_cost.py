@@ -19,8 +19,7 @@ from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.errors import InputError
 from backbeat.model import Mesh, Network, Profile, Sharding
-from backbeat.model.profile import ELEMENT_BYTES
-from backbeat.model.sharding import DTYPE_BYTES
+from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.simulate.gather_scatter import half_curve
 
 

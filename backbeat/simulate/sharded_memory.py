@@ -21,8 +21,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from backbeat.model import MemoryPlan, Plan, Profile
-from backbeat.model.profile import ELEMENT_BYTES
-from backbeat.model.sharding import DTYPE_BYTES
+from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.simulate.actions import ranges_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory

@@ -80,13 +80,14 @@ def sharded_iteration(
     cost = ShardedCost.of(profile, network, chain.sharding, copy_bytes_per_s=copy_bytes_per_s)
     update_s = profile.update_s / chain.sharding.mesh.shard
     run = run_step(chain, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
+    compute_s = micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s)
     return Iteration(
-        run.end_s,
-        sharded_bound(chain, cost, update_s, micro_batches),
-        _breakdown(run, micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s), profile.update_s, update_s),
-        _timeline(run, chain, cost),
-        chain.count + chain.has_root,
-        float(max(cost.param_bytes, cost.reduce_bytes) * max(unit.elements for unit in chain.units)),
+        steady_s=run.end_s,
+        bound_s=sharded_bound(chain, cost, update_s, micro_batches),
+        breakdown=_breakdown(run, compute_s, profile.update_s, update_s),
+        timeline=_timeline(run, chain, cost),
+        buckets=chain.count + chain.has_root,
+        largest_bytes=float(max(cost.param_bytes, cost.reduce_bytes) * max(unit.elements for unit in chain.units)),
     )
 
 
@@ -121,48 +122,58 @@ class _Building:
         self.scatter_stream = _SCATTER if chain.sharding.separate_reduce_scatter else _GATHER
         self.tasks: list[StreamTask] = []
         self.calls: list[Call] = []
-        self.floor: tuple[int, ...] = ()  # what the next all-gather waits for
-        self.copied: tuple[int, ...] = ()  # the last copy-out of this forward
-        self.forward = True
-        self.waits: list[int] = []  # what computation waits for next
+        self.in_forward = True
+        self.gather_waits_for: tuple[int, ...] = ()
+        """The next all-gather."""
+        self.last_copy_out: tuple[int, ...] = ()
+        """Of this forward."""
+        self.compute_waits_for: list[int] = []
+        """The next computation."""
         self.gathers: dict[int, int] = {}
+        """The last all-gather of each unit."""
         self.scatters: dict[int, int] = {}
-        self.open: list[int] = []  # reductions that the end of the micro-batch waits for
-        self.links: dict[tuple[str, int], tuple[float, float]] = {}
+        """The last reduce-scatter of each unit."""
+        self.unfinished: list[int] = []
+        """Reductions that the end of the micro-batch waits for."""
+        self.link_times: dict[tuple[str, int], tuple[float, float]] = {}
 
     def add(self, call: Call) -> None:
         event, unit = call.event, call.unit
         elements = self.chain.units[unit].elements
         if event == "all_gather":
-            copied = self._put(call, StreamTask(_COPY_IN, self.cost.gather_in_s(elements), after=self.floor))
+            copied = self._put(call, StreamTask(_COPY_IN, self.cost.gather_in_s(elements), after=self.gather_waits_for))
             self.gathers[unit] = self._send(call, _GATHER, (copied,))
         elif event == "copy_out":
             out = self._compute(call, self.cost.copy_out_s(elements), self.gathers[unit])
-            self.floor, self.copied = (self.copied or self.floor, (out,)) if self.forward else ((out,), ())
+            if self.in_forward:
+                self.gather_waits_for, self.last_copy_out = self.last_copy_out or self.gather_waits_for, (out,)
+            else:
+                self.gather_waits_for, self.last_copy_out = (out,), ()
         elif event == "forward":
             self._compute(call, self.chain.stretches[call.stretch].forward_s)
         elif event == "backward":
             self._compute(call, self.chain.stretches[call.stretch].backward_s)
         elif event == "wait":
-            self.waits.append(self.scatters[unit])
+            self.compute_waits_for.append(self.scatters[unit])
         elif event == "reduce_scatter":
             copied = self._compute(call, self.cost.scatter_in_s(elements))
             self.scatters[unit] = self._send(call, self.scatter_stream, (copied,))
-            self.open.append(self.scatters[unit])
+            self.unfinished.append(self.scatters[unit])
         elif event == "all_reduce":
-            self.open.append(self._send(call, _REPLICATE, (self.scatters[unit],)))
+            self.unfinished.append(self._send(call, _REPLICATE, (self.scatters[unit],)))
         elif event == "begin":
-            self.floor, self.forward = (self._compute(call, 0.0),), True
+            self.gather_waits_for, self.in_forward = (self._compute(call, 0.0),), True
         elif event == "turn":
-            self.floor, self.copied, self.forward = self.copied or self.floor, (), False
+            self.gather_waits_for = self.last_copy_out or self.gather_waits_for
+            self.last_copy_out, self.in_forward = (), False
         elif event == "end":
-            self.waits.extend(self.open)
-            self.open.clear()
+            self.compute_waits_for.extend(self.unfinished)
+            self.unfinished.clear()
         elif event == "update":
             self._compute(call, self.update_s)
 
     def _compute(self, call: Call, seconds: float, *after: int) -> int:
-        waits, self.waits = self.waits, []
+        waits, self.compute_waits_for = self.compute_waits_for, []
         return self._put(call, StreamTask(COMPUTE, seconds, after=(*after, *waits)))
 
     def _send(self, call: Call, stream: int, after: tuple[int, ...]) -> int:
@@ -172,13 +183,13 @@ class _Building:
 
     def _split(self, event: str, unit: int) -> tuple[float, float]:
         """Latency and transfer of a unit's collective: the same in every micro-batch."""
-        if (event, unit) not in self.links:
+        if (event, unit) not in self.link_times:
             curve, width = self.cost.collective(event)
             size = self.chain.units[unit].elements * width
             seconds = curve.at(size)
             work = min(curve.link_s_per_byte * size, seconds)
-            self.links[event, unit] = seconds - work, work
-        return self.links[event, unit]
+            self.link_times[event, unit] = seconds - work, work
+        return self.link_times[event, unit]
 
     def _put(self, call: Call, task: StreamTask) -> int:
         if self.cost.blocking and self.tasks:

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from backbeat.cli import lab
-from backbeat.report.tables.terminal_table import SCREEN, natural_width
+from backbeat.report.tables.terminal_table import natural_width
+from backbeat.units import SCREEN
 
 
 def result(name: str, communicators: int, *, sharded: bool = False) -> SimpleNamespace:

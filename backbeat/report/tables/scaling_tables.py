@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from backbeat.model import Plan, Prediction
-from backbeat.report.tables.terminal_table import SCREEN, WINNER, fitted_table, natural_width, plain_table, table_of
+from backbeat.report.tables.terminal_table import WINNER, fitted_table, natural_width, plain_table, table_of
 from backbeat.report.words.numbers import SAME, fastest, format_number, gpu_hours, over_bound, scaling_range
-from backbeat.units import counted, format_bytes, format_seconds, printable
+from backbeat.units import SCREEN, counted, format_bytes, format_seconds, printable
 
 
 def scaling_tables(predictions: Sequence[Prediction], *, samples: int, width: int) -> list[Table]:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import Plan, Prediction, Profile
-from backbeat.model.sharding import DTYPE_BYTES
+from backbeat.model.profile import DTYPE_BYTES
 from backbeat.report.figures.memory_use import SHARDED_KINDS
 from backbeat.report.tables.memory_tables import moment
 from backbeat.report.tables.terminal_table import table_of

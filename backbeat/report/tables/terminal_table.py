@@ -13,8 +13,6 @@ from rich.table import Table
 
 WINNER = "bold green"
 """The style of the row to take."""
-SCREEN = 80
-"""Columns that every terminal has."""
 _SHORTEST_NAME = 12
 
 

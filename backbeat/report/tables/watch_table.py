@@ -10,9 +10,8 @@ import msgspec
 
 from backbeat.errors import InputError
 from backbeat.report.drift import LEARNT, StepSample
-from backbeat.units import format_seconds, printable
+from backbeat.units import SCREEN, format_seconds, printable
 
-COLUMNS = 80
 _ROWS, _ALERTS = 12, 6
 _HEADING = "     step  iteration  predicted    exposed  predicted  overlap  straggler"
 _decoder = msgspec.json.Decoder(StepSample)
@@ -40,7 +39,7 @@ def watch_table(samples: Sequence[StepSample]) -> str:
     if len(told) > _ALERTS:
         lines.append(f"{len(told) - _ALERTS} earlier alerts")
     for alert in told[-_ALERTS:]:
-        lines += textwrap.wrap(printable(alert), COLUMNS - 2, initial_indent="! ", subsequent_indent="  ")
+        lines += textwrap.wrap(printable(alert), SCREEN - 2, initial_indent="! ", subsequent_indent="  ")
     learnt = _since_start(samples)
     if learnt < LEARNT:
         lines.append(f"still learning what is usual: {learnt} of {LEARNT} samples")
