@@ -11,6 +11,7 @@ import hashlib
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import zip_longest
@@ -225,7 +226,8 @@ class RankStore:
         self.communicators = communicators
         self._caller = caller
         self.rank, self.size, self.device = communicators.rank, communicators.size, communicators.device
-        self._calls = self._waits = 0
+        self._calls = 0
+        self._waits: Counter[str] = Counter()
         self.waiting: WaitForKeys | None = None
         """How to wait for others, in place of the store's own way."""
 
@@ -262,16 +264,29 @@ class RankStore:
         """What the call returns on rank 0, which alone makes it."""
         return self.first(self.raise_on_all(call if self.rank == 0 else lambda: None, what))
 
-    def wait_for_others(self, value: float = 0.0) -> list[float]:
-        """Wait until every rank has come here as often as this one, and return what they gave. It does not wait long: a
-        rank that failed never comes, and what is timed next is timed without it."""
-        self._waits += 1
+    def wait_for_others(self) -> None:
+        """Wait until every rank has come here as often as this one. It does not wait long: a rank that failed never
+        comes, and what is timed next is timed without it."""
+        self._come("here", "")
+
+    def compare(self, what: str, value: float) -> list[float]:
+        """What every rank gave for this that came in time, this one's own at least. Waits no longer than
+        `wait_for_others`."""
+        keys = self._come(what, repr(value))
+        return [float(text) for text in self.communicators.store.multi_get(keys)]
+
+    def _come(self, what: str, text: str) -> list[str]:
+        """The keys of those that came."""
+        self._waits[what] += 1
         store = self.communicators.store
-        keys = [f"others/{self._waits}/{rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], repr(value))
-        with contextlib.suppress(DistStoreError):
+        keys = [f"others/{what}/{self._waits[what]}/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], text)
+        try:
             store.wait(keys, _LONGEST_WAIT)
-        return [float(store.get(key)) for key in keys if store.check([key])]
+        except RuntimeError:
+            # As every kind of store raises it.
+            keys = [key for key in keys if store.check([key])]
+        return keys
 
     @contextlib.contextmanager
     def alarm_for(self, backends: Sequence[Any]) -> Iterator[Callable[[], int]]:

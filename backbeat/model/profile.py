@@ -126,8 +126,8 @@ class Profile(Document, frozen=True, kw_only=True):
     """Forward and backward of one micro-batch as the device does them with the host ahead; less than `forward_s` and
     `backward_s` together where these hold waiting for the host."""
     host_s: Seconds | None = None
-    """What the host takes to issue one iteration, all micro-batches included; as long as that is less than the
-    iteration the device sets the pace."""
+    """What the host usually takes to issue one iteration, all micro-batches included: the median of a few, and of ranks
+    that measure together. As long as that is less than the iteration the device sets the pace."""
     host_recompute_s: Seconds | None = None
     """How much longer the host takes for a micro-batch of which every block is recomputed."""
     host_fetch_s: Seconds | None = None

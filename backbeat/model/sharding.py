@@ -89,7 +89,7 @@ class Sharding(Checked, frozen=True, kw_only=True):
                         "nest; name the whole module or its parts"
                     )
 
-    def resharded(self, parameters: Iterable[str]) -> UnitCounts:
+    def resharded_counts(self, parameters: Iterable[str]) -> UnitCounts:
         """Units that are resharded after forward, and how many of these parameters they hold."""
         units = [unit for unit in self.units if unit.reshard]
         modules = {name for unit in units for name in unit.modules}

@@ -55,7 +55,7 @@ CALIBRATE_S = (0.2, 2.0)
 CALIBRATE_STEPS = 2.0
 """And for as long as so many iterations: 0.4 % of the first 500."""
 CONNECT_S = 1.5
-"""And what opening another communicator takes NCCL; gloo's take next to nothing."""
+"""And what NCCL takes to open communicators for measuring several at once; gloo's take next to nothing."""
 FIRST_STEPS = 500
 """Over so many steps training takes no more than TOLERANCE longer than under DDP's buckets. Where measuring the network
 takes more than that share of them, it waits until it is one of the steps done."""
@@ -189,15 +189,14 @@ class Tuner:
 
     def _pause_s(self, iteration_s: float) -> float:
         """How long training stands still while the network is measured."""
-        communicators = self._reducer.communicators
-        connecting = communicators.backend == "nccl" and self._most_communicators > len(communicators)
+        connecting = self._reducer.communicators.backend == "nccl" and self._most_communicators > 1
         return self._calibrate_s(iteration_s) + (CONNECT_S if connecting else 0.0)
 
     @property
     def _most_communicators(self) -> int:
-        """That a plan may use: as asked for, or up to two where opening another takes no time."""
+        """That a plan may use: as asked for, otherwise up to two; `auto` has one where opening a second takes long."""
         communicators: Communicators = self._reducer.communicators
-        unasked = len(communicators) if communicators.backend == "nccl" else 2
+        unasked = 1 if self._auto and communicators.backend == "nccl" else 2
         return communicators.allowed(self._communicators or unasked)
 
     @staticmethod

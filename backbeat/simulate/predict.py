@@ -193,7 +193,7 @@ def _with_fsdp(lane: HostLane, profile: Profile, network: Network, plan: Plan, u
     if plan.sharding is None or host is None or not lane.by_block:
         return None
     names = [gradient.name for gradient in profile.gradients]
-    added_s = host.micro_batch_s(UnitCounts(units, len(names)), plan.sharding.resharded(names))
+    added_s = host.micro_batch_s(UnitCounts(units, len(names)), plan.sharding.resharded_counts(names))
     return lane.longer(added_s, host.update_s * len(names))
 
 

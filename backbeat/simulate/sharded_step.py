@@ -84,7 +84,7 @@ def sharded_iteration(
     return Iteration(
         steady_s=run.end_s,
         bound_s=sharded_bound(chain, cost, update_s, micro_batches),
-        breakdown=_breakdown(run, compute_s, profile.update_s, update_s),
+        breakdown=_breakdown(run, compute_s, profile.update_s, update_s, hides=not cost.blocking),
         timeline=_timeline(run, chain, cost),
         buckets=chain.count + chain.has_root,
         largest_bytes=float(max(cost.param_bytes, cost.reduce_bytes) * max(unit.elements for unit in chain.units)),
@@ -94,8 +94,9 @@ def sharded_iteration(
 def sharded_remarks(profile: Profile, network: Network, sharding: Sharding) -> list[str]:
     """What a reader of the prediction should know."""
     found = list(ModelPieces.of(profile).notes)
-    missing = [word for word, times in (("all-gather", network.all_gather), ("reduce-scatter", network.reduce_scatter))
-               if times is None]  # fmt: skip
+    halves = {"all-gather": network.all_gather, "reduce-scatter": network.reduce_scatter}
+    # On gloo a reduce-scatter takes a whole all-reduce.
+    missing = [word for word in halves if halves[word] is None and (word == "all-gather" or network.backend != "gloo")]
     if missing and sharding.mesh.shard > 1:
         found.append(
             f"{' and '.join(missing)} times are taken as half of the all-reduce's: `backbeat calibrate` measures them"
@@ -199,11 +200,13 @@ class _Building:
         return len(self.tasks) - 1
 
 
-def _breakdown(run: ShardedRun, compute_s: float, update_s: float, own_update_s: float) -> Breakdown:
+def _breakdown(
+    run: ShardedRun, compute_s: float, update_s: float, own_update_s: float, *, hides: bool = True
+) -> Breakdown:
     """Where the step is longer than on one worker: copies, computation slowed down, and gaps in the compute stream.
 
     A gap counts as latency where some collective is starting and none moves bytes. It counts as bandwidth where bytes
-    move that would not fit behind all of the computation. The rest is waiting.
+    move that would not fit behind all of the computation, or that computation never `hides`. The rest is waiting.
     """
     times = run.times
     copies = sum(
@@ -226,7 +229,7 @@ def _breakdown(run: ShardedRun, compute_s: float, update_s: float, own_update_s:
     )
     work = sum(run.tasks[k].work_s for k in collectives if run.tasks[k].link == _SHARD_LINK)
     computed = compute_s + own_update_s + copies
-    bandwidth = min(moving, max(work - computed, 0.0))
+    bandwidth = min(moving, max(work - computed, 0.0)) if hides else moving
     return Breakdown(
         latency_s=holding - moving,
         bandwidth_s=bandwidth,

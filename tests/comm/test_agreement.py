@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,41 +43,36 @@ def test_a_rank_that_never_comes_is_named(rank: int, came: tuple[int, ...], miss
 def test_a_rank_waits_for_all_others() -> None:
     happened: list[object] = []
     store = SimpleNamespace(
-        set=lambda key, value: happened.append(key),
-        wait=lambda keys, limit: happened.append(list(keys)),
-        check=lambda keys: True,
-        get=lambda key: b"0.5",
+        set=lambda key, value: happened.append(key), wait=lambda keys, limit: happened.append(list(keys))
     )
-    ranks = RankStore(SimpleNamespace(rank=0, size=2, device=None, store=store), "parallelize")  # type: ignore[arg-type]
-    assert ranks.wait_for_others() == [0.5, 0.5]
-    assert happened == ["others/1/0", ["others/1/0", "others/1/1"]]
+    RankStore(SimpleNamespace(rank=0, size=2, device=None, store=store), "parallelize").wait_for_others()  # type: ignore[arg-type]
+    assert happened == ["others/here/1/0", ["others/here/1/0", "others/here/1/1"]]
 
 
-def test_ranks_wait_for_others_and_go_on_without_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    early, late = (
-        RankStore(SimpleNamespace(rank=rank, size=2, device=None, store=store), "parallelize")  # type: ignore[arg-type]
-        for rank in range(2)
-    )
-    went: list[str] = []
-    given: list[list[float]] = []
-
-    def wait() -> None:
-        given.append(early.wait_for_others(1.5))
-        went.append("early")
-
-    waiting = threading.Thread(target=wait)
-    monkeypatch.setattr(agreement, "_LONGEST_WAIT", timedelta(seconds=60))
-    waiting.start()
-    went.append("late")
-    given.append(late.wait_for_others(1e-9))
-    waiting.join()
-    assert went == ["late", "early"]
-    assert given == [[1.5, 1e-9]] * 2
-    monkeypatch.setattr(agreement, "_LONGEST_WAIT", timedelta(milliseconds=20))
-    assert early.wait_for_others(2.0) == [2.0]
-    # It never came the second time, and comes back to where the other has been.
-    assert late.wait_for_others(3.0) == [2.0, 3.0]
+def test_ranks_wait_for_others_and_go_on_without_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 2)):
+        early, late = (
+            RankStore(SimpleNamespace(rank=rank, size=2, device=None, store=store), "parallelize")  # type: ignore[arg-type]
+            for rank in range(2)
+        )
+        given: list[list[float]] = []
+        waiting = threading.Thread(target=lambda ranks=early, given=given: given.append(ranks.compare("host", 1.5)))
+        monkeypatch.setattr(agreement, "_LONGEST_WAIT", timedelta(seconds=60))
+        waiting.start()
+        assert late.compare("host", 1e-9) == [1.5, 1e-9]
+        waiting.join()
+        assert given == [[1.5, 1e-9]]
+        monkeypatch.setattr(agreement, "_LONGEST_WAIT", timedelta(milliseconds=20))
+        assert early.compare("host", 2.0) == [2.0]
+        # It never came here, and what it says elsewhere is not taken for this.
+        late.wait_for_others()
+        assert late.compare("share", 0.5) == [0.5]
+        # It comes back to where the other has been.
+        assert late.compare("host", 3.0) == [2.0, 3.0]
+        early.wait_for_others()
+        late.wait_for_others()
 
 
 def test_a_store_that_is_gone_says_who_kept_it() -> None:

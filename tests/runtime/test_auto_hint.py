@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from unittest import mock
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -55,25 +54,33 @@ def test_the_best_units_are_weighed_as_far_as_training_can_wait(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("backend", "asked", "limit", "most", "connecting_s"),
+    ("backend", "auto", "asked", "limit", "most", "connecting_s"),
     [
-        ("gloo", None, 64, 2, 0.0),
-        ("gloo", 4, 64, 4, 0.0),
-        ("nccl", None, 8, 1, 0.0),
-        ("nccl", 2, 8, 2, 1.5),
-        ("nccl", 2, 1, 1, 0.0),
+        ("gloo", True, None, 64, 2, 0.0),
+        ("gloo", True, 4, 64, 4, 0.0),
+        ("nccl", True, None, 8, 1, 0.0),
+        ("nccl", True, 2, 8, 2, 1.5),
+        ("nccl", True, 2, 1, 1, 0.0),
+        ("nccl", False, None, 8, 2, 1.5),
     ],
 )
 @pytest.mark.parametrize(("iteration_s", "budget_s"), [(0.001, 0.2), (0.2, 0.4), (5.0, 2.0)])
 def test_the_network_is_measured_for_a_small_share_of_the_first_steps(
-    iteration_s: float, budget_s: float, backend: str, asked: int | None, limit: int, most: int, connecting_s: float
+    iteration_s: float,
+    budget_s: float,
+    backend: str,
+    auto: bool,
+    asked: int | None,
+    limit: int,
+    most: int,
+    connecting_s: float,
 ) -> None:
-    """Where NCCL is asked for two communicators, the second is opened for it."""
+    """Where NCCL is to use two communicators, they are opened for it. A strategy by name may always use two."""
     tuner = object.__new__(Tuner)
-    tuner._network, tuner._communicators = None, asked
-    communicators = MagicMock(size=2, backend=backend, process_group=None, device=None)
-    communicators.allowed = lambda count: min(count, limit)
-    communicators.__len__.return_value = 1
+    tuner._network, tuner._communicators, tuner._auto = None, asked, auto
+    communicators = SimpleNamespace(
+        size=2, backend=backend, allowed=lambda count: min(count, limit), process_group=None, device=None
+    )
     tuner._reducer = SimpleNamespace(communicators=communicators)
     with mock.patch("backbeat.runtime.auto.calibrate") as calibrate:
         tuner._measure_network(bb.Profile.load("gpt2-b8-bf16-h200"), iteration_s)

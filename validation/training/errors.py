@@ -122,7 +122,7 @@ def _predicted(side: dict[str, Any], profile: Profile | None, network: Network) 
     if "plan" not in side:
         return {"kind": "", "predicted_s": None, "bound_s": None}
     kind = kind_of(side["plan"])
-    if kind == "memory" or profile is None:
+    if kind == "memory" or profile is None or "options" in side:
         return {"kind": kind, "predicted_s": side.get("predicted_s"), "bound_s": side.get("bound_s")}
     try:
         found = predict_side(profile, network, msgspec.convert(side["plan"], Plan))

@@ -340,7 +340,7 @@ def _searched(name: str, rig: Rig, budget_s: float, memory_bytes: int | None = N
     def build(model: nn.Module) -> nn.Module:
         if memory_bytes is not None:
             # The other sides' stays beside it here, and not in training.
-            side.beside_bytes = allocated_bytes(rig.device)
+            side.beside_bytes = allocated_bytes(rig.device) - rig.batch_bytes
             options["memory"] = memory_bytes + side.beside_bytes
         trained, seen, search_s = rig.auto(budget_s, **options)
         side.plan, side.profile = seen.taken.plan, _shared(rig.ranks, seen.profile, Profile)
@@ -358,7 +358,7 @@ def _with_memory(rig: Rig) -> Profile:
     found = measure_profile(
         model, rig.step.batch, rig.step.loss, rig.step.make_optimizer(model), precision=rig.precision, iterations=8,
         warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory,
-        wait_for_others=rig.ranks.wait_for_others,
+        ranks=rig.ranks,
     ).profile  # fmt: skip
     held = found.memory
     if held is not None:

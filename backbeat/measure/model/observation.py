@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from msgspec.structs import replace
@@ -31,8 +31,15 @@ from backbeat.measure.model.operator_work import count_flops
 from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory, median_phases, rounded
 from backbeat.model import Gradient, Memory, Profile
 
-WaitForOthers = Callable[[float], Sequence[float]]
-"""Waits for the other ranks and returns what each gave."""
+
+class OtherRanks(Protocol):
+    """Ranks that measure at the same time. None of them waits long for one that does not come."""
+
+    def wait_for_others(self) -> None: ...
+
+    def compare(self, what: str, value: float) -> Sequence[float]:
+        """What each rank gave that came."""
+
 
 _HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8
@@ -122,13 +129,13 @@ def measure_training(
     time_limit_s: float | None,
     apply_memory: ApplyMemory | None = None,
     compile_blocks: bool = False,
-    wait_for_others: WaitForOthers | None = None,
+    ranks: OtherRanks | None = None,
     brief: bool = False,
 ) -> Figures:
     """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host.
 
-    `wait_for_others` is called, with an idle device, before each series of iterations: of the blocks, plain, launched,
-    hooked, plain again. `brief` leaves FLOPs out, and where the time limit is short takes as few iterations as give the
+    `ranks` begin each series of iterations together, with idle devices: of the blocks, plain, launched, hooked, plain
+    again. `brief` leaves FLOPs out, and where the time limit is short takes as few iterations as give the
     rest.
     """
     gradients = first_iteration(training)
@@ -157,9 +164,13 @@ def measure_training(
             iterations = max(min(iterations, affordable // 2), min(iterations, fewest))
             hooked_iterations = max(min(hooked_iterations, affordable // 6), min(hooked_iterations, fewest // 2))
 
-        def begin_together(value: float = 0.0) -> Sequence[float]:
+        def begin_together() -> None:
             clock.synchronize()
-            return [value] if wait_for_others is None else wait_for_others(value)
+            if ranks is not None:
+                ranks.wait_for_others()
+
+        def compared(what: str, value: float) -> Sequence[float]:
+            return [value] if ranks is None else ranks.compare(what, value)
 
         memory, activations = measure_memory(training, gradients, owners)
         begin_together()
@@ -176,7 +187,7 @@ def measure_training(
         hooked = partial(_hooked, training, gradients, owners, hooked_iterations)
 
         # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
-        trailing = 0 if wait_for_others is None or hurried else 1
+        trailing = 0 if ranks is None or hurried else 1
         begin_together()
         plain = _series(training, (iterations + 1) // 2, trailing=trailing)
         clock.synchronize()
@@ -186,10 +197,13 @@ def measure_training(
             host = LaunchTimes.quickest(launched)
             # Recomputed blocks would have to be compiled once more.
             if apply_memory is not None and not compile_blocks:
-                again_s = recomputation(training, chain.blocks, launched, apply_memory)
-                fetch_s = recomputation(training, chain.blocks, launched, apply_memory, "offload")
-        # Hosts are alike: what disturbs one of them does not count. All ranks do the same, at the same time.
-        host_share = min(begin_together(host.iteration_s / _iteration_s(plain, training) if host else 0.0))
+                # Not begun together, as recomputed ones are not: a rank that cannot recompute has none.
+                alone = launch_times(training)
+                again_s = recomputation(training, chain.blocks, alone, apply_memory)
+                fetch_s = recomputation(training, chain.blocks, alone, apply_memory, "offload")
+        begin_together()
+        # Hosts are alike: what disturbs one of them does not count. So all ranks do the same.
+        host_share = min(compared("host share", host.iteration_s / _iteration_s(plain, training) if host else 0.0))
         if host is not None and host_share >= CLOSE:
             ahead = hooked(host)
         observed = ahead or hooked(None)
@@ -201,9 +215,9 @@ def measure_training(
         bound = None
         if host is not None:
             device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
-            waiting = median(begin_together((forward_s + backward_s) / device_s)) if device_s else None
+            waiting = median(compared("waiting", (forward_s + backward_s) / device_s)) if device_s else None
             kind = how_launch_bound(host_share, waiting)
-            host_s = median(begin_together(LaunchTimes.usual(launched).iteration_s))
+            host_s = median(compared("host", LaunchTimes.usual(launched).iteration_s))
             bound = LaunchBound(kind, host_s, _iteration_s(plain, training), device_s, again_s, fetch_s)
             if bound.kind == "launch-bound":
                 # Plain iterations wait for the host, and so must those that say when each gradient is ready.

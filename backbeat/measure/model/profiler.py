@@ -27,7 +27,7 @@ from backbeat.measure.model.factory import Factory
 from backbeat.measure.model.inputs import check_model, device_of, parse_device, trainable_of
 from backbeat.measure.model.launch_bound import ApplyMemory, LaunchBound
 from backbeat.measure.model.noise import noise
-from backbeat.measure.model.observation import Figures, WaitForOthers, measure_training
+from backbeat.measure.model.observation import Figures, OtherRanks, measure_training
 from backbeat.measure.model.training_step import (
     Loss,
     OutOfMemoryError,
@@ -73,7 +73,7 @@ def profile(
     `loss(model, batch)` returns the scalar that backward starts from. The optimizer may be one of `sgd`, `adam` and
     `adamw` by name; without one, SGD with momentum. Options are those of `measure`: `precision`, `device`,
     `iterations`, `warmup`, `accumulation`, `batch_size`, `name`, `model_name`, `time_limit_s`, `accept_noise`,
-    `compile_blocks`, `keep`, `command`, `notes`, `topk_speed`, `apply_memory`, `wait_for_others`, `brief`.
+    `compile_blocks`, `keep`, `command`, `notes`, `topk_speed`, `apply_memory`, `ranks`, `brief`.
     """
     return measure(model, batch, loss, optimizer, **options).profile
 
@@ -100,7 +100,7 @@ def measure(
     notes: Iterable[str] = (),
     topk_speed: TopkSpeed | None = None,
     apply_memory: ApplyMemory | None = None,
-    wait_for_others: WaitForOthers | None = None,
+    ranks: OtherRanks | None = None,
     brief: bool = False,
 ) -> MeasuredModel:
     """As `profile`, with the measurement's own cost.
@@ -110,9 +110,8 @@ def measure(
     under `torch.compile`, as `backbeat profile --compile` does. `keep=False` spares the copies that
     put the model back as it was. `topk_speed` and `apply_memory` come from `backbeat.runtime`, as
     `backbeat profile` gives them: without them the profile does not say what top-k costs, nor, on a GPU, what
-    recomputation costs the host. Where several ranks measure at once, `wait_for_others` lets them begin each series of
-    iterations together, as the steps of training do: what they share, like a device or a host, is then shared alike. It
-    takes a figure of this rank and returns those of all.
+    recomputation costs the host. Where several measure at once, `ranks` begin each series of iterations together, as
+    the steps of training do: what they share, like a device or a host, is then shared alike.
     `brief` is for a job that waits: the limit may lower the number of all iterations to 9, and FLOPs are left out.
     """
     for field, value in (("iterations", iterations), ("warmup", warmup), ("accumulation", accumulation)):
@@ -144,7 +143,7 @@ def measure(
         with current, tensor_cores(precision, where):
             with put_back(model, given_optimizer, where) if keep else contextlib.nullcontext():
                 figures = measure_training(
-                    training, iterations, warmup, time_limit_s, apply_memory, compile_blocks, wait_for_others, brief
+                    training, iterations, warmup, time_limit_s, apply_memory, compile_blocks, ranks, brief
                 )
             found = noise(figures.iteration_s, figures.forward_s + figures.backward_s, figures.overhead)
             if found is not None and not accept_noise:
@@ -224,7 +223,7 @@ def _notes(training: Training, figures: Figures) -> list[str]:
 
 def _launch_bound_note(bound: LaunchBound) -> str:
     host = (
-        f"{bound.kind}: the host submits an iteration in {bound.host_s * 1e3:.4g} ms, "
+        f"{bound.kind}: the host usually submits an iteration in {bound.host_s * 1e3:.4g} ms, "
         f"{bound.host_s / bound.iteration_s:.0%} of the {bound.iteration_s * 1e3:.4g} ms it takes"
     )
     if bound.kind == "device-bound" or bound.device_s is None:

@@ -35,7 +35,7 @@ from backbeat.measure.network.findings import (
 )
 from backbeat.measure.network.jumps import SHARE, refine_jumps
 from backbeat.measure.network.sampling import BRIEF, THOROUGH, Progress, measure
-from backbeat.measure.network.sharded_host import Added, by_unit_and_parameter, measure_sharded_host
+from backbeat.measure.network.sharded_host import AddedHostTimes, by_unit_and_parameter, measure_sharded_host
 from backbeat.model.files import Source
 from backbeat.model.network import Network
 from backbeat.model.sharded_times import ShardedTimes
@@ -169,7 +169,7 @@ def with_sharded_host(
     what = "what FSDP2 costs the host"
     try:
         with explained(what):
-            found = by_unit_and_parameter(Added(*agree(measure_sharded_host(links, limit_s))))
+            found = by_unit_and_parameter(AddedHostTimes(*agree(measure_sharded_host(links, limit_s))))
     except MissingPartError as error:
         return msgspec.structs.replace(network, notes=(*network.notes, f"{what} was not measured: {error}"))
     return _with_sharded_times(network, host=found)

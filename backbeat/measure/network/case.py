@@ -132,7 +132,7 @@ def series_of(
 
 
 def smallest_of_each_kind(series: Iterable[Series]) -> list[Case]:
-    """One for each collective and number of communicators: together they use every connection."""
+    """One for each collective and number of communicators: together they open every communicator."""
     cases = sorted((case for one in series for case in one.cases), key=lambda case: case.bytes)
     return list({(case.collective, case.communicators, case.paired): case for case in reversed(cases)}.values())
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -48,25 +47,25 @@ class StepTime(NamedTuple):
     update_s: float
 
 
-class Added(NamedTuple):
-    """How much longer this rank's host takes for a step that is sharded: the few and many parameters of a unit, that
-    stay gathered until backward or are resharded after forward."""
+class AddedHostTimes(NamedTuple):
+    """How much longer a host takes for forward and backward of a small model, all its units together, when it is
+    sharded: with few and with many parameters in a unit, kept until backward or resharded after forward."""
 
     few_s: float
     many_s: float
     few_resharded_s: float
     many_resharded_s: float
     update_s: float
-    """For all parameters of the larger model."""
+    """The update of the larger model."""
 
 
-def by_unit_and_parameter(added: Added) -> ShardedHost:
+def by_unit_and_parameter(added: AddedHostTimes) -> ShardedHost:
     """What each unit and each parameter adds.
 
     Units of 1 ms and parameters of 0.1 ms: 4 units of 2 parameters take 4.8 ms, and of 24 parameters 13.6. Resharded
     units take 0.5 ms more.
 
-    >>> by_unit_and_parameter(Added(4.8e-3, 13.6e-3, 6.8e-3, 15.6e-3, 0.0)).reshard_unit_s
+    >>> by_unit_and_parameter(AddedHostTimes(4.8e-3, 13.6e-3, 6.8e-3, 15.6e-3, 0.0)).reshard_unit_s
     0.0005
     """
     unit_s, parameter_s = split(added.few_s, added.many_s)
@@ -76,7 +75,7 @@ def by_unit_and_parameter(added: Added) -> ShardedHost:
     return ShardedHost(**{name: float(f"{seconds:.4g}") for name, seconds in zip(names, found, strict=True)})
 
 
-def measure_sharded_host(communicators: Communicators, limit_s: float = math.inf) -> Added:
+def measure_sharded_host(communicators: Communicators, limit_s: float = math.inf) -> AddedHostTimes:
     """On this rank. Collective: every rank calls it alike. Steps are repeated less often where they take longer than
     `limit_s`.
 
@@ -97,25 +96,39 @@ def measure_sharded_host(communicators: Communicators, limit_s: float = math.inf
     return found
 
 
-def _measured(communicators: Communicators, group: Any, limit_s: float) -> Added:
-    began, store = time.perf_counter(), communicators.store
-    added: list[StepTime] = []
-    for reshard, parameters in product((False, True), (_FEW, _MANY)):
-        topic = f"sharded-host/{parameters}/{reshard}"
-        plain, step = _together(communicators, topic, partial(_prepare, communicators, group, parameters, reshard))
-        taken: list[StepTime] = []
-        for index in range(_WARMUP + _STEPS):
-            enough = f"{topic}/{index}/enough"
-            if communicators.rank == 0 and index >= _WARMUP + _FEWEST and time.perf_counter() - began > limit_s:
-                store.set(enough, "")
-            taken.append(_together(communicators, f"{topic}/{index}", step))
-            _until_idle(communicators)
-            # Rank 0 wrote it, if at all, before all ranks met in the step.
-            if store.check([enough]):
-                break
-        added.append(StepTime(*(one - two for one, two in zip(_usual(taken), plain, strict=True))))
-    few, many, few_resharded, many_resharded = (one.passes_s for one in added)
-    return Added(few, many, few_resharded, many_resharded, added[1].update_s)
+def _measured(communicators: Communicators, group: Any, limit_s: float) -> AddedHostTimes:
+    began = time.perf_counter()
+    added: dict[tuple[int, bool], StepTime] = {}
+    for parameters in (_FEW, _MANY):
+        plain = _plain(communicators, parameters)
+        for reshard in (False, True):
+            topic = f"sharded-host/{parameters}/{reshard}"
+            step = _together(communicators, topic, partial(_prepare, communicators, group, parameters, reshard))
+            taken = _usual(list(_steps(communicators, topic, step, began + limit_s)))
+            added[parameters, reshard] = StepTime(*(one - two for one, two in zip(taken, plain, strict=True)))
+    return AddedHostTimes(
+        few_s=added[_FEW, False].passes_s,
+        many_s=added[_MANY, False].passes_s,
+        few_resharded_s=added[_FEW, True].passes_s,
+        many_resharded_s=added[_MANY, True].passes_s,
+        update_s=added[_MANY, False].update_s,
+    )
+
+
+def _steps(
+    communicators: Communicators, topic: str, step: Callable[[], StepTime], until_s: float
+) -> Iterator[StepTime]:
+    """As many on every rank; fewer once it is later than `until_s` on rank 0."""
+    store = communicators.store
+    for index in range(_WARMUP + _STEPS):
+        enough = f"{topic}/{index}/enough"
+        if communicators.rank == 0 and index >= _WARMUP + _FEWEST and time.perf_counter() > until_s:
+            store.set(enough, "")
+        yield _together(communicators, f"{topic}/{index}", step)
+        _until_idle(communicators)
+        # Rank 0 wrote it, if at all, before all ranks met in the step.
+        if store.check([enough]):
+            return
 
 
 def split(few_s: float, many_s: float) -> tuple[float, float]:
@@ -141,33 +154,39 @@ class _SmallLayer(nn.Module):
         return given * self.weight
 
 
-def _small_model(units: int, parameters: int, elements: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(*(_SmallLayer(elements) for _ in range(parameters))) for _ in range(units)))
+def _small_model(communicators: Communicators, parameters: int) -> nn.Sequential:
+    """Units of so many parameters, each with an element for every rank."""
+    units = (nn.Sequential(*(_SmallLayer(communicators.size) for _ in range(parameters))) for _ in range(_UNITS))
+    return nn.Sequential(*units).to(communicators.device)
 
 
-def _prepare(
-    communicators: Communicators, group: Any, parameters: int, reshard: bool
-) -> tuple[StepTime, Callable[[], StepTime]]:
-    """What a plain step takes, and how a sharded one is taken. Nothing is sent yet."""
+def _plain(communicators: Communicators, parameters: int) -> StepTime:
+    """What a step takes that is not sharded."""
+    step = _step_of(communicators, _small_model(communicators, parameters))
+    taken = []
+    for _ in range(_WARMUP + _STEPS):
+        taken.append(step())
+        _until_idle(communicators)
+    return _usual(taken)
+
+
+def _prepare(communicators: Communicators, group: Any, parameters: int, reshard: bool) -> Callable[[], StepTime]:
+    """How a sharded step is taken. Nothing is sent yet."""
     # torch takes a second to import it.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    device = communicators.device
-    mesh = DeviceMesh.from_group(group, device.type)
-    plain, sharded = (_small_model(_UNITS, parameters, mesh.size()).to(device) for _ in range(2))
-    for unit in sharded:
+    mesh = DeviceMesh.from_group(group, communicators.device.type)
+    model = _small_model(communicators, parameters)
+    for unit in model:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(sharded, mesh=mesh)
-    given = torch.zeros(mesh.size(), device=device)
-    alone, step = (
-        partial(_step_s, model, make_optimizer("adamw", list(model.parameters())), given) for model in (plain, sharded)
-    )
-    taken = []
-    for _ in range(_WARMUP + _STEPS):
-        taken.append(alone())
-        _until_idle(communicators)
-    return _usual(taken), step
+    fully_shard(model, mesh=mesh)
+    return _step_of(communicators, model)
+
+
+def _step_of(communicators: Communicators, model: nn.Module) -> Callable[[], StepTime]:
+    given = torch.zeros(communicators.size, device=communicators.device)
+    return partial(_step_s, model, make_optimizer("adamw", list(model.parameters())), given)
 
 
 def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> StepTime:

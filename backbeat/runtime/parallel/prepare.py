@@ -285,7 +285,7 @@ class ParallelSearch:
             command="backbeat.runtime.parallelize",
             topk_speed=measure_topk if self.compression else None,
             apply_memory=apply_memory if self.memory_bytes is not None else None,
-            wait_for_others=self.ranks.wait_for_others,
+            ranks=self.ranks,
             brief=True,
         ).profile
 
