@@ -156,6 +156,8 @@ def test_on_gloo_everything_comes_one_after_the_other(
     bytes_of = 4 * max(unit.elements for unit in chain.units)
     assert cost.scatter.at(bytes_of) == there.at(workers=sharding.mesh.shard).cost.isolated.at(bytes_of)
     found = sharded_iteration(profile, there, plan, micro_batches=micro_batches)
+    # All of the communication is the link's, none is held back.
+    assert found.breakdown.latency_s + found.breakdown.bandwidth_s == pytest.approx(sent)
     assert found.bound_s <= found.steady_s * (1 + 1e-9)
     assert found.steady_s >= sharded_iteration(profile, network, plan, micro_batches=micro_batches).steady_s * (
         1 - 1e-9

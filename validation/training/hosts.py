@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,7 +62,7 @@ def measure(node: Any, *, model: str) -> dict[str, Any] | None:
 def ways_of(rig: Rig) -> dict[str, Callable[[nn.Module], nn.Module]]:
     """By name: `kept/12` and `resharded/12` have 12 units and the root."""
     blocks = len(rig.model.block_names(rig.plain))
-    counts = dict.fromkeys((blocks, max(blocks // 2, 1), FEW_UNITS))
+    counts = dict.fromkeys(min(count, blocks) for count in (blocks, max(blocks // 2, 1), FEW_UNITS))
     found: dict[str, Callable[[nn.Module], nn.Module]] = {"plain": lambda model: model, "ddp": ddp}
     for count in counts:
         for word, reshard in (("resharded", True), ("kept", False)):
@@ -70,12 +71,12 @@ def ways_of(rig: Rig) -> dict[str, Callable[[nn.Module], nn.Module]]:
 
 
 def sharded(rig: Rig, units: int, reshard: bool, model: nn.Module) -> nn.Module:
+    """Blocks in so many units, as even as can be, and the root, which torch keeps."""
     names = rig.model.block_names(model)
-    size = -(-len(names) // units)
-    for first in range(0, len(names), size):
-        modules = [model.get_submodule(name) for name in names[first : first + size]]
-        fully_shard(modules, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
+    cuts = [len(names) * index // units for index in range(units + 1)]
+    for first, last in pairwise(cuts):
+        fully_shard([model.get_submodule(name) for name in names[first:last]], reshard_after_forward=reshard)
+    fully_shard(model)
     return model
 
 
