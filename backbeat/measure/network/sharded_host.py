@@ -100,7 +100,7 @@ def _measured(communicators: Communicators, group: Any, limit_s: float) -> Added
     began = time.perf_counter()
     added: dict[tuple[int, bool], StepTime] = {}
     for parameters in (_FEW, _MANY):
-        plain = _plain(communicators, parameters)
+        plain = _together(communicators, f"sharded-host/{parameters}", partial(_plain, communicators, parameters))
         for reshard in (False, True):
             topic = f"sharded-host/{parameters}/{reshard}"
             step = _together(communicators, topic, partial(_prepare, communicators, group, parameters, reshard))
