@@ -35,6 +35,8 @@ _HEAD_START_S = 0.5
 """How long a rank that gives the alarm waits before it aborts, so that the others abort first."""
 _LONGEST_WAIT = timedelta(seconds=2)
 """The longest that ranks wait for each other where nothing but timing depends on it."""
+_AFTER_A_MISS = timedelta(seconds=0.2)
+"""The same once a rank did not come: it may never come again."""
 _calls: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 """Calls of `same_on_all_ranks` on each process group: their number makes ranks use the same keys of the store."""
 
@@ -228,6 +230,7 @@ class RankStore:
         self.rank, self.size, self.device = communicators.rank, communicators.size, communicators.device
         self._calls = 0
         self._waits: Counter[str] = Counter()
+        self._missed = False
         self.waiting: WaitForKeys | None = None
         """How to wait for others, in place of the store's own way."""
 
@@ -282,9 +285,11 @@ class RankStore:
         keys = [f"others/{what}/{self._waits[what]}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], text)
         try:
-            store.wait(keys, _LONGEST_WAIT)
+            store.wait(keys, _AFTER_A_MISS if self._missed else _LONGEST_WAIT)
+            self._missed = False
         except RuntimeError:
             # As every kind of store raises it.
+            self._missed = True
             keys = [key for key in keys if store.check([key])]
         return keys
 

@@ -75,6 +75,22 @@ def test_ranks_wait_for_others_and_go_on_without_one_that_failed(
         late.wait_for_others()
 
 
+def test_a_rank_that_never_comes_is_waited_for_once() -> None:
+    """Eleven waits of a profile would take a job 22 s to learn that one of its ranks has failed."""
+    limits: list[timedelta] = []
+
+    def wait(keys: list[str], limit: timedelta) -> None:
+        limits.append(limit)
+        if len(limits) < 4:
+            raise dist.DistStoreError("timeout")
+
+    store = SimpleNamespace(set=lambda key, value: None, wait=wait, check=lambda keys: False)
+    ranks = RankStore(SimpleNamespace(rank=0, size=2, device=None, store=store), "parallelize")  # type: ignore[arg-type]
+    for _ in range(5):
+        ranks.wait_for_others()
+    assert [limit.total_seconds() for limit in limits] == [2.0, 0.2, 0.2, 0.2, 2.0]
+
+
 def test_a_store_that_is_gone_says_who_kept_it() -> None:
     keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", keeper.port, is_master=False)
