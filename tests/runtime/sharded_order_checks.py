@@ -7,10 +7,11 @@ schedule fails the check of the rule that it changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ WIDTH = 8
 
 TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 Events = list[tuple[str, int]]
+_BEFORE_2_13 = {"all_gather": "_into_tensor", "reduce_scatter": "_tensor"}
 
 
 def check(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
@@ -569,3 +571,33 @@ def the_first_gather_of_backward_waits_for_no_computation(ctx: Context) -> None:
 @check
 def in_backward_a_gather_waits_for_the_last_copy_out(ctx: Context) -> None:
     _compare_waits(ctx, in_forward=False, which=slice(1, None))
+
+
+@check
+def on_gloo_every_collective_is_waited_for(ctx: Context) -> None:
+    """torch returns no work to wait for where it has waited itself, and predictions count with that."""
+    if ctx.device.type != "cpu":
+        raise SkipScenarioError("on gloo")
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    returned: dict[str, list[Any]] = {"all_gather": [], "reduce_scatter": []}
+
+    def recording(works: list[Any], send: Callable[..., Any]) -> Callable[..., Any]:
+        def sent(*arguments: Any, **options: Any) -> Any:
+            works.append(send(*arguments, **options))
+            return works[-1]
+
+        return sent
+
+    with ExitStack() as patched:
+        for kind, works in returned.items():
+            # As torch calls it since 2.13, and before.
+            name = f"{kind}_single" if hasattr(dist, f"{kind}_single") else f"{kind}{_BEFORE_2_13[kind]}"
+            patched.enter_context(mock.patch.object(dist, name, recording(works, getattr(dist, name))))
+        model(torch.randn(4, WIDTH)).sum().backward()
+    # Each unit but the last is gathered for forward and for backward, and reduced once.
+    assert len(returned["all_gather"]) >= 3
+    assert len(returned["reduce_scatter"]) == 3
+    assert all(work is None for works in returned.values() for work in works)

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import msgspec
 import pytest
@@ -26,7 +26,7 @@ from backbeat.simulate import predict
 from tests.lab.cases import network, profile
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "validation" / "training"
-NAMES = ("errors", "losses", "models", "data", "sides", "compare", "to_loss")
+NAMES = ("errors", "losses", "models", "data", "sides", "compare", "to_loss", "hosts")
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +173,55 @@ def test_data_depends_on_the_seed_alone(scripts: dict[str, ModuleType]) -> None:
     assert picture.shape == (3, 8, 8)
     assert 0 <= label < data.CLASSES
     assert torch.equal(picture, again)
+
+
+@pytest.mark.parametrize("units", [1, 2, 5, 7, 12])
+def test_hosts_have_as_many_units_as_their_names_say(
+    scripts: dict[str, ModuleType], units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[object, dict[str, object]]] = []
+    hosts = scripts["hosts"]
+    monkeypatch.setattr(hosts, "fully_shard", lambda what, **options: made.append((what, options)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(12)))
+    rig = SimpleNamespace(model=SimpleNamespace(block_names=lambda one: [str(index) for index in range(12)]))
+    assert hosts.sharded(rig, units, True, model) is model
+    *blocks, (root, options) = made
+    assert (root, options) == (model, {})
+    assert len(blocks) == units
+    assert all(options == {"reshard_after_forward": True} for _, options in blocks)
+    modules = [module for group, _ in blocks for module in group]  # type: ignore[attr-defined]
+    assert modules == list(model)
+    assert max(len(group) for group, _ in blocks) - min(len(group) for group, _ in blocks) <= 1  # type: ignore[arg-type]
+
+
+def test_what_hosts_took_is_shown_by_the_slowest_rank(
+    scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    way = {"issued_s": [[[0.001, 0.002, 0.0]] * 3, [[0.002, 0.002, 0.001]] * 3], "steps_s": [[0.004] * 3, [0.006] * 3]}
+    (tmp_path / "m.json").write_text(json.dumps({"model": "m", "parameters": 7, "ways": {"plain": way}}))
+    scripts["hosts"].show(tmp_path)
+    out = capsys.readouterr().out
+    assert "m, 7 parameters" in out
+    assert "issues a step in    5.0 ms, it takes    6.0 ms" in out
+
+
+def test_a_search_within_a_budget_leaves_the_other_sides_their_memory(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = scripts["sides"]
+    asked: dict[str, object] = {}
+
+    def auto(budget_s: float, **options: object) -> tuple[torch.nn.Module, object, float]:
+        asked.update(options)
+        taken = SimpleNamespace(plan="plan", words="words")
+        return torch.nn.Identity(), SimpleNamespace(taken=taken, profile=profile()), 1.0
+
+    monkeypatch.setattr(sides, "allocated_bytes", lambda device: 500)
+    monkeypatch.setattr(sides, "_shared", lambda ranks, value, kind: value)
+    rig = SimpleNamespace(auto=auto, device=torch.device("cpu"), batch_bytes=20, ranks=None)
+    side = sides._searched("auto_memory", rig, 5.0, memory_bytes=1000)
+    side.build(torch.nn.Identity())
+    assert (asked, side.beside_bytes, side.plan) == ({"memory": 1480}, 480, "plan")
+    sides._searched("auto_compressed", rig, 5.0, compression="allow").build(torch.nn.Identity())
+    assert asked["compression"] == "allow"
+    sides.check_side("auto_memory")

@@ -49,7 +49,7 @@ class Bench:
         self._timeout_s = timeout_s
         self._tiny = torch.zeros(1, device=device)
         self._rooms = {kind: torch.zeros(0, device=device) for kind in ("whole", "shard")}
-        self._begun = time.perf_counter()
+        self._begun = math.nan
         self._paces: deque[float] = deque(maxlen=_PACE_SAMPLES)
         self.pace_s = _FIRST_PACE_S
         """What the slowest rank's host needs to queue one collective."""
@@ -90,7 +90,9 @@ class Bench:
             return agreed
 
     def elapsed(self) -> float:
-        """Seconds since the bench was made or connected, on this rank's clock."""
+        """Seconds since the bench was connected, on this rank's clock."""
+        if math.isnan(self._begun):
+            raise RuntimeError("the bench is not connected: call connect() before anything is timed against a budget")
         return time.perf_counter() - self._begun
 
     def _sample_cuda(self, launch: Callable[[], list[Any]], messages: int) -> float:

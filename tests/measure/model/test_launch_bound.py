@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from backbeat.comm.clock import Clock
-from backbeat.measure.model.launch_bound import LaunchBound, _one_by_one
+from backbeat.measure.model import observation
+from backbeat.measure.model.launch_bound import LaunchBound, LaunchTimes, _one_by_one
 from backbeat.measure.model.observation import Figures, OtherRanks, measure_training
 from backbeat.measure.model.profiler import _launch_bound_note, host_fields
 from backbeat.measure.model.training_step import Training
@@ -142,6 +143,24 @@ def test_ranks_do_alike_and_a_host_that_is_disturbed_does_not_count() -> None:
     assert figures.launch_bound.kind == "device-bound"
     assert clock.delays == []
     assert figures.launch_bound.host_s == pytest.approx(0.9 * 9 / 2)
+
+
+@pytest.mark.parametrize(("quickest", "kind"), [(0.5, "device-bound"), (0.7, "close to launch-bound")])
+def test_the_quickest_launch_decides_and_the_usual_one_is_kept(
+    quickest: float, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares of an iteration; each part has its own quickest and its own median."""
+    layers = [1.0, 1.0, 1.0]
+    shares = [quickest, 0.8, 0.8, 0.95, 3.0]
+    launched = [LaunchTimes(9 * share, 0.0, 0.0) for share in shares]
+    monkeypatch.setattr(observation, "launch_times", lambda training, begin=None: launched)
+    figures = take_figures(MadeUpDevice(mark_s=0.0), 0.01, layers)
+    assert figures.launch_bound is not None
+    assert figures.launch_bound.kind == kind
+    assert figures.launch_bound.host_s == pytest.approx(9 * 0.8)
+    parts = [LaunchTimes(1.0, 5.0, 2.0), LaunchTimes(3.0, 4.0, 9.0), LaunchTimes(2.0, 6.0, 3.0)]
+    assert LaunchTimes.quickest(parts) == LaunchTimes(1.0, 4.0, 2.0)
+    assert LaunchTimes.usual(parts) == LaunchTimes(2.0, 5.0, 3.0)
 
 
 def test_where_hooks_would_make_the_device_wait_it_is_given_a_head_start() -> None:

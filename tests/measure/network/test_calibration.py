@@ -14,7 +14,15 @@ pytest.importorskip("torch")
 from backbeat.cost.samples import Timing, summarise
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.network.calibration import calibrate
-from backbeat.measure.network.case import BATCH_SIZES, SIZES, Case, Series, held_out_cases, series_of
+from backbeat.measure.network.case import (
+    BATCH_SIZES,
+    SIZES,
+    Case,
+    Series,
+    held_out_cases,
+    series_of,
+    smallest_of_each_kind,
+)
 from backbeat.measure.network.findings import _isolated, misfits, network_from, warnings
 from backbeat.measure.network.sampling import BRIEF, FEWEST_REPEATS, REPEATS, THOROUGH, SamplingOutcome, measure
 from backbeat.model import Network
@@ -172,6 +180,20 @@ def test_sharded_plans_stand_on_the_halves_of_an_all_reduce() -> None:
         alone = [series for series in found if series.cases and not series.cases[0].paired]
         least = {series.cases[0].collective: series.least for series in alone}
         assert (least["all_gather"] == least["reduce_scatter"] == 2) == sharded
+
+
+@pytest.mark.parametrize("brief", [False, True])
+def test_every_collective_on_every_number_of_communicators_is_connected_first(brief: bool) -> None:
+    series = series_of(list(SIZES), [1, 2, 4], ("all_gather", "reduce_scatter", "broadcast"), sharded=True, brief=brief)
+    every = [case for one in series for case in one.cases]
+    found = smallest_of_each_kind(series)
+
+    def kind(case: Case) -> tuple[str, int, bool]:
+        return case.collective, case.communicators, case.paired
+
+    assert len(set(map(kind, found))) == len(found) == len(set(map(kind, every)))
+    for case in found:
+        assert case.bytes == min(one.bytes for one in every if kind(one) == kind(case))
 
 
 def test_held_out_sizes_lie_between_the_others() -> None:
