@@ -17,9 +17,12 @@ from numpy.typing import ArrayLike, NDArray
 from backbeat.cost.curve import Curve
 
 _LITTLE_LATENCY = 0.1
-"""Of a batch's work; with less than this in latencies it is nearly all transfer."""
-_SMALL_BYTES = 32768
-"""Messages up to this size are mostly latency: what e(n) they seem to show is noise, and costly for large messages."""
+"""Of a batch's work; with no more than this in latencies it is nearly all transfer, and shows how a link is shared."""
+_MOSTLY_LATENCY = 0.5
+"""With more than this it shows nothing of the link."""
+_AGREE = 0.05
+"""Batches between the two show it where one e and one u explain each of them as closely as this. What e(n) noise seems
+to show is costly: it holds for messages a hundred times as large."""
 _ALTERNATIONS = 20
 """Each shrinks the error of e and u at least tenfold, since either has little to do with the other's batches."""
 
@@ -159,21 +162,29 @@ class LinkCost:
         ]
 
     def fit_sharing(self, points: Sequence[Batch]) -> dict[int, tuple[float, float]]:
-        """(e(n), u(n)) for every communicator count measured, by relative least squares over its points.
+        """(e(n), u(n)) for every communicator count measured; e is 1 where these batches do not show it."""
+        return {
+            sharing: _fit_pair(parts, sharing) or (1.0, _stretch(parts, 1.0, sharing))
+            for sharing, parts in self._parts_by_sharing(points).items()
+        }
 
-        The time of a batch is latency·u + shared/e. e comes from batches that are nearly all transfer, where any are
-        measured. Among small messages one communicator's latency hides behind another's transfer, which would look like
-        a wider link. What is left in the others is u; with one size only, latencies are taken to overlap. Where all
-        messages are small (`only_small_messages`), e is left at 1.
+    def sharing_unknown(self, points: Sequence[Batch]) -> dict[int, int]:
+        """The communicator counts whose e(n) these batches do not show, each with its largest message.
+
+        >>> cost = LinkCost(Curve.affine(1e-3, 1e-9))
+        >>> sizes_and_communicators = [(1024, 2), (4096, 2), (1024, 4), (100_000_000, 4)]
+        >>> cost.sharing_unknown([Batch(size, 8, count, 1.0) for size, count in sizes_and_communicators])
+        {2: 4096}
         """
-        small, found = only_small_messages(points), {}
-        for sharing, batches in _by_sharing(points).items():
-            parts = np.array([self._parts(batch) for batch in batches])
-            if sharing in small:
-                found[sharing] = 1.0, _stretch(parts, 1.0, sharing)
-            else:
-                found[sharing] = _fit_pair(parts, sharing, both=len({batch.bytes for batch in batches}) > 1)
-        return found
+        largest = {sharing: max(one.bytes for one in batches) for sharing, batches in _by_sharing(points).items()}
+        parts = self._parts_by_sharing(points)
+        return {sharing: size for sharing, size in largest.items() if _fit_pair(parts[sharing], sharing) is None}
+
+    def _parts_by_sharing(self, points: Sequence[Batch]) -> dict[int, NDArray[np.float64]]:
+        return {
+            sharing: np.array([self._parts(batch) for batch in batches])
+            for sharing, batches in _by_sharing(points).items()
+        }
 
     def _parts(self, batch: Batch) -> tuple[float, float, float]:
         """(latency, shared transfer, what both are to explain), as shares of what the batch took."""
@@ -217,17 +228,6 @@ def _nearest(fitted: Mapping[int, float], messages: int) -> float:
     return fitted[min(fitted, key=lambda count: (abs(count - messages), count))]
 
 
-def only_small_messages(points: Sequence[Batch]) -> dict[int, int]:
-    """The communicator counts whose e(n) these batches are too small to show, each with its largest message.
-
-    >>> sizes_and_communicators = [(1024, 2), (4096, 2), (1024, 4), (2**20, 4)]
-    >>> only_small_messages([Batch(size, 8, count, 1e-3) for size, count in sizes_and_communicators])
-    {2: 4096}
-    """
-    largest = {sharing: max(batch.bytes for batch in batches) for sharing, batches in _by_sharing(points).items()}
-    return {sharing: size for sharing, size in largest.items() if size <= _SMALL_BYTES}
-
-
 def _by_sharing(points: Sequence[Batch]) -> dict[int, list[Batch]]:
     """The batches in which messages share the link, by how many do at once, rising."""
     found: dict[int, list[Batch]] = {}
@@ -238,26 +238,33 @@ def _by_sharing(points: Sequence[Batch]) -> dict[int, list[Batch]]:
     return dict(sorted(found.items()))
 
 
-def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[float, float]:
-    """(e, u) that bring latency·u + shared/e closest to the target in every row (latency, shared, target).
+def _fit_pair(parts: NDArray[np.float64], sharing: int) -> tuple[float, float] | None:
+    """(e, u) that bring latency·u + shared/e closest to the target in every row (latency, shared, target); None where
+    the rows do not show how the link is shared.
 
+    e comes from rows that are nearly all transfer, and u from the others. Among small messages one communicator's
+    latency hides behind another's transfer, which would look like a wider link.
     n messages cannot do more than n links' work, nor stand still; a latency cannot take less than alone, nor more than
     n in a row.
     """
     latency, shared, target = parts.T
-    stretch = 1.0
-    if both:
-        # By what the model makes of them, not by what they took: a batch that was disturbed is not all transfer.
-        little = latency <= _LITTLE_LATENCY * (latency + shared)
-        linked, rest = parts[little], parts[~little]
-        if len(linked) and len(rest):
-            for _ in range(_ALTERNATIONS):
-                efficiency = _efficiency(linked, stretch, sharing)
-                stretch = _stretch(rest, efficiency, sharing)
-            return efficiency, stretch
-        (raw, _), *_ = np.linalg.lstsq(parts[:, :2], target, rcond=None)
-        stretch = float(np.clip(raw, 1.0, sharing))
-    return _efficiency(parts, stretch, sharing), stretch
+    # By what the model makes of a batch, not by what it took: one that was disturbed is not all transfer.
+    share = latency / np.maximum(latency + shared, 1e-300)
+    linked = share <= _LITTLE_LATENCY
+    if linked.any() and not linked.all():
+        stretch = 1.0
+        for _ in range(_ALTERNATIONS):
+            efficiency = _efficiency(parts[linked], stretch, sharing)
+            stretch = _stretch(parts[~linked], efficiency, sharing)
+        return efficiency, stretch
+    # With one size only, latencies are taken to overlap.
+    several = np.ptp(share) > 1e-9
+    raw = np.linalg.lstsq(parts[:, :2], target, rcond=None)[0][0] if several else 1.0
+    stretch = float(np.clip(raw, 1.0, sharing))
+    efficiency = _efficiency(parts, stretch, sharing)
+    misfit = float(np.abs(latency * stretch + shared / efficiency - target).max())
+    known = linked.all() or (share.min() <= _MOSTLY_LATENCY and misfit <= _AGREE)
+    return (efficiency, stretch) if known else None
 
 
 def _stretch(parts: NDArray[np.float64], efficiency: float, sharing: int) -> float:

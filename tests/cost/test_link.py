@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.cost import Batch, Curve, LinkCost
-from backbeat.cost.link import only_small_messages
 from backbeat.model import ConcurrencyPoint
 from backbeat.simulate.engine import simulate
 from backbeat.simulate.schedule import Schedule
@@ -152,5 +151,27 @@ def test_small_messages_do_not_say_how_the_link_is_shared() -> None:
     assert cost.efficiencies == {2: 1.0}
     assert cost.stretches[2] == pytest.approx(1.3, rel=0.02)
     assert cost.batch_s(10_000_000, 8, 2) == pytest.approx(8e-2, rel=0.02)
-    assert only_small_messages(small) == {2: 4096}
-    assert only_small_messages([*small, Batch(2**18, 8, 2, 3e-3)]) == {}
+    assert cost.sharing_unknown(small) == {2: 4096}
+    assert cost.sharing_unknown([*small, Batch(2**20, 8, 2, 9e-3)]) == {}
+
+
+def test_batches_of_a_calibration_cut_short_make_no_wider_link() -> None:
+    """Four NCCL nodes at 10 Gbit/s, jitter of over 20 %. Read as transfer, these rows double the link: messages a
+    hundred times as large were predicted to take half of what they took."""
+    isolated = Curve([4096, 65536, 524288, 1048576, 26214400], [2.27e-4, 4.15e-4, 7.99e-4, 1.424e-3, 3.41e-2], 1.3e-9)
+    alone = [(4096, 1.80e-3), (16384, 1.91e-3), (65536, 6.69e-3), (262144, 6.54e-3), (1048576, 12.93e-3)]
+    at_once = [(4096, 1.96e-3), (16384, 1.66e-3), (65536, 5.61e-3), (262144, 3.72e-3)]
+    batches = [Batch(size, 8, 1, seconds) for size, seconds in alone]
+    batches += [Batch(size, 8, 2, seconds) for size, seconds in at_once]
+    cost = LinkCost.fit(isolated, batches)
+    assert cost.efficiencies == {2: 1.0}
+    assert cost.sharing_unknown(batches) == {2: 262144}
+
+
+@given(st.floats(0.5, 2.0), st.floats(1.0, 2.0))
+def test_one_batch_that_is_nearly_all_transfer_says_how_the_link_is_shared(efficiency: float, stretch: float) -> None:
+    truth = LinkCost(Curve.affine(2e-4, 1e-9), None, {2: efficiency}, {2: stretch})
+    batches = [Batch(size, 8, 2, truth.batch_s(size, 8, 2)) for size in (2**12, 2**16, 2**24)]
+    fitted = LinkCost.fit(truth.isolated, batches)
+    assert fitted.efficiency(2) == pytest.approx(efficiency, rel=1e-6)
+    assert fitted.stretch(2) == pytest.approx(stretch, rel=1e-4)

@@ -339,8 +339,8 @@ def _searched(name: str, rig: Rig, budget_s: float, memory_bytes: int | None = N
 
     def build(model: nn.Module) -> nn.Module:
         if memory_bytes is not None:
-            # The other sides' stays beside it here, and not in training.
-            side.beside_bytes = max(allocated_bytes(rig.device) - rig.batch_bytes, 0)
+            # The other sides' stays beside it here, and not in training. A budget is the same on every rank.
+            side.beside_bytes = max(0, *rig.ranks.every(allocated_bytes(rig.device) - rig.batch_bytes))
             options["memory"] = memory_bytes + side.beside_bytes
         trained, seen, search_s = rig.auto(budget_s, **options)
         side.plan, side.profile = seen.taken.plan, _shared(rig.ranks, seen.profile, Profile)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from backbeat.cost.collectives import Collective
-from backbeat.cost.link import Batch, only_small_messages
+from backbeat.cost.link import Batch
 from backbeat.cost.samples import Timing, monotone
 from backbeat.errors import MeasurementError
 from backbeat.measure.network.case import COLLECTIVES, Case
@@ -167,15 +167,15 @@ def misfits(network: Network) -> list[str]:
 
 
 def sharing_unknown(network: Network) -> list[str]:
-    """Where messages on several communicators were too small to show how they share the link."""
+    """Where messages on several communicators did not show how they share the link."""
     rows = [Batch(row.bytes, row.messages, row.communicators, row.seconds) for row in network.concurrency]
-    small = only_small_messages(rows)
+    small = network.cost.sharing_unknown(rows)
     if not small:
         return []
     counts = " and ".join(str(count) for count in small)
     return [
         f"link efficiency with {counts} communicators is taken as 1: messages of up to "
-        f"{format_bytes(max(small.values()))} at once are too small to show it; raise --budget or --sizes"
+        f"{format_bytes(max(small.values()))} at once are too small or too noisy to show it; raise --budget or --sizes"
     ]
 
 
