@@ -10,8 +10,8 @@ import torch
 
 cuda: Any = torch.cuda  # untyped in parts
 
-# An idle GPU takes its time to raise its clock.
 _CLOCK_UP_S = 0.7
+"""What an idle GPU takes to raise its clock."""
 _POLL_S = 100e-6
 
 
@@ -29,10 +29,10 @@ class SpinRate:
         return self.overhead_s + cycles / self.hertz
 
 
-def spin_rate() -> SpinRate:
-    """Measured on the current device."""
+def spin_rate(*, idle: bool = True) -> SpinRate:
+    """Measured on the current device. `idle`: it may have to raise its clock first; in training it has."""
     begun = time.perf_counter()
-    while time.perf_counter() - begun < _CLOCK_UP_S:
+    while idle and time.perf_counter() - begun < _CLOCK_UP_S:
         _chain(10, 1_000_000)
     long_s = sorted(_chain(10, 2_000_000) for _ in range(5))[2]
     short_s = sorted(_chain(50, 20_000) for _ in range(5))[2]

@@ -40,12 +40,21 @@ class Bench:
     """Times cases over a set of communicators."""
 
     def __init__(
-        self, communicators: Sequence[Communicator], *, rank: int, workers: int, device: torch.device, timeout_s: float
+        self,
+        communicators: Sequence[Communicator],
+        *,
+        rank: int,
+        workers: int,
+        device: torch.device,
+        timeout_s: float,
+        idle: bool = True,
     ) -> None:
+        """`idle`: the device does nothing else; False in a job that trains, where no time is spent to wake it."""
         self.rank = rank
         self.workers = workers
         self.device = device
         self._communicators = communicators
+        self._idle = idle
         self._timeout_s = timeout_s
         self._tiny = torch.zeros(1, device=device)
         self._rooms = {kind: torch.zeros(0, device=device) for kind in ("whole", "shard")}
@@ -117,7 +126,7 @@ class Bench:
     def _device_clock(self) -> tuple[SpinRate, Any, Any]:
         """Made once: an event of its own can take a host longer than a small message takes the network."""
         if self._clock is None:
-            self._clock = (spin_rate(), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
+            self._clock = (spin_rate(idle=self._idle), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
         return self._clock
 
     def _launcher(self, case: Case) -> Callable[[], list[Any]]:

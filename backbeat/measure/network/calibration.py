@@ -101,7 +101,7 @@ def measure_cluster(
     if settle and backend == "gloo":
         done = settle_gloo()
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
-    bench = Bench(list(links), rank=links.rank, workers=workers, device=where, timeout_s=timeout_s)
+    bench = Bench(list(links), rank=links.rank, workers=workers, device=where, timeout_s=timeout_s, idle=not brief)
     held_out = () if brief else held_out_cases(sorted(set(sizes)))
     series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded, brief=brief)
     show: Progress = progress or (lambda what, share: None)
