@@ -107,6 +107,35 @@ def hooks_registered_after_wrapping(ctx: Context) -> None:
 
 
 @check
+def hooks_registered_in_mid_training(ctx: Context) -> None:
+    """At a step that nobody times, one more for another, and between forward and backward."""
+    wrapped, oracle = start(ctx)
+    _train(ctx, wrapped, oracle, _plain(ctx), steps=12)
+    handles = [
+        parameter.register_post_accumulate_grad_hook(_double)
+        for model in _all(wrapped, oracle)
+        for parameter in model.parameters()
+    ]
+    _train(ctx, wrapped, oracle, _plain(ctx), "doubled", steps=2)
+    for handle in handles:
+        handle.remove()
+    parameters = [parameter for model in _all(wrapped, oracle) for parameter in model.parameters()]
+    handles = [parameter.register_post_accumulate_grad_hook(_double) for parameter in parameters]
+    _train(ctx, wrapped, oracle, _plain(ctx), "doubled by others", steps=2)
+    for handle in handles:
+        handle.remove()
+
+    def between(model: Any, rank: int, step: int) -> None:
+        loss = model(ctx.data(3, 6, step=step, rank=rank)).square().sum().mul(0.1)
+        mine = [one.register_post_accumulate_grad_hook(_double) for one in model.parameters()]
+        loss.backward()
+        for handle in mine:
+            handle.remove()
+
+    _train(ctx, wrapped, oracle, between, "doubled after forward", steps=2)
+
+
+@check
 def hooks_that_take_gradients_away(ctx: Context) -> None:
     wrapped, oracle = start(ctx)
     for model in _all(wrapped, oracle):
@@ -203,6 +232,31 @@ def parameters_that_come_beside_are_refused_once_they_are_used(ctx: Context) -> 
     _train(ctx, wrapped, oracle, _plain(ctx))
     wrapped.module.more = True
     raises(InputError, lambda: _plain(ctx)(wrapped, ctx.rank, 5), "'average.weight' came into the model")
+
+
+@check
+def parameters_that_come_beside_are_refused_where_all_others_came(ctx: Context) -> None:
+    """An adapter added to a model that uses all its parameters: no step says that something is missing."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.adapter = nn.Linear(6, 6), nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.adapter(self.inner(x))
+
+    wrapped, oracle = start(ctx, Adapted)
+    _train(ctx, wrapped, oracle, _plain(ctx), steps=3)
+    wrapped.module.adapter = nn.Linear(6, 6, device=ctx.device)
+    raises(InputError, lambda: _plain(ctx)(wrapped, ctx.rank, 5), "'adapter.weight' came into the model")
+
+
+@check
+def reduce_dtypes_that_differ_are_refused(ctx: Context) -> None:
+    """Two formats of one width would be summed as each other's bits."""
+    mine = ("fp16", "bf16")[ctx.rank % 2]
+    raises(InputError, lambda: start(ctx, reduce_dtype=mine), "reduce_dtype=")
 
 
 @check

@@ -372,15 +372,28 @@ def register_hook(
     return parameter.register_post_accumulate_grad_hook(arrived)
 
 
-def move_hooks_last(parameters: Sequence[Parameter], handles: list[Any]) -> None:
-    """The user's own hooks on a gradient come before ours, which may take it away."""
-    for parameter, handle in zip(parameters, handles, strict=True):
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        if len(hooks) > 1 and handle.id in hooks and next(reversed(hooks)) != handle.id:
-            hooks[handle.id] = hooks.pop(handle.id)
+class HookOrder:
+    """Our hook on each parameter, behind the user's own: ours may take the gradient away."""
 
+    def __init__(self) -> None:
+        self.handles: list[Any] = []
+        self._hooks: list[Any] = []
+        """Of each parameter, all of them; torch's own dictionary."""
 
-def remove_hooks(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
+    def extend(self, parameters: Sequence[Parameter], handles: Sequence[Any]) -> None:
+        self.handles.extend(handles)
+        self._hooks.extend(parameter._post_accumulate_grad_hooks for parameter in parameters)
+
+    def restore(self) -> None:
+        """Cheap where nobody else has a hook: a user may register one at any time."""
+        if max(map(len, self._hooks), default=0) <= 1:
+            return
+        for hooks, handle in zip(self._hooks, self.handles, strict=True):
+            if handle.id in hooks and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self._hooks.clear()

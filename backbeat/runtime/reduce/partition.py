@@ -49,10 +49,10 @@ class ManagedParameters:
         self._extend([(name, parameter) for name, parameter in managed if parameter.requires_grad])
         self.frozen = [(name, parameter) for name, parameter in managed if not parameter.requires_grad]
 
-    def unknown(self) -> str | None:
+    def unknown(self, *, thoroughly: bool) -> str | None:
         """The name of a trainable parameter that has taken the place of one that is managed, or come beside them and
-        has a gradient, where there is any."""
-        if self._slots and all(held.get(name) is parameter for held, name, parameter in self._slots):
+        has a gradient, where there is any. Unless `thoroughly`, only the former are looked for once all were known."""
+        if not thoroughly and self._slots and all(held.get(name) is parameter for held, name, parameter in self._slots):
             return None
         module = self._module()
         if module is None:

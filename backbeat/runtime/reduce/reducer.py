@@ -182,8 +182,9 @@ class Reducer:
     def after_step(self) -> None:
         """At the end of each synchronised backward, on every rank alike: settle the buckets, sample the times."""
         runner = self.runner
-        if not runner.status.regular:
-            self.check_parameters()
+        timed = runner.context.recorder is not None
+        if timed or not runner.status.regular:
+            self.check_parameters(thoroughly=timed)
         if not self.ready_order_known:
             self._settle_in_ready_order()
         if self.tuner is not None and self.tuner.state != "settled":
@@ -207,9 +208,10 @@ class Reducer:
         """Gradients are sums over the ranks, divided by this."""
         self.runner.context.scale = 1.0 / ranks
 
-    def check_parameters(self) -> None:
-        """Where gradients did not come as expected: refuse a model with other parameters than were wrapped."""
-        name = self.managed.unknown()
+    def check_parameters(self, *, thoroughly: bool = False) -> None:
+        """Refuse a model with other parameters than were wrapped. `thoroughly`: also where all of these came as
+        expected, and others beside them."""
+        name = self.managed.unknown(thoroughly=thoroughly)
         if name is not None:
             raise InputError(
                 f"parameter {name!r} came into the model after it had been wrapped (load_state_dict(assign=True), "
@@ -267,10 +269,14 @@ class Reducer:
             self.tuner.restart(f"{count} parameters became trainable")
 
     def _agree(self, partition: Partition, what: str) -> None:
-        lines = partition.lines(self.managed.names, self.managed.parameters)
+        settings = self.settings
+        lines = [
+            *partition.lines(self.managed.names, self.managed.parameters),
+            f"reduce_dtype={settings.reduce_dtype}, strict={settings.strict}",
+        ]
         if partition.compressed:
             # Options decide how much travels and from where: ranks that differ in them send messages nobody expects.
-            lines = [*lines, f"compression {self.settings.compression}"]
+            lines.append(f"compression {settings.compression}")
         agree(self.communicators, f"partition/{self._agreements}", lines, what)
         self._agreements += 1
 

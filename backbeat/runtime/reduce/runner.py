@@ -25,12 +25,11 @@ from backbeat.runtime.reduce.arrivals import (
     Arrivals,
     Backward,
     GraphReach,
+    HookOrder,
     Streams,
     gone,
     graph_task,
-    move_hooks_last,
     register_hook,
-    remove_hooks,
 )
 from backbeat.runtime.reduce.bucket import BucketSet
 from backbeat.runtime.reduce.exchange import Exchange, Hook, HookExchange, Sender
@@ -81,9 +80,10 @@ class StepRunner:
         self._backward = Backward()
         self.weak = weakref.ref(self)
         self.install(partition)
-        self._handles = self._register_hooks(0)
+        self._hooks = HookOrder()
+        self._register_hooks(0)
         claim(self, self.context.names, self.context.parameters)
-        weakref.finalize(self, remove_hooks, self._handles)
+        weakref.finalize(self, self._hooks.remove)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
         look = None if self._lost is None else self._lost.look
         self.context.monitor = Monitor(communicators, self.standing, model_name=model_name, look=look)
@@ -126,7 +126,7 @@ class StepRunner:
         self._arrivals.add(len(parameters))
         self.status.expect_irregular()
         self.install(partition)
-        self._handles.extend(self._register_hooks(first))
+        self._register_hooks(first)
         claim(self, names, parameters)
 
     def set_comm_hook(self, state: Any, hook: Hook) -> None:
@@ -136,7 +136,7 @@ class StepRunner:
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the parameters."""
-        remove_hooks(self._handles)
+        self._hooks.remove()
         release(self, self.context.parameters)
         self.context.monitor.stop()
 
@@ -162,8 +162,7 @@ class StepRunner:
         """Called at the start of every forward: ends a step whose backward raised."""
         self._default_sync = sync
         self._reach.forward_begins()
-        if self._handles and (self.context.recorder is not None or not self._arrivals.expectation.learned):
-            move_hooks_last(self.context.parameters, self._handles)
+        self._hooks.restore()
         if not self.step.idle and self._backward.ended():
             self._break_off()
 
@@ -171,6 +170,7 @@ class StepRunner:
         """Called when autograd reaches an output of a forward that ran with or without synchronisation."""
         if not self._backward.running:
             if self._reach.includes(self.context.parameters):
+                self._hooks.restore()
                 self._reach.announced()
                 self._begin(sync)
             elif (unreached := self.unreached()) is not None:
@@ -187,10 +187,16 @@ class StepRunner:
         self.read_step_before()
         self._finish()
 
-    def _register_hooks(self, first: int) -> list[Any]:
+    def _register_hooks(self, first: int) -> None:
         on_unusual, sender = weakref.WeakMethod(self._arrived), weakref.ref(self._sender)
-        indices = enumerate(self.context.parameters[first:], start=first)
-        return [register_hook(parameter, index, self._arrivals, on_unusual, sender) for index, parameter in indices]
+        parameters = self.context.parameters[first:]
+        self._hooks.extend(
+            parameters,
+            [
+                register_hook(parameter, index, self._arrivals, on_unusual, sender)
+                for index, parameter in enumerate(parameters, start=first)
+            ],
+        )
 
     def _arrived(self, index: int) -> None:
         """A gradient arrived, and something about it is not ordinary."""
