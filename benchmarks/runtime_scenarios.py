@@ -1,4 +1,4 @@
-"""Run every scenario of the suite on three routes and write the table of docs/explanation/reducer.md.
+"""Run every scenario of the suite on three routes and write the table of validation/runtime/README.md.
 
     python benchmarks/runtime_scenarios.py [--ranks 2,4] [--write]
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--only", default="")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/explanation/reducer.md")
+    parser.add_argument("--write", action="store_true", help="put the table into validation/runtime/README.md")
     options = parser.parse_args()
     sizes = [int(size) for size in options.ranks.split(",")]
     names = [name for name in SCENARIOS if options.only in name]
@@ -81,7 +81,7 @@ def main() -> None:
     text = f"{BEGIN}\n{text}\n\n{source}\n{END}"
     print(text)
     if options.write:
-        page = ROOT / "docs" / "explanation" / "reducer.md"
+        page = ROOT / "validation" / "runtime" / "README.md"
         old = page.read_text() if page.is_file() else f"{BEGIN}\n{END}\n"
         page.write_text(re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: text, old, flags=re.S))
 

@@ -85,9 +85,13 @@ def test_links_lead_somewhere_on_github(page: Path) -> None:
     assert not broken
 
 
-@pytest.mark.parametrize("page", SHORT, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_lines_are_short(page: Path) -> None:
-    assert [line for line in page.read_text("utf-8").splitlines() if len(line) > COLUMNS] == []
+    """Rows of the tables beside measurements may be longer: Markdown cannot fold them."""
+    long = [line for line in page.read_text("utf-8").splitlines() if len(line) > COLUMNS]
+    if page.is_relative_to(ROOT / "validation") or page.is_relative_to(ROOT / "benchmarks"):
+        long = [line for line in long if not line.lstrip().startswith("|")]
+    assert long == []
 
 
 @each_page

@@ -18,4 +18,4 @@ SCENARIOS = {
     for name, one in scenario_rig.SCENARIOS.items()
     if one.run.__module__ == module.__name__
 }
-"""By name, in the order of the table in docs/explanation/reducer.md, whichever module was imported first."""
+"""By name, in the order of the table in validation/runtime/README.md, whichever module was imported first."""

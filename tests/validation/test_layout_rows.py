@@ -28,7 +28,7 @@ def test_pages_show_the_errors_that_were_computed() -> None:
     assert answer["half"] == "reported"
     whole = f"{markdown('table', answer['tables'])}\n\n{markdown('parallelism', answer['parallelism'])}"
     brief = markdown("parallelism", answer["parallelism"], BRIEF)
-    for page, text in (("validation/layouts/README.md", whole), ("docs/explanation/layouts.md", brief)):
+    for page, text in (("validation/layouts/README.md", whole), ("docs/explanation/results.md", brief)):
         assert (ROOT / page).read_text("utf-8").partition(BEGIN)[2].partition(END)[0].strip() == text
 
 

@@ -216,7 +216,7 @@ def main() -> None:
         answer = {"half": half, "tables": by_table, "parallelism": kinds, "compute factors": factors}
         (HERE / "errors.json").write_text(json.dumps(answer, indent=1) + "\n")
         brief = markdown("parallelism", kinds, BRIEF)
-        for page, shown in ((HERE / "README.md", text), (HERE.parents[1] / "docs/explanation/layouts.md", brief)):
+        for page, shown in ((HERE / "README.md", text), (HERE.parents[1] / "docs/explanation/results.md", brief)):
             before, _, rest = page.read_text("utf-8").partition(BEGIN)
             page.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.partition(END)[2]}", "utf-8")
 
