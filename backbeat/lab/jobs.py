@@ -1,4 +1,4 @@
-"""What the nodes are told to do: one iteration as plain numbers, and the order in which plans take turns."""
+"""What the ranks are told to do: one iteration as plain numbers, and the order in which plans take turns."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What one node saw of one job."""
+    """What one rank saw of one job."""
 
     series: tuple[list[float], list[float]]
     """Iteration times of the even and of the odd rounds."""
     finishes: list[float]
-    """When each message was done, after backward started, in the warm-up iteration; empty where not traced."""
+    """When each message was done, after backward started, in the warm-up iteration; empty where torch runs the job."""
 
 
 def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
@@ -133,7 +133,7 @@ def seconds_of(expected_s: Sequence[float], seconds_each: float) -> float:
 
 
 def slowdowns(slowdown: float, jitter: float, seed: int) -> Callable[[], float]:
-    """A node's compute, iteration by iteration: its own constant slowdown times a lognormal jitter of mean one."""
+    """A rank's compute, iteration by iteration: its own constant slowdown times a lognormal jitter of mean one."""
     if jitter <= 0:
         return lambda: slowdown
     drawn = random.Random(seed)

@@ -104,6 +104,7 @@ class LabRank:
         }
 
     def health(self) -> dict[str, float]:
+        """For `validation/`."""
         return disturbances()
 
     def calibrate(self, *, budget_s: float, communicators: Sequence[int], name: str, **options: Any) -> Any:
@@ -151,7 +152,8 @@ class LabRank:
         return train(device=self.device, rank=self.start.rank, **arguments)
 
     def call(self, *, function: str, arguments: dict[str, Any]) -> Any:
-        """A function of one's own, `PACKAGE.MODULE:NAME`, called with this rank before its arguments."""
+        """A function of one's own, `PACKAGE.MODULE:NAME`, called with this rank before its arguments. For
+        `validation/`."""
         module, _, name = function.partition(":")
         return getattr(importlib.import_module(module), name)(self, **arguments)
 

@@ -1,4 +1,4 @@
-"""What nodes are told to run of a layout: stages with the seconds they compute for and the bytes they exchange.
+"""What ranks are told to run of a layout: stages with the seconds they compute for and the bytes they exchange.
 
 A chunk of a stage is a row of pieces. Under tensor parallelism a piece is what lies between two collectives: half a
 layer, the embedding or the head. Without it a chunk is one piece.

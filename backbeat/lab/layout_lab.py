@@ -262,11 +262,11 @@ def executed(
 def _played(
     session: Session, jobs: Sequence[SpunJob], expected_s: Sequence[float], seconds_each: float
 ) -> list[tuple[list[float], list[float]]]:
-    """Both series of each job, the slowest node of each iteration."""
+    """Both series of each job, the slowest rank of each iteration."""
     answers = session.ask(
         "replay",
         5 * seconds_of(expected_s, seconds_each) + SPARE_S,
         jobs=[ReplayJob.run(job) for job in jobs],
         turns=turns(expected_s, seconds_each),
     )
-    return [slowest(nodes) for nodes in zip(*answers, strict=True)]
+    return [slowest(ranks) for ranks in zip(*answers, strict=True)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -22,6 +23,7 @@ import torch
 
 from backbeat.errors import BackbeatError
 from backbeat.measure.model.factory import Workload, load
+from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import MeasuredModel, measure, profile_name
 from backbeat.measure.model.training_step import autocast, release, tensor_cores
 from backbeat.runtime.compressed.topk_speed import measure_topk
@@ -114,11 +116,8 @@ def _measure_model(
             started = time.monotonic()
             release(device)
             try:
-                result = measure(
-                    workload.model,
-                    workload.batch,
-                    workload.loss,
-                    options.optimizer,
+                measuring = MeasureOptions(
+                    optimizer=options.optimizer,
                     device=device,
                     precision=precision,
                     iterations=options.iterations,
@@ -135,6 +134,7 @@ def _measure_model(
                     topk_speed=measure_topk,
                     apply_memory=apply,
                 )
+                result = measure(workload.model, workload.batch, workload.loss, measuring)
             except BackbeatError as error:
                 failures += 1
                 print(f"FAILED {path.name}: {error}", flush=True)
@@ -266,9 +266,9 @@ def _trace(workload: Workload, precision: str, device: torch.device, path: Path)
 def _name(
     model: Model, batch_size: int, precision: str, device: torch.device, options: argparse.Namespace | None = None
 ) -> str:
-    chosen = {"precision": precision}
+    chosen = MeasureOptions(precision=precision)
     if options is not None:
-        chosen |= {"optimizer": options.optimizer, "compile_blocks": options.compile}
+        chosen = replace(chosen, optimizer=options.optimizer, compile_blocks=options.compile)
     return profile_name(load(f"backbeat.zoo.models:{model.factory}"), batch_size, chosen, device)
 
 
