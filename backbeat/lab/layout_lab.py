@@ -19,8 +19,17 @@ from backbeat.cost import Curve
 from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.samples import quantile
 from backbeat.lab.experiment import SPARE_S, Repeated, slowest
-from backbeat.lab.jobs import ReplayJob, SpunJob, seconds_of, turns
-from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferKind, runnable, transfers
+from backbeat.lab.jobs import (
+    ChunkJob,
+    LayoutJob,
+    ReplayJob,
+    SpunJob,
+    TransferKind,
+    runnable,
+    seconds_of,
+    transfers,
+    turns,
+)
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, Kind

@@ -19,7 +19,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferJob
+from backbeat.lab.jobs import ChunkJob, LayoutJob, TransferJob
 from backbeat.lab.spun_model import Compute, SpunPace
 
 _ELEMENT_BYTES = 4

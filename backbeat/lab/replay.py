@@ -21,8 +21,7 @@ import torch
 
 from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import SpinRate, spin_rate, until
-from backbeat.lab.jobs import Replayed, ReplayJob, SpunJob, Turn
-from backbeat.lab.layout_jobs import LayoutJob, TransferJob
+from backbeat.lab.jobs import LayoutJob, Replayed, ReplayJob, SpunJob, TransferJob, Turn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

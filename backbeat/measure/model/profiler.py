@@ -238,28 +238,28 @@ def measure_factory(factory: Factory, options: MeasureOptions) -> MeasuredModel:
     """Build and measure. Where memory runs out, the error names a batch that fits."""
     if options.batch_size is not None:
         at_least("batch size", options.batch_size, 1)
-    options = replace(options, device=_device(options.device))
+    device = _device(options)
     size = factory.batch_size(options.batch_size)
     try:
-        return _build_and_measure(factory, options)
+        return _build_and_measure(factory, device, options)
     except OutOfMemoryError as error:
         message = str(error)
     # Outside the handler, so that the traceback no longer holds the tensors that did not fit.
-    release(_device(options.device))
+    release(device)
     if size is None:
         raise OutOfMemoryError(f"{message}. {factory.spec} takes no batch_size, so no smaller one was tried")
-    fitting = _largest_fitting(factory, size, replace(options, iterations=1, warmup=1))
+    fitting = _largest_fitting(factory, size, device, replace(options, iterations=1, warmup=1))
     advice = f"batch size {fitting} fits: use --batch-size {fitting}" if fitting else "not even batch size 1 fits"
     raise OutOfMemoryError(f"out of memory at batch size {size}; {advice}")
 
 
-def _build_and_measure(factory: Factory, options: MeasureOptions) -> MeasuredModel:
-    device = _device(options.device)
+def _build_and_measure(factory: Factory, device: torch.device, options: MeasureOptions) -> MeasuredModel:
     workload = factory.build(factory.batch_size(options.batch_size), device)
     samples = factory.samples(workload, options.batch_size, options.optimizer)
     named = replace(
         options,
         optimizer=workload.optimizer or options.optimizer,
+        device=device,
         batch_size=samples,
         name=options.name or profile_name(factory, samples, options, device),
         model_name=factory.title,
@@ -276,7 +276,7 @@ def compose_factory(factory: Factory, from_layers: tuple[int, int], options: Mea
     measured = []
     for count in sorted(from_layers):
         measured.append(measure_factory(factory.with_layers(count), replace(options, name=None)).profile)
-        release(_device(options.device))
+        release(_device(options))
     return compose(measured[0], measured[1], layers, name=options.name)
 
 
@@ -287,17 +287,17 @@ def profile_name(factory: Factory, samples: int | None, options: MeasureOptions,
     return "-".join([factory.title, f"b{samples}", options.precision, *optimizer, *compiled, short_name(device)])
 
 
-def _largest_fitting(factory: Factory, size: int, options: MeasureOptions) -> int | None:
+def _largest_fitting(factory: Factory, size: int, device: torch.device, options: MeasureOptions) -> int | None:
     """Half the size, a quarter and so on, until one is measured."""
     while size := size // 2:
         try:
-            _build_and_measure(factory, replace(options, batch_size=size))
+            _build_and_measure(factory, device, replace(options, batch_size=size))
             return size
         except OutOfMemoryError:
             pass
-        release(_device(options.device))
+        release(device)
     return None
 
 
-def _device(given: str | torch.device | None) -> torch.device:
-    return parse_device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
+def _device(options: MeasureOptions) -> torch.device:
+    return parse_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
