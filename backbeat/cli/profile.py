@@ -78,7 +78,7 @@ def profile(
     if output is not None:
         check_writable(output)
     need_torch("profile")
-    from backbeat.measure.model.factory import load
+    from backbeat.measure.model.factory import load_factory
 
     options: dict[str, Any] = {
         "batch_size": batch_size,
@@ -97,7 +97,7 @@ def profile(
         from backbeat.measure.model.analytic import analytic_profile
 
         result = analytic_profile(
-            load(factory),
+            load_factory(factory),
             gpu=analytic,
             tflops=tflops,
             gbps=gbps,
@@ -114,7 +114,7 @@ def profile(
         from backbeat.runtime.memory import apply
 
         say(f"profiling {factory} …")
-        loaded = load(factory)
+        loaded = load_factory(factory)
         measuring = MeasureOptions(
             device=device,
             compile_blocks=compile_blocks,

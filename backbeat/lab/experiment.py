@@ -18,7 +18,7 @@ from backbeat.lab.jobs import ROUNDS, Replayed, ReplayJob, Turn, job_of, per_rou
 from backbeat.lab.mps import start_daemon
 from backbeat.lab.namespaces import Cluster
 from backbeat.lab.plans import Choice, build
-from backbeat.lab.requirements import check
+from backbeat.lab.requirements import check_requirements
 from backbeat.lab.runs import LabRun
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
@@ -94,7 +94,7 @@ class MeasuredPlan(Repeated):
 @contextlib.contextmanager
 def open_lab(setting: Setting, communicators: int) -> Iterator[Session]:
     """The nodes of a setting, up and joined; whatever happens, nothing of them is left."""
-    check(setting.backend)
+    check_requirements(setting.backend)
     with _exit_on_signals(), LabRun() as run, Cluster(run, setting.links, setting.inside) as cluster:
         daemon = start_daemon(run.folder / "mps") if setting.backend == "nccl" else {}
         with Session(cluster, setting, communicators, daemon) as session:
@@ -127,7 +127,7 @@ class Nodes:
             raise
 
 
-def calibrate(
+def calibrate_lab(
     session: Session, setting: Setting, choices: Sequence[Choice], *, budget_s: float, largest_bytes: int
 ) -> CalibratedLab:
     """Measure the lab's own network, up to the largest message that any plan could send or the budget allows."""
@@ -175,7 +175,7 @@ def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> li
     return [(choice, plan, predict(profile, network, plan)) for choice, plan in plans]
 
 
-def measure(
+def measure_plans(
     session: Session,
     profile: Profile,
     setting: Setting,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from backbeat.comm.clock import clock_for
 from backbeat.lab.jobs import Turn
-from backbeat.measure.model.factory import Factory, Workload, load
+from backbeat.measure.model.factory import Factory, Workload, load_factory
 from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import measure_factory
 from backbeat.measure.model.training_step import Training, release, tensor_cores
@@ -65,7 +65,7 @@ def profile_here(
         topk_speed=measure_topk,
         apply_memory=apply,
     )
-    profile = measure_factory(_with_optimizer(load(spec)), options).profile
+    profile = measure_factory(_with_optimizer(load_factory(spec)), options).profile
     release(device)
     link = profile.host_link
     return encode(msgspec.structs.replace(profile, host_link=link and link.shared_by(sharing)))
@@ -133,7 +133,7 @@ class _Variant:
     def __init__(
         self, spec: str, device: torch.device, rank: int, batch_size: int | None, plan: Plan | None, precision: str
     ) -> None:
-        factory = _with_optimizer(load(spec))
+        factory = _with_optimizer(load_factory(spec))
         # Weights come from rank 0 when the model is wrapped; what differs is the batch.
         torch.manual_seed(rank)
         workload: Workload = factory.build(factory.batch_size(batch_size), device)
@@ -145,8 +145,6 @@ class _Variant:
             optimizer=optimizer,
             device=device,
             precision=precision,
-            accumulation=1,
-            scaler=None,
             clock=clock_for(device),
         )
         self._device = device

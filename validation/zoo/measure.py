@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from backbeat.errors import BackbeatError
-from backbeat.measure.model.factory import Workload, load
+from backbeat.measure.model.factory import Workload, load_factory
 from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import MeasuredModel, measure, profile_name
 from backbeat.measure.model.training_step import autocast, release, tensor_cores
@@ -109,7 +109,7 @@ def _measure_model(
     """Build once, measure in each precision; a failure is printed and does not stop the rest."""
     failures = 0
     try:
-        factory = load(f"backbeat.zoo.models:{model.factory}")
+        factory = load_factory(f"backbeat.zoo.models:{model.factory}")
         workload = factory.build(batch_size, device)
         for precision in precisions:
             path = _path(out, model, batch_size, precision, device, options)
@@ -219,7 +219,7 @@ def _trace_all(
             print(f"no time left to trace {path.name}", flush=True)
             continue
         try:
-            workload = load(f"backbeat.zoo.models:{model.factory}").build(batch_size, device)
+            workload = load_factory(f"backbeat.zoo.models:{model.factory}").build(batch_size, device)
             _trace(workload, precision, device, path)
             traced += 1
             print(f"{path.name}: {path.stat().st_size / 1e6:.2f} MB", flush=True)
@@ -269,7 +269,7 @@ def _name(
     chosen = MeasureOptions(precision=precision)
     if options is not None:
         chosen = replace(chosen, optimizer=options.optimizer, compile_blocks=options.compile)
-    return profile_name(load(f"backbeat.zoo.models:{model.factory}"), batch_size, chosen, device)
+    return profile_name(load_factory(f"backbeat.zoo.models:{model.factory}"), batch_size, chosen, device)
 
 
 def _path(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from backbeat.measure.model.factory import load
+from backbeat.measure.model.factory import load_factory
 from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import measure_factory
 from backbeat.measure.model.training_step import release
@@ -54,7 +54,7 @@ def take(model: str, layers: int, path: Path, options: argparse.Namespace) -> No
         topk_speed=measure_topk,
         apply_memory=apply,
     )
-    profile = measure_factory(load(f"backbeat.zoo.models:{model}").with_layers(layers), measuring).profile
+    profile = measure_factory(load_factory(f"backbeat.zoo.models:{model}").with_layers(layers), measuring).profile
     profile.save(path)
     print(
         f"{profile.name}, {layers} layers: {profile.single_s * 1e3:.3f} ms = {profile.forward_s * 1e3:.3f} + "

@@ -104,7 +104,7 @@ class Factory:
         return found
 
 
-def load(spec: str) -> Factory:
+def load_factory(spec: str) -> Factory:
     """Import the factory; modules in the current folder are found as `python -m` would find them."""
     module_name, colon, attribute = spec.partition(":")
     if not colon or not module_name or not attribute:

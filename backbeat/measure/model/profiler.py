@@ -22,7 +22,7 @@ from backbeat.comm.machine import device_name, short_name, source
 from backbeat.errors import InputError, MeasurementError, where_raised
 from backbeat.measure.model.batches import samples_in, to_device
 from backbeat.measure.model.compiled import NOTE as COMPILED
-from backbeat.measure.model.compose import compose
+from backbeat.measure.model.compose import compose_profile
 from backbeat.measure.model.factory import Factory
 from backbeat.measure.model.inputs import MeasureOptions, check_model, device_of, parse_device, trainable_of
 from backbeat.measure.model.launch_bound import LaunchBound
@@ -277,7 +277,7 @@ def compose_factory(factory: Factory, from_layers: tuple[int, int], options: Mea
     for count in sorted(from_layers):
         measured.append(measure_factory(factory.with_layers(count), replace(options, name=None)).profile)
         release(_device(options))
-    return compose(measured[0], measured[1], layers, name=options.name)
+    return compose_profile(measured[0], measured[1], layers, name=options.name)
 
 
 def profile_name(factory: Factory, samples: int | None, options: MeasureOptions, device: torch.device) -> str:

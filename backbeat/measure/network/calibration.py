@@ -43,7 +43,7 @@ from backbeat.measure.network.findings import (
     sharing_unknown,
 )
 from backbeat.measure.network.jumps import SHARE, refine_jumps
-from backbeat.measure.network.sampling import BRIEF, THOROUGH, Effort, Progress, SamplingOutcome, measure
+from backbeat.measure.network.sampling import BRIEF, THOROUGH, Effort, Progress, SamplingOutcome, sample_cases
 from backbeat.measure.network.sharded_host import AddedHostTimes, by_unit_and_parameter, measure_sharded_host
 from backbeat.model.files import Source
 from backbeat.model.network import Network
@@ -148,7 +148,7 @@ def _sampled(
     """All that was timed, and what of it makes the curves; `host_s` of the budget are kept for later."""
     show("connecting", 0.0)
     bench.connect(smallest_of_each_kind(series))
-    outcome = measure(bench, series, budget_s * (1 - SHARE) - host_s, show, effort)
+    outcome = sample_cases(bench, series, budget_s * (1 - SHARE) - host_s, show, effort)
     # Of the curve only: what is held out must not decide where it is measured.
     curve = {case: timing for case, timing in outcome.timings.items() if case not in held_out}
     further = refine_jumps(bench, curve, budget_s - host_s, show)

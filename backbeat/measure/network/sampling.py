@@ -67,7 +67,7 @@ class SamplingOutcome:
     elapsed_s: float
 
 
-def measure(
+def sample_cases(
     sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, effort: Effort = THOROUGH
 ) -> SamplingOutcome:
     """Time every case that fits the budget, as often as the effort says and more while there is time."""
@@ -87,7 +87,7 @@ def measure(
 
 
 class _Sampling:
-    """One run of `measure`: the cases of each series that fit, and then their rounds."""
+    """One run of `sample_cases`: the cases of each series that fit, and then their rounds."""
 
     def __init__(
         self, sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, effort: Effort
