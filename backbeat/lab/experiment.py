@@ -25,7 +25,6 @@ from backbeat.lab.setting import Setting
 from backbeat.lab.train import Trained
 from backbeat.measure.network.case import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
-from backbeat.model.files import decode
 from backbeat.model.network import WorkersRow
 from backbeat.simulate import predict
 
@@ -205,7 +204,7 @@ def profile_training(
     session: Session, spec: str, batch_size: int | None, seconds: float, precision: str = "fp32"
 ) -> Profile:
     """The compute of a real model, measured on all ranks at once; rank 0's counts."""
-    answers = session.ask(
+    measured: list[Profile] = session.ask(
         "profile",
         10 * seconds + 2 * SPARE_S,
         spec=spec,
@@ -213,7 +212,7 @@ def profile_training(
         seconds=seconds,
         precision=precision,
     )
-    return decode(answers[0], Profile, where=spec)
+    return measured[0]
 
 
 def train(

@@ -23,6 +23,7 @@ from backbeat.lab.setting import Setting
 
 if TYPE_CHECKING:
     from backbeat.lab.train import Trained
+    from backbeat.model import Profile
 
 _PR_SET_PDEATHSIG = 1
 _PORT = 29500
@@ -140,7 +141,7 @@ class LabRank:
 
         return replay(self.player, jobs, turns, self.factor)
 
-    def profile(self, **arguments: Any) -> bytes:
+    def profile(self, **arguments: Any) -> Profile:
         from backbeat.lab.train import profile_here
 
         sharing = self.start.setting.ranks if self.device.type == "cuda" else 1

@@ -22,6 +22,7 @@ import torch
 from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.lab.jobs import LayoutJob, Replayed, ReplayJob, SpunJob, TransferJob, Turn
+from backbeat.measure.network.bench import largest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -119,11 +120,7 @@ class Buffers:
         if self._flat.numel() < sum(elements):
             self._flat = torch.empty(0, device=self._device)
             self._flat = torch.empty(sum(elements), device=self._device).fill_(0.0)
-        views, start = [], 0
-        for count in elements:
-            views.append(self._flat[start : start + count])
-            start += count
-        return views
+        return list(self._flat[: sum(elements)].split(elements))
 
 
 class SleepingPlayer:
@@ -239,14 +236,9 @@ class SpinningPlayer:
         queued_s = time.perf_counter() - queueing
         seconds = self._ended(None, (), 0.0)
         if not known:
-            self._leads[job] = self._slowest(queued_s) * _LEAD_MARGIN
+            (slowest_s,) = largest(self._communicators[0], [queued_s], self._tiny.device, _WAIT_S)
+            self._leads[job] = slowest_s * _LEAD_MARGIN
         return seconds
-
-    def _slowest(self, seconds: float) -> float:
-        """The largest of all ranks' figures."""
-        figure = torch.tensor([seconds], device=self._tiny.device)
-        self._communicators[0].all_reduce_max(figure).wait()
-        return float(figure.item())
 
     def forget(self) -> None:
         self._steps.forget()

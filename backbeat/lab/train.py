@@ -21,7 +21,7 @@ from backbeat.measure.model.factory import Factory, Workload, load_factory
 from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import measure_factory
 from backbeat.measure.model.training_step import Training, release, tensor_cores
-from backbeat.model import Plan
+from backbeat.model import Plan, Profile
 
 WARM_UP = 3
 """Stock DDP rebuilds its buckets after the first step."""
@@ -47,10 +47,9 @@ def profile_here(
     precision: str = "fp32",
     *,
     sharing: int = 1,
-) -> bytes:
+) -> Profile:
     """This rank's own compute, measured while all other ranks measure theirs: that is how they will train. In training
     `sharing` ranks share the link to the host."""
-    from backbeat.model.files import encode
     from backbeat.runtime.compressed.topk_speed import measure_topk
     from backbeat.runtime.memory import apply
 
@@ -68,7 +67,7 @@ def profile_here(
     profile = measure_factory(_with_optimizer(load_factory(spec)), options).profile
     release(device)
     link = profile.host_link
-    return encode(msgspec.structs.replace(profile, host_link=link and link.shared_by(sharing)))
+    return msgspec.structs.replace(profile, host_link=link and link.shared_by(sharing))
 
 
 def train(
