@@ -82,7 +82,7 @@ def work(options: argparse.Namespace) -> None:
     from backbeat.lab.namespaces import enter
     from backbeat.lab.train import profile_here
     from backbeat.measure.network.calibration import calibrate
-    from backbeat.model import Plan, Profile
+    from backbeat.model import Plan
     from backbeat.model.files import decode, encode
     from backbeat.planners import plan as make_plan
     from backbeat.runtime import DistributedDataParallel
@@ -95,11 +95,10 @@ def work(options: argparse.Namespace) -> None:
     )
     settle_gloo()
     device = torch.device("cpu")
-    mine = profile_here("runtime_links:layers", device, options.batch_size, 15)
+    profile = profile_here("runtime_links:layers", device, options.batch_size, 15)
     network = calibrate(device=device, budget_s=15, communicators=(1, 2), collectives=("all_reduce",), settle=True)
     found: list[Any] = [None]
     if options.node == 0:
-        profile = decode(mine, Profile, where="the profile")
         made = {name: make_plan(profile, network, name) for name in ("ddp", options.strategy)}
         guess = {name: predict(profile, network, plan).iteration_s for name, plan in made.items()}
         found = [(encode(made[options.strategy]), guess)]

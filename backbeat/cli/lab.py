@@ -15,7 +15,7 @@ from backbeat.cli.common import communicator_counts, print_answer, print_json, r
 from backbeat.errors import InputError
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import Choice, parse, shorthand
-from backbeat.lab.requirements import check
+from backbeat.lab.requirements import check_requirements
 from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
 from backbeat.model import Plan, Profile
 from backbeat.report.tables.terminal_table import WINNER, table_of
@@ -113,7 +113,7 @@ def lab(
         if profile is not None or train is not None or strategy is not None:
             raise InputError("--layout runs a model's layouts: leave --profile, --train and --strategy out")
         cases = lab_layouts.cases_of(layout, setting, model, global_batch, sequence, accelerator)
-        check(backend)
+        check_requirements(backend)
         lab_layouts.run_layouts(setting, cases, seconds_each, budget_s, output, json)
         return
     choices = parse(
@@ -127,7 +127,7 @@ def lab(
             "--train PACKAGE.MODULE:FACTORY, or --layout with --model"
         )
     replayed = Profile.load(profile) if profile is not None else None
-    check(backend)
+    check_requirements(backend)
     ran = _run(setting, choices, replayed, train or "", batch_size, seconds_each, budget_s)
     answer = _answer(setting, ran)
     if output is not None:
@@ -170,7 +170,7 @@ def _run(
             say(f"profiling {spec}")
         profile = replayed or experiment.profile_training(session, spec, batch_size, seconds_each)
         say(f"calibrating, {format_seconds(budget_s)}")
-        calibrated = experiment.calibrate(
+        calibrated = experiment.calibrate_lab(
             session, setting, choices, budget_s=budget_s, largest_bytes=profile.total_bytes
         )
         made = experiment.planned(choices, setting.slowest(profile) if replayed else profile, calibrated.network)
@@ -178,7 +178,7 @@ def _run(
         what = "replaying" if replayed else "training"
         say(f"{what} {profile.name} under {len(made)} plans, about {format_seconds(expected)}")
         if replayed:
-            results, facts["compute_alone_s"] = experiment.measure(session, profile, setting, made, seconds_each)
+            results, facts["compute_alone_s"] = experiment.measure_plans(session, profile, setting, made, seconds_each)
             return _Ran(profile, calibrated, results, facts, [])
         results, losses = experiment.train(session, spec, batch_size, made, seconds_each)
         return _Ran(profile, calibrated, results, facts, losses)

@@ -14,7 +14,7 @@ from backbeat.cli.common import print_answer, print_json, say, split
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.cost.protocols import INFINIBAND_HOP_S, NicLatency
 from backbeat.errors import InputError, did_you_mean
-from backbeat.importers.composition import compose, read
+from backbeat.importers.composition import compose_networks, read_network
 from backbeat.model import CollectiveTimes, Fabric, Network, Source
 from backbeat.model.fabric import Kind
 from backbeat.model.slowdown import CHANNELS, Transport
@@ -160,7 +160,7 @@ def _inside(inside: str | None, gpus_per_node: int | None, *, nvls: bool) -> tup
         if per_node < 2:
             raise InputError("--inside is for nodes of two GPUs or more: give --gpus-per-node")
         return reached_inside(parse_rate(inside) / 8, per_node, nvls=nvls), per_node
-    measured = read(inside, gpus_per_node=gpus_per_node)
+    measured = read_network(inside, gpus_per_node=gpus_per_node)
     if not measured.workers == (gpus_per_node or measured.workers) > 1:
         raise InputError(
             f"{inside} was measured on {measured.workers} GPUs, not on one whole node: beside --nic, --inside is one "
@@ -185,13 +185,13 @@ def _composed(
             "nothing to make a network from: give --inside, --nic and --nics-per-node from data sheets, or "
             "measurements with --across"
         )
-    measured = [read(path, gpus_per_node=gpus_per_node, hop_s=hop_s) for path in paths]
+    measured = [read_network(path, gpus_per_node=gpus_per_node, hop_s=hop_s) for path in paths]
     if inside is not None and measured[0].nodes > 1:
         raise InputError(
             f"{inside} was measured on {measured[0].workers} GPUs of {measured[0].nodes} nodes: --inside is one node; "
             "give it with --across"
         )
-    return compose(name, measured, gpus_per_node=gpus_per_node, fabric=fabric)
+    return compose_networks(name, measured, gpus_per_node=gpus_per_node, fabric=fabric)
 
 
 def every_row(network: Network) -> list[dict[str, Any]]:

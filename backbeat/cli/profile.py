@@ -78,7 +78,7 @@ def profile(
     if output is not None:
         check_writable(output)
     need_torch("profile")
-    from backbeat.measure.model.factory import load
+    from backbeat.measure.model.factory import load_factory
 
     options: dict[str, Any] = {
         "batch_size": batch_size,
@@ -97,7 +97,7 @@ def profile(
         from backbeat.measure.model.analytic import analytic_profile
 
         result = analytic_profile(
-            load(factory),
+            load_factory(factory),
             gpu=analytic,
             tflops=tflops,
             gbps=gbps,
@@ -108,25 +108,28 @@ def profile(
     else:
         if not launch_overhead:
             raise InputError("--no-launch-overhead is of --analytic: leave it out to measure")
+        from backbeat.measure.model.inputs import MeasureOptions
         from backbeat.measure.model.profiler import compose_factory, measure_factory
         from backbeat.runtime.compressed.topk_speed import measure_topk
         from backbeat.runtime.memory import apply
 
         say(f"profiling {factory} …")
-        options |= {
-            "device": device,
-            "compile_blocks": compile_blocks,
-            "iterations": iterations,
-            "warmup": warmup,
-            "time_limit_s": limit_s,
-            "accept_noise": accept_noise,
-            "topk_speed": measure_topk,
-            "apply_memory": apply,
-        }
+        loaded = load_factory(factory)
+        measuring = MeasureOptions(
+            device=device,
+            compile_blocks=compile_blocks,
+            iterations=iterations,
+            warmup=warmup,
+            time_limit_s=limit_s,
+            accept_noise=accept_noise,
+            topk_speed=measure_topk,
+            apply_memory=apply,
+            **options,
+        )
         if from_layers is None:
-            result = measure_factory(load(factory), **options).profile
+            result = measure_factory(loaded, measuring).profile
         else:
-            result = compose_factory(load(factory), _two_counts(from_layers), **options)
+            result = compose_factory(loaded, _two_counts(from_layers), measuring)
     if output is not None:
         result.save(output)
         say(f"wrote {output}")

@@ -18,7 +18,7 @@ from backbeat.model.network import Network, WorkersRow
 from backbeat.model.topology import Topology
 
 
-def read(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBAND_HOP_S) -> Network:
+def read_network(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBAND_HOP_S) -> Network:
     """A measurement, whatever wrote it: nccl-tests, `backbeat calibrate`, or a table of bus bandwidths (.csv)."""
     what = "nccl-tests output, a calibration, or a .csv of bus bandwidths"
     where = files.existing(path, f"{what} (a bandwidth is written like 450GB/s or 400gbit)")
@@ -32,7 +32,7 @@ def read(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBA
     return nccl_tests.load(where)
 
 
-def compose(
+def compose_networks(
     name: str, measured: Sequence[Network], *, gpus_per_node: int | None = None, fabric: Fabric | None = None
 ) -> Network:
     """All of these in one file, each at its own number of workers.

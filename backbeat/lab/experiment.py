@@ -18,20 +18,19 @@ from backbeat.lab.jobs import ROUNDS, Replayed, ReplayJob, Turn, job_of, per_rou
 from backbeat.lab.mps import start_daemon
 from backbeat.lab.namespaces import Cluster
 from backbeat.lab.plans import Choice, build
-from backbeat.lab.requirements import check
+from backbeat.lab.requirements import check_requirements
 from backbeat.lab.runs import LabRun
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.lab.train import Trained
 from backbeat.measure.network.case import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
-from backbeat.model.files import decode
 from backbeat.model.network import WorkersRow
 from backbeat.simulate import predict
 
 T = TypeVar("T")
 SPARE_S = 90.0
-"""Nodes may take this much longer than planned before they are taken for dead."""
+"""Ranks may take this much longer than planned before they are taken for dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ class Repeated:
     """Iterations that were measured in two interleaved series."""
 
     series: tuple[list[float], list[float]]
-    """Times of both, the slowest node of each iteration. Nothing is left out."""
+    """Times of both, the slowest rank of each iteration. Nothing is left out."""
 
     @property
     def samples(self) -> list[float]:
@@ -80,9 +79,9 @@ class MeasuredPlan(Repeated):
     prediction: Prediction
     series: tuple[list[float], list[float]]
     finishes: list[float]
-    """When each bucket was done after backward started, in one traced iteration (node 0); empty where not traced."""
+    """When each bucket was done after backward started, in rank 0's warm-up iteration; empty where torch ran it."""
     peak_bytes: int | None = None
-    """Real training on a GPU: the most that was allocated on any node's device in the timed steps, other plans of the
+    """Real training on a GPU: the most that was allocated on any rank's device in the timed steps, other plans of the
     same request included."""
 
     @property
@@ -94,7 +93,7 @@ class MeasuredPlan(Repeated):
 @contextlib.contextmanager
 def open_lab(setting: Setting, communicators: int) -> Iterator[Session]:
     """The nodes of a setting, up and joined; whatever happens, nothing of them is left."""
-    check(setting.backend)
+    check_requirements(setting.backend)
     with _exit_on_signals(), LabRun() as run, Cluster(run, setting.links, setting.inside) as cluster:
         daemon = start_daemon(run.folder / "mps") if setting.backend == "nccl" else {}
         with Session(cluster, setting, communicators, daemon) as session:
@@ -102,8 +101,8 @@ def open_lab(setting: Setting, communicators: int) -> Iterator[Session]:
 
 
 class Nodes:
-    """The nodes of a setting, opened when first asked. After a failure they are built again: the others may wait for
-    ever for a lost one."""
+    """The nodes of a setting, opened when first asked: for long runs, as those of `validation/`. After a failure they
+    are built again: the others may wait for ever for a lost one."""
 
     def __init__(self, setting: Setting, communicators: int) -> None:
         self._setting, self._communicators = setting, communicators
@@ -127,7 +126,7 @@ class Nodes:
             raise
 
 
-def calibrate(
+def calibrate_lab(
     session: Session, setting: Setting, choices: Sequence[Choice], *, budget_s: float, largest_bytes: int
 ) -> CalibratedLab:
     """Measure the lab's own network, up to the largest message that any plan could send or the budget allows."""
@@ -169,20 +168,20 @@ def _of_nodes(network: Network, inside: Network) -> Network:
 def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[Planned]:
     """Each plan with its prediction, from the calibration and the profile alone.
 
-    For a replay, the profile is what the slowest node replays.
+    For a replay, the profile is what the slowest rank replays.
     """
     plans = [(choice, build(choice, profile, network)) for choice in choices]
     return [(choice, plan, predict(profile, network, plan)) for choice, plan in plans]
 
 
-def measure(
+def measure_plans(
     session: Session,
     profile: Profile,
     setting: Setting,
     plans: Sequence[Planned],
     seconds_each: float,
 ) -> tuple[list[MeasuredPlan], float]:
-    """Replay all plans of one profile, taking turns; and its compute without communication, as the nodes replay it."""
+    """Replay all plans of one profile, taking turns; and its compute without communication, as the ranks replay it."""
     compute = setting.compute(profile)
     jobs = [job_of(compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
     jobs.append(ReplayJob.of(compute))
@@ -195,8 +194,8 @@ def measure(
     )
     *seen, alone = zip(*answers, strict=True)
     results = [
-        MeasuredPlan(*planned, series=slowest(nodes), finishes=nodes[0].finishes)
-        for planned, nodes in zip(plans, seen, strict=True)
+        MeasuredPlan(*planned, series=slowest(ranks), finishes=ranks[0].finishes)
+        for planned, ranks in zip(plans, seen, strict=True)
     ]
     return results, quantile(sorted(chain(*slowest(alone))), 0.5)
 
@@ -204,8 +203,8 @@ def measure(
 def profile_training(
     session: Session, spec: str, batch_size: int | None, seconds: float, precision: str = "fp32"
 ) -> Profile:
-    """The compute of a real model, measured on all nodes at once; node 0's counts."""
-    answers = session.ask(
+    """The compute of a real model, measured on all ranks at once; rank 0's counts."""
+    measured: list[Profile] = session.ask(
         "profile",
         10 * seconds + 2 * SPARE_S,
         spec=spec,
@@ -213,7 +212,7 @@ def profile_training(
         seconds=seconds,
         precision=precision,
     )
-    return decode(answers[0], Profile, where=spec)
+    return measured[0]
 
 
 def train(
@@ -224,7 +223,7 @@ def train(
     seconds_each: float,
     precision: str = "fp32",
 ) -> tuple[list[MeasuredPlan], list[list[float]]]:
-    """Train really under each plan, taking turns; and the losses of each, as node 0 saw them.
+    """Train really under each plan, taking turns; and the losses of each, as rank 0 saw them.
 
     `ddp` is stock DDP itself.
     """
@@ -240,9 +239,9 @@ def train(
         precision=precision,
     )
     results = []
-    for planned, nodes in zip(plans, zip(*answers, strict=True), strict=True):
-        peak = max((one.peak_bytes for one in nodes if one.peak_bytes is not None), default=None)
-        results.append(MeasuredPlan(*planned, series=slowest(nodes), finishes=[], peak_bytes=peak))
+    for planned, ranks in zip(plans, zip(*answers, strict=True), strict=True):
+        peak = max((one.peak_bytes for one in ranks if one.peak_bytes is not None), default=None)
+        results.append(MeasuredPlan(*planned, series=slowest(ranks), finishes=[], peak_bytes=peak))
     return results, [one.losses for one in answers[0]]
 
 
@@ -253,9 +252,9 @@ def _alone(expected_s: float, seconds_each: float) -> list[Turn]:
 
 
 def slowest(seen: Sequence[Replayed | Trained]) -> tuple[list[float], list[float]]:
-    """Both series of a job, with the slowest node of each iteration."""
+    """Both series of a job, with the slowest rank of each iteration."""
     even, odd = (
-        [max(nodes) for nodes in zip(*series, strict=True)]
+        [max(ranks) for ranks in zip(*series, strict=True)]
         for series in zip(*(one.series for one in seen), strict=True)
     )
     return even, odd

@@ -1,4 +1,4 @@
-"""What disturbs a node: lost segments, and threads that had to wait for a core."""
+"""What disturbs a rank: lost segments, and threads that had to wait for a core. Records of `validation/` keep it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def disturbances() -> dict[str, float]:
 
 
 def change(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What happened in between on all nodes together, without what did not happen.
+    """What happened in between on all ranks together, without what did not happen.
 
     >>> change([{"timeouts": 2, "waited_s": 1.0}], [{"timeouts": 5, "waited_s": 1.0}])
     {'timeouts': 3}
@@ -47,7 +47,7 @@ def change(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]]
     found: dict[str, float] = {}
     for then, now in zip(before, after, strict=True):
         for name, value in now.items():
-            # The whole machine's, and the same on each node.
+            # The whole machine's, and the same on each rank.
             if name != "stolen_s" or name not in found:
                 found[name] = found.get(name, 0) + value - then.get(name, 0)
     return {name: round(value, 4) for name, value in sorted(found.items()) if round(value, 4) != 0}

@@ -1,13 +1,18 @@
-"""What the nodes are told to do: one iteration as plain numbers, and the order in which plans take turns."""
+"""What the ranks are told to do: one iteration as plain numbers, and the order in which plans take turns.
+
+Of a layout, a chunk of a stage is a row of pieces. Under tensor parallelism a piece is what lies between two
+collectives: half a layer, the embedding or the head. Without it a chunk is one piece.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from backbeat.lab.layout_jobs import LayoutJob, TransferJob
+from backbeat.errors import InputError
+from backbeat.layouts.layout import Layout
 from backbeat.model import Plan, Profile
 from backbeat.simulate.schedule import Schedule
 from backbeat.simulate.sharded_units import ModelPiece, ModelPieces
@@ -16,6 +21,8 @@ FEWEST_ITERATIONS = 6
 MOST_ITERATIONS = 60
 ROUNDS = 6
 """Even rounds make one series and odd rounds the other; the two are compared to see how well the lab repeats itself."""
+
+TransferKind = Literal["send", "swap", "late", "all_gather", "reduce_scatter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +45,52 @@ class ShardedJob:
     """Elements of the root's own parameters."""
     update_s: float
     """Of this rank's shards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkJob:
+    """One chunk of a stage, for one micro-batch."""
+
+    forward_s: float
+    input_s: float
+    """Backward until the chunk before can go on."""
+    weight_s: float
+    layers: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutJob:
+    """One training step under a layout of tensor and pipeline parallelism."""
+
+    layout: Layout
+    micro_batches: int
+    rows: int
+    """Tokens of a micro-batch."""
+    row_bytes: int
+    """Of one token's activation."""
+    chunks: tuple[ChunkJob, ...]
+    """Of all stages, in the order of layers: chunk c of stage s is c · pp + s."""
+    update_s: float
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of a micro-batch, over all ranks that share it."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferJob:
+    """One collective or send by itself, as torch's pipelining and DTensor run it."""
+
+    kind: TransferKind
+    bytes: int
+    """What an all-gather ends with, a reduce-scatter starts from, a send carries."""
+    workers: int
+    """Ranks of a group; groups of neighbours run side by side. A send goes from the first rank of two to the second, in
+    a swap both send; `late` is a send whose receiver computes first."""
+    late_s: float = 0.0
 
 
 SpunJob = ShardedJob | LayoutJob | TransferJob
@@ -80,12 +133,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What one node saw of one job."""
+    """What one rank saw of one job."""
 
     series: tuple[list[float], list[float]]
     """Iteration times of the even and of the odd rounds."""
     finishes: list[float]
-    """When each message was done, after backward started, in the warm-up iteration; empty where not traced."""
+    """When each message was done, after backward started, in the warm-up iteration; empty where torch runs the job."""
 
 
 def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
@@ -103,6 +156,45 @@ def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
             Message(bytes=int(size), ready_s=ready, communicator=communicator) for ready, size, communicator in rows
         ),
         stock=stock,
+    )
+
+
+def runnable(layout: Layout) -> None:
+    """Refuse what the lab does not run."""
+    for name in ("dp", "cp", "ep"):
+        if getattr(layout, name) > 1:
+            raise InputError(f"--layout {layout.label}: the lab runs tp and pp; leave {name} out")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        raise InputError(f"--layout {layout.label}: the lab runs tp with sequence parallelism only")
+    if layout.recompute != "none":
+        raise InputError(f"--layout {layout.label}: the lab does not recompute; leave recompute out")
+    if layout.gpus < 2:
+        raise InputError(f"--layout {layout.label} is one GPU: the lab compares communication, give tp or pp")
+
+
+def transfers(jobs: Sequence[LayoutJob], byte_s: float) -> tuple[TransferJob, ...]:
+    """What has to be timed to predict these: each collective and send at half, one and two times the sizes sent. A late
+    receiver is ready when all could have come in."""
+    wanted: dict[tuple[TransferKind, int], set[int]] = {}
+    for job in jobs:
+        tp, pp, size = job.layout.tp, job.layout.pp, job.activation_bytes
+        groups: list[tuple[TransferKind, int, int]] = []
+        if tp > 1:
+            groups += [("all_gather", tp, size), ("reduce_scatter", tp, size)]
+        if pp > 1:
+            # Predictions need no swap; it says whether links work both ways at once.
+            groups += [(kind, 2, size // tp) for kind in ("send", "swap", "late")]
+        for kind, workers, sent in groups:
+            wanted.setdefault((kind, workers), set()).update((sent // 2, sent, 2 * sent))
+    return tuple(
+        TransferJob(
+            kind=kind,
+            bytes=max(size, 4 * workers),
+            workers=workers,
+            late_s=2 * size * byte_s if kind == "late" else 0.0,
+        )
+        for (kind, workers), sizes in wanted.items()
+        for size in sorted(sizes)
     )
 
 
@@ -133,7 +225,7 @@ def seconds_of(expected_s: Sequence[float], seconds_each: float) -> float:
 
 
 def slowdowns(slowdown: float, jitter: float, seed: int) -> Callable[[], float]:
-    """A node's compute, iteration by iteration: its own constant slowdown times a lognormal jitter of mean one."""
+    """A rank's compute, iteration by iteration: its own constant slowdown times a lognormal jitter of mean one."""
     if jitter <= 0:
         return lambda: slowdown
     drawn = random.Random(seed)

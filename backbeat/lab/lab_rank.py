@@ -23,6 +23,7 @@ from backbeat.lab.setting import Setting
 
 if TYPE_CHECKING:
     from backbeat.lab.train import Trained
+    from backbeat.model import Profile
 
 _PR_SET_PDEATHSIG = 1
 _PORT = 29500
@@ -104,6 +105,7 @@ class LabRank:
         }
 
     def health(self) -> dict[str, float]:
+        """For `validation/`."""
         return disturbances()
 
     def calibrate(self, *, budget_s: float, communicators: Sequence[int], name: str, **options: Any) -> Any:
@@ -139,7 +141,7 @@ class LabRank:
 
         return replay(self.player, jobs, turns, self.factor)
 
-    def profile(self, **arguments: Any) -> bytes:
+    def profile(self, **arguments: Any) -> Profile:
         from backbeat.lab.train import profile_here
 
         sharing = self.start.setting.ranks if self.device.type == "cuda" else 1
@@ -151,7 +153,8 @@ class LabRank:
         return train(device=self.device, rank=self.start.rank, **arguments)
 
     def call(self, *, function: str, arguments: dict[str, Any]) -> Any:
-        """A function of one's own, `PACKAGE.MODULE:NAME`, called with this rank before its arguments."""
+        """A function of one's own, `PACKAGE.MODULE:NAME`, called with this rank before its arguments. For
+        `validation/`."""
         module, _, name = function.partition(":")
         return getattr(importlib.import_module(module), name)(self, **arguments)
 

@@ -19,8 +19,17 @@ from backbeat.cost import Curve
 from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.samples import quantile
 from backbeat.lab.experiment import SPARE_S, Repeated, slowest
-from backbeat.lab.jobs import ReplayJob, SpunJob, seconds_of, turns
-from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferKind, runnable, transfers
+from backbeat.lab.jobs import (
+    ChunkJob,
+    LayoutJob,
+    ReplayJob,
+    SpunJob,
+    TransferKind,
+    runnable,
+    seconds_of,
+    transfers,
+    turns,
+)
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, Kind
@@ -262,11 +271,11 @@ def executed(
 def _played(
     session: Session, jobs: Sequence[SpunJob], expected_s: Sequence[float], seconds_each: float
 ) -> list[tuple[list[float], list[float]]]:
-    """Both series of each job, the slowest node of each iteration."""
+    """Both series of each job, the slowest rank of each iteration."""
     answers = session.ask(
         "replay",
         5 * seconds_of(expected_s, seconds_each) + SPARE_S,
         jobs=[ReplayJob.run(job) for job in jobs],
         turns=turns(expected_s, seconds_each),
     )
-    return [slowest(nodes) for nodes in zip(*answers, strict=True)]
+    return [slowest(ranks) for ranks in zip(*answers, strict=True)]

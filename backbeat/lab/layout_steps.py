@@ -1,4 +1,4 @@
-"""A layout's training step on the nodes: torch's own pipeline schedules and DTensor around computation that is spun.
+"""A layout's training step on the ranks: torch's own pipeline schedules and DTensor around computation that is spun.
 
 Stages are `torch.distributed.pipelining`'s, with its schedules, buffers, sends and receives. Under tensor parallelism
 each piece gathers the sequence before it computes and scatters the sum after it, by DTensor's `redistribute`: what
@@ -19,7 +19,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferJob
+from backbeat.lab.jobs import ChunkJob, LayoutJob, TransferJob
 from backbeat.lab.spun_model import Compute, SpunPace
 
 _ELEMENT_BYTES = 4

@@ -132,5 +132,5 @@ def shorthand(plan: Plan) -> list[list[int]]:
 def from_shorthand(
     buckets: Sequence[Sequence[int]], profile: Profile, name: str, communicators: int, workers: int
 ) -> Plan:
-    """The plan that `shorthand` described."""
+    """The plan that `shorthand` described, for a record that is read again (`validation/lab/errors.py`)."""
     return Draft.of_launches(buckets, communicators).named(profile, name, workers)

@@ -1,7 +1,7 @@
-"""One node's part of an iteration: its compute slept or spun, its gradients really reduced.
+"""One rank's part of an iteration: its compute slept or spun, its gradients really reduced.
 
-A node starts each iteration with a tiny all-reduce, so that all start together, and takes the time on its own clock;
-the controller keeps the longest of all nodes. Messages leave from one thread, in plan order, when the last of their
+A rank starts each iteration with a tiny all-reduce, so that all start together, and takes the time on its own clock;
+the controller keeps the longest of all ranks. Messages leave from one thread, in plan order, when the last of their
 gradients is ready. Nothing else of training is replayed: no copies into buckets and no host work of autograd.
 
 A sharded plan is not replayed but run: `spun_model` trains, and only its computation is spun or slept. So are layouts
@@ -14,14 +14,15 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import SpinRate, spin_rate, until
-from backbeat.lab.jobs import Replayed, ReplayJob, SpunJob, Turn
-from backbeat.lab.layout_jobs import LayoutJob, TransferJob
+from backbeat.lab.jobs import LayoutJob, Replayed, ReplayJob, SpunJob, TransferJob, Turn
+from backbeat.measure.network.bench import largest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,7 +74,7 @@ def replay(
 
 
 class SpunSteps:
-    """The models of a node's jobs that torch runs, made when they are first played."""
+    """The models of a rank's jobs that torch runs, made when they are first played."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -119,15 +120,11 @@ class Buffers:
         if self._flat.numel() < sum(elements):
             self._flat = torch.empty(0, device=self._device)
             self._flat = torch.empty(sum(elements), device=self._device).fill_(0.0)
-        views, start = [], 0
-        for count in elements:
-            views.append(self._flat[start : start + count])
-            start += count
-        return views
+        return list(self._flat[: sum(elements)].split(elements))
 
 
 class SleepingPlayer:
-    """A CPU node: compute is slept, so that nodes sharing few cores do not take them from the network's threads."""
+    """On a CPU: compute is slept, so that ranks sharing few cores do not take them from the network's threads."""
 
     def __init__(self, communicators: Sequence[Communicator], stock: Communicator) -> None:
         self._communicators = communicators
@@ -146,15 +143,22 @@ class SleepingPlayer:
         start = time.perf_counter()
         backward = start + job.forward_s * factor
         works = []
-        for message, view in zip(job.messages, views, strict=True):
+        done: dict[int, float] = {}
+        for index, (message, view) in enumerate(zip(job.messages, views, strict=True)):
             _sleep_until(backward + message.ready_s * factor)
             communicator = self._stock if job.stock else self._communicators[message.communicator]
             works.append(communicator.all_reduce(view))
+            if finishes is not None:
+                # The thread of gloo's that finished it writes the time down.
+                works[-1].get_future().add_done_callback(partial(_note_time, done, index))
         _sleep_until(backward + job.backward_s * factor)
         for work in works:
             work.wait()
+        ended = time.perf_counter()
+        if finishes is not None:
+            finishes += [done.get(index, ended) - backward for index in range(len(works))]
         # Nothing happens during the update: it is added, not slept.
-        return time.perf_counter() - start + job.update_s * factor
+        return ended - start + job.update_s * factor
 
     def _play_spun(self, job: SpunJob, factor: float) -> float:
         step = self._steps.of(job)
@@ -173,6 +177,10 @@ class SleepingPlayer:
         self._steps.forget()
 
 
+def _note_time(done: dict[int, float], index: int, _future: Any) -> None:
+    done[index] = time.perf_counter()
+
+
 def _sleep_until(moment: float) -> None:
     left = moment - time.perf_counter()
     if left > 0:
@@ -180,7 +188,7 @@ def _sleep_until(moment: float) -> None:
 
 
 class SpinningPlayer:
-    """A GPU node: compute spins on one multiprocessor in the current stream, so that each node has its own share."""
+    """On a GPU: compute spins on one multiprocessor in the current stream, so that each rank has its own share."""
 
     def __init__(self, communicators: Sequence[Communicator], device: torch.device) -> None:
         self._communicators = communicators
@@ -228,21 +236,16 @@ class SpinningPlayer:
         queued_s = time.perf_counter() - queueing
         seconds = self._ended(None, (), 0.0)
         if not known:
-            self._leads[job] = self._slowest(queued_s) * _LEAD_MARGIN
+            (slowest_s,) = largest(self._communicators[0], [queued_s], self._tiny.device, _WAIT_S)
+            self._leads[job] = slowest_s * _LEAD_MARGIN
         return seconds
-
-    def _slowest(self, seconds: float) -> float:
-        """The largest of all nodes' figures."""
-        figure = torch.tensor([seconds], device=self._tiny.device)
-        self._communicators[0].all_reduce_max(figure).wait()
-        return float(figure.item())
 
     def forget(self) -> None:
         self._steps.forget()
         self._leads.clear()
 
     def _begin(self, lead_s: float = _LEAD_S) -> _Spin:
-        """All nodes together."""
+        """All ranks together."""
         spin = _Spin(self.rate)
         self._communicators[0].all_reduce(self._tiny).wait()
         self.rate.spin(lead_s)

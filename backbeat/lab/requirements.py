@@ -15,7 +15,7 @@ BACKENDS = ("gloo", "nccl")
 _REST = "`backbeat predict`, `plan` and `report` work without it"
 
 
-def check(backend: str) -> None:
+def check_requirements(backend: str) -> None:
     """Refuse, in one line, to start a lab that this machine cannot run."""
     if backend not in BACKENDS:
         raise InputError(f"backend is {backend!r}: the lab runs {' or '.join(BACKENDS)}")

@@ -39,13 +39,12 @@ class LabRun:
     def __init__(self) -> None:
         self.name = f"{PREFIX}-{os.getpid()}-{next(_serial)}"
         self.folder = home() / self.name
-        self.swept: list[str] = []
         self._lock: int | None = None
 
     def __enter__(self) -> LabRun:
         home().mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone():
-            self.swept = sweep()
+            sweep()
             self.folder.mkdir(mode=0o700)
             self._lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -63,8 +62,8 @@ class LabRun:
         self._lock = None
 
 
-def sweep() -> list[str]:
-    """Remove what dead runs have left; their names."""
+def sweep() -> None:
+    """Remove what dead runs have left."""
     dead = [folder.name for folder in sorted(home().glob(f"{PREFIX}-*")) if not _locked(folder)]
     kept = {folder.name for folder in home().glob(f"{PREFIX}-*")} - set(dead)
     for name in _namespaces():
@@ -72,10 +71,8 @@ def sweep() -> list[str]:
         # A namespace without its run's folder: the process itself must be gone before it is touched.
         if match and match.group(1) not in kept and not Path(f"/proc/{match.group(2)}").exists():
             dead.append(match.group(1))
-    dead = sorted(set(dead))
-    for name in dead:
+    for name in sorted(set(dead)):
         remove(name)
-    return dead
 
 
 def remove(name: str) -> None:

@@ -1,13 +1,12 @@
-"""Real training on the nodes: one model under stock DDP and under each plan, taking turns, step by step.
+"""Real training on the ranks: one model under stock DDP and under each plan, taking turns, step by step.
 
 Sharded plans run on torch's own `fully_shard`. All variants start from the same weights and see the same batches and
-the same random numbers, so that their losses can be compared; nodes see different batches.
+the same random numbers, so that their losses can be compared; ranks see different batches.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +15,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from backbeat.comm.clock import clock_for
 from backbeat.lab.jobs import Turn
-from backbeat.measure.model.factory import Factory, Workload, load
+from backbeat.measure.model.factory import Factory, Workload, load_factory
+from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import measure_factory
-from backbeat.measure.model.training_step import autocast, release, tensor_cores
-from backbeat.model import Plan
+from backbeat.measure.model.training_step import Training, release, tensor_cores
+from backbeat.model import Plan, Profile
 
 WARM_UP = 3
 """Stock DDP rebuilds its buckets after the first step."""
@@ -29,7 +30,7 @@ _LEARNING_RATE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What one node saw of one variant."""
+    """What one rank saw of one variant."""
 
     series: tuple[list[float], list[float]]
     losses: list[float]
@@ -46,31 +47,27 @@ def profile_here(
     precision: str = "fp32",
     *,
     sharing: int = 1,
-) -> bytes:
-    """This node's own compute, measured while all other nodes measure theirs: that is how they will train.
-
-    The link to the host takes so short to measure that each node finds it free. In training `sharing` of them copy over
-    it at once.
-    """
-    from backbeat.model.files import encode
+) -> Profile:
+    """This rank's own compute, measured while all other ranks measure theirs: that is how they will train. In training
+    `sharing` ranks share the link to the host."""
     from backbeat.runtime.compressed.topk_speed import measure_topk
     from backbeat.runtime.memory import apply
 
     torch.manual_seed(0)
-    found = measure_factory(
-        _with_optimizer(load(spec)),
+    options = MeasureOptions(
         batch_size=batch_size,
-        device=str(device),
+        device=device,
         time_limit_s=seconds,
         precision=precision,
-        # Nodes that share a machine disturb each other in training as they do here.
+        # Ranks that share a machine disturb each other in training as they do here.
         accept_noise=True,
         topk_speed=measure_topk,
         apply_memory=apply,
     )
+    profile = measure_factory(_with_optimizer(load_factory(spec)), options).profile
     release(device)
-    link = found.profile.host_link
-    return encode(msgspec.structs.replace(found.profile, host_link=link and link.shared_by(sharing)))
+    link = profile.host_link
+    return msgspec.structs.replace(profile, host_link=link and link.shared_by(sharing))
 
 
 def train(
@@ -135,31 +132,36 @@ class _Variant:
     def __init__(
         self, spec: str, device: torch.device, rank: int, batch_size: int | None, plan: Plan | None, precision: str
     ) -> None:
-        factory = _with_optimizer(load(spec))
-        # Weights come from node 0 when the model is wrapped; what differs is the batch.
+        factory = _with_optimizer(load_factory(spec))
+        # Weights come from rank 0 when the model is wrapped; what differs is the batch.
         torch.manual_seed(rank)
         workload: Workload = factory.build(factory.batch_size(batch_size), device)
+        optimizer = workload.optimizer or _optimizer(workload.model)
+        self._training = Training(
+            model=_wrapped(workload.model, plan, optimizer),
+            batch=workload.batch,
+            loss=workload.loss,
+            optimizer=optimizer,
+            device=device,
+            precision=precision,
+            clock=clock_for(device),
+        )
         self._device = device
-        self._workload = workload
-        self._precision = precision
-        self._optimizer = workload.optimizer or _optimizer(workload.model)
-        self._model = _wrapped(workload.model, plan, self._optimizer)
         self._tiny = torch.zeros(1, device=device)
         self.losses: list[float] = []
 
     def step(self) -> float:
         """One step, from a common start."""
+        training, clock = self._training, self._training.clock
         torch.manual_seed(len(self.losses))
         dist.all_reduce(self._tiny)
-        self._settle()
-        start = time.perf_counter()
-        with autocast(self._precision, self._device):
-            loss = self._workload.loss(self._model, self._workload.batch)
+        clock.synchronize()
+        start = clock.host_s()
+        loss = training.forward()
         loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._settle()
-        seconds = time.perf_counter() - start
+        training.update()
+        clock.synchronize()
+        seconds = clock.host_s() - start
         self.losses.append(float(loss.detach()))
         return seconds
 
@@ -170,10 +172,6 @@ class _Variant:
     def peak_bytes(self) -> int | None:
         """Since the last reset."""
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
-
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def _wrapped(model: torch.nn.Module, plan: Plan | None, optimizer: torch.optim.Optimizer) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.errors import InputError
 from backbeat.importers import bandwidth_table
-from backbeat.importers.composition import compose, read
+from backbeat.importers.composition import compose_networks, read_network
 from backbeat.model import Fabric, Network, Topology
 from backbeat.model.slowdown import Slowdown
 from tests.problems import affine
@@ -93,7 +93,7 @@ def test_tables_that_say_too_little_are_refused(text: str, problem: str) -> None
 def test_logs_of_one_two_and_four_nodes_become_rows(tmp_path: Path) -> None:
     for nodes, microseconds in ((1, 10.0), (2, 20.0), (4, 50.0)):
         (tmp_path / f"{nodes}.txt").write_text(nccl_log(nodes, 8, microseconds))
-    network = compose("logs", [read(str(tmp_path / f"{nodes}.txt")) for nodes in (4, 1, 2)])
+    network = compose_networks("logs", [read_network(str(tmp_path / f"{nodes}.txt")) for nodes in (4, 1, 2)])
     assert network.workers == 16
     assert [row.workers for row in network.rows] == [8, 32]
     assert network.topology.gpus_per_node == 8
@@ -103,7 +103,7 @@ def test_logs_of_one_two_and_four_nodes_become_rows(tmp_path: Path) -> None:
     beyond = network.at(workers=64)
     assert beyond.moved_from is not None
     assert beyond.moved_from.used == (32,)
-    fallen = compose("logs", [network], fabric=Fabric(kind="cloud")).at(workers=64)
+    fallen = compose_networks("logs", [network], fabric=Fabric(kind="cloud")).at(workers=64)
     assert float(fallen.cost.time(2**28)) > float(beyond.cost.time(2**28))
 
 
@@ -113,7 +113,7 @@ def test_calibrations_of_one_cluster_are_joined(tmp_path: Path) -> None:
         slowdown = Slowdown(matmul=1.2) if workers == 32 else None
         one = affine(1e-4, workers * 1e-11, workers=workers, topology=topology, slowdown=slowdown, accelerator="h100")
         one.save(tmp_path / f"{workers}.json")
-    network = compose("both", [read(str(tmp_path / f"{workers}.json")) for workers in (32, 16)])
+    network = compose_networks("both", [read_network(str(tmp_path / f"{workers}.json")) for workers in (32, 16)])
     assert network.workers == 16
     assert network.at(workers=32).all_reduce.beta_s_per_byte == 32e-11
     assert network.topology.algorithm == "auto"
@@ -121,12 +121,12 @@ def test_calibrations_of_one_cluster_are_joined(tmp_path: Path) -> None:
     assert network.slowdown == Slowdown(matmul=1.2)
     assert network.accelerator == "h100"
     with pytest.raises(InputError, match="both have 16 workers"):
-        compose("twice", [network, network.at(workers=64)])
+        compose_networks("twice", [network, network.at(workers=64)])
 
 
 def test_measurements_inside_one_node_alone_are_those_of_most_gpus() -> None:
     few, all_of_them = (affine(1e-5, 1e-11, workers=workers, topology=Topology(gpus_per_node=8)) for workers in (2, 8))
-    network = compose("node", [all_of_them, few])
+    network = compose_networks("node", [all_of_them, few])
     assert network.workers == 8
     assert [row.workers for row in network.rows] == [2]
     assert network.one_node
@@ -134,14 +134,14 @@ def test_measurements_inside_one_node_alone_are_those_of_most_gpus() -> None:
 
 def test_a_table_is_read_with_the_nodes_and_latencies_it_is_told(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(LONG)
-    near, far = (read(str(tmp_path / "t.csv"), gpus_per_node=4, hop_s=hop_s) for hop_s in (1e-6, 1e-4))
+    near, far = (read_network(str(tmp_path / "t.csv"), gpus_per_node=4, hop_s=hop_s) for hop_s in (1e-6, 1e-4))
     assert (near.workers, near.topology.gpus_per_node) == (8, 4)
     assert float(far.cost.time(8)) > float(near.cost.time(8))
 
 
 def test_what_is_no_measurement_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
-        read(str(tmp_path / "missing.txt"))
+        read_network(str(tmp_path / "missing.txt"))
     (tmp_path / "t.csv").write_text(LONG)
     with pytest.raises(InputError, match="--gpus-per-node"):
-        read(str(tmp_path / "t.csv"))
+        read_network(str(tmp_path / "t.csv"))

@@ -7,7 +7,7 @@ import pytest
 from backbeat.cost import Curve
 from backbeat.cost.accelerators import accelerator_named
 from backbeat.errors import InputError
-from backbeat.lab.layout_jobs import transfers
+from backbeat.lab.jobs import transfers
 from backbeat.lab.layout_lab import (
     LayoutCase,
     TimedLinks,

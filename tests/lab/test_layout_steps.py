@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard  # noqa: E402
 from torch.distributed.tensor import parallel as tensor_parallel  # noqa: E402
 from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 
-from backbeat.lab.layout_jobs import ChunkJob, LayoutJob  # noqa: E402
+from backbeat.lab.jobs import ChunkJob, LayoutJob  # noqa: E402
 from backbeat.lab.layout_steps import SCHEDULES, LayoutStep  # noqa: E402
 from backbeat.layouts.layout import Layout  # noqa: E402
 from backbeat.layouts.stage_programs import Act, order, programs  # noqa: E402

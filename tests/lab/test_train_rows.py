@@ -11,8 +11,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from backbeat.lab.jobs import Turn  # noqa: E402
 from backbeat.lab.train import WARM_UP, profile_here, train  # noqa: E402
-from backbeat.model import Bucket, HostLink, MemoryPlan, Plan, Profile, Segment  # noqa: E402
-from backbeat.model.files import decode  # noqa: E402
+from backbeat.model import Bucket, HostLink, MemoryPlan, Plan, Segment  # noqa: E402
 
 HERE = torch.device("cpu")
 TURNS = [Turn(0, 2, 0), Turn(0, 3, 1)]
@@ -94,13 +93,13 @@ def test_training_and_profile_are_in_the_same_precision() -> None:
     assert seen["dtype"] == torch.bfloat16
     trained(None)
     assert seen["dtype"] == torch.float32
-    assert decode(profile_here(SPEC, HERE, 4, 0.01, "bf16"), Profile, where="test").precision == "bf16"
+    assert profile_here(SPEC, HERE, 4, 0.01, "bf16").precision == "bf16"
     assert seen["dtype"] == torch.bfloat16
 
 
 def test_the_profile_has_blocks_and_the_optimizer_that_trains() -> None:
     """Plain SGD has no state, where momentum would take as much as the parameters."""
-    profile = decode(profile_here(SPEC, HERE, 4, 0.01), Profile, where="test")
+    profile = profile_here(SPEC, HERE, 4, 0.01)
     assert [block.name for block in profile.blocks] == ["0", "1"]
     assert profile.host_link is not None
     assert profile.memory is not None
@@ -113,5 +112,5 @@ def test_nodes_on_one_gpu_share_its_link_to_the_host(monkeypatch: pytest.MonkeyP
     link = HostLink(to_host_bytes_per_s=40e9, to_device_bytes_per_s=48e9)
     monkeypatch.setattr("backbeat.measure.model.chain_costs.measure_host_link", lambda *given: link)
     for sharing, expected in ((1, link), (4, HostLink(to_host_bytes_per_s=10e9, to_device_bytes_per_s=12e9))):
-        profile = decode(profile_here(SPEC, HERE, 4, 0.01, sharing=sharing), Profile, where="test")
+        profile = profile_here(SPEC, HERE, 4, 0.01, sharing=sharing)
         assert profile.host_link == expected

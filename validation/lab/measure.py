@@ -30,7 +30,7 @@ from backbeat.lab.experiment import MeasuredPlan
 from backbeat.lab.health import change
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import Choice, parse, shorthand
-from backbeat.lab.requirements import check
+from backbeat.lab.requirements import check_requirements
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import Profile, files
@@ -127,7 +127,7 @@ def measure(
     end: float,
 ) -> None:
     """Calibrate, then measure what is missing, model by model, while there is time."""
-    calibrated = experiment.calibrate(
+    calibrated = experiment.calibrate_lab(
         session,
         setting,
         choices,
@@ -150,7 +150,7 @@ def measure(
         if time.monotonic() + expected_s > end:
             return
         before = session.ask("health", 60)
-        results, alone_s = experiment.measure(session, profile, setting, made, seconds_each)
+        results, alone_s = experiment.measure_plans(session, profile, setting, made, seconds_each)
         record["models"] = [one for one in record["models"] if one["name"] != model] + [compute_of(model, profile)]
         record["alone"].append(
             {
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--budget", default="25s", help="to calibrate each setting for")
     parser.add_argument("--time-limit", default="30min", help="stop in time")
     given = parser.parse_args()
-    check(given.backend)
+    check_requirements(given.backend)
     end = time.monotonic() + parse_duration(given.time_limit)
     profiles = {name: Profile.load(name) for name in given.models.split(",")}
     given.folder.mkdir(parents=True, exist_ok=True)

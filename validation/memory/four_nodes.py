@@ -42,7 +42,7 @@ from backbeat.errors import BackbeatError, InputError, MeasurementError
 from backbeat.lab import experiment
 from backbeat.lab.jobs import ROUNDS, per_round
 from backbeat.lab.plans import Choice
-from backbeat.lab.requirements import check
+from backbeat.lab.requirements import check_requirements
 from backbeat.lab.setting import Setting
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.files import write
@@ -219,7 +219,7 @@ def run(given: argparse.Namespace) -> bool:
     fine = True
     for rate in given.bandwidth:
         setting = Setting(nodes=given.nodes, rate_bits=rate, backend=given.backend)
-        check(setting.backend)
+        check_requirements(setting.backend)
         table = Table(given.folder, setting, given)
         try:
             with experiment.Nodes(setting, COMMUNICATORS) as nodes:
@@ -261,7 +261,7 @@ def _setting(
     calibrated = table.timed(
         "calibration",
         lambda: nodes.do(
-            lambda session: experiment.calibrate(
+            lambda session: experiment.calibrate_lab(
                 session, setting, choices, budget_s=given.budget, largest_bytes=profiles[0].total_bytes
             )
         ),

@@ -31,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 import backbeat as bb
 from backbeat.comm.machine import source
 from backbeat.measure.model.chain import find_blocks
-from backbeat.measure.model.factory import load
+from backbeat.measure.model.factory import load_factory
+from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import measure_factory
 from backbeat.measure.model.training_step import autocast, tensor_cores
 from backbeat.model import MemoryPlan, Profile, Segment
@@ -48,7 +49,7 @@ class Steps:
 
     def __init__(self, spec: str, batch: int, device: torch.device, precision: str) -> None:
         torch.manual_seed(0)
-        workload = load(spec).build(batch, device)
+        workload = load_factory(spec).build(batch, device)
         self.model, self.batch, self.loss = workload.model.to(device), workload.batch, workload.loss
         self.called: Any = self.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
@@ -174,15 +175,15 @@ def main() -> None:
         )
         for text in given.models.split(","):
             spec, _, batch = text.rpartition(":")
-            profile = measure_factory(
-                load(spec),
+            options = MeasureOptions(
                 batch_size=int(batch),
                 device=given.device,
                 precision=given.precision,
                 accept_noise=True,
                 topk_speed=measure_topk,
                 apply_memory=apply,
-            ).profile
+            )
+            profile = measure_factory(load_factory(spec), options).profile
             entry: dict[str, Any] = {"rows": {}, "profile": {"schema": profile.schema, **msgspec.to_builtins(profile)}}
             document["models"][text] = entry
             for way in WAYS:

@@ -23,7 +23,7 @@ from typing import Any
 from backbeat.lab import experiment
 from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
 from backbeat.lab.plans import Choice
-from backbeat.lab.requirements import check
+from backbeat.lab.requirements import check_requirements
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import Network, Plan, Prediction, Profile
@@ -53,7 +53,7 @@ def both_ways(profile: Profile, network: Network) -> Made:
 
 def calibrated(session: Session, setting: Setting, profile: Profile, budget_s: float) -> CalibratedLab:
     choices = [Choice(name=name, strategy=name) for name in ("ddp", "optimal")]
-    return experiment.calibrate(session, setting, choices, budget_s=budget_s, largest_bytes=profile.total_bytes)
+    return experiment.calibrate_lab(session, setting, choices, budget_s=budget_s, largest_bytes=profile.total_bytes)
 
 
 def rows_of(results: list[MeasuredPlan], facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ def main() -> None:
         backend=options.backend,
         dilation=options.dilation,
     )
-    check(setting.backend)
+    check_requirements(setting.backend)
     seconds, budget = parse_duration(options.seconds), parse_duration(options.budget)
     try:
         found: list[dict[str, Any]] = json.loads(options.file.read_text()) if options.file.exists() else []
@@ -140,7 +140,7 @@ def main() -> None:
             profile = Profile.load(name)
             network = calibrated(session, setting, profile, budget).network
             made = both_ways(setting.slowest(profile), network)
-            results, _ = experiment.measure(session, profile, setting, made, seconds)
+            results, _ = experiment.measure_plans(session, profile, setting, made, seconds)
             found += rows_of(results, facts | {"model": name, "how": "replayed"})
             write(options.file, json.dumps(found, indent=1).encode() + b"\n")
         if options.train is not None:

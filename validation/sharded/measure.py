@@ -36,7 +36,7 @@ from backbeat.lab import experiment
 from backbeat.lab.health import change
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import Choice
-from backbeat.lab.requirements import check
+from backbeat.lab.requirements import check_requirements
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import Gradient, Network, Plan, Profile, Sharding, ShardUnit
@@ -183,7 +183,7 @@ def measure(
 ) -> None:
     """Calibrate, then measure what is left, model by model, while there is time; models go to `tried` as they begin."""
     record = opened(path, setting)
-    calibrated = experiment.calibrate(
+    calibrated = experiment.calibrate_lab(
         session,
         setting,
         [Choice(name="fsdp", strategy="fsdp")],
@@ -212,7 +212,7 @@ def measure(
             continue
         tried.add(model)
         before = session.ask("health", 60)
-        results, alone_s = experiment.measure(session, profiles[model], setting, made, seconds_each)
+        results, alone_s = experiment.measure_plans(session, profiles[model], setting, made, seconds_each)
         write(given.folder / "profiles" / f"{model}.json.gz", encode(profiles[model]))
         record["alone"].append(
             {
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--budget", default="16s", help="to calibrate each lab for")
     parser.add_argument("--limit", default="30min", help="stop in time")
     given = parser.parse_args()
-    check(given.backend)
+    check_requirements(given.backend)
     begun, limit_s = time.monotonic(), parse_duration(given.limit)
     profiles = {name: tiny() if name == "tiny" else Profile.load(name) for name in given.models.split(",")}
     (given.folder / "profiles").mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from backbeat.errors import BackbeatError
 from backbeat.lab import experiment
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import build, parse
-from backbeat.lab.requirements import check
+from backbeat.lab.requirements import check_requirements
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model.files import encode, write
@@ -44,7 +44,7 @@ UNTIMED = 6
 def measure(session: Session, setting: Setting, given: argparse.Namespace, end: float, record: dict[str, Any]) -> None:
     """Every model under every strategy, while there is time."""
     wanted = parse([name for name in given.strategy.split(",") if name.partition(":")[0] in STRATEGIES])
-    calibrated = experiment.calibrate(
+    calibrated = experiment.calibrate_lab(
         session, setting, wanted, budget_s=parse_duration(given.budget), largest_bytes=80_000_000
     )
     record |= {
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--budget", default="12s", help="to calibrate for")
     parser.add_argument("--limit", default="10min", help="stop in time")
     given = parser.parse_args()
-    check(given.backend)
+    check_requirements(given.backend)
     end = time.monotonic() + parse_duration(given.limit)
     setting = setting_of(given.lab, given.backend, 1.0)
     given.folder.mkdir(parents=True, exist_ok=True)

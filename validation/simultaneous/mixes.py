@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from backbeat.lab.experiment import calibrate, open_lab
+from backbeat.lab.experiment import calibrate_lab, open_lab
 from backbeat.lab.jobs import Message, ReplayJob, turns
 from backbeat.lab.plans import parse
 from backbeat.lab.setting import Setting
@@ -94,7 +94,7 @@ def measure(rate: str) -> None:
     ]
     with open_lab(setting, 2) as session:
         choices = parse(["wfbp", "best/2"], None)
-        network = calibrate(session, setting, choices, budget_s=10.0, largest_bytes=32 * MIB).network
+        network = calibrate_lab(session, setting, choices, budget_s=10.0, largest_bytes=32 * MIB).network
         expected = [predicted(mix, network) + FORWARD_S for mix in mixes.values()]
         answers = session.ask("replay", 300.0, jobs=jobs, turns=turns(expected, 0.4))
     rows = {}

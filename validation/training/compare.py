@@ -41,7 +41,7 @@ from sides import check_side
 
 from backbeat.errors import BackbeatError, InputError, MeasurementError
 from backbeat.lab import experiment
-from backbeat.lab.requirements import check
+from backbeat.lab.requirements import check_requirements
 from backbeat.lab.setting import Setting
 from backbeat.model.files import write
 from backbeat.units import parse_duration, parse_rate
@@ -189,7 +189,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     try:
         given = parsed()
-        check(given.backend)
+        check_requirements(given.backend)
         (given.folder / "profiles").mkdir(parents=True, exist_ok=True)
         # The nodes import `sides`.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 
 from backbeat.errors import BackbeatError
 from backbeat.lab import experiment
-from backbeat.lab.requirements import check
+from backbeat.lab.requirements import check_requirements
 from backbeat.lab.setting import Setting
 from backbeat.measure.model.training_step import Training, release
 from backbeat.model.files import write
@@ -120,7 +120,7 @@ def main() -> None:
         show(given.folder)
         return
     try:
-        check(given.backend)
+        check_requirements(given.backend)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         rate = parse_rate(given.bandwidth)
         setting = Setting(nodes=given.nodes, rate_bits=rate, backend=given.backend, busy=True)

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError, where_raised
+from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.launch_bound import LaunchTimes, launch_times
 from backbeat.measure.model.profiler import measure as measure_profile
 from backbeat.measure.model.training_step import Training, release
@@ -355,11 +356,11 @@ def _with_memory(rig: Rig) -> Profile:
     """A profile with what recomputing and offloading cost."""
     before = max(allocated_bytes(rig.device) - rig.batch_bytes, 0)
     model = rig.copy()
-    found = measure_profile(
-        model, rig.step.batch, rig.step.loss, rig.step.make_optimizer(model), precision=rig.precision, iterations=8,
-        warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory,
-        ranks=rig.ranks,
-    ).profile  # fmt: skip
+    options = MeasureOptions(
+        optimizer=rig.step.make_optimizer(model), precision=rig.precision, iterations=8, warmup=3, time_limit_s=5.0,
+        accept_noise=True, apply_memory=apply_memory, ranks=rig.ranks,
+    )  # fmt: skip
+    found = measure_profile(model, rig.step.batch, rig.step.loss, options).profile
     held = found.memory
     if held is not None:
         # What `auto` has built stays beside it here, and not in training.

@@ -33,7 +33,7 @@ from sides import CAPS_MB, Rig, ddp
 
 from backbeat.errors import BackbeatError, InputError
 from backbeat.lab import experiment
-from backbeat.lab.requirements import check
+from backbeat.lab.requirements import check_requirements
 from backbeat.lab.setting import Setting
 from backbeat.measure.model.batches import to_device
 from backbeat.measure.model.training_step import autocast, release
@@ -279,7 +279,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     try:
         given = parsed()
-        check(given.backend)
+        check_requirements(given.backend)
         given.folder.mkdir(parents=True, exist_ok=True)
         # The nodes import this module.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])

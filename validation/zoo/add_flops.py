@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from backbeat.measure.model.batches import sequence_length
 from backbeat.measure.model.chain import ChainRecorder, find_blocks
-from backbeat.measure.model.factory import Factory, inspect_factory, load
+from backbeat.measure.model.factory import Factory, inspect_factory, load_factory
 from backbeat.measure.model.memory_by_kind import block_parameters
 from backbeat.measure.model.operator_work import FlopCounter
 from backbeat.measure.model.training_step import autocast
@@ -47,7 +47,7 @@ def bert_large_classifier(batch_size: int, device: str) -> Any:
 
 
 def count(out: Path, device: torch.device) -> None:
-    factories = [load(f"backbeat.zoo.models:{name}") for name in MODELS]
+    factories = [load_factory(f"backbeat.zoo.models:{name}") for name in MODELS]
     factories.append(inspect_factory(bert_large_classifier, "add_flops:bert_large_classifier"))
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     for factory in (factory for factory in factories if factory.title not in found):

@@ -20,7 +20,7 @@ from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.cost.operators import family_of
 from backbeat.errors import BackbeatError
 from backbeat.measure.model.analytic import analytic_profile
-from backbeat.measure.model.factory import load
+from backbeat.measure.model.factory import load_factory
 from backbeat.model import ComputeShares, Profile
 
 PROFILES = Path(__file__).parents[2] / "backbeat" / "zoo" / "profiles"
@@ -57,7 +57,7 @@ def main() -> None:
 
 def without_recording(profile: Profile) -> ComputeShares | None:
     try:
-        factory = load(f"backbeat.zoo.models:{profile.model.replace('-', '_')}")
+        factory = load_factory(f"backbeat.zoo.models:{profile.model.replace('-', '_')}")
         return analytic_profile(
             factory,
             gpu="h200",

@@ -30,7 +30,7 @@ from backbeat.cost.accelerators import ACCELERATORS
 from backbeat.cost.operator_model import operator_model
 from backbeat.errors import BackbeatError
 from backbeat.measure.model.analytic import analytic_profile
-from backbeat.measure.model.factory import load
+from backbeat.measure.model.factory import load_factory
 from backbeat.measure.model.launch_bound import CLOSE
 from backbeat.model import Profile, Source
 from backbeat.model.files import ZOO, write
@@ -132,7 +132,7 @@ def pace(measured: Profile) -> str:
 
 def compare(measured: Profile, factory: str, gpu: str) -> Row:
     computed = analytic_profile(
-        load(factory),
+        load_factory(factory),
         gpu=gpu,
         batch_size=measured.batch_size,
         precision=measured.precision,

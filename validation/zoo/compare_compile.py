@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from backbeat.measure.model.factory import load
+from backbeat.measure.model.factory import load_factory
 from backbeat.measure.model.profiler import profile
 
 BATCH_SIZES = {"gpt2": 8, "llama_1b": 4, "bert_base": 64}
@@ -48,7 +48,9 @@ def main() -> None:
 def measure(model: str, how: str, options: argparse.Namespace) -> dict[str, Any]:
     torch._dynamo.reset()
     began = time.monotonic()
-    workload = load(f"backbeat.zoo.models:{model}").build(options.batch_size or BATCH_SIZES[model], options.device)
+    workload = load_factory(f"backbeat.zoo.models:{model}").build(
+        options.batch_size or BATCH_SIZES[model], options.device
+    )
     if how == "whole":
         workload.model.compile()
     result = profile(

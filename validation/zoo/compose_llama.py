@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from backbeat.measure.model.compose import compose
+from backbeat.measure.model.compose import compose_profile
 from backbeat.model import Profile, Source
 
 HERE = Path(__file__).parent
@@ -22,7 +22,7 @@ WHOLE = {"llama-1b": 16, "llama-8b": 32}
 
 def composed(folder: Path, model: str) -> Profile:
     shallow, deep = (Profile.load(folder / f"{model}-{layers}-layers.json.gz") for layers in (2, 4))
-    made = compose(shallow, deep, WHOLE[model])
+    made = compose_profile(shallow, deep, WHOLE[model])
     if not isinstance(made.source, Source):
         return made
     command = (

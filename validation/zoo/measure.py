@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -21,7 +22,8 @@ from typing import NamedTuple
 import torch
 
 from backbeat.errors import BackbeatError
-from backbeat.measure.model.factory import Workload, load
+from backbeat.measure.model.factory import Workload, load_factory
+from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import MeasuredModel, measure, profile_name
 from backbeat.measure.model.training_step import autocast, release, tensor_cores
 from backbeat.runtime.compressed.topk_speed import measure_topk
@@ -107,18 +109,15 @@ def _measure_model(
     """Build once, measure in each precision; a failure is printed and does not stop the rest."""
     failures = 0
     try:
-        factory = load(f"backbeat.zoo.models:{model.factory}")
+        factory = load_factory(f"backbeat.zoo.models:{model.factory}")
         workload = factory.build(batch_size, device)
         for precision in precisions:
             path = _path(out, model, batch_size, precision, device, options)
             started = time.monotonic()
             release(device)
             try:
-                result = measure(
-                    workload.model,
-                    workload.batch,
-                    workload.loss,
-                    options.optimizer,
+                measuring = MeasureOptions(
+                    optimizer=options.optimizer,
                     device=device,
                     precision=precision,
                     iterations=options.iterations,
@@ -135,6 +134,7 @@ def _measure_model(
                     topk_speed=measure_topk,
                     apply_memory=apply,
                 )
+                result = measure(workload.model, workload.batch, workload.loss, measuring)
             except BackbeatError as error:
                 failures += 1
                 print(f"FAILED {path.name}: {error}", flush=True)
@@ -219,7 +219,7 @@ def _trace_all(
             print(f"no time left to trace {path.name}", flush=True)
             continue
         try:
-            workload = load(f"backbeat.zoo.models:{model.factory}").build(batch_size, device)
+            workload = load_factory(f"backbeat.zoo.models:{model.factory}").build(batch_size, device)
             _trace(workload, precision, device, path)
             traced += 1
             print(f"{path.name}: {path.stat().st_size / 1e6:.2f} MB", flush=True)
@@ -266,10 +266,10 @@ def _trace(workload: Workload, precision: str, device: torch.device, path: Path)
 def _name(
     model: Model, batch_size: int, precision: str, device: torch.device, options: argparse.Namespace | None = None
 ) -> str:
-    chosen = {"precision": precision}
+    chosen = MeasureOptions(precision=precision)
     if options is not None:
-        chosen |= {"optimizer": options.optimizer, "compile_blocks": options.compile}
-    return profile_name(load(f"backbeat.zoo.models:{model.factory}"), batch_size, chosen, device)
+        chosen = replace(chosen, optimizer=options.optimizer, compile_blocks=options.compile)
+    return profile_name(load_factory(f"backbeat.zoo.models:{model.factory}"), batch_size, chosen, device)
 
 
 def _path(

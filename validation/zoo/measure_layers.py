@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from backbeat.measure.model.factory import load
+from backbeat.measure.model.factory import load_factory
+from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import measure_factory
 from backbeat.measure.model.training_step import release
 from backbeat.runtime.compressed.topk_speed import measure_topk
@@ -40,8 +41,7 @@ def main() -> None:
 
 
 def take(model: str, layers: int, path: Path, options: argparse.Namespace) -> None:
-    profile = measure_factory(
-        load(f"backbeat.zoo.models:{model}").with_layers(layers),
+    measuring = MeasureOptions(
         batch_size=options.batch_size,
         device=options.device,
         precision="bf16",
@@ -53,7 +53,8 @@ def take(model: str, layers: int, path: Path, options: argparse.Namespace) -> No
         command=f"python validation/zoo/measure_layers.py OUT --models {model} --layers {layers}",
         topk_speed=measure_topk,
         apply_memory=apply,
-    ).profile
+    )
+    profile = measure_factory(load_factory(f"backbeat.zoo.models:{model}").with_layers(layers), measuring).profile
     profile.save(path)
     print(
         f"{profile.name}, {layers} layers: {profile.single_s * 1e3:.3f} ms = {profile.forward_s * 1e3:.3f} + "

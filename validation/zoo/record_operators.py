@@ -22,7 +22,7 @@ from compare_analytic import measured_profiles
 
 from backbeat.cost.operator_model import operator_model
 from backbeat.measure.model import analytic
-from backbeat.measure.model.factory import load
+from backbeat.measure.model.factory import load_factory
 
 
 def encode(value: Any) -> Any:
@@ -61,7 +61,7 @@ def record(job: tuple[str, str, int, str]) -> tuple[str, Any]:
     analytic.Estimator = Recorder  # type: ignore[misc]
     SEEN.clear()
     try:
-        workload = analytic.build_without_data(load(factory), batch_size)
+        workload = analytic.build_without_data(load_factory(factory), batch_size)
         figures, _ = analytic.analytic_figures(workload, operator_model("h200", precision), precision, 1)
     except Exception as error:
         return name, f"{type(error).__name__}: {error}"

@@ -24,7 +24,7 @@ from backbeat.measure.model.batches import map_batch
 from backbeat.measure.model.estimator import Estimator, VirtualClock
 from backbeat.measure.model.factory import Factory, Workload
 from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences
-from backbeat.measure.model.inputs import trainable_of
+from backbeat.measure.model.inputs import MeasureOptions, trainable_of
 from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.training_step import (
     PRECISIONS,
@@ -171,7 +171,7 @@ def analytic_figures(
             unpacked_sequences(),
             _parameters_on_host(module, estimator),
         ):
-            figures = measure_training(training, 1, 1, None)
+            figures = measure_training(training, MeasureOptions(iterations=1, warmup=1))
     except Exception as error:
         cause = error.__cause__ if isinstance(error, BackbeatError) else error
         if isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):

@@ -21,7 +21,7 @@ _KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"
 _DIGITS = 8
 
 
-def compose(shallow: Profile, deep: Profile, layers: int, *, name: str | None = None) -> Profile:
+def compose_profile(shallow: Profile, deep: Profile, layers: int, *, name: str | None = None) -> Profile:
     """The same model with `layers` layers. `deep` has more layers than `shallow`, three at least."""
     stack = _find_stack(shallow, deep)
     if layers < stack.deep:

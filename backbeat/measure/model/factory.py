@@ -91,7 +91,7 @@ class Factory:
             raise InputError(f"{self.spec} raised {where_raised(error)}") from error
         return _workload(made, self.spec)
 
-    def samples(self, workload: Workload, batch_size: int | None, optimizer: str | None) -> int | None:
+    def samples(self, workload: Workload, batch_size: int | None, optimizer: object) -> int | None:
         """How many its batch holds. Refuses a batch size or an optimizer that was asked for and that it cannot have."""
         found = self.batch_size(batch_size) or samples_in(workload.batch)
         if batch_size is not None and batch_size != found:
@@ -104,7 +104,7 @@ class Factory:
         return found
 
 
-def load(spec: str) -> Factory:
+def load_factory(spec: str) -> Factory:
     """Import the factory; modules in the current folder are found as `python -m` would find them."""
     module_name, colon, attribute = spec.partition(":")
     if not colon or not module_name or not attribute:

@@ -1,20 +1,78 @@
-"""What the profiler was given, checked before it costs time: the model and the device, and in a first iteration the
-loss, the optimizer, and which parameters get gradients."""
+"""What the profiler was given, checked before it costs time: options, the model and the device, and in a first
+iteration the loss, the optimizer, and which parameters get gradients."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from backbeat.errors import InputError, MeasurementError, MissingPartError, where_raised
+from backbeat.measure.model.launch_bound import ApplyMemory
 from backbeat.measure.model.training_step import Training, is_out_of_memory
+from backbeat.model.checks import at_least
 from backbeat.model.profile import Dtype
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+TopkSpeed = Callable[[Training, int], tuple[float, float] | None]
+"""Seconds of top-k per byte and per bucket, given the bytes of all gradients; None where memory is too short.
+`backbeat.runtime.compressed.topk_speed.measure_topk`: measuring knows no runtime, so callers that have one hand it
+in."""
+
+
+class OtherRanks(Protocol):
+    """Ranks that measure at the same time. None of them waits long for one that does not come."""
+
+    def wait_for_others(self) -> None: ...
+
+    def compare(self, what: str, value: float) -> Sequence[float]:
+        """What each rank gave that came."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """How a model is measured, and what its profile says of it."""
+
+    optimizer: torch.optim.Optimizer | str | None = None
+    """`sgd` (with momentum), `adam` or `adamw` by name; `sgd` unless said. Of a factory, where it returns none."""
+    precision: str = "fp32"
+    device: str | torch.device | None = None
+    """Where the model is unless said; a factory's model, on a GPU if there is one."""
+    iterations: int = 30
+    warmup: int = 10
+    accumulation: int = 1
+    """Micro-batches of one iteration."""
+    batch_size: int | None = None
+    """Samples of a micro-batch: as many as its first tensor has rows unless said."""
+    name: str | None = None
+    model_name: str | None = None
+    time_limit_s: float | None = None
+    """Fewer iterations (8 at least) where they would take longer."""
+    accept_noise: bool = False
+    """A measurement on a busy machine (`noise` says when) gets a note; otherwise it is refused."""
+    compile_blocks: bool = False
+    """Run every block under `torch.compile`, as `backbeat profile --compile` does."""
+    keep: bool = True
+    """Put the model back as it was, which takes copies."""
+    command: str | None = None
+    notes: Iterable[str] = ()
+    topk_speed: TopkSpeed | None = None
+    """Without it the profile does not say what top-k costs. `backbeat profile` hands it in, as the next."""
+    apply_memory: ApplyMemory | None = None
+    """Without it the profile does not say what recomputation costs the host of a GPU."""
+    ranks: OtherRanks | None = None
+    """Where several measure at once, they begin each series of iterations together, as the steps of training do: what
+    they share, like a device or a host, is then shared alike."""
+    brief: bool = False
+    """For a job that waits: the time limit may lower the number of all iterations to 9, and FLOPs are left out."""
+
+    def __post_init__(self) -> None:
+        for field in ("iterations", "warmup", "accumulation"):
+            at_least(field, getattr(self, field), 1)
 
 
 def check_model(model: object) -> None:

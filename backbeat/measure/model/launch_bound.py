@@ -146,8 +146,8 @@ def _one_by_one(blocks: Sequence[Block], inputs: Literal["keep", "offload"] = "k
 
 
 def how_launch_bound(host_share: float, waiting: float | None) -> Kind:
-    """`host_share` is the part of an iteration in which the quickest host submits it, `waiting` what plain forward and
-    backward take over the same with the host ahead, where that was measured.
+    """By the share of an iteration that the quickest host takes to submit it, and by how many times as long plain
+    forward and backward take as with the host ahead (None where the host is quick enough not to measure that).
 
     >>> how_launch_bound(0.5, None), how_launch_bound(0.9, 1.0), how_launch_bound(0.9, 1.3)
     ('device-bound', 'close to launch-bound', 'launch-bound')

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from msgspec.structs import replace
 
+from backbeat.comm.clock import Clock
 from backbeat.measure.model.batches import sequence_length
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
 from backbeat.measure.model.compiled import compiled_blocks, graph_blocks, is_compiled
 from backbeat.measure.model.hooks import Owner, PhaseMarks, find_owners, forward_shares, ready_shares
-from backbeat.measure.model.inputs import Gradients, first_iteration
+from backbeat.measure.model.inputs import Gradients, MeasureOptions, first_iteration
 from backbeat.measure.model.launch_bound import (
     CLOSE,
-    ApplyMemory,
     LaunchBound,
     LaunchTimes,
     how_launch_bound,
@@ -28,25 +26,23 @@ from backbeat.measure.model.launch_bound import (
 )
 from backbeat.measure.model.memory_by_kind import measure_memory
 from backbeat.measure.model.operator_work import count_flops
-from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory, median_phases, rounded
+from backbeat.measure.model.training_step import (
+    Marks,
+    Observer,
+    Training,
+    is_out_of_memory,
+    median_phases,
+    release,
+    rounded,
+)
 from backbeat.model import Gradient, Memory, Profile
-
-
-class OtherRanks(Protocol):
-    """Ranks that measure at the same time. None of them waits long for one that does not come."""
-
-    def wait_for_others(self) -> None: ...
-
-    def compare(self, what: str, value: float) -> Sequence[float]:
-        """What each rank gave that came."""
-
 
 _HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8
 _FEWEST_IN_BRIEF = 2
-_UNHURRIED = 28
-"""What a measurement takes with the fewest iterations of each kind; where there is no time for them, a brief one takes
-fewer yet."""
+_ITERATIONS_WITH_FEWEST = 28
+"""All iterations of a measurement with the fewest of each kind. A brief one that has no time for them takes fewer
+yet."""
 
 
 @dataclass(frozen=True)
@@ -122,122 +118,201 @@ class Figures:
         )
 
 
-def measure_training(
-    training: Training,
-    iterations: int,
-    warmup: int,
-    time_limit_s: float | None,
-    apply_memory: ApplyMemory | None = None,
-    compile_blocks: bool = False,
-    ranks: OtherRanks | None = None,
-    brief: bool = False,
-) -> Figures:
-    """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host.
+def measure_training(training: Training, options: MeasureOptions) -> Figures:
+    """Train and take the figures.
 
-    `ranks` begin each series of iterations together, with idle devices: of the blocks, plain, launched, hooked, plain
-    again. `brief` leaves FLOPs out, and where the time limit is short takes as few iterations as give the
-    rest.
+    Series of iterations are of the blocks, plain, launched, hooked, plain again; ranks begin each together. Half of the
+    plain ones come before the hooked ones and half after: a device that slows down as it warms does so to both.
     """
     gradients = first_iteration(training)
     compiled = is_compiled(training.model)
-    flops: tuple[float | None, str | None] = (None, None)
-    if not brief:
-        flops = (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
-    blocks = graph_blocks(training.model).values() if compile_blocks else None
+    flops, no_flops = _flops(training, options, compiled)
+    blocks = graph_blocks(training.model).values() if options.compile_blocks else None
     owners = [] if compiled else find_owners(training.model, gradients.parameters, blocks)
-    with compiled_blocks(training) if compile_blocks else nullcontext(training) as training:
+    with compiled_blocks(training) if options.compile_blocks else nullcontext(training) as training:
         clock = training.clock
-        hurried = False
-        for _ in range(max(1, warmup - 1)):
-            clock.synchronize()
-            started = clock.host_s()
-            training.iterate()
-            clock.synchronize()
-            one_s = clock.host_s() - started
-            if brief and time_limit_s is not None and one_s * _UNHURRIED > time_limit_s:
-                hurried = True
-                break
-        hooked_iterations = min(iterations, _HOOKED_ITERATIONS)
-        if time_limit_s is not None:
-            affordable = int(time_limit_s / max(one_s, 1e-9))
-            fewest = _FEWEST_IN_BRIEF if hurried else _FEWEST_ITERATIONS
-            iterations = max(min(iterations, affordable // 2), min(iterations, fewest))
-            hooked_iterations = max(min(hooked_iterations, affordable // 6), min(hooked_iterations, fewest // 2))
-
-        def begin_together() -> None:
-            clock.synchronize()
-            if ranks is not None:
-                ranks.wait_for_others()
-
-        def compared(what: str, value: float) -> Sequence[float]:
-            return [value] if ranks is None else ranks.compare(what, value)
-
+        run = _Run(training, gradients, owners, options, _warm_up(training, options))
         memory, activations = measure_memory(training, gradients, owners)
-        begin_together()
-        chain = _chain(training, compiled, once=hurried)
+        run.begin()
+        chain = _chain(training, compiled, once=run.counts.hurried)
         memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
-        per_iteration = 3 * training.accumulation + 4
-        # Every series begins with an iteration that only refills the device's queue, and may end with one for the other
-        # ranks. One runs recomputed before that is timed. Modules may be called more than once.
-        clock.reserve(
-            per_iteration * (iterations + 5)
-            + 2 * (2 * per_iteration + len(gradients.parameters) + 2 * len(owners)) * (hooked_iterations + 1)
-        )
-
-        hooked = partial(_hooked, training, gradients, owners, hooked_iterations)
-
-        # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
-        trailing = 0 if ranks is None or hurried else 1
-        begin_together()
-        plain = _series(training, (iterations + 1) // 2, trailing=trailing)
-        clock.synchronize()
-        host, again_s, fetch_s, ahead = None, None, None, None
-        if clock.asynchronous:
-            launched = launch_times(training, begin_together)
-            host = LaunchTimes.quickest(launched)
-            # Recomputed blocks would have to be compiled once more.
-            if apply_memory is not None and not compile_blocks:
-                # Not begun together, as recomputed ones are not: a rank that cannot recompute has none.
-                alone = launch_times(training)
-                again_s = recomputation(training, chain.blocks, alone, apply_memory)
-                fetch_s = recomputation(training, chain.blocks, alone, apply_memory, "offload")
-        begin_together()
+        run.reserve_marks()
+        run.begin()
+        plain = run.plain((run.counts.plain + 1) // 2)
+        host = run.host_times(chain) if clock.asynchronous else None
+        run.begin()
         # Hosts are alike: what disturbs one of them does not count. So all ranks do the same.
-        host_share = min(compared("host share", host.iteration_s / _iteration_s(plain, training) if host else 0.0))
-        if host is not None and host_share >= CLOSE:
-            ahead = hooked(host)
-        observed = ahead or hooked(None)
-        begin_together()
-        plain += _series(training, iterations // 2, trailing=trailing)
-        clock.synchronize()
-
+        share = host.quickest.iteration_s / median(_iteration_s(plain, clock)) if host else 0.0
+        host_share = min(run.compare("host share", share))
+        ahead = run.hooked(host.quickest) if host is not None and host_share >= CLOSE else None
+        hooked = ahead or run.hooked()
+        run.begin()
+        plain += run.plain(run.counts.plain // 2)
+        bound = None if host is None else run.launch_bound(plain, host, host_share, ahead)
+        if bound is not None and bound.kind == "launch-bound":
+            # Plain iterations wait for the host, and so must those that say when each gradient is ready.
+            hooked = run.hooked()
         forward_s, backward_s = median_phases(plain, clock)
-        bound = None
-        if host is not None:
-            device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
-            waiting = median(compared("waiting", (forward_s + backward_s) / device_s)) if device_s else None
-            kind = how_launch_bound(host_share, waiting)
-            host_s = median(compared("host", LaunchTimes.usual(launched).iteration_s))
-            bound = LaunchBound(kind, host_s, _iteration_s(plain, training), device_s, again_s, fetch_s)
-            if bound.kind == "launch-bound":
-                # Plain iterations wait for the host, and so must those that say when each gradient is ready.
-                observed = hooked(None)
         return Figures(
             gradients=gradients,
             forward_s=forward_s,
             backward_s=backward_s,
             update_s=median(clock.between(marks.micro_batches[-1].backward_end, marks.end) for marks in plain),
-            iteration_s=[clock.between(marks.begin, marks.end) for marks in plain],
-            hooked=observed,
+            iteration_s=_iteration_s(plain, clock),
+            hooked=hooked,
             activations=activations,
             memory=memory,
             launch_bound=bound,
             compiled=compiled,
             chain=chain,
-            flops=flops[0],
-            no_flops=flops[1],
+            flops=flops,
+            no_flops=no_flops,
             sequence_length=sequence_length(training.batch),
         )
+
+
+def _flops(training: Training, options: MeasureOptions, compiled: bool) -> tuple[float | None, str | None]:
+    """Of forward and backward, or why they are not known."""
+    if options.brief:
+        return None, None
+    return (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How many iterations are timed."""
+
+    plain: int
+    hooked: int
+    hurried: bool
+    """There is no time for the usual fewest."""
+
+
+def _warm_up(training: Training, options: MeasureOptions) -> _Counts:
+    """Train some iterations, and see by the last of them how many there is time for."""
+    clock, limit_s = training.clock, options.time_limit_s
+    plain, hooked, hurried = options.iterations, min(options.iterations, _HOOKED_ITERATIONS), False
+    for _ in range(max(1, options.warmup - 1)):
+        clock.synchronize()
+        started = clock.host_s()
+        training.iterate()
+        clock.synchronize()
+        one_s = clock.host_s() - started
+        if options.brief and limit_s is not None and one_s * _ITERATIONS_WITH_FEWEST > limit_s:
+            hurried = True
+            break
+    if limit_s is not None:
+        affordable = int(limit_s / max(one_s, 1e-9))
+        fewest = _FEWEST_IN_BRIEF if hurried else _FEWEST_ITERATIONS
+        plain = max(min(plain, affordable // 2), min(plain, fewest))
+        hooked = max(min(hooked, affordable // 6), min(hooked, fewest // 2))
+    return _Counts(plain, hooked, hurried)
+
+
+@dataclass(frozen=True)
+class _HostTimes:
+    """What an iteration takes the host to submit."""
+
+    quickest: LaunchTimes
+    usual: LaunchTimes
+    recompute_s: float | None
+    """As in `LaunchBound`."""
+    fetch_s: float | None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Iterations of one training in series, which all ranks begin together."""
+
+    training: Training
+    gradients: Gradients
+    owners: list[Owner]
+    options: MeasureOptions
+    counts: _Counts
+
+    def begin(self) -> None:
+        """Wait for the device and the other ranks."""
+        self.training.clock.synchronize()
+        if self.options.ranks is not None:
+            self.options.ranks.wait_for_others()
+
+    def compare(self, what: str, value: float) -> Sequence[float]:
+        """What each rank found."""
+        return [value] if self.options.ranks is None else self.options.ranks.compare(what, value)
+
+    def reserve_marks(self) -> None:
+        """Every series begins with an iteration that only refills the device's queue, and may end with one for the
+        other ranks. One runs recomputed before that is timed. Modules may be called more than once."""
+        per_iteration = 3 * self.training.accumulation + 4
+        per_hooked = 2 * per_iteration + len(self.gradients.parameters) + 2 * len(self.owners)
+        self.training.clock.reserve(per_iteration * (self.counts.plain + 5) + 2 * per_hooked * (self.counts.hooked + 1))
+
+    def plain(self, count: int) -> list[Marks]:
+        """Iterations without hooks. One more after them keeps what ranks share as busy as it was, until the slowest
+        rank has ended its own."""
+        trailing = 0 if self.options.ranks is None or self.counts.hurried else 1
+        marks = self._series(count + trailing)[:count] if count else []
+        self.training.clock.synchronize()
+        return marks
+
+    def _series(self, count: int, observer: Observer | None = None) -> list[Marks]:
+        """Iterations one after the other, never waiting in between, as training runs them.
+
+        One more before them refills the queue of a device that works behind the host.
+        """
+        leading = 1 if self.training.clock.asynchronous else 0
+        return [self.training.iterate(observer) for _ in range(leading + count)][leading:]
+
+    def hooked(self, host: LaunchTimes | None = None) -> Hooked:
+        """Watch the gradients, then the modules. Given the host's times, let it get that far ahead each time."""
+        clock, count = self.training.clock, self.counts.hooked
+        with PhaseMarks("backward", clock, host.backward_s if host else 0.0) as ready:
+            ready.watch_gradients(self.gradients.parameters)
+            ready_marks = self._series(count, ready)
+        with PhaseMarks("forward", clock, host.forward_s if host else 0.0) as begun:
+            begun.watch_modules(self.owners)
+            forward_marks = self._series(count, begun) if self.owners else ready_marks
+        clock.synchronize()
+        backward = [marks.micro_batches[-1] for marks in ready_marks]
+        forward = [marks.micro_batches[-1] for marks in forward_marks]
+        return Hooked(
+            ready=ready_shares(zip(backward, ready.recordings[-count:], strict=True), clock),
+            forward=forward_shares(zip(forward, begun.recordings[-count:], strict=True), clock) if self.owners else {},
+            forward_s=median(clock.between(marks.forward_begin, marks.forward_end) for marks in forward),
+            backward_s=median(clock.between(marks.backward_begin, marks.backward_end) for marks in backward),
+        )
+
+    def host_times(self, chain: MeasuredChain) -> _HostTimes:
+        """What the host submits in an iteration, and, where a memory plan can be run, in one that is recomputed."""
+        launched = launch_times(self.training, self.begin)
+        apply_memory, again_s, fetch_s = self.options.apply_memory, None, None
+        # Recomputed blocks would have to be compiled once more.
+        if apply_memory is not None and not self.options.compile_blocks:
+            # Not begun together, as recomputed ones are not: a rank that cannot recompute has none.
+            alone = launch_times(self.training)
+            again_s = recomputation(self.training, chain.blocks, alone, apply_memory)
+            fetch_s = recomputation(self.training, chain.blocks, alone, apply_memory, "offload")
+        return _HostTimes(LaunchTimes.quickest(launched), LaunchTimes.usual(launched), again_s, fetch_s)
+
+    def launch_bound(
+        self, plain: list[Marks], host: _HostTimes, host_share: float, ahead: Hooked | None
+    ) -> LaunchBound:
+        """Whether plain iterations wait for the host. `ahead` is what hooked ones showed where it was let get ahead."""
+        device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
+        plain_s = sum(median_phases(plain, self.training.clock))
+        waiting = median(self.compare("waiting", plain_s / device_s)) if device_s else None
+        return LaunchBound(
+            kind=how_launch_bound(host_share, waiting),
+            host_s=median(self.compare("host", host.usual.iteration_s)),
+            iteration_s=median(_iteration_s(plain, self.training.clock)),
+            device_s=device_s,
+            recompute_s=host.recompute_s,
+            fetch_s=host.fetch_s,
+        )
+
+
+def _iteration_s(plain: list[Marks], clock: Clock) -> list[float]:
+    return [clock.between(marks.begin, marks.end) for marks in plain]
 
 
 def _chain(training: Training, compiled: bool, once: bool) -> MeasuredChain:
@@ -250,44 +325,5 @@ def _chain(training: Training, compiled: bool, once: bool) -> MeasuredChain:
         if not is_out_of_memory(error):
             raise
     training.optimizer.zero_grad(set_to_none=True)
-    if training.device.type == "cuda":
-        torch.cuda.empty_cache()
+    release(training.device)
     return MeasuredChain(notes=("blocks: not measured, the device has no memory left for that at this batch size",))
-
-
-def _series(training: Training, count: int, observer: Observer | None = None, *, trailing: int = 0) -> list[Marks]:
-    """Iterations one after the other, never waiting in between, as training runs them.
-
-    One more before them refills the queue of a device that works behind the host. `trailing` ones after them keep what
-    ranks share as busy as it was, until the slowest rank has ended its own.
-    """
-    leading = 1 if training.clock.asynchronous else 0
-    if not count:
-        return []
-    return [training.iterate(observer) for _ in range(leading + count + trailing)][leading : leading + count]
-
-
-def _hooked(
-    training: Training, gradients: Gradients, owners: list[Owner], count: int, host: LaunchTimes | None
-) -> Hooked:
-    """Watch the gradients, then the modules. Given the host's times, let it get that far ahead each time."""
-    clock = training.clock
-    with PhaseMarks("backward", clock, host.backward_s if host else 0.0) as ready:
-        ready.watch_gradients(gradients.parameters)
-        ready_marks = _series(training, count, ready)
-    with PhaseMarks("forward", clock, host.forward_s if host else 0.0) as begun:
-        begun.watch_modules(owners)
-        forward_marks = _series(training, count, begun) if owners else ready_marks
-    clock.synchronize()
-    backward = [marks.micro_batches[-1] for marks in ready_marks]
-    forward = [marks.micro_batches[-1] for marks in forward_marks]
-    return Hooked(
-        ready=ready_shares(zip(backward, ready.recordings[-count:], strict=True), clock),
-        forward=forward_shares(zip(forward, begun.recordings[-count:], strict=True), clock) if owners else {},
-        forward_s=median(clock.between(marks.forward_begin, marks.forward_end) for marks in forward),
-        backward_s=median(clock.between(marks.backward_begin, marks.backward_end) for marks in backward),
-    )
-
-
-def _iteration_s(plain: list[Marks], training: Training) -> float:
-    return median(training.clock.between(marks.begin, marks.end) for marks in plain)

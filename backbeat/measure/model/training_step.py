@@ -65,8 +65,8 @@ class Training:
     optimizer: torch.optim.Optimizer
     device: torch.device
     precision: str
-    accumulation: int
-    scaler: Any
+    accumulation: int = 1
+    scaler: Any = None
     clock: Clock
 
     def iterate(self, observer: Observer | None = None) -> Marks:

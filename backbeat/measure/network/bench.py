@@ -77,7 +77,7 @@ class Bench:
         self._begun = time.perf_counter()
 
     def sample(self, case: Case) -> float:
-        """This rank's own time of one run. Pass it through `agree` before anything is decided by it."""
+        """This rank's own time of one run. Pass it through `largest_over_ranks` before anything is decided by it."""
         with explained(str(case)):
             launch = self._launcher(case)
             if self.device.type == "cuda":
@@ -91,7 +91,7 @@ class Bench:
                 work.wait()
             return time.perf_counter() - start
 
-    def agree(self, values: Sequence[float]) -> list[float]:
+    def largest_over_ranks(self, values: Sequence[float]) -> list[float]:
         """The element-wise largest over all ranks: the same on every rank, so that all take the same decisions."""
         with explained("agreeing on times"):
             pace = statistics.median(self._paces) if self._paces else _FIRST_PACE_S
@@ -165,11 +165,16 @@ def largest(communicator: Communicator, values: Sequence[float], device: torch.d
     """The element-wise largest over all ranks."""
     shared = torch.tensor(values, dtype=torch.float64, device=device)
     communicator.all_reduce_max(shared).wait()
+    until_idle(device, timeout_s)
+    return [float(value) for value in shared.tolist()]
+
+
+def until_idle(device: torch.device, timeout_s: float) -> None:
+    """Wait until a GPU has done what its stream holds; on a CPU, what was called is done."""
     if device.type == "cuda":
         done = cuda.Event()
         done.record()
         until(done, timeout_s)
-    return [float(value) for value in shared.tolist()]
 
 
 @contextmanager

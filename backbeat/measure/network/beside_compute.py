@@ -33,7 +33,6 @@ _LEAD_CYCLES = 4_000_000
 _LEAD_S = 4e-3
 _PAIRS = 7
 _COVERED = 4
-"""All-reduces last for this many times what the work takes alone."""
 
 
 def shared_devices(group: Any, device: torch.device) -> bool:
@@ -84,13 +83,14 @@ def beside_bytes(seconds_of: Callable[[int], float]) -> int:
     return size
 
 
-def messages_beside(work_s: float, message_s: float) -> int:
-    """How many messages in a row last longer than the work beside them.
+def messages_beside(work_s: float, message_s: float, *, covered: float = _COVERED, lead_s: float = _LEAD_S) -> int:
+    """How many messages in a row last for `covered` times what the work beside them takes alone, which begins after
+    `lead_s`.
 
     >>> messages_beside(5e-3, 1e-3)
     25
     """
-    return 1 + math.ceil((_LEAD_S + _COVERED * work_s) / max(message_s, 1e-5))
+    return 1 + math.ceil((lead_s + covered * work_s) / max(message_s, 1e-5))
 
 
 @dataclass

@@ -21,10 +21,19 @@ from backbeat.comm.communicators import Communicator, Communicators, backend_of,
 from backbeat.comm.gloo import settle_gloo
 from backbeat.comm.machine import today, versions
 from backbeat.cost.collectives import Collective
+from backbeat.cost.samples import Timing
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.bench import Bench, explained
 from backbeat.measure.network.beside_compute import measure_slowdown, shared_devices
-from backbeat.measure.network.case import COLLECTIVES, SIZES, held_out_cases, series_of, smallest_of_each_kind
+from backbeat.measure.network.case import (
+    COLLECTIVES,
+    SIZES,
+    Case,
+    Series,
+    held_out_cases,
+    series_of,
+    smallest_of_each_kind,
+)
 from backbeat.measure.network.findings import (
     MeasuredCluster,
     host_note,
@@ -34,7 +43,7 @@ from backbeat.measure.network.findings import (
     sharing_unknown,
 )
 from backbeat.measure.network.jumps import SHARE, refine_jumps
-from backbeat.measure.network.sampling import BRIEF, THOROUGH, Progress, measure
+from backbeat.measure.network.sampling import BRIEF, THOROUGH, Effort, Progress, SamplingOutcome, sample_cases
 from backbeat.measure.network.sharded_host import AddedHostTimes, by_unit_and_parameter, measure_sharded_host
 from backbeat.model.files import Source
 from backbeat.model.network import Network
@@ -46,11 +55,8 @@ _HOST_S, _HOST_SHARE = 2.0, 0.1
 
 
 def calibrate(**options: Any) -> Network:
-    """Measure the cluster that a process group spans. Collective: every rank of the group calls it alike.
-
-    Options are those of `measure_cluster`: `group`, `device`, `budget_s`, `sizes`, `communicators`, `collectives`,
-    `name`, `settle`, `sharded`, `slowdown`, `brief`, `progress`.
-    """
+    """Measure the cluster that a process group spans. Collective: every rank of the group calls it alike. Options are
+    those of `measure_cluster`."""
     return measure_cluster(**options).network
 
 
@@ -82,12 +88,7 @@ def measure_cluster(
     `settle` is for gloo ranks that share too few cores: see `comm.gloo.settle_gloo`.
     """
     _check(budget_s, sizes, communicators, collectives)
-    if not dist.is_initialized():
-        raise InputError("torch.distributed is not initialised: call init_process_group first, or run under torchrun")
-    group = group if group is not None else dist.group.WORLD
-    workers = dist.get_world_size(group)
-    if workers < 2:
-        raise InputError("calibration needs 2 workers or more, this group has 1: start more with torchrun")
+    group = _at_least_two_ranks(group)
     backend, where = _backend_and_device(group, device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
@@ -101,43 +102,59 @@ def measure_cluster(
     if settle and backend == "gloo":
         done = settle_gloo()
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
-    bench = Bench(list(links), rank=links.rank, workers=workers, device=where, timeout_s=timeout_s, idle=not brief)
+
+    bench = Bench(list(links), rank=links.rank, workers=links.size, device=where, timeout_s=timeout_s, idle=not brief)
     held_out = () if brief else held_out_cases(sorted(set(sizes)))
     series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded, brief=brief)
     show: Progress = progress or (lambda what, share: None)
-    show("connecting", 0.0)
-    bench.connect(smallest_of_each_kind(series))
     host_s = min(_HOST_S, _HOST_SHARE * budget_s) if sharded and where.type == "cuda" else 0.0
-    outcome = measure(bench, series, budget_s * (1 - SHARE) - host_s, show, BRIEF if brief else THOROUGH)
-    # Of the curve only: what is held out must not decide where it is measured.
-    curve = {case: timing for case, timing in outcome.timings.items() if case not in held_out}
-    further = refine_jumps(bench, curve, budget_s - host_s, show)
-    (elapsed_s,) = bench.agree([bench.elapsed()])
-    outcome = replace(outcome, timings={**outcome.timings, **further}, elapsed_s=elapsed_s)
-    notes += notes_of(outcome, budget_s, backend, hosts, workers)
+    outcome, of_curves = _sampled(bench, series, held_out, budget_s, host_s, show, BRIEF if brief else THOROUGH)
+    notes += notes_of(outcome, budget_s, backend, hosts, links.size)
     if bench.timed:
         notes.append(host_note(bench.pace_s, bench.late, bench.timed))
     network = network_from(
-        {**curve, **further},
-        name=name or f"{backend}-{workers}",
-        workers=workers,
+        of_curves,
+        name=name or f"{backend}-{links.size}",
+        workers=links.size,
         backend=backend,
         per_node=max(hosts),
-        source=_source(date, where, len(hosts), workers),
+        source=_source(date, where, len(hosts), links.size),
         notes=notes,
     )
     network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network), *sharing_unknown(network)))
+
     if slowdown and where.type == "cuda" and not shared_devices(group, where):
         show("computation beside collectives", 1.0)
         with explained("computation beside collectives"):
             network = _with_slowdowns(network, links[0], where, timeout_s)
     if host_s:
         show("what FSDP2 costs the host", 1.0)
-        network = with_sharded_host(network, links, bench.agree, host_s)
+        network = with_sharded_host(network, links, bench.largest_over_ranks, host_s)
     # Only after success: taking down a communicator whose peer is gone can wait for ever.
     links.close()
     measured = tuple(case for case in held_out if case in outcome.timings)
     return MeasuredCluster(network=network, outcome=outcome, held_out=measured)
+
+
+def _sampled(
+    bench: Bench,
+    series: Sequence[Series],
+    held_out: Sequence[Case],
+    budget_s: float,
+    host_s: float,
+    show: Progress,
+    effort: Effort,
+) -> tuple[SamplingOutcome, dict[Case, Timing]]:
+    """All that was timed, and what of it makes the curves; `host_s` of the budget are kept for later."""
+    show("connecting", 0.0)
+    bench.connect(smallest_of_each_kind(series))
+    outcome = sample_cases(bench, series, budget_s * (1 - SHARE) - host_s, show, effort)
+    # Of the curve only: what is held out must not decide where it is measured.
+    curve = {case: timing for case, timing in outcome.timings.items() if case not in held_out}
+    further = refine_jumps(bench, curve, budget_s - host_s, show)
+    (elapsed_s,) = bench.largest_over_ranks([bench.elapsed()])
+    outcome = replace(outcome, timings={**outcome.timings, **further}, elapsed_s=elapsed_s)
+    return outcome, {**curve, **further}
 
 
 def _with_slowdowns(network: Network, link: Communicator, where: torch.device, timeout_s: float) -> Network:
@@ -160,19 +177,22 @@ def _with_sharded_times(network: Network, **found: Any) -> Network:
 
 
 def with_sharded_host(
-    network: Network, links: Communicators, agree: Callable[[Sequence[float]], list[float]], limit_s: float
+    network: Network,
+    links: Communicators,
+    largest_over_ranks: Callable[[Sequence[float]], list[float]],
+    limit_s: float,
 ) -> Network:
-    """The network with what FSDP2 costs the host. Collective; `agree` gives the largest figures over ranks.
+    """The network with what FSDP2 costs the host. Collective.
 
     Where FSDP2 does not run, or not on every rank, the network is as good for everything else.
     """
     what = "what FSDP2 costs the host"
     try:
         with explained(what):
-            found = by_unit_and_parameter(AddedHostTimes(*agree(measure_sharded_host(links, limit_s))))
+            added = AddedHostTimes(*largest_over_ranks(measure_sharded_host(links, limit_s)))
     except MissingPartError as error:
         return msgspec.structs.replace(network, notes=(*network.notes, f"{what} was not measured: {error}"))
-    return _with_sharded_times(network, host=found)
+    return _with_sharded_times(network, host=by_unit_and_parameter(added))
 
 
 def _share_facts(group: Any, why_one: str | None) -> tuple[str, str | None, tuple[int, ...]]:
@@ -204,6 +224,16 @@ def _source(date: str, device: torch.device, hosts: int, workers: int) -> Source
         date=date,
         versions=versions(device),
     )
+
+
+def _at_least_two_ranks(group: Any) -> Any:
+    """The group, or that of all ranks; refuses where there is nothing to measure."""
+    if not dist.is_initialized():
+        raise InputError("torch.distributed is not initialised: call init_process_group first, or run under torchrun")
+    group = group if group is not None else dist.group.WORLD
+    if dist.get_world_size(group) < 2:
+        raise InputError("calibration needs 2 workers or more, this group has 1: start more with torchrun")
+    return group
 
 
 def _backend_and_device(group: Any, device: torch.device | str | None) -> tuple[str, torch.device]:

@@ -58,7 +58,7 @@ def refine_jumps(
     times = {size: timing.median_s for size, timing in isolated.items()}
     uncertainties = {size: timing.median_s * timing.uncertainty for size, timing in isolated.items()}
     found: dict[Case, Timing] = {}
-    (now,) = sampler.agree([sampler.elapsed()])
+    (now,) = sampler.largest_over_ranks([sampler.elapsed()])
     until = now + SHARE * budget_s
     for small, large in jumps(times, uncertainties):
         low, high = small, large
@@ -71,7 +71,9 @@ def refine_jumps(
             case = Case(bytes=size)
             progress(f"closer {case}", 1.0)
             sampler.sample(case)
-            *taken, now = sampler.agree([*(sampler.sample(case) for _ in range(samples)), sampler.elapsed()])
+            *taken, now = sampler.largest_over_ranks(
+                [*(sampler.sample(case) for _ in range(samples)), sampler.elapsed()]
+            )
             found[case] = summarise(taken)
             times[size] = found[case].median_s
             low, high = (low, size) if times[size] - times[low] > times[high] - times[size] else (size, high)

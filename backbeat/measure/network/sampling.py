@@ -1,7 +1,7 @@
 """Which cases fit a time budget, and how often each is repeated.
 
-Every decision is taken from numbers that all ranks share (`Bench.agree`), so that ranks never part ways. Cases are
-sampled in rounds, each in another order, so that a slow drift of the machine touches all sizes alike.
+Every decision is taken from numbers that all ranks share (`Bench.largest_over_ranks`), so that ranks never part ways.
+Cases are sampled in rounds, each in another order, so that a slow drift of the machine touches all sizes alike.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BRIEF = Effort(repeats=3, fewest=3, cautious=False)
 
 class Sampler(Protocol):
     def sample(self, case: Case) -> float: ...
-    def agree(self, values: Sequence[float]) -> list[float]: ...
+    def largest_over_ranks(self, values: Sequence[float]) -> list[float]: ...
     def elapsed(self) -> float: ...
 
 
@@ -67,7 +67,7 @@ class SamplingOutcome:
     elapsed_s: float
 
 
-def measure(
+def sample_cases(
     sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, effort: Effort = THOROUGH
 ) -> SamplingOutcome:
     """Time every case that fits the budget, as often as the effort says and more while there is time."""
@@ -82,12 +82,12 @@ def measure(
         timings=timings,
         dropped=tuple(case for one in series for case in one.cases if case not in timings),
         stable=all(timing.uncertainty <= STABLE for timing in timings.values()),
-        elapsed_s=sampler.agree([sampler.elapsed()])[0],
+        elapsed_s=sampler.largest_over_ranks([sampler.elapsed()])[0],
     )
 
 
 class _Sampling:
-    """One run of `measure`: the cases of each series that fit, and then their rounds."""
+    """One run of `sample_cases`: the cases of each series that fit, and then their rounds."""
 
     def __init__(
         self, sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, effort: Effort
@@ -141,7 +141,7 @@ class _Sampling:
         for _ in range(_TRIES):
             begun = self._sampler.elapsed()
             self._sampler.sample(case)
-            (seconds,) = self._sampler.agree([self._sampler.elapsed() - begun])
+            (seconds,) = self._sampler.largest_over_ranks([self._sampler.elapsed() - begun])
             least = min(least, seconds)
             if least <= limit_s:
                 break
@@ -163,7 +163,9 @@ class _Sampling:
                 ]
                 order.shuffle(turns)
                 self._show(f"{len(samples)} cases, {min(len(taken) for taken in samples.values())} repeats")
-                agreed = self._sampler.agree([*(self._sampler.sample(case) for case in turns), self._sampler.elapsed()])
+                agreed = self._sampler.largest_over_ranks(
+                    [*(self._sampler.sample(case) for case in turns), self._sampler.elapsed()]
+                )
                 for case, seconds in zip(turns, agreed, strict=False):
                     samples[case].append(seconds)
                 late = agreed[-1] >= self._budget_s

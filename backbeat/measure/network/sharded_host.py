@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 from backbeat.comm.agreement import wait_for_all
-from backbeat.comm.spin import until
 from backbeat.errors import MissingPartError, where_raised
 from backbeat.measure.model.training_step import make_optimizer
+from backbeat.measure.network.bench import until_idle
 from backbeat.model.sharded_times import ShardedHost
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class StepTime(NamedTuple):
 
 
 class AddedHostTimes(NamedTuple):
-    """How much longer a host takes for forward and backward of a small model, all its units together, when it is
-    sharded: with few and with many parameters in a unit, kept until backward or resharded after forward."""
+    """What FSDP2 adds to the host's time for forward and backward of a small model, in seconds. Units have few or many
+    parameters, and are kept until backward or resharded after forward."""
 
     few_s: float
     many_s: float
@@ -125,7 +125,7 @@ def _steps(
         if communicators.rank == 0 and index >= _WARMUP + _FEWEST and time.perf_counter() > until_s:
             store.set(enough, "")
         yield _together(communicators, f"{topic}/{index}", step)
-        _until_idle(communicators)
+        until_idle(communicators.device, communicators.timeout.total_seconds())
         # Rank 0 wrote it, if at all, before all ranks met in the step.
         if store.check([enough]):
             return
@@ -166,7 +166,7 @@ def _plain(communicators: Communicators, parameters: int) -> StepTime:
     taken = []
     for _ in range(_WARMUP + _STEPS):
         taken.append(step())
-        _until_idle(communicators)
+        until_idle(communicators.device, communicators.timeout.total_seconds())
     return _usual(taken)
 
 
@@ -202,14 +202,6 @@ def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, given: torch.Ten
 def _usual(taken: Sequence[StepTime]) -> StepTime:
     """What disturbs a host is in every few steps of training, too."""
     return StepTime(*(median(part) for part in zip(*taken[_WARMUP:], strict=True)))
-
-
-def _until_idle(communicators: Communicators) -> None:
-    if communicators.device.type == "cuda":
-        cuda: Any = torch.cuda  # untyped in parts
-        done = cuda.Event()
-        done.record()
-        until(done, communicators.timeout.total_seconds())
 
 
 def _together(communicators: Communicators, topic: str, call: Callable[[], T]) -> T:

@@ -22,7 +22,7 @@ from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.measure.model.batches import samples_in
-from backbeat.measure.model.inputs import device_of
+from backbeat.measure.model.inputs import MeasureOptions, device_of
 from backbeat.measure.model.profiler import measure
 from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, release
 from backbeat.measure.network.calibration import calibrate, with_sharded_host
@@ -269,11 +269,8 @@ class ParallelSearch:
         return self._measured_of(self.model, keep=True)
 
     def _measured_of(self, model: nn.Module, *, keep: bool) -> Profile:
-        return measure(
-            model,
-            self.example.batch,
-            self.example.loss,
-            self.example.make_optimizer(model),
+        options = MeasureOptions(
+            optimizer=self.example.make_optimizer(model),
             precision=self.example.precision,
             # Of a batch that is no tensor nobody need know how many samples it has.
             batch_size=samples_in(self.example.batch) or 1,
@@ -287,7 +284,8 @@ class ParallelSearch:
             apply_memory=apply_memory if self.memory_bytes is not None else None,
             ranks=self.ranks,
             brief=True,
-        ).profile
+        )
+        return measure(model, self.example.batch, self.example.loss, options).profile
 
     def _network(self, profile: Profile) -> Network:
         """The network given, or as measured; with what the model's steps and the host add, unless it says so."""

@@ -15,7 +15,7 @@ import torch
 
 from backbeat.errors import where_raised
 from backbeat.measure.model.training_step import release
-from backbeat.measure.network.beside_compute import beside_bytes
+from backbeat.measure.network.beside_compute import beside_bytes, messages_beside
 from backbeat.model import Slowdown
 from backbeat.runtime.parallel.preserve import copy_of
 
@@ -54,7 +54,7 @@ class Pairs:
         (2, 30, None)
         """
         steps = max(1, math.ceil(_SAMPLE_S / step_s))
-        messages = 1 + math.ceil(_COVERED * steps * step_s / max(message_s, 1e-5))
+        messages = messages_beside(steps * step_s, message_s, covered=_COVERED, lead_s=0.0)
         fitting = int(limit_s / (steps * step_s + messages * message_s))
         if fitting < _LEAST_PAIRS:
             return None

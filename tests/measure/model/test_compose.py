@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from backbeat import Profile
 from backbeat.errors import InputError, MeasurementError
-from backbeat.measure.model.compose import compose
+from backbeat.measure.model.compose import compose_profile
 from backbeat.model import Block, Gradient, Memory, Source
 
 FORWARD, BACKWARD, UPDATE = 2e-3, 5e-3, 1e-3
@@ -80,7 +80,7 @@ def model(layers: int, *, tied: bool = True) -> Profile:
 def test_composed_is_what_the_whole_would_be(shallow: int, between: int, more: int, tied: bool) -> None:
     deep = max(shallow + between, 3)
     whole = model(deep + more, tied=tied)
-    made = compose(model(shallow, tied=tied), model(deep, tied=tied), deep + more)
+    made = compose_profile(model(shallow, tied=tied), model(deep, tied=tied), deep + more)
     for field in ("forward_s", "backward_s", "update_s", "flops_per_sample", "host_s"):
         assert getattr(made, field) == pytest.approx(getattr(whole, field), rel=1e-6)
     assert [one.name for one in made.gradients] == [one.name for one in whole.gradients]
@@ -99,26 +99,26 @@ def test_the_peak_holds_every_gradient() -> None:
     shallow, deep = (
         replace(one, memory=replace(one.memory, peak_bytes=50_000)) for one in (model(2), model(4)) if one.memory
     )
-    memory = compose(shallow, deep, 100).memory
+    memory = compose_profile(shallow, deep, 100).memory
     assert memory is not None
     assert memory.peak_bytes == memory.steady_bytes + memory.gradient_bytes > 50_000
 
 
 def test_the_spread_of_iterations_is_kept() -> None:
     deep = replace(model(4), iteration_s=(0.03, 0.06))
-    made = compose(model(2), deep, 10)
+    made = compose_profile(model(2), deep, 10)
     assert made.iteration_s[1] == pytest.approx(2 * made.iteration_s[0])
     assert made.iteration_s[0] / made.single_s == pytest.approx(0.03 / deep.single_s)
 
 
 def test_what_cannot_be_composed_is_refused() -> None:
     with pytest.raises(InputError, match="batch_size is 8 in one profile and 4"):
-        compose(replace(model(2), batch_size=8), model(4), 8)
+        compose_profile(replace(model(2), batch_size=8), model(4), 8)
     with pytest.raises(InputError, match="only models with one list of layers"):
-        compose(model(4), model(2), 8)
+        compose_profile(model(4), model(2), 8)
     with pytest.raises(InputError, match="compose goes up from the 4"):
-        compose(model(2), model(4), 3)
+        compose_profile(model(2), model(4), 3)
     with pytest.raises(InputError, match="1 and 2 layers were measured"):
-        compose(model(1), model(2), 8)
+        compose_profile(model(1), model(2), 8)
     with pytest.raises(MeasurementError, match=r"forward_s is .* with fewer layers"):
-        compose(replace(model(2), forward_s=1.0), model(4), 8)
+        compose_profile(replace(model(2), forward_s=1.0), model(4), 8)

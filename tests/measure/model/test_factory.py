@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from typer.testing import CliRunner
 from backbeat import Profile
 from backbeat.cli import app
 from backbeat.errors import InputError, MeasurementError
-from backbeat.measure.model.factory import inspect_factory, load
+from backbeat.measure.model.factory import inspect_factory, load_factory
+from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import compose_factory, measure_factory
 
-QUICK = {"iterations": 2, "warmup": 1, "device": "cpu"}
+QUICK = MeasureOptions(iterations=2, warmup=1, device="cpu")
 
 SOURCE = '''
 import torch
@@ -126,15 +128,15 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 
 def test_a_factory_is_called_with_what_it_takes(module: str) -> None:
-    assert measure_factory(load(f"{module}:plain"), **QUICK).profile.batch_size == 3
-    assert measure_factory(load(f"{module}:own_default"), **QUICK).profile.batch_size == 5
-    assert measure_factory(load(f"{module}:own_default"), batch_size=2, **QUICK).profile.batch_size == 2
-    profile = measure_factory(load(f"{module}:both"), **QUICK).profile
+    assert measure_factory(load_factory(f"{module}:plain"), QUICK).profile.batch_size == 3
+    assert measure_factory(load_factory(f"{module}:own_default"), QUICK).profile.batch_size == 5
+    assert measure_factory(load_factory(f"{module}:own_default"), replace(QUICK, batch_size=2)).profile.batch_size == 2
+    profile = measure_factory(load_factory(f"{module}:both"), QUICK).profile
     assert profile.batch_size == 64
     assert sys.modules[module].CALLS == [(64, "cpu")]
     assert profile.name == "both-b64-fp32-cpu"
     assert profile.notes[0] == f"{module}:both: Two layers and a ReLU."
-    profile = measure_factory(load(f"{module}:with_optimizer"), batch_size=4, **QUICK).profile
+    profile = measure_factory(load_factory(f"{module}:with_optimizer"), replace(QUICK, batch_size=4)).profile
     assert profile.name == "with-optimizer-b4-fp32-cpu"
     assert profile.memory is not None
     assert profile.memory.optimizer_bytes == 2 * profile.memory.parameter_bytes
@@ -158,7 +160,7 @@ def test_a_factory_is_called_with_what_it_takes(module: str) -> None:
 )
 def test_a_bad_factory_is_explained(module: str, factory: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        measure_factory(load(f"{module}:{factory}"), **QUICK)
+        measure_factory(load_factory(f"{module}:{factory}"), QUICK)
 
 
 def test_a_bad_name_is_explained(module: str) -> None:
@@ -172,24 +174,24 @@ def test_a_bad_name_is_explained(module: str) -> None:
         (f"{module}_needy:f", "needs the module 'a_module_nobody_has'"),
     ):
         with pytest.raises(InputError, match=message):
-            load(spec)
+            load_factory(spec)
 
 
 def test_a_batch_size_that_cannot_be_passed_on_is_refused(module: str) -> None:
     with pytest.raises(InputError, match="takes no batch_size and its batch holds 3 samples, not 9"):
-        measure_factory(load(f"{module}:plain"), batch_size=9, **QUICK)
-    assert measure_factory(load(f"{module}:plain"), batch_size=3, **QUICK).profile.batch_size == 3
+        measure_factory(load_factory(f"{module}:plain"), replace(QUICK, batch_size=9))
+    assert measure_factory(load_factory(f"{module}:plain"), replace(QUICK, batch_size=3)).profile.batch_size == 3
     with pytest.raises(InputError, match="batch size is 0"):
-        measure_factory(load(f"{module}:own_default"), batch_size=0, **QUICK)
+        measure_factory(load_factory(f"{module}:own_default"), replace(QUICK, batch_size=0))
 
 
 def test_out_of_memory_names_the_batch_size_that_fits(module: str) -> None:
     with pytest.raises(MeasurementError, match="at batch size 64; batch size 8 fits: use --batch-size 8"):
-        measure_factory(load(f"{module}:large"), **QUICK)
+        measure_factory(load_factory(f"{module}:large"), QUICK)
     with pytest.raises(MeasurementError, match="not even batch size 1 fits"):
-        measure_factory(load(f"{module}:always_too_large"), **QUICK)
+        measure_factory(load_factory(f"{module}:always_too_large"), QUICK)
     with pytest.raises(MeasurementError, match="takes no batch_size"):
-        measure_factory(load(f"{module}:fixed_too_large"), **QUICK)
+        measure_factory(load_factory(f"{module}:fixed_too_large"), QUICK)
 
 
 def test_the_command_writes_a_profile(module: str, tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_the_command_fails_with_one_line_and_writes_nothing(module: str, tmp_pat
 
 
 def test_the_zoos_factories_say_what_they_need() -> None:
-    factory = load("backbeat.zoo.models:bert_base")
+    factory = load_factory("backbeat.zoo.models:bert_base")
     assert factory.takes_batch_size
     assert factory.takes_device
     assert factory.description == "BERT-Base, masked language model (transformers), 128 tokens a sample."
@@ -265,11 +267,11 @@ def test_a_factory_with_layers_is_composed_from_few(tmp_path, monkeypatch) -> No
         "    return Tower(layers), torch.randn(batch_size, 64), lambda model, batch: model(batch).sum()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    factory = load("tower:tower")
+    factory = load_factory("tower:tower")
     assert factory.default_layers == 30
-    options = {"device": "cpu", "optimizer": "adamw", "iterations": 4, "warmup": 1, "accept_noise": True}
-    whole = measure_factory(factory, **options).profile
-    made = compose_factory(factory, (4, 20), **options)
+    options = MeasureOptions(device="cpu", optimizer="adamw", iterations=4, warmup=1, accept_noise=True)
+    whole = measure_factory(factory, options).profile
+    made = compose_factory(factory, (4, 20), options)
     assert {one.name: one.bytes for one in made.gradients} == {one.name: one.bytes for one in whole.gradients}
     assert made.memory == whole.memory
     assert made.flops_per_sample == whole.flops_per_sample
@@ -279,7 +281,7 @@ def test_a_factory_with_layers_is_composed_from_few(tmp_path, monkeypatch) -> No
 
 def test_a_factory_without_layers_cannot_be_composed() -> None:
     with pytest.raises(InputError, match="takes no layers"):
-        compose_factory(inspect_factory(lambda: None, "mine:model"), (2, 4))
+        compose_factory(inspect_factory(lambda: None, "mine:model"), (2, 4), QUICK)
 
 
 @pytest.mark.parametrize(
@@ -303,5 +305,5 @@ def test_options_that_do_not_go_together_are_refused(module: str, words: tuple[s
 
 
 def test_an_optimizer_by_name_is_in_the_profiles_name(module: str) -> None:
-    profile = measure_factory(load(f"{module}:both"), batch_size=4, optimizer="adamw", **QUICK).profile
+    profile = measure_factory(load_factory(f"{module}:both"), replace(QUICK, batch_size=4, optimizer="adamw")).profile
     assert profile.name == "both-b4-fp32-adamw-cpu"

@@ -14,8 +14,9 @@ from torch import nn
 
 from backbeat.comm.clock import Clock
 from backbeat.measure.model import observation
+from backbeat.measure.model.inputs import MeasureOptions, OtherRanks
 from backbeat.measure.model.launch_bound import LaunchBound, LaunchTimes, _one_by_one
-from backbeat.measure.model.observation import Figures, OtherRanks, measure_training
+from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.profiler import _launch_bound_note, host_fields
 from backbeat.measure.model.training_step import Training
 from backbeat.model import Block
@@ -106,7 +107,8 @@ def take_figures(
         scaler=None,
         clock=clock,
     )
-    return measure_training(training, 8, 2, None, apply, ranks=ranks)
+    options = MeasureOptions(iterations=8, warmup=2, apply_memory=apply, ranks=ranks)
+    return measure_training(training, options)
 
 
 def own_shares(layers: list[float]) -> dict[int, float]:

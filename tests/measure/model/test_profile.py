@@ -21,6 +21,7 @@ from backbeat.comm.clock import Clock
 from backbeat.errors import InputError
 from backbeat.measure import profile
 from backbeat.measure.model import profiler
+from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import measure
 
 
@@ -229,7 +230,8 @@ def test_hooks_are_removed_when_training_fails_midway() -> None:
 
 
 def test_the_time_limit_keeps_a_few_iterations() -> None:
-    result = measure(classifier(), images(), loss, iterations=20, warmup=1, time_limit_s=0.0, accept_noise=True)
+    options = MeasureOptions(iterations=20, warmup=1, time_limit_s=0.0, accept_noise=True)
+    result = measure(classifier(), images(), loss, options)
     assert len(result.profile.iteration_s) == 8
     assert result.overhead > 0
     assert result.launch_bound is None

@@ -10,7 +10,6 @@ from small_models import QUICK, classifier, images, loss
 from torch import nn
 
 from backbeat.measure import profile
-from backbeat.measure.model.profiler import measure
 from backbeat.runtime.compressed import topk_speed
 from backbeat.runtime.memory import apply
 
@@ -51,7 +50,7 @@ def test_without_the_runtime_the_profile_does_not_say() -> None:
 def test_on_a_gpu(precision: str) -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
     batch = torch.randn(256, 512), torch.randint(0, 4, (256,))
-    result = measure(model, batch, loss, device="cuda", precision=precision, iterations=6, warmup=2, **RUNTIME).profile
+    result = profile(model, batch, loss, device="cuda", precision=precision, iterations=6, warmup=2, **RUNTIME)
     assert len(result.gradients) == 6
     assert result.gradients[0].name.startswith("4.")
     assert result.gradients[-1].name.startswith("0.")

@@ -24,7 +24,7 @@ from backbeat.measure.network.case import (
     smallest_of_each_kind,
 )
 from backbeat.measure.network.findings import _isolated, misfits, network_from, warnings
-from backbeat.measure.network.sampling import BRIEF, FEWEST_REPEATS, REPEATS, THOROUGH, SamplingOutcome, measure
+from backbeat.measure.network.sampling import BRIEF, FEWEST_REPEATS, REPEATS, THOROUGH, SamplingOutcome, sample_cases
 from backbeat.model import Network
 from backbeat.units import doubling
 
@@ -38,7 +38,7 @@ def affine(alpha: float, beta: float) -> Callable[[Case], float]:
 
 
 def run(cluster: Cluster, budget_s: float = 60.0, sizes: Sequence[int] = SIZES) -> SamplingOutcome:
-    return measure(cluster, series_of(list(sizes), [1, 2, 4], ()), budget_s, lambda what, share: None)
+    return sample_cases(cluster, series_of(list(sizes), [1, 2, 4], ()), budget_s, lambda what, share: None)
 
 
 def fitted(outcome: SamplingOutcome) -> Network:
@@ -99,7 +99,7 @@ def test_a_job_that_waits_reaches_larger_messages(alpha: float, beta: float) -> 
     for brief in (False, True):
         cluster = Cluster(affine(alpha, beta), noise=0.1)
         cases = series_of(sizes, [1, 2], ("all_gather", "reduce_scatter"), sharded=True, brief=brief)
-        outcome = measure(cluster, cases, 6.0, lambda what, share: None, BRIEF if brief else THOROUGH)
+        outcome = sample_cases(cluster, cases, 6.0, lambda what, share: None, BRIEF if brief else THOROUGH)
         largest = [_isolated(outcome.timings, one)[-1].bytes for one in ("all_reduce", "all_gather", "reduce_scatter")]
         reached.append(min(largest))
         elapsed.append(cluster.now)
@@ -234,7 +234,7 @@ def test_doubling_includes_both_ends() -> None:
 
 def test_a_series_keeps_its_least() -> None:
     case = Case(bytes=8)
-    outcome = measure(
+    outcome = sample_cases(
         Cluster(lambda _: 5.0), [Series(cases=(case,), share=1.0, least=1)], 1.0, lambda what, share: None
     )
     assert isinstance(outcome.timings[case], Timing)
@@ -255,7 +255,7 @@ def together(speed: float) -> Callable[[Case], float]:
 def test_gathers_and_scatters_are_measured_together(sharded: bool) -> None:
     halves = ("all_reduce", "all_gather", "reduce_scatter")
     cases = series_of(list(SIZES), [1, 2], halves, sharded=sharded)
-    outcome = measure(Cluster(together(1.25)), cases, 60.0, lambda what, share: None)
+    outcome = sample_cases(Cluster(together(1.25)), cases, 60.0, lambda what, share: None)
     network = fitted(outcome)
     assert network.sharded is not None
     assert network.sharded.speed(1) == pytest.approx(1.0)

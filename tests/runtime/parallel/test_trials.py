@@ -14,7 +14,7 @@ from test_candidates import candidate
 from torch import nn
 
 import backbeat as bb
-from backbeat.measure.model.profiler import measure
+from backbeat.measure.model.profiler import profile
 from backbeat.measure.network import calibration
 from backbeat.model import Profile
 from backbeat.model.sharded_times import ShardedHost, ShardedTimes
@@ -226,7 +226,7 @@ def test_the_profile_of_a_copy_holds_one_model() -> None:
 
     def profiled(made: nn.Module) -> Profile:
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-        return measure(made, batch, summed, optimizer, iterations=2, warmup=1, accept_noise=True).profile
+        return profile(made, batch, summed, optimizer, iterations=2, warmup=1, accept_noise=True)
 
     alone = profiled(model).memory
     beside = without_original(profiled(copy_of(model)), model).memory
