@@ -63,16 +63,21 @@ class Schedule:
     def of_plan(cls, profile: Profile, plan: Plan) -> tuple[Schedule, list[tuple[str, ...]]]:
         """The plan's buckets, and what it does not name; and each bucket's names."""
         plan.need_buckets("this schedule")
-        buckets = plan.sent_buckets(profile)
-        # Plain lists: most buckets are small, and a numpy call costs more than adding a few numbers.
-        index_of, ready, sizes = profile.index, profile.ready.tolist(), profile.sizes.tolist()
+        buckets, index_of = plan.sent_buckets(profile), profile.index
         members = [[index_of[name] for name in bucket.gradients] for bucket in buckets]
-        schedule = cls(
+        schedule = cls.of_members(profile, members, [bucket.communicator for bucket in buckets])
+        return schedule, [bucket.gradients for bucket in buckets]
+
+    @classmethod
+    def of_members(cls, profile: Profile, members: Sequence[Sequence[int]], communicators: Sequence[int]) -> Schedule:
+        """Buckets of the gradients with these indices."""
+        # Plain lists: most buckets are small, and a numpy call costs more than adding a few numbers.
+        ready, sizes = profile.ready.tolist(), profile.sizes.tolist()
+        return cls(
             np.array([ready[max(indices)] for indices in members]),
             np.array([sum([sizes[index] for index in indices]) for indices in members]),
-            [bucket.communicator for bucket in buckets],
+            communicators,
         )
-        return schedule, [bucket.gradients for bucket in buckets]
 
 
 @dataclass(frozen=True, slots=True)
