@@ -14,9 +14,15 @@ from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.memory_timeline import Phase
 from backbeat.simulate.resident_memory import ResidentMemory
-from backbeat.simulate.sharded_activations import tied_block
 from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_memory import MOST_MICRO_BATCHES, Activations, Kinds, always_held, step_moments
+from backbeat.simulate.sharded_memory import (
+    MOST_MICRO_BATCHES,
+    Activations,
+    Kinds,
+    always_held,
+    step_moments,
+    tied_block,
+)
 from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import ShardedChain, chain_of
 from backbeat.simulate.stream_engine import COMPUTE
