@@ -199,9 +199,9 @@ class Network(Document, frozen=True, kw_only=True):
         """The cost model of this network's all-reduce, fitted once.
 
         Where NCCL's all-gathers and reduce-scatters were measured with larger messages, each further byte of an
-        all-reduce takes as long as one of each: NCCL moves the bytes of both, unless switches add up. A slope fitted
-        to small messages may be that of buffers which let these through at once. validation/training/README.md says
-        how near that is.
+        all-reduce takes as long as one of each: NCCL moves the bytes of both, unless switches add up. The all-reduce's
+        own slope may be too small where its messages are small enough for buffers to take them in at once.
+        validation/training/README.md says how near that is.
         """
         own, further = self.all_reduce.curve, self._larger_halves
         slope = own.link_s_per_byte if not further else sum(one.link_s_per_byte for one in further)

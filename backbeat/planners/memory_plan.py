@@ -36,7 +36,7 @@ from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.units import format_bytes
 
-__all__ = ["Chosen", "Search", "memory_plan", "plan_within_memory", "too_small", "uniform"]
+__all__ = ["Chosen", "MemorySearch", "memory_plan", "plan_within_memory", "too_small", "uniform"]
 
 Score = Callable[[ChainRun], tuple[float, ...]]
 
@@ -108,7 +108,7 @@ class Chosen:
     run: ChainRun
 
 
-class Search:
+class MemorySearch:
     """Searches plans for one chain, at any number of budgets; simulations are kept from one budget to the next."""
 
     def __init__(self, chain: Chain) -> None:
@@ -231,7 +231,7 @@ def memory_plan(
     """The fastest plan found for this budget less its reserve; refused where even the least peak is above that."""
     reserve = reserve_for(profile, reserve)
     chain = Chain(profile, ResidentMemory.of(profile, plan, residuals, workers))
-    search = Search(chain)
+    search = MemorySearch(chain)
     chosen = search.fastest(usable(budget_bytes, reserve))
     if chosen is None:
         raise InputError(too_small(search, budget_bytes, reserve))
@@ -282,7 +282,7 @@ def _fitting(profile: Profile, plan: Plan, budget: int, workers: int, options: S
     return planned("host")
 
 
-def too_small(search: Search, budget: int, reserve: float | None = None) -> str:
+def too_small(search: MemorySearch, budget: int, reserve: float | None = None) -> str:
     """Why a budget is refused, and the smallest that would not be."""
     chain, run = search.chain, search.smallest.run
     least = needed(run.peak_bytes, reserve)

@@ -93,11 +93,11 @@ def always_held(resident: ResidentMemory, shards: int) -> Kinds:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is held at one stretch of forward or backward, between the two, or at the end of a micro-batch."""
+    """What is held at one part of forward or backward, between the two, or at the end of a micro-batch."""
 
     call: Call
     before: Kinds
-    """The most between the stretch before it and this one."""
+    """The most between the part before it and this one."""
     during: Kinds
 
 
@@ -127,7 +127,7 @@ class _Held:
         self.totals: Kinds = Counter()
         self._parts: dict[tuple[str, int | None], int] = {}
         self.most: Kinds = Counter()
-        """The highest since the last stretch."""
+        """The highest since the last part."""
 
     def put(self, kind: str, unit: int, size: int) -> None:
         self.take(kind, unit)
@@ -145,16 +145,16 @@ class _Held:
 
 
 def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list[Moment]:
-    """What is held at every stretch, in order of issue. `tied`: the last stretch makes all gradients of the root."""
+    """What is held at every part, in order of issue. `tied`: the last part makes all gradients of the root."""
     sharding = chain.sharding
     param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
-    gradients = [stretch.elements for stretch in chain.stretches]
+    gradients = [part.elements for part in chain.parts]
     if tied:
-        gradients = [0 if one.unit == ROOT else one.elements for one in chain.stretches]
+        gradients = [0 if one.unit == ROOT else one.elements for one in chain.parts]
         gradients[-1] = chain.units[ROOT].elements
     indices: dict[int, list[int]] = {ROOT: []}
-    for index, stretch in enumerate(chain.stretches):
-        indices.setdefault(stretch.unit, []).append(index)
+    for index, part in enumerate(chain.parts):
+        indices.setdefault(part.unit, []).append(index)
     held = _Held()
     moments: list[Moment] = []
     forward, number = True, 0
@@ -173,7 +173,7 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
                 buffer = unit
             else:
                 held.take("gather_buffer", unit)
-        elif event == "turn":
+        elif event == "to_backward":
             held.take("gather_buffer", buffer)
             forward, buffer = False, None
         elif event in ("loss", "forward"):
@@ -183,10 +183,10 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
         elif event == "backward":
             later = sharding.gradient_sync == "last" and number < micro_batches
             before = reduced if sharding.gradient_sync == "last" and number > 1 else 0
-            held.put("whole_gradient", call.stretch, gradients[call.stretch] * (before + param))
+            held.put("whole_gradient", call.part, gradients[call.part] * (before + param))
             moments.append(held.moment(call))
             if later:
-                held.put("whole_gradient", call.stretch, gradients[call.stretch] * reduced)
+                held.put("whole_gradient", call.part, gradients[call.part] * reduced)
         elif event == "wait":
             held.take("scatter_input", unit)
         elif event == "reduce_scatter":
@@ -266,7 +266,7 @@ def _levels(chain: ShardedChain, moments: list[Moment], activations: Activations
             yield _Level(moment.before, activations.at_loss, "loss", "loss")
             yield _Level(moment.during, activations.loss_bytes, "loss", "loss")
         else:
-            for block in chain.stretches[moment.call.stretch].blocks:
+            for block in chain.parts[moment.call.part].blocks:
                 low, high, phase = activations.levels[event, block]
                 yield _Level(moment.before, low, activations.names[block], phase)
                 yield _Level(moment.during, high, activations.names[block], phase)
@@ -275,7 +275,7 @@ def _levels(chain: ShardedChain, moments: list[Moment], activations: Activations
 def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
     """A block after the last unit and after all parameters, whose backward makes the gradient of one of the root's: a
     head tied to the embedding. A pooling, which has a classifier after it, is none."""
-    last = chain.stretches[-1]
+    last = chain.parts[-1]
     if last.unit != ROOT or not (largest := _largest_of_root(chain)):
         return None
     element = DTYPE_BYTES.get(profile.precision, ELEMENT_BYTES)
@@ -320,10 +320,10 @@ def _cast_blocks(profile: Profile, chain: ShardedChain) -> frozenset[int]:
     passed on stays in that dtype."""
     found: set[int] = set()
     stays = False
-    for stretch in chain.stretches:
-        for place, index in enumerate(stretch.blocks):
+    for part in chain.parts:
+        for place, index in enumerate(part.blocks):
             block = profile.blocks[index]
-            if (place == 0 and stretch.unit != ROOT) or (stays and block.chained):
+            if (place == 0 and part.unit != ROOT) or (stays and block.chained):
                 found.add(index)
             stays = index in found and block.cast_output
     return frozenset(found)
@@ -332,7 +332,7 @@ def _cast_blocks(profile: Profile, chain: ShardedChain) -> frozenset[int]:
 def _largest_of_root(chain: ShardedChain) -> int:
     """Elements of the largest parameter that the root holds."""
     held = [0, *chain.pieces.loose]
-    of_root = {block for stretch in chain.stretches if stretch.unit == ROOT for block in stretch.blocks}
+    of_root = {block for part in chain.parts if part.unit == ROOT for block in part.blocks}
     for piece in chain.pieces.pieces:
         if piece.block in of_root:
             held.extend(piece.elements)
