@@ -12,7 +12,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr, replace
 
 from backbeat.cost import Batch, Curve, LinkCost
-from backbeat.cost.collectives import Collective
+from backbeat.cost.collectives import COLLECTIVES, Collective
 from backbeat.cost.scaling import beside_traffic, mixed, stretched
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked, at_least
@@ -24,7 +24,6 @@ from backbeat.model.slowdown import Slowdown
 from backbeat.model.topology import LoadBand, Topology
 
 _MOST_WORKERS = 10**9
-COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 class WorkersRow(Checked, frozen=True, kw_only=True):

@@ -245,8 +245,8 @@ class ShardSearch:
     def _climb(
         self, best: ShardChoice, better: Callable[[ShardChoice, ShardChoice], ShardChoice | None], atoms: int | None
     ) -> ShardChoice:
-        """Take the first better neighbour, again and again, until there is none or so many atoms (without a number,
-        `_IMPROVEMENTS` units) have been simulated."""
+        """Take the first better neighbour, again and again, until there is none or the limit is reached: this many
+        `atoms` simulated, or, where that is None, `_IMPROVEMENTS` units."""
         flips, left = atoms is not None, _IMPROVEMENTS if atoms is None else atoms
         found: ShardChoice | None = best
         while found is not None:

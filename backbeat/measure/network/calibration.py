@@ -20,11 +20,11 @@ import torch.distributed as dist
 from backbeat.comm.communicators import Communicator, Communicators, backend_of, why_one
 from backbeat.comm.gloo import settle_gloo
 from backbeat.comm.machine import today, versions
-from backbeat.cost.collectives import Collective
+from backbeat.cost.collectives import COLLECTIVES, Collective
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.bench import Bench, explained
 from backbeat.measure.network.beside_compute import measure_slowdown, shared_devices
-from backbeat.measure.network.case import COLLECTIVES, SIZES, held_out_cases, series_of, smallest_of_each_kind
+from backbeat.measure.network.case import SIZES, held_out_cases, series_of, smallest_of_each_kind
 from backbeat.measure.network.findings import (
     MeasuredCluster,
     host_note,
