@@ -32,13 +32,13 @@ def framework_iteration(
     if reduction.collective == "reduce_scatter":
         cost = LinkCost(half_curve(network, "reduce_scatter"))
     communicators = plan.communicators
-    schedule, names = Schedule.of_plan(profile, plan)
+    schedule, buckets = Schedule.of_plan(profile, plan)
     if reduction.overlap == "none":
         late = Schedule(np.full_like(schedule.ready, profile.backward_s), schedule.sizes, schedule.communicators)
         flow, clock = communicate(late, cost, communicators), UNDISTURBED
     else:
         flow, clock = communicate_beside(schedule, cost, communicators, slowdown)
-    run = BucketRun(names, schedule, flow, clock, profile.backward_s)
+    run = BucketRun(buckets, schedule, flow, clock, profile.backward_s)
     exposed = exposed_breakdown(profile, cost, run, communicators)
     # With "every" each micro-batch ends as the last does; otherwise those before it only compute.
     repeats = micro_batches if reduction.overlap == "every" else 1

@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from backbeat.cost import LinkCost
-from backbeat.model import Compression, DynamicFusion, Network, Plan, Profile
+from backbeat.model import DynamicFusion, Network, Plan, Profile
+from backbeat.model.plan import Bucket
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, sent_bytes
@@ -66,16 +67,15 @@ def compute_spans(
 class BucketRun:
     """A plan's buckets beside backward. Times count from the start of backward."""
 
-    names: Sequence[tuple[str, ...]]
-    """Of each bucket's gradients."""
+    buckets: Sequence[Bucket]
     schedule: Schedule
     flow: Flow
     clock: ComputeClock
     """How far computation is meanwhile."""
     computed_s: float
     """Backward without communication beside it; compression too, where some buckets are compressed."""
-    compressions: Sequence[Compression | None] = ()
-    """Of each bucket; empty where none is compressed."""
+    compressed: bool = False
+    """Buckets travel as they are compressed; otherwise all of them dense, whatever they say."""
 
     @cached_property
     def backward_end_s(self) -> float:
@@ -101,27 +101,28 @@ class BucketRun:
         forward: float = 0.0,
         gathers: Iterable[Span] = (),
     ) -> Iteration:
-        """The iteration in which forward begins at one time and `backward` at the other, after what `gathers`."""
+        """The iteration in which `forward` and `backward` begin at these times. `gathers` are drawn, too."""
         schedule, end = self.schedule, backward + self.end_s
-        compressions = self.compressions or [None] * len(self.names)
-        dense = [size for size, one in zip(schedule.sizes.tolist(), compressions, strict=True) if one is None]
-        word = "backward and compression" if self.compressions else "backward"
+        sizes = schedule.sizes.tolist()
+        compressions = [bucket.compression if self.compressed else None for bucket in self.buckets]
+        dense = [size for size, compression in zip(sizes, compressions, strict=True) if compression is None]
+        word = "backward and compression" if self.compressed else "backward"
         spans = compute_spans(backward, backward + self.backward_end_s, end, end + update_s, forward=forward, word=word)
         travels = (
             Span(
                 f"communicator {communicator}",
-                first_to_last(names) + ("" if compression is None else " (topk)"),
+                first_to_last(bucket.gradients) + ("" if compression is None else " (topk)"),
                 backward + start,
                 backward + finish,
                 sent_bytes(size, compression),
             )
-            for names, compression, communicator, start, finish, size in zip(
-                self.names,
+            for bucket, compression, size, communicator, start, finish in zip(
+                self.buckets,
                 compressions,
+                sizes,
                 schedule.communicators,
                 self.flow.starts.tolist(),
                 self.flow.finishes.tolist(),
-                schedule.sizes.tolist(),
                 strict=True,
             )
         )
@@ -130,7 +131,7 @@ class BucketRun:
             bound_s=bound_s,
             breakdown=breakdown,
             timeline=(*spans, *gathers, *travels),
-            buckets=len(self.names),
+            buckets=len(self.buckets),
             largest_bytes=max(dense, default=0.0),
         )
 
@@ -139,7 +140,7 @@ def bucket_iteration(profile: Profile, network: Network, plan: Plan, before: flo
     """Communication ends before the update; backward takes `slowdown` times as long beside it."""
     run = run_buckets(profile, network, plan, slowdown)
     backward, around = before + profile.forward_s, before + profile.forward_s + profile.update_s
-    if run.compressions:
+    if run.compressed:
         # Its bound is that nothing is exposed.
         bound = around + run.backward_end_s - run.contention_s
         breakdown = _compressed_breakdown(profile, run)
@@ -158,16 +159,18 @@ def run_buckets(profile: Profile, network: Network, plan: Plan, slowdown: float 
         plan.check(profile)
         fused, clock = fuse_beside(profile, cost, plan.dynamic, slowdown)
         order = [gradient.name for gradient in profile.gradients]
-        names = [tuple(order[first:last]) for first, last in pairwise([0, *fused.ends])]
-        return BucketRun(names, Schedule.of_ends(profile, fused.ends), fused, clock, profile.backward_s)
-    schedule, names = Schedule.of_plan(profile, plan)
+        formed = [
+            Bucket(gradients=tuple(order[first:last]), communicator=0) for first, last in pairwise([0, *fused.ends])
+        ]
+        return BucketRun(formed, Schedule.of_ends(profile, fused.ends), fused, clock, profile.backward_s)
+    schedule, buckets = Schedule.of_plan(profile, plan)
     if not plan.compressed:
         flow, clock = communicate_beside(schedule, cost, plan.communicators, slowdown)
-        return BucketRun(names, schedule, flow, clock, profile.backward_s)
-    schedule = replace(schedule, communicators=[0] * len(names))
-    compressions = [bucket.compression for bucket in plan.sent_buckets(profile)]
+        return BucketRun(buckets, schedule, flow, clock, profile.backward_s)
+    schedule = replace(schedule, communicators=[0] * len(buckets))
+    compressions = [bucket.compression for bucket in buckets]
     flow, clock, computed_s = compressed_flow(schedule, compressions, profile, CompressedCost.of(network), slowdown)
-    return BucketRun(names, schedule, flow, clock, computed_s, compressions)
+    return BucketRun(buckets, schedule, flow, clock, computed_s, compressed=True)
 
 
 def fuse_beside(
