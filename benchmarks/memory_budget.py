@@ -31,7 +31,7 @@ from backbeat.errors import InputError
 from backbeat.measure import profile as measure_profile
 from backbeat.model import Bucket, Compression
 from backbeat.model.files import write
-from backbeat.planners.memory_plan import Search, uniform
+from backbeat.planners.memory_plan import MemorySearch, uniform
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
@@ -257,7 +257,7 @@ def planned_rows(table: Table, profile: Profile, kind: str, device: str, iterati
         for policy, ranges in uniform(chain).items():
             if policy == "keep":
                 continue
-            run = Search(chain).run(ranges)
+            run = MemorySearch(chain).run(ranges)
             memory = msgspec.convert({"segments": msgspec.to_builtins(segments_of(profile, ranges))}, type(made.memory))
             table.add(
                 f"uniform: {policy}",

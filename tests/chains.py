@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from backbeat.model import Block, Gradient, HostLink, Memory, Profile
-from backbeat.planners.memory_plan import Search, uniform
+from backbeat.planners.memory_plan import MemorySearch, uniform
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.resident_memory import ResidentMemory
 
@@ -130,7 +130,7 @@ def chains(draw: st.DrawFn, *, most: int = 8, whole: bool = False) -> Profile:
 def check_against_uniform(profile: Profile, share: float) -> None:
     """Within a budget between the smallest there is and what the hungriest uniform policy needs, the fastest plan fits
     and is no slower than any uniform policy that does."""
-    search = Search(Chain(profile, ResidentMemory.of(profile)))
+    search = MemorySearch(Chain(profile, ResidentMemory.of(profile)))
     policies = [search.chain.run(units) for units in uniform(search.chain).values()]
     low, high = search.smallest.run.peak_bytes, max(run.peak_bytes for run in policies)
     budget = round(low + share * (high - low))

@@ -28,9 +28,10 @@ Neither changes what an all-gather, a reduce-scatter or a broadcast moves; under
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 Shape = Literal["ring", "tree", "halving-doubling", "nvls", "sharp"]
 
 

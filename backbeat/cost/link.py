@@ -36,6 +36,17 @@ class Batch(NamedTuple):
     seconds: float
 
 
+class MessageTimes(NamedTuple):
+    """Seconds of each of some messages."""
+
+    alone: NDArray[np.float64]
+    """Isolated, T(M)."""
+    busy: NDArray[np.float64]
+    """Right after another on the same communicator, T_busy(M)."""
+    transfer: NDArray[np.float64]
+    """What of it is link time, w(M)."""
+
+
 @dataclass(frozen=True)
 class LinkCost:
     """The cost model of one network at its own number of workers."""
@@ -105,16 +116,20 @@ class LinkCost:
         It may be more than an isolated message takes: one that finds a shaped link idle is let through faster than the
         link's rate, which says nothing of many.
         """
-        if self.busy is None:
-            return self.isolated.transfer(sizes)
-        return np.minimum(self.isolated.link_s_per_byte * np.asarray(sizes, dtype=np.float64), self.busy.time(sizes))
+        return np.minimum(self.isolated.link_s_per_byte * np.asarray(sizes, dtype=np.float64), self.busy_time(sizes))
+
+    def times(self, sizes: ArrayLike) -> MessageTimes:
+        """`time`, `busy_time` and `transfer`."""
+        alone = self.time(sizes)
+        busy = alone if self.busy is None else self.busy.time(sizes)
+        link = self.isolated.link_s_per_byte * np.asarray(sizes, dtype=np.float64)
+        return MessageTimes(alone, busy, np.minimum(link, busy))
 
     def split(self, sizes: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """(latency when isolated, latency right after another message, transfer) of each message; the first is
         negative where an idle link gives a head start."""
-        work = self.transfer(sizes)
-        latency = self.time(sizes) - work
-        return latency, (latency if self.busy is None else self.busy.time(sizes) - work), work
+        alone, busy, work = self.times(sizes)
+        return alone - work, busy - work, work
 
     def cheapest(self, smallest: float, largest: float) -> tuple[float, float]:
         """(least latency, least link time per byte) over all message sizes from smallest to largest.

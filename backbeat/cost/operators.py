@@ -1,7 +1,7 @@
 """What operators make a GPU do, and how long it takes: peak rates, over the share of them that such operators reach.
 
 An operator's time is its roofline (arithmetic at the peak rate or memory traffic at the peak bandwidth, whichever takes
-longer) over an efficiency. Efficiencies are measured once, on one GPU, over grids of sizes (`operator_curves`), and
+longer) over an efficiency. Efficiencies are measured once, on one GPU, over grids of sizes (`OperatorCurves`), and
 `operator_model` carries them to others by three rules:
 
 - The roofline is the other GPU's own.

@@ -23,13 +23,13 @@ from typing import Any
 
 import msgspec
 
-from backbeat.cost.collectives import Collective, traffic
+from backbeat.cost.collectives import COLLECTIVES, Collective, traffic
 from backbeat.cost.protocols import INFINIBAND_HOP_S, NicLatency, all_reduce_lines, fastest_s, rate_through, ring_lines
 from backbeat.errors import InputError
 from backbeat.model import files
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.files import Source
-from backbeat.model.network import COLLECTIVES, Network, WorkersRow
+from backbeat.model.network import Network, WorkersRow
 from backbeat.model.specification import SIZES
 from backbeat.model.topology import LoadBand, Topology
 from backbeat.units import parse_bytes

@@ -11,12 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from backbeat.cost.collectives import COLLECTIVES
 from backbeat.errors import InputError
 from backbeat.importers.nccl_runs import PROGRAM, NcclRun, json_runs, text_runs
 from backbeat.model import files
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.files import Source
-from backbeat.model.network import COLLECTIVES, Network
+from backbeat.model.network import Network
 from backbeat.model.topology import Topology
 from backbeat.units import format_bytes
 

@@ -28,7 +28,7 @@ from backbeat.layouts.stage_times import StageTimes
 _SIMULATED_ROUNDS = 6
 """Of as many micro-batches as stages, at first."""
 _SAME = 1e-9
-"""Of the time of a turn: what rounding may make of equal ones."""
+"""Of the time of a period: what rounding may make of equal ones."""
 
 
 class Performed(NamedTuple):
@@ -79,31 +79,31 @@ def run(
     while rounds < count // stages and schedule != "gpipe" and stages > 1:
         first_count = rounds * stages + count % stages
         short = simulated(first_count)
-        turn = _turn(short.performed, stages, first_count, by_rounds=schedule == "interleaved")
-        if turn is not None:
-            turns, more = divmod(count - first_count, turn.size)
-            return _repeated(simulated(first_count + more) if more else short, turn, turns, listed=listed)
+        period = _period(short.performed, stages, first_count, by_rounds=schedule == "interleaved")
+        if period is not None:
+            periods, more = divmod(count - first_count, period.size)
+            return _repeated(simulated(first_count + more) if more else short, period, periods, listed=listed)
         rounds *= 2
     return simulated(count)
 
 
-class _Turn(NamedTuple):
+class _Period(NamedTuple):
     """Micro-batches in the middle of a step, which repeat."""
 
     first: int
     size: int
     seconds: float
-    """From one turn to the next."""
+    """From one period to the next."""
 
 
-def _turn(performed: Sequence[Performed], stages: int, count: int, *, by_rounds: bool) -> _Turn | None:
-    """The turn that a step of `count` micro-batches has settled into by its middle; None where it has not.
+def _period(performed: Sequence[Performed], stages: int, count: int, *, by_rounds: bool) -> _Period | None:
+    """The period that a step of `count` micro-batches has settled into by its middle; None where it has not.
 
     After the first micro-batches every stage does the same again and again, later by the same time. How many
-    micro-batches one turn has depends on schedule and streams. Often it is one, so that a round of as many as there are
-    stages repeats, too. Transfers that take turns in a queue have turns of their own: of two micro-batches, say, which
-    on three stages repeat only after two rounds. Interleaved steps take micro-batches by rounds, and whole rounds
-    repeat.
+    micro-batches one period has depends on schedule and streams. Often it is one, so that a round of as many as there
+    are stages repeats, too. Transfers that wait for each other in a queue have periods of their own: of two
+    micro-batches, say, which on three stages repeat only after two rounds. Interleaved steps take micro-batches by
+    rounds, and whole rounds repeat.
     """
     starts: list[dict[int, float]] = [{} for _ in range(stages)]
     for each in performed:
@@ -120,22 +120,23 @@ def _turn(performed: Sequence[Performed], stages: int, count: int, *, by_rounds:
             for own in starts
             for micro in range(first, count - size)
         ):
-            return _Turn(first, size, seconds)
+            return _Period(first, size, seconds)
     return None
 
 
-def _repeated(short: PipelineRun, turn: _Turn, turns: int, *, listed: bool) -> PipelineRun:
-    """The step with so many more turns in the middle."""
+def _repeated(short: PipelineRun, period: _Period, periods: int, *, listed: bool) -> PipelineRun:
+    """The step with so many more periods in the middle."""
     performed: list[Performed] = []
     for each in short.performed if listed else ():
-        micro = each.operation.micro_batch - turn.first
-        later = range(turns + 1) if 0 <= micro < turn.size else (0,) if micro < 0 else (turns,)
+        micro = each.operation.micro_batch - period.first
+        later = range(periods + 1) if 0 <= micro < period.size else (0,) if micro < 0 else (periods,)
         for number in later:
-            operation = each.operation._replace(micro_batch=each.operation.micro_batch + number * turn.size)
-            shift_s = number * turn.seconds
+            operation = each.operation._replace(micro_batch=each.operation.micro_batch + number * period.size)
+            shift_s = number * period.seconds
             performed.append(Performed(each.stage, operation, each.start_s + shift_s, each.end_s + shift_s))
     ends, last = (
-        tuple(moment + turns * turn.seconds for moment in moments) for moments in (short.end_s, short.last_backward_s)
+        tuple(moment + periods * period.seconds for moment in moments)
+        for moments in (short.end_s, short.last_backward_s)
     )
     return PipelineRun(ends, last, tuple(sorted(performed, key=lambda each: each.start_s)))
 
@@ -159,15 +160,15 @@ def _simulated(
     free = [0.0] * stages
     waiting: set[int] = set()
     performed: list[Performed] = []
-    turns = [(0.0, stage) for stage in range(stages)]
-    while turns or transfers.next_s < float("inf"):
-        if not turns or transfers.next_s <= turns[0][0]:
+    stages_free = [(0.0, stage) for stage in range(stages)]
+    while stages_free or transfers.next_s < float("inf"):
+        if not stages_free or transfers.next_s <= stages_free[0][0]:
             now = transfers.next_s
             for stage in transfers.finish() & waiting:
                 waiting.remove(stage)
-                heapq.heappush(turns, (now, stage))
+                heapq.heappush(stages_free, (now, stage))
             continue
-        now, stage = heapq.heappop(turns)
+        now, stage = heapq.heappop(stages_free)
         free[stage] = now
         # Time stands still while a stage posts; what it computes makes it free later.
         while left[stage] and free[stage] == now:
@@ -182,7 +183,7 @@ def _simulated(
                 break
             left[stage].popleft()
         if left[stage] and stage not in waiting:
-            heapq.heappush(turns, (free[stage], stage))
+            heapq.heappush(stages_free, (free[stage], stage))
     if any(left):
         raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
     # Of several chunks the one that comes first: the others' gradients become complete one after the other.

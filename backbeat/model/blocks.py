@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -10,8 +10,30 @@ from backbeat.errors import InputError
 from backbeat.model.checks import Bytes, Checked, Seconds, named_once
 
 
+class Growth(NamedTuple):
+    """Which seconds and bytes of a struct change with what; each of them stands in at least one list."""
+
+    batch: tuple[str, ...] = ()
+    """In proportion to the batch size: `simulate/batch.py`."""
+    layers: tuple[str, ...] = ()
+    """With layers that are added: `measure/model/compose.py`."""
+    slow: tuple[str, ...] = ()
+    """In proportion to how slow the device is: `Profile.slower`."""
+    other: tuple[str, ...] = ()
+    """With none of these, or by a rule of their own there."""
+
+
 class Block(Checked, frozen=True, kw_only=True):
     """One module of the chain, in the order of forward. Levels are bytes allocated on the device."""
+
+    GROWTH: ClassVar[Growth] = Growth(
+        batch=(
+            "forward_s", "backward_s", "input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes",
+            "backward_peak_bytes", "cast_saving_bytes",
+        ),
+        slow=("forward_s", "backward_s"),
+        other=("parameter_bytes", "host_forward_s", "host_backward_s"),
+    )  # fmt: skip
 
     name: str
     """The module's name in the model, e.g. `layer1.0`."""

@@ -12,7 +12,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr, replace
 
 from backbeat.cost import Batch, Curve, LinkCost
-from backbeat.cost.collectives import Collective
+from backbeat.cost.collectives import COLLECTIVES, Collective
 from backbeat.cost.scaling import beside_traffic, mixed, stretched
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked, at_least
@@ -24,7 +24,6 @@ from backbeat.model.slowdown import Slowdown
 from backbeat.model.topology import LoadBand, Topology
 
 _MOST_WORKERS = 10**9
-COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 class WorkersRow(Checked, frozen=True, kw_only=True):
@@ -199,9 +198,9 @@ class Network(Document, frozen=True, kw_only=True):
         """The cost model of this network's all-reduce, fitted once.
 
         Where NCCL's all-gathers and reduce-scatters were measured with larger messages, each further byte of an
-        all-reduce takes as long as one of each: NCCL moves the bytes of both, unless switches add up. A slope fitted
-        to small messages may be that of buffers which let these through at once. validation/training/README.md says
-        how near that is.
+        all-reduce takes as long as one of each: NCCL moves the bytes of both, unless switches add up. The all-reduce's
+        own slope may be too small where its messages are small enough for buffers to take them in at once.
+        validation/training/README.md says how near that is.
         """
         own, further = self.all_reduce.curve, self._larger_halves
         slope = own.link_s_per_byte if not further else sum(one.link_s_per_byte for one in further)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from backbeat.errors import InputError
-from backbeat.model.blocks import Block, HostLink
+from backbeat.model.blocks import Block, Growth, HostLink
 from backbeat.model.checks import Bytes, Checked, Seconds, unique
 from backbeat.model.files import Document, Source
 
@@ -31,6 +31,8 @@ _SHARES_SLACK = 1e-3
 class Gradient(Checked, frozen=True, kw_only=True):
     """One parameter's gradient tensor."""
 
+    GROWTH: ClassVar[Growth] = Growth(batch=("ready_s",), slow=("ready_s", "forward_s"), other=("activation_bytes",))
+
     name: str
     bytes: Bytes
     """What travels: elements times the size of the gradient's dtype."""
@@ -46,6 +48,15 @@ class Gradient(Checked, frozen=True, kw_only=True):
 
 class Memory(Checked, frozen=True, kw_only=True):
     """Device memory of one worker, by kind."""
+
+    GROWTH: ClassVar[Growth] = Growth(
+        batch=("activation_bytes", "batch_bytes", "head_bytes", "outside_bytes"),
+        layers=(
+            "parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_bytes", "steady_bytes",
+            "outside_bytes",
+        ),
+        other=("peak_bytes",),
+    )  # fmt: skip
 
     parameter_bytes: Bytes = 0
     gradient_bytes: Bytes = 0
@@ -94,6 +105,15 @@ class Profile(Document, frozen=True, kw_only=True):
 
     SCHEMA: ClassVar[str] = "backbeat.profile/1"
     FOLDER: ClassVar[str] = "profiles"
+    GROWTH: ClassVar[Growth] = Growth(
+        batch=("forward_s", "backward_s", "device_s"),
+        layers=(
+            "forward_s", "backward_s", "update_s", "buffer_bytes", "device_s", "host_s", "host_recompute_s",
+            "host_fetch_s", "flops_per_sample",
+        ),
+        slow=("forward_s", "backward_s"),
+        other=("iteration_s",),
+    )  # fmt: skip
 
     name: str
     model: str
@@ -193,22 +213,16 @@ class Profile(Document, frozen=True, kw_only=True):
 
     def slower(self, factor: float) -> Profile:
         """Forward and backward take `factor` times as long; the update, the host and the iterations measured stay."""
+
+        def slow(one: Profile | Gradient | Block) -> dict[str, float | None]:
+            times = {name: getattr(one, name) for name in one.GROWTH.slow}
+            return {name: None if seconds is None else seconds * factor for name, seconds in times.items()}
+
         return replace(
             self,
-            forward_s=self.forward_s * factor,
-            backward_s=self.backward_s * factor,
-            gradients=tuple(
-                replace(
-                    one,
-                    ready_s=one.ready_s * factor,
-                    forward_s=None if one.forward_s is None else one.forward_s * factor,
-                )
-                for one in self.gradients
-            ),
-            blocks=tuple(
-                replace(one, forward_s=one.forward_s * factor, backward_s=one.backward_s * factor)
-                for one in self.blocks
-            ),
+            **slow(self),
+            gradients=tuple(replace(one, **slow(one)) for one in self.gradients),
+            blocks=tuple(replace(one, **slow(one)) for one in self.blocks),
         )
 
     def with_reduce_dtype(self, reduce_dtype: str) -> Profile:

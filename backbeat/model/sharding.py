@@ -11,8 +11,8 @@ from msgspec import Meta
 from backbeat.errors import InputError, nearest
 from backbeat.model.checks import Checked, named_once
 
-Dtype = Literal["fp32", "bf16", "fp16"]
-DTYPES: tuple[str, ...] = get_args(Dtype)
+ShardedDtype = Literal["fp32", "bf16", "fp16"]
+DTYPES: tuple[str, ...] = get_args(ShardedDtype)
 
 
 class Mesh(Checked, frozen=True, kw_only=True):
@@ -54,9 +54,9 @@ class Sharding(Checked, frozen=True, kw_only=True):
     forward."""
 
     mesh: Mesh
-    param_dtype: Dtype
+    param_dtype: ShardedDtype
     """What all-gathers carry, and forward and backward compute in."""
-    reduce_dtype: Dtype
+    reduce_dtype: ShardedDtype
     """What reduce-scatters carry."""
     reduce_scatter_buffers: Annotated[int, Meta(ge=1)]
     """Reduce-scatter inputs held at once (`set_reduce_scatter_max_input_buffers`); torch's default is 1."""

@@ -15,7 +15,7 @@ from backbeat.planners.baselines import ddp, horovod, single, wfbp
 from backbeat.planners.best import best
 from backbeat.planners.compressed_or_dense import compressed
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.planners.memory_and_schedule import plan_within_memory
+from backbeat.planners.memory_plan import plan_within_memory
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import decoupled, sharded

@@ -27,12 +27,11 @@ from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.optimal import best_ends, quadratic_programme
 from backbeat.simulate.compressed_cost import (
     CompressedCost,
-    Piece,
     compressed_flow,
     compression_s_per_bucket,
     compression_s_per_byte,
 )
-from backbeat.simulate.schedule import running_sums
+from backbeat.simulate.schedule import Schedule, running_sums
 
 DEFAULT_DENSITY = 0.01
 SMALL_BYTES = 2**16
@@ -79,11 +78,11 @@ class Mixed:
         return buckets
 
     def end_s(self, profile: Profile, cost: CompressedCost) -> float:
-        pieces = [
-            Piece.of(profile, inside, self.compression if compressed else None)
-            for inside, compressed in self.members(profile)
-        ]
-        return compressed_flow(pieces, profile, cost).end_s
+        members, compressed = zip(*self.members(profile), strict=True)
+        schedule = Schedule.of_members(profile, members, [0] * len(members))
+        compressions = [self.compression if one else None for one in compressed]
+        flow, _, computed_s = compressed_flow(schedule, compressions, profile, cost)
+        return max(computed_s, flow.end_s)
 
     def plan(self, profile: Profile, workers: int, note: str) -> Plan:
         return Plan(

@@ -10,7 +10,7 @@ from typing import Literal
 from backbeat.cost import LinkCost
 from backbeat.model import Profile
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
-from backbeat.model.sharding import Dtype
+from backbeat.model.sharding import ShardedDtype
 from backbeat.simulate.engine import communicate
 from backbeat.simulate.iteration import communicate_beside
 from backbeat.simulate.schedule import Schedule
@@ -38,7 +38,7 @@ class StrategyOptions:
     """`compressed`: where residuals live; the device where None, unless nothing fits there."""
     accumulation: int | None = None
     """Sharded strategies: micro-batches of an iteration; the profile's where None."""
-    reduce_dtype: Dtype | None = None
+    reduce_dtype: ShardedDtype | None = None
     """Sharded strategies: what gradients are reduced in; fp32 where None."""
     torch_version: str | None = None
     """`sharded`: what the plan will run on, like 2.13; what came after 2.10 is not chosen where None."""

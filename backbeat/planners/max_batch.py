@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners.memory_moves import uniform
-from backbeat.planners.memory_plan import Search, reserve_for, too_small, usable
+from backbeat.planners.memory_plan import MemorySearch, reserve_for, too_small, usable
 from backbeat.simulate.actions import BlockRanges
 from backbeat.simulate.batch import at_batch, same_blocks
 from backbeat.simulate.memory_timeline import Chain
@@ -49,13 +49,13 @@ def batches(
             "this version of `backbeat profile`"
         )
     reserve = reserve_for(profile, reserve)
-    search = Search(_chain(profile, workers))
+    search = MemorySearch(_chain(profile, workers))
     keep, least = uniform(search.chain)["keep"], search.smallest.ranges
     room = usable(budget, reserve)
     whole = _largest(profile, two, room, keep, workers)
     planned = max(_largest(profile, two, room, least, workers), whole)
     if planned == 0:
-        one = Search(_chain(at_batch(profile, 1, two), workers))
+        one = MemorySearch(_chain(at_batch(profile, 1, two), workers))
         raise InputError(f"not even a batch of one sample fits: {too_small(one, budget, reserve)}")
     return whole, planned
 

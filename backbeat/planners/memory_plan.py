@@ -6,6 +6,9 @@ simulation scores them all. The best are improved by small changes: a boundary m
 another action. First every change that helps is taken (hill climbing), then a random walk now and then accepts one that
 does not (simulated annealing). Random numbers are seeded and every limit counts evaluations, so the same profile and
 budget give the same plan. For a chain with few plans all are tried.
+
+`plan_within_memory` plans buckets and memory together. Each depends on the other: recomputing and offloading delay when
+gradients are ready, and buckets and residuals take device memory from activations.
 """
 
 from __future__ import annotations
@@ -18,18 +21,22 @@ from functools import cache, cached_property
 from itertools import product
 from typing import Literal
 
+from msgspec.structs import replace
+
 from backbeat.errors import InputError
-from backbeat.model import Plan, Profile
+from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import MemoryPlan
+from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_least_peak import LeastPeak
 from backbeat.planners.memory_moves import changes, count, every, one_by_one, random_change, uniform
 from backbeat.planners.memory_segments import Segmenter
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRanges, segments_of
-from backbeat.simulate.memory_timeline import Chain, ChainRun
+from backbeat.simulate.memory_timeline import Chain, ChainRun, memory_timeline
+from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.units import format_bytes
 
-__all__ = ["Chosen", "Search", "memory_plan", "too_small", "uniform"]
+__all__ = ["Chosen", "MemorySearch", "memory_plan", "plan_within_memory", "too_small", "uniform"]
 
 Score = Callable[[ChainRun], tuple[float, ...]]
 
@@ -101,7 +108,7 @@ class Chosen:
     run: ChainRun
 
 
-class Search:
+class MemorySearch:
     """Searches plans for one chain, at any number of budgets; simulations are kept from one budget to the next."""
 
     def __init__(self, chain: Chain) -> None:
@@ -224,7 +231,7 @@ def memory_plan(
     """The fastest plan found for this budget less its reserve; refused where even the least peak is above that."""
     reserve = reserve_for(profile, reserve)
     chain = Chain(profile, ResidentMemory.of(profile, plan, residuals, workers))
-    search = Search(chain)
+    search = MemorySearch(chain)
     chosen = search.fastest(usable(budget_bytes, reserve))
     if chosen is None:
         raise InputError(too_small(search, budget_bytes, reserve))
@@ -236,7 +243,46 @@ def memory_plan(
     )
 
 
-def too_small(search: Search, budget: int, reserve: float | None = None) -> str:
+def plan_within_memory(
+    profile: Profile, network: Network, schedule: Callable[[Profile], Plan], options: StrategyOptions
+) -> Plan:
+    """The schedule with a memory plan that fits the budget.
+
+    First a schedule for the profile as it is, then a memory plan beside it, then a second schedule for the later ready
+    times. Of the two schedules the faster that fits is taken. Residuals go to the host where asked for, or where
+    nothing fits otherwise.
+    """
+    first = schedule(profile)
+    if options.memory_bytes is None:
+        return replace(first, memory=MemoryPlan(residuals=options.residuals or "device"))
+    memory = _fitting(profile, first, options.memory_bytes, network.workers, options)
+    room = usable(options.memory_bytes, reserve_for(profile, options.reserve))
+    plans = [replace(first, memory=memory)]
+    if memory.segments:
+        changed = memory_timeline(profile, memory, first, workers=network.workers).profile
+        plans.append(replace(schedule(changed), memory=memory))
+    fitting = []
+    for index, plan in enumerate(plans):
+        peak = memory_timeline(profile, memory, plan, workers=network.workers).peak_bytes
+        if peak <= room:
+            made = replace(plan, memory=replace(memory, peak_bytes=peak))
+            fitting.append((predict(profile, network, made).iteration_s, index, made))
+    return min(fitting)[2]
+
+
+def _fitting(profile: Profile, plan: Plan, budget: int, workers: int, options: StrategyOptions) -> MemoryPlan:
+    def planned(residuals: Literal["device", "host"]) -> MemoryPlan:
+        return memory_plan(profile, budget, plan, residuals=residuals, workers=workers, reserve=options.reserve)
+
+    try:
+        return planned(options.residuals or "device")
+    except InputError:
+        if options.residuals is not None or not plan.compressed or profile.host_link is None:
+            raise
+    return planned("host")
+
+
+def too_small(search: MemorySearch, budget: int, reserve: float | None = None) -> str:
     """Why a budget is refused, and the smallest that would not be."""
     chain, run = search.chain, search.smallest.run
     least = needed(run.peak_bytes, reserve)

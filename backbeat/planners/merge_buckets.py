@@ -27,7 +27,7 @@ from backbeat.cost import LinkCost
 from backbeat.model import Profile
 from backbeat.model.reduction import DDP_BUCKET_BYTES
 from backbeat.planners.draft import Draft
-from backbeat.simulate.engine import in_turn
+from backbeat.simulate.engine import one_by_one
 from backbeat.simulate.schedule import running_sums
 
 SLOWER = 1.25
@@ -64,8 +64,8 @@ class Conditions:
     def finishes(self, ends: Sequence[int]) -> list[float]:
         """When each bucket is done."""
         sizes = np.diff(self.sums[[0, *ends]])
-        ready = self.ready[np.asarray(ends) - 1].tolist()
-        return in_turn(ready, self.cost.time(sizes).tolist(), self.cost.busy_time(sizes).tolist()).finishes
+        finishes: list[float] = one_by_one(self.ready[np.asarray(ends) - 1], self.cost.times(sizes)).finishes.tolist()
+        return finishes
 
     def finish(self, first: int, last: int, free_s: float) -> float:
         """When gradients `first` up to `last` are done as one bucket, on a communicator that is free at `free_s`."""

@@ -21,7 +21,7 @@ import numpy as np
 from backbeat.model import Network, Profile, Sharding
 from backbeat.model.blocks import MemoryPlan, Segment
 from backbeat.model.plan import Plan
-from backbeat.model.sharding import Dtype, Mesh, ShardUnit
+from backbeat.model.sharding import Mesh, ShardedDtype, ShardUnit
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
@@ -151,7 +151,7 @@ class ShardProblem:
         """The step of one worker, by the engine."""
         return self._step(choice, self.cost(choice.shard))
 
-    def seconds_reduced_in(self, dtype: Dtype, choice: ShardChoice) -> float:
+    def seconds_reduced_in(self, dtype: ShardedDtype, choice: ShardChoice) -> float:
         """The same with gradients reduced in another dtype."""
         sharding = msgspec.structs.replace(self.sharding(choice), reduce_dtype=dtype)
         return self._step(choice, ShardedCost.of(self.profile, self.network, sharding))

@@ -234,7 +234,8 @@ class ShardSearch:
         return sorted(unique, key=lambda one: (float(f"{one.seconds:.9g}"), self.changes(one)))[: self.improved]
 
     def _likely(self, found: list[Scored]) -> list[Scored]:
-        """What to improve: the fastest, and where not all fits, the fastest that keeps no, some and all units, too."""
+        """What to improve: the fastest. Where a faster one did not fit, also the fastest of those that keep no unit
+        whole, of those that keep all, and of those that keep some."""
         fastest = self._fastest(found)
         if self.tight:
             for kind in ({False}, {True}, {True, False}):
@@ -244,8 +245,8 @@ class ShardSearch:
     def _climb(
         self, best: ShardChoice, better: Callable[[ShardChoice, ShardChoice], ShardChoice | None], atoms: int | None
     ) -> ShardChoice:
-        """Take the first better neighbour, again and again, until there is none or so many atoms (without a number,
-        `_IMPROVEMENTS` units) have been simulated."""
+        """Take the first better neighbour, again and again, until there is none or the limit is reached: this many
+        `atoms` simulated, or, where that is None, `_IMPROVEMENTS` units."""
         flips, left = atoms is not None, _IMPROVEMENTS if atoms is None else atoms
         found: ShardChoice | None = best
         while found is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.model.plan import Plan
-from backbeat.model.sharding import Dtype, Mesh, Sharding, ShardUnit
+from backbeat.model.sharding import Mesh, ShardedDtype, Sharding, ShardUnit
 from backbeat.planners.draft import StrategyOptions
 from backbeat.simulate.sharded_units import ModelPieces, repeated
 
@@ -67,7 +67,7 @@ def _one_a_block(
     pieces = ModelPieces.of(profile)
     units = repeated([piece.name for piece in pieces.pieces if piece.elements])
     # fp32 sums, as under DDP with autocast; parameters travel as they are computed with.
-    dtypes: dict[str, Dtype] = {"bf16": "bf16", "fp16": "fp16"}
+    dtypes: dict[str, ShardedDtype] = {"bf16": "bf16", "fp16": "fp16"}
     sharding = Sharding(
         mesh=Mesh(replicate=network.workers // shards, shard=shards),
         param_dtype=dtypes.get(profile.precision, "fp32"),

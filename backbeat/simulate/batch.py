@@ -14,12 +14,8 @@ from backbeat.model.checks import at_least
 from backbeat.model.files import bundled
 from backbeat.simulate.host_lane import device_alone
 
-_TIMES = ("forward_s", "backward_s")
 _MEMORY_SIZES = [name for name in Memory.__struct_fields__ if name.endswith("_bytes")]
-_GROWING = ("activation_bytes", "batch_bytes", "head_bytes", "outside_bytes")
-_SIZES = (
-    "input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes", "backward_peak_bytes", "cast_saving_bytes",
-)  # fmt: skip
+_TIMES, _SIZES = ([name for name in Block.GROWTH.batch if name.endswith(unit)] for unit in ("_s", "_bytes"))
 
 
 def at_batch(profile: Profile, batch_size: int, other: Profile | None = None) -> Profile:
@@ -192,7 +188,7 @@ def _proportional(one: Profile, batch_size: int) -> Profile:
             memory,
             steady_bytes=memory.steady_bytes + round(batch * (factor - 1)),
             peak_bytes=0,
-            **{name: round(getattr(memory, name) * factor) for name in _GROWING},
+            **{name: round(getattr(memory, name) * factor) for name in Memory.GROWTH.batch},
         )
     backward = one.backward_s * slower
     before = one.single_s

@@ -48,7 +48,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from backbeat.cost import LinkCost
+from backbeat.cost import LinkCost, MessageTimes
 from backbeat.model import Profile
 
 _ROUNDING = 1e-9
@@ -63,25 +63,14 @@ class _Prices(NamedTuple):
     """Of transfer for the bucket with the largest gradient, on top."""
     latency: float
 
-
-class _Costs(NamedTuple):
-    """What messages of some sizes cost."""
-
-    alone: NDArray[np.float64]
-    busy: NDArray[np.float64]
-    work: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, cost: LinkCost, sizes: NDArray[np.float64]) -> _Costs:
-        return cls(cost.time(sizes), cost.busy_time(sizes), cost.transfer(sizes))
-
-    def back_to_back(self, prices: _Prices) -> NDArray[np.float64]:
+    def back_to_back(self, times: MessageTimes) -> NDArray[np.float64]:
         """c(M)."""
-        return prices.work * self.work + prices.latency * (self.busy - self.work)
+        return self.work * times.transfer + self.latency * (times.busy - times.transfer)
 
-    def first(self, prices: _Prices) -> NDArray[np.float64]:
+    def first(self, times: MessageTimes) -> NDArray[np.float64]:
         """The price of a bucket that finds its communicator idle."""
-        return prices.work * np.minimum(self.work, self.alone) + prices.latency * np.maximum(self.alone - self.work, 0)
+        waits = np.maximum(times.alone - times.transfer, 0)
+        return self.work * np.minimum(times.transfer, times.alone) + self.latency * waits
 
 
 def communication_bound(profile: Profile, cost: LinkCost, communicators: int) -> float:
@@ -101,21 +90,21 @@ def communication_bound(profile: Profile, cost: LinkCost, communicators: int) ->
     sizes, ready = profile.sizes, profile.ready
     count = min(communicators, len(sizes))
     corners = _corners(cost, sizes)
-    there, own = _Costs.of(cost, corners), _Costs.of(cost, sizes)
-    least_latency = float(np.maximum(there.alone - there.work, 0.0).min())
-    largest = np.maximum.accumulate(np.minimum(own.work, own.alone)[::-1])[::-1]
+    there, own = cost.times(corners), cost.times(sizes)
+    least_latency = float(np.maximum(there.alone - there.transfer, 0.0).min())
+    largest = np.maximum.accumulate(np.minimum(own.transfer, own.alone)[::-1])[::-1]
     following, most = np.searchsorted(corners, sizes), int(np.searchsorted(corners, sizes.max()))
     below = np.maximum(np.arange(len(corners)) - 1, 0)
     progress = _progress(cost, count, isolated_is_longer=bool((there.alone >= there.busy).all()))
     bound = -np.inf
     for prices in _best_prices(progress):
-        back_to_back, first = there.back_to_back(prices), there.first(prices)
+        back_to_back, first = prices.back_to_back(there), prices.first(there)
         waiting = least_latency * max(1 - prices.latency * progress[0][2], 0.0)
         for fixed in {0.0, float(back_to_back.min())}:
             # Gradients without bytes have no share.
             rates = np.divide(back_to_back - fixed, corners, out=np.zeros_like(corners), where=corners > 0)
             rates = np.minimum.accumulate(rates[::-1])[::-1]
-            shares = np.minimum(own.back_to_back(prices) - fixed, sizes * rates[following])
+            shares = np.minimum(prices.back_to_back(own) - fixed, sizes * rates[following])
             # The shares in a bucket are at most its bytes at the rate of the largest gradient that fits. Between two
             # corners both differences are linear, so that their least values lie at the corners.
             rates = np.minimum(rates, rates[most])

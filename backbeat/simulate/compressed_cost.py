@@ -15,15 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from backbeat.cost import Curve
+from backbeat.cost import Curve, MessageTimes
 from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model import Compression, Network, Plan, Profile
-from backbeat.model.prediction import Breakdown
 from backbeat.model.profile import ELEMENT_BYTES
-from backbeat.simulate.contention import contended
-from backbeat.simulate.engine import in_turn
+from backbeat.simulate.contention import ComputeClock, contended
+from backbeat.simulate.engine import one_by_one
 from backbeat.simulate.gather_scatter import half_curve
-from backbeat.simulate.schedule import covered_s
+from backbeat.simulate.schedule import Flow, Schedule
 
 ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
 """Where a profile has not measured it: about what a core of a CPU takes. A GPU takes far less: 0.006 ns a byte and
@@ -62,72 +61,44 @@ class CompressedCost:
     def time(self, elements: ArrayLike, compression: Compression) -> NDArray[np.float64]:
         return self.gather.time(self.network.workers * message_bytes(elements, compression.density))
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One bucket, as far as time is concerned."""
-
-    ready_s: float
-    """When its last gradient is, without compression."""
-    bytes: int
-    compression: Compression | None
-
-    @classmethod
-    def of(cls, profile: Profile, members: Sequence[int], compression: Compression | None) -> Piece:
-        """Of the gradients with these indices."""
-        held = [profile.gradients[index] for index in members]
-        return cls(max(one.ready_s for one in held), sum(one.bytes for one in held), compression)
-
-    @property
-    def sent_bytes(self) -> int:
-        """By each worker."""
-        if self.compression is None:
-            return self.bytes
-        return round(float(message_bytes(self.bytes / ELEMENT_BYTES, self.compression.density)))
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedFlow:
-    """When pieces travel; times count from the start of backward."""
-
-    starts: list[float]
-    finishes: list[float]
-    backward_s: float
-    """The end of computation, compression included."""
-    contention_s: float
-    """By how much communication beside it put that off."""
-
-    @property
-    def end_s(self) -> float:
-        return max(self.backward_s, *self.finishes)
+    def times(self, sizes: NDArray[np.float64], compressions: Sequence[Compression | None]) -> MessageTimes:
+        """Of buckets of these bytes. A compressed one takes as long after another as alone, and all of it counts as
+        link time."""
+        times = self.network.cost.times(sizes)
+        for index, compression in enumerate(compressions):
+            if compression is not None:
+                gathered = self.time(sizes[index] / ELEMENT_BYTES, compression)
+                for kind in times:
+                    kind[index] = gathered
+        return times
 
 
 def compressed_flow(
-    pieces: Sequence[Piece], profile: Profile, cost: CompressedCost, slowdown: float = 1.0
-) -> CompressedFlow:
-    """One communicator, pieces in launch order; compression takes its turn on the compute stream as pieces become
-    ready, and computation takes `slowdown` times as long beside communication."""
-    rate, fixed, dense = compression_s_per_byte(profile), compression_s_per_bucket(profile), cost.network.cost
-    order = sorted(range(len(pieces)), key=lambda index: pieces[index].ready_s)
-    ready = [0.0] * len(pieces)
+    schedule: Schedule,
+    compressions: Sequence[Compression | None],
+    profile: Profile,
+    cost: CompressedCost,
+    slowdown: float = 1.0,
+) -> tuple[Flow, ComputeClock, float]:
+    """One communicator. Compression runs on the compute stream as buckets become ready, and computation takes
+    `slowdown` times as long beside communication. The last is what backward and compression take without it."""
+    rate, fixed = compression_s_per_byte(profile), compression_s_per_bucket(profile)
+    ready, sizes = schedule.ready.tolist(), schedule.sizes.tolist()
     spent = 0.0
-    for index in order:
-        if pieces[index].compression is not None:
-            spent += fixed + rate * pieces[index].bytes
-        ready[index] = pieces[index].ready_s + spent
-    alone: list[float] = []
-    busy: list[float] = []
-    for piece in pieces:
-        if piece.compression is None:
-            alone.append(float(dense.time(piece.bytes)))
-            busy.append(float(dense.busy_time(piece.bytes)))
-        else:
-            alone.append(float(cost.time(piece.bytes / ELEMENT_BYTES, piece.compression)))
-            busy.append(alone[-1])
-    flow, clock = contended(lambda moments: in_turn(moments.tolist(), alone, busy), np.array(ready), slowdown)
-    computed = profile.backward_s + spent
-    backward = float(clock.when(computed))
-    return CompressedFlow(*flow, backward, contention_s=backward - computed)
+    for index in sorted(range(len(ready)), key=ready.__getitem__):
+        if compressions[index] is not None:
+            spent += fixed + rate * sizes[index]
+        ready[index] += spent
+    times = cost.times(schedule.sizes, compressions)
+    flow, clock = contended(lambda moments: one_by_one(moments, times), np.array(ready), slowdown)
+    return flow, clock, profile.backward_s + spent
+
+
+def sent_bytes(size: float, compression: Compression | None) -> int:
+    """What each worker sends of a bucket."""
+    if compression is None:
+        return int(size)
+    return round(float(message_bytes(size / ELEMENT_BYTES, compression.density)))
 
 
 def compression_s_per_byte(profile: Profile) -> float:
@@ -138,21 +109,6 @@ def compression_s_per_byte(profile: Profile) -> float:
 def compression_s_per_bucket(profile: Profile) -> float:
     """Nothing where it was not measured: then the cost per byte holds some of it."""
     return profile.compression_s_per_bucket or 0.0
-
-
-def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str, ...]]]:
-    """The plan's buckets, and what it does not name; and their names."""
-    buckets, index = plan.sent_buckets(profile), profile.index
-    members = ([index[name] for name in bucket.gradients] for bucket in buckets)
-    pieces = [Piece.of(profile, inside, one.compression) for inside, one in zip(members, buckets, strict=True)]
-    return pieces, [bucket.gradients for bucket in buckets]
-
-
-def exposed_parts(profile: Profile, flow: CompressedFlow) -> Breakdown:
-    """All of what is exposed counts as waiting, compression included, but for the link being busy after computation."""
-    busy = covered_s(flow.starts, flow.finishes, flow.backward_s)
-    waiting = max(flow.end_s - profile.backward_s - busy - flow.contention_s, 0.0)
-    return Breakdown(bandwidth_s=busy, waiting_s=waiting, contention_s=flow.contention_s)
 
 
 def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:

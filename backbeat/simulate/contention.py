@@ -12,10 +12,10 @@ when ready times no longer change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,7 +25,7 @@ from backbeat.cost.collectives import traffic
 from backbeat.model import Network, Profile
 from backbeat.model.files import ZOO
 from backbeat.model.slowdown import CHANNELS, Contention, Slowdown, Transport
-from backbeat.simulate.schedule import busy_periods
+from backbeat.simulate.schedule import Flow, busy_periods
 
 EMULATED = ZOO / "accelerators" / "h200-contention.json"
 _WORTH_SAYING = 1.005
@@ -33,16 +33,7 @@ _SAME = 1e-12
 """Ready times this close to those of the run before, relative to the last, are the same."""
 
 
-class Messages(Protocol):
-    """When messages start and are done."""
-
-    @property
-    def starts(self) -> Sequence[float] | NDArray[np.float64]: ...
-    @property
-    def finishes(self) -> Sequence[float] | NDArray[np.float64]: ...
-
-
-F = TypeVar("F", bound=Messages)
+F = TypeVar("F", bound=Flow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +114,7 @@ def together_s(compute_s: float, in_flight_s: float, slowdown: float = 1.0) -> f
     return max(in_flight_s, least_s(compute_s, in_flight_s, slowdown))
 
 
-def _clock(flow: Messages, before: ComputeClock, slowdown: float) -> ComputeClock:
+def _clock(flow: Flow, before: ComputeClock, slowdown: float) -> ComputeClock:
     """Computation beside these messages. A busy period begins after as much computation as it did before: what made
     its first message ready."""
     periods = busy_periods(flow.starts, flow.finishes)

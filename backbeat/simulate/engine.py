@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backbeat.cost import LinkCost
+from backbeat.cost import LinkCost, MessageTimes
 from backbeat.model import DynamicFusion, Profile
 from backbeat.simulate.schedule import Flow, Schedule
 
@@ -45,30 +43,21 @@ def one_communicator(schedule: Schedule, cost: LinkCost) -> Flow:
     >>> one_communicator(two, LinkCost(Curve.affine(1e-3, 1e-9))).finishes.tolist()
     [0.002, 0.004]
     """
-    alone = cost.time(schedule.sizes).tolist()
-    busy = alone if cost.busy is None else cost.busy_time(schedule.sizes).tolist()
-    begun, ends = (np.array(times) for times in in_turn(schedule.ready.tolist(), alone, busy))
-    # A head start on an idle link is no message sent before it was there.
-    return Flow(begun, np.maximum(ends - cost.transfer(schedule.sizes), begun), ends)
+    return one_by_one(schedule.ready, cost.times(schedule.sizes))
 
 
-class Turns(NamedTuple):
-    """When messages start and are done."""
-
-    starts: list[float]
-    finishes: list[float]
-
-
-def in_turn(ready: Iterable[float], alone: Iterable[float], busy: Iterable[float]) -> Turns:
-    """Messages that take so long `alone`, and so long right behind another (`busy`), one after the other on one
-    communicator."""
-    starts, finishes = Turns([], [])
+def one_by_one(ready: NDArray[np.float64], times: MessageTimes) -> Flow:
+    """Messages that take these times, on one communicator."""
+    starts: list[float] = []
+    finishes: list[float] = []
     free = -_NEVER
-    for moment, isolated, following in zip(ready, alone, busy, strict=True):
+    for moment, alone, busy in zip(ready.tolist(), times.alone.tolist(), times.busy.tolist(), strict=True):
         starts.append(max(moment, free))
-        free = max(moment + isolated, free + following)
+        free = max(moment + alone, free + busy)
         finishes.append(free)
-    return Turns(starts, finishes)
+    begun, ends = np.array(starts), np.array(finishes)
+    # A head start on an idle link is no message sent before it was there.
+    return Flow(begun, np.maximum(ends - times.transfer, begun), ends)
 
 
 class _Shared:
@@ -117,8 +106,7 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
     >>> simulate(two, LinkCost(Curve.affine(1e-3, 1e-9))).finishes.round(6).tolist()
     [0.003, 0.003]
     """
-    sizes = schedule.sizes
-    alone, busy, works = (of(sizes).tolist() for of in (cost.time, cost.busy_time, cost.transfer))
+    alone, busy, works = (times.tolist() for times in cost.times(schedule.sizes))
     ready = schedule.ready.tolist()
     communicators = schedule.communicators
     count = len(ready)

@@ -20,16 +20,8 @@ from backbeat.model.profile import DTYPE_BYTES
 from backbeat.simulate.contention import UNDISTURBED
 from backbeat.simulate.engine import communicate
 from backbeat.simulate.gather_scatter import half_curve
-from backbeat.simulate.iteration import (
-    Iteration,
-    communicate_beside,
-    compute_spans,
-    exposed_breakdown,
-    least_end_s,
-    travel_spans,
-)
+from backbeat.simulate.iteration import BucketRun, Iteration, communicate_beside, exposed_breakdown, least_end_s
 from backbeat.simulate.schedule import Schedule, capped, running_sums
-from backbeat.units import first_to_last
 
 
 def framework_iteration(
@@ -40,27 +32,25 @@ def framework_iteration(
     if reduction.collective == "reduce_scatter":
         cost = LinkCost(half_curve(network, "reduce_scatter"))
     communicators = plan.communicators
-    schedule, names = Schedule.of_plan(profile, plan)
+    schedule, buckets = Schedule.of_plan(profile, plan)
     if reduction.overlap == "none":
         late = Schedule(np.full_like(schedule.ready, profile.backward_s), schedule.sizes, schedule.communicators)
         flow, clock = communicate(late, cost, communicators), UNDISTURBED
     else:
         flow, clock = communicate_beside(schedule, cost, communicators, slowdown)
-    backward = float(clock.when(profile.backward_s))
-    reduced = max(backward, flow.end_s)
-    exposed = exposed_breakdown(profile, cost, schedule, flow, clock, communicators)
+    run = BucketRun(buckets, schedule, flow, clock, profile.backward_s)
+    exposed = exposed_breakdown(profile, cost, run, communicators)
     # With "every" each micro-batch ends as the last does; otherwise those before it only compute.
     repeats = micro_batches if reduction.overlap == "every" else 1
     update = reduction.updated_s(profile.update_s, network.workers)
     gathered = gather_before(profile, network, reduction, slowdown)
     before = (micro_batches - repeats) * (profile.forward_s + profile.backward_s)
-    before += (repeats - 1) * (profile.forward_s + reduced)
+    before += (repeats - 1) * (profile.forward_s + run.end_s)
     start = gathered.forward_end_s + before
-    end = start + reduced
     compute = micro_batches * (profile.forward_s + profile.backward_s) + update
     bound = compute - profile.backward_s + least_end_s(profile, cost, communicators, slowdown)
-    return Iteration(
-        steady_s=end + update,
+    return run.iteration(
+        steady_s=start + run.end_s + update,
         bound_s=bound,
         breakdown=Breakdown(
             latency_s=repeats * exposed.latency_s,
@@ -70,13 +60,10 @@ def framework_iteration(
             gather_s=gathered.stalled_s,
             sharding_s=update - profile.update_s,
         ),
-        timeline=(
-            *compute_spans(start, start + backward, end, end + update, forward=gathered.forward_start_s),
-            *gathered.spans,
-            *travel_spans(schedule.communicators, map(first_to_last, names), flow, schedule.sizes, start),
-        ),
-        buckets=len(names),
-        largest_bytes=float(schedule.sizes.max()),
+        backward=start,
+        update_s=update,
+        forward=gathered.forward_start_s,
+        gathers=gathered.spans,
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from backbeat.cost import LinkCost
 from backbeat.model import DynamicFusion, Network, Plan, Profile
+from backbeat.model.plan import Bucket
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, exposed_parts, pieces_of
-from backbeat.simulate.contention import ComputeClock, Messages, contended, least_s
+from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, sent_bytes
+from backbeat.simulate.contention import ComputeClock, contended, least_s
 from backbeat.simulate.engine import FusedFlow, communicate, fuse
 from backbeat.simulate.schedule import Flow, Schedule, covered_s
 from backbeat.units import first_to_last
@@ -61,64 +63,114 @@ def compute_spans(
     )
 
 
-def within_iteration(profile: Profile, network: Network, plan: Plan, before: float, slowdown: float = 1.0) -> Iteration:
+@dataclass(frozen=True)
+class BucketRun:
+    """A plan's buckets beside backward. Times count from the start of backward."""
+
+    buckets: Sequence[Bucket]
+    schedule: Schedule
+    flow: Flow
+    clock: ComputeClock
+    """How far computation is meanwhile."""
+    computed_s: float
+    """Backward without communication beside it; compression too, where some buckets are compressed."""
+    compressed: bool = False
+    """Buckets travel as they are compressed; otherwise all of them dense, whatever they say."""
+
+    @cached_property
+    def backward_end_s(self) -> float:
+        return float(self.clock.when(self.computed_s))
+
+    @cached_property
+    def end_s(self) -> float:
+        return max(self.backward_end_s, self.flow.end_s)
+
+    @property
+    def contention_s(self) -> float:
+        """By how much communication puts off the end of backward."""
+        return self.backward_end_s - self.computed_s
+
+    def iteration(
+        self,
+        *,
+        steady_s: float,
+        bound_s: float,
+        breakdown: Breakdown,
+        backward: float,
+        update_s: float,
+        forward: float = 0.0,
+        gathers: Iterable[Span] = (),
+    ) -> Iteration:
+        """The iteration in which `forward` and `backward` begin at these times. `gathers` are drawn, too."""
+        schedule, end = self.schedule, backward + self.end_s
+        sizes = schedule.sizes.tolist()
+        compressions = [bucket.compression if self.compressed else None for bucket in self.buckets]
+        dense = [size for size, compression in zip(sizes, compressions, strict=True) if compression is None]
+        word = "backward and compression" if self.compressed else "backward"
+        spans = compute_spans(backward, backward + self.backward_end_s, end, end + update_s, forward=forward, word=word)
+        travels = (
+            Span(
+                f"communicator {communicator}",
+                first_to_last(bucket.gradients) + ("" if compression is None else " (topk)"),
+                backward + start,
+                backward + finish,
+                sent_bytes(size, compression),
+            )
+            for bucket, compression, size, communicator, start, finish in zip(
+                self.buckets,
+                compressions,
+                sizes,
+                schedule.communicators,
+                self.flow.starts.tolist(),
+                self.flow.finishes.tolist(),
+                strict=True,
+            )
+        )
+        return Iteration(
+            steady_s=steady_s,
+            bound_s=bound_s,
+            breakdown=breakdown,
+            timeline=(*spans, *gathers, *travels),
+            buckets=len(self.buckets),
+            largest_bytes=max(dense, default=0.0),
+        )
+
+
+def bucket_iteration(profile: Profile, network: Network, plan: Plan, before: float, slowdown: float = 1.0) -> Iteration:
     """Communication ends before the update; backward takes `slowdown` times as long beside it."""
+    run = run_buckets(profile, network, plan, slowdown)
+    backward, around = before + profile.forward_s, before + profile.forward_s + profile.update_s
+    if run.compressed:
+        # Its bound is that nothing is exposed.
+        bound = around + run.backward_end_s - run.contention_s
+        breakdown = _compressed_breakdown(profile, run)
+    else:
+        bound = around + least_end_s(profile, network.cost, plan.communicators, slowdown)
+        breakdown = exposed_breakdown(profile, network.cost, run, plan.communicators)
+    return run.iteration(
+        steady_s=around + run.end_s, bound_s=bound, breakdown=breakdown, backward=backward, update_s=profile.update_s
+    )
+
+
+def run_buckets(profile: Profile, network: Network, plan: Plan, slowdown: float = 1.0) -> BucketRun:
+    """The plan's buckets. Those of a compressed plan travel on one communicator."""
     cost = network.cost
-    names, schedule, flow, clock = run(profile, plan, cost, slowdown)
-    backward_end = float(clock.when(profile.backward_s))
-    end = max(backward_end, flow.end_s)
-    backward, around = before + profile.forward_s, before + profile.forward_s + profile.update_s
-    return Iteration(
-        steady_s=around + end,
-        bound_s=around + least_end_s(profile, cost, plan.communicators, slowdown),
-        breakdown=exposed_breakdown(profile, cost, schedule, flow, clock, plan.communicators),
-        timeline=(
-            *compute_spans(backward, backward + backward_end, backward + end, backward + end + profile.update_s),
-            *travel_spans(schedule.communicators, map(first_to_last, names), flow, schedule.sizes, backward),
-        ),
-        buckets=len(names),
-        largest_bytes=float(schedule.sizes.max()),
-    )
-
-
-def compressed_iteration(
-    profile: Profile, network: Network, plan: Plan, before: float, slowdown: float = 1.0
-) -> Iteration:
-    """Some buckets travel compressed: one communicator, and compression takes computation. Its bound is that nothing is
-    exposed."""
-    pieces, names = pieces_of(profile, plan)
-    flow = compressed_flow(pieces, profile, CompressedCost.of(network), slowdown)
-    backward, around = before + profile.forward_s, before + profile.forward_s + profile.update_s
-    end, computed = backward + flow.end_s, backward + flow.backward_s
-    labels = [
-        first_to_last(bucket) + (" (topk)" if piece.compression else "")
-        for bucket, piece in zip(names, pieces, strict=True)
-    ]
-    return Iteration(
-        steady_s=around + flow.end_s,
-        bound_s=around + flow.backward_s - flow.contention_s,
-        breakdown=exposed_parts(profile, flow),
-        timeline=(
-            *compute_spans(backward, computed, end, end + profile.update_s, word="backward and compression"),
-            *travel_spans([0] * len(pieces), labels, flow, [piece.sent_bytes for piece in pieces], backward),
-        ),
-        buckets=len(names),
-        largest_bytes=float(max((piece.bytes for piece in pieces if piece.compression is None), default=0)),
-    )
-
-
-def run(
-    profile: Profile, plan: Plan, cost: LinkCost, slowdown: float = 1.0
-) -> tuple[list[tuple[str, ...]], Schedule, Flow, ComputeClock]:
-    """The plan's buckets by name, as arrays, when they travel, and how far computation is meanwhile."""
-    if plan.dynamic is not None:
+    if plan.dynamic is not None and not plan.compressed:
         plan.check(profile)
         fused, clock = fuse_beside(profile, cost, plan.dynamic, slowdown)
         order = [gradient.name for gradient in profile.gradients]
-        names = [tuple(order[first:last]) for first, last in pairwise([0, *fused.ends])]
-        return names, Schedule.of_ends(profile, fused.ends), fused, clock
-    schedule, names = Schedule.of_plan(profile, plan)
-    return names, schedule, *communicate_beside(schedule, cost, plan.communicators, slowdown)
+        formed = [
+            Bucket(gradients=tuple(order[first:last]), communicator=0) for first, last in pairwise([0, *fused.ends])
+        ]
+        return BucketRun(formed, Schedule.of_ends(profile, fused.ends), fused, clock, profile.backward_s)
+    schedule, buckets = Schedule.of_plan(profile, plan)
+    if not plan.compressed:
+        flow, clock = communicate_beside(schedule, cost, plan.communicators, slowdown)
+        return BucketRun(buckets, schedule, flow, clock, profile.backward_s)
+    schedule = replace(schedule, communicators=[0] * len(buckets))
+    compressions = [bucket.compression for bucket in buckets]
+    flow, clock, computed_s = compressed_flow(schedule, compressions, profile, CompressedCost.of(network), slowdown)
+    return BucketRun(buckets, schedule, flow, clock, computed_s, compressed=True)
 
 
 def fuse_beside(
@@ -137,23 +189,16 @@ def communicate_beside(
     )
 
 
-def exposed_breakdown(
-    profile: Profile,
-    cost: LinkCost,
-    schedule: Schedule,
-    flow: Flow,
-    clock: ComputeClock,
-    communicators: int,
-) -> Breakdown:
+def exposed_breakdown(profile: Profile, cost: LinkCost, run: BucketRun, communicators: int) -> Breakdown:
     """Split what is exposed beside and after backward; the definitions stand beside the fields of `Breakdown`."""
-    backward_end, first = (float(clock.when(done)) for done in (profile.backward_s, profile.ready[0]))
-    contention = backward_end - profile.backward_s
+    flow, backward_end, contention = run.flow, run.backward_end_s, run.contention_s
+    first = float(run.clock.when(profile.ready[0]))
     tail = flow.end_s - backward_end
     if tail <= 0:
         return Breakdown(contention_s=contention)
     moving = covered_s(flow.on_link.tolist(), flow.finishes.tolist(), backward_end)
     holding = covered_s(flow.starts.tolist(), flow.finishes.tolist(), backward_end)
-    link = float(cost.transfer(schedule.sizes).sum()) / cost.best_efficiency(communicators)
+    link = float(cost.transfer(run.schedule.sizes).sum()) / cost.best_efficiency(communicators)
     too_much = max(link - (backward_end - first), 0.0)
     latency, bandwidth = max(holding - moving, 0.0), min(moving, too_much)
     return Breakdown(
@@ -164,21 +209,16 @@ def exposed_breakdown(
     )
 
 
+def _compressed_breakdown(profile: Profile, run: BucketRun) -> Breakdown:
+    """All of what is exposed counts as waiting, compression included, but for the link being busy after computation."""
+    busy = covered_s(run.flow.starts.tolist(), run.flow.finishes.tolist(), run.backward_end_s)
+    waiting = max(run.end_s - profile.backward_s - busy - run.contention_s, 0.0)
+    return Breakdown(bandwidth_s=busy, waiting_s=waiting, contention_s=run.contention_s)
+
+
 def least_end_s(profile: Profile, cost: LinkCost, communicators: int, slowdown: float) -> float:
     """The earliest end of backward and communication, whatever the bucketing. Computation is slowed down for as long as
     the link needs at least."""
     _, per_byte = cost.cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
     on_link = per_byte * float(profile.sizes.sum()) / cost.best_efficiency(communicators)
     return max(least_s(profile.backward_s, on_link, slowdown), communication_bound(profile, cost, communicators))
-
-
-def travel_spans(
-    communicators: Iterable[int], labels: Iterable[str], flow: Messages, sizes: Iterable[float], backward: float
-) -> tuple[Span, ...]:
-    """Every bucket on its communicator; `backward` is when the overlapping backward starts."""
-    return tuple(
-        Span(f"communicator {communicator}", label, backward + float(start), backward + float(stop), int(size))
-        for communicator, label, start, stop, size in zip(
-            communicators, labels, flow.starts, flow.finishes, sizes, strict=True
-        )
-    )

@@ -11,6 +11,16 @@ computation, copies to the host, copies to the device.
   tensors there at once, and they go block by block.
 - A tensor between two blocks exists once, whoever keeps it.
 
+The tensor that enters block k, on the device (#), on its way (> and <) and on the host (.):
+
+                forward                                loss       backward
+    kept        k-1 ######## k ################################################ k
+    offloaded   k-1 ######## k ##>>>>## k+2 .............. two segments earlier ##<<<<## k
+    recomputed  k-1 ######## k                   the segment's first block again ####### k
+
+`until[k]` says where in backward its memory is freed: by block k, or by k-1, which saves it as its output. It is None
+where nobody keeps it. `away[k]`: it waits on the host. `bring[r]` are the bytes of range r that do.
+
 What lies outside the blocks (the loss, a head that is no block) is taken to run between forward and backward.
 
 Times are the device's own. What the host takes to issue all of it stands beside them (`host_lane`): no iteration is
@@ -219,8 +229,7 @@ class Chain:
     def _between(
         self, ranges: Sequence[BlockRange], action: list[int], range_of: list[int]
     ) -> tuple[list[int | None], list[bool], list[int]]:
-        """For the tensor that enters each block: the last block in backward that needs it (None: nobody keeps it), and
-        whether it waits on the host. Then, for each range, the bytes that it has on the host."""
+        """`until` and `away` for each block, `bring` for each range."""
         until: list[int | None] = [None] * (self.count + 1)
         away = [False] * (self.count + 1)
         bring = [0] * len(ranges)

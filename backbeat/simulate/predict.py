@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from msgspec.structs import replace
 
@@ -15,7 +17,7 @@ from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.host_lane import HostLane, device_alone
-from backbeat.simulate.iteration import Iteration, alone, compressed_iteration, within_iteration
+from backbeat.simulate.iteration import Iteration, alone, bucket_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
@@ -92,6 +94,63 @@ def knee(curve: Sequence[Prediction]) -> int | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Worker:
+    """One worker's iteration under the plan, without communication."""
+
+    profile: Profile
+    """Without waiting for the host; under the plan's memory part, where it has one."""
+    kept: Profile
+    """The same without the memory part."""
+    lane: HostLane
+    micro_batches: int
+    peak_bytes: int | None
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, measured: Profile, network: Network, plan: Plan, accumulation: int | None) -> _Worker:
+        lane, peak = HostLane.of(measured), None
+        notes: tuple[str, ...] = ()
+        profile = kept = device_alone(measured)
+        if plan.memory is not None and (profile.blocks or plan.memory.segments):
+            plan.check(profile)
+            found = memory_timeline(measured, plan.memory, plan, workers=network.workers)
+            profile, peak, notes = found.profile, found.peak_bytes, found.notes
+            lane = lane.longer(found.host_more_s)
+        micro_batches = profile.accumulation if accumulation is None else accumulation
+        if micro_batches < 1:
+            raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
+        if plan.sharding is not None:
+            held = sharded_memory(measured, plan, micro_batches=micro_batches)
+            peak = held.peak_bytes if held else None
+        return cls(profile, kept, lane, micro_batches, peak, notes)
+
+    @cached_property
+    def before_s(self) -> float:
+        """The micro-batches before the last."""
+        return (self.micro_batches - 1) * (self.profile.forward_s + self.profile.backward_s)
+
+    @cached_property
+    def device_s(self) -> float:
+        return self.before_s + self.profile.forward_s + self.profile.backward_s + self.profile.update_s
+
+    @cached_property
+    def single_s(self) -> float:
+        """T(1)."""
+        return self.lane.paced(self.device_s, self.micro_batches)
+
+
+def _step(worker: _Worker, network: Network, plan: Plan, reduction: Reduction | None, slowdown: float) -> Iteration:
+    """The simulation that such a plan needs."""
+    if network.workers == 1:
+        return alone(worker.profile, plan, worker.before_s)
+    if reduction is not None:
+        return framework_iteration(worker.profile, network, plan, reduction, worker.micro_batches, slowdown)
+    if plan.sharding is not None:
+        return sharded_iteration(worker.kept, network, plan, micro_batches=worker.micro_batches, slowdown=slowdown)
+    return bucket_iteration(worker.profile, network, plan, worker.before_s, slowdown)
+
+
 def _predicted(
     measured: Profile,
     network: Network,
@@ -101,53 +160,18 @@ def _predicted(
     broadcast_buffers: bool,
     reduction: Reduction | None,
 ) -> Prediction:
-    peak = None
-    memory_notes: tuple[str, ...] = ()
-    lane = HostLane.of(measured)
-    # Without waiting for the host; then, where the plan has a memory part, under it.
-    profile = on_device = device_alone(measured)
-    if plan.memory is not None and (profile.blocks or plan.memory.segments):
-        plan.check(profile)
-        kept = memory_timeline(measured, plan.memory, plan, workers=network.workers)
-        profile, peak, memory_notes = kept.profile, kept.peak_bytes, kept.notes
-        lane = lane.longer(kept.host_more_s)
-    micro_batches = profile.accumulation if accumulation is None else accumulation
-    if micro_batches < 1:
-        raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
-    before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
-    device_single = before + profile.forward_s + profile.backward_s + profile.update_s
-    single = lane.paced(device_single, micro_batches)
+    worker = _Worker.of(measured, network, plan, accumulation)
+    profile, single, micro_batches = worker.profile, worker.single_s, worker.micro_batches
     sharded, several = plan.sharding is not None, network.workers > 1
     slowdown = slowdown_of(profile, network, sharded=sharded)
-    if sharded:
-        held = sharded_memory(measured, plan, micro_batches=micro_batches)
-        peak = held.peak_bytes if held else None
-    if not several:
-        step = alone(profile, plan, before)
-    elif reduction is not None:
-        step = framework_iteration(profile, network, plan, reduction, micro_batches, slowdown.factor)
-    elif sharded:
-        step = sharded_iteration(on_device, network, plan, micro_batches=micro_batches, slowdown=slowdown.factor)
-    elif plan.compressed:
-        step = compressed_iteration(profile, network, plan, before, slowdown.factor)
-    else:
-        step = within_iteration(profile, network, plan, before, slowdown.factor)
+    step = _step(worker, network, plan, reduction, slowdown.factor)
     buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and several and not sharded else 0.0
-    longer = micro_batches / profile.accumulation
-    waits = straggling(profile.iteration_s, network.workers, longer) if several else None
+    waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation) if several else None
     wait = waits.wait_s if waits else 0.0
     device = buffers + step.steady_s
     steady, issued = single, single
     if several:
-        steady, issued = _at_host_pace(
-            lane,
-            device,
-            step,
-            micro_batches,
-            gradients=len(profile.gradients),
-            wrapped=not sharded and reduction is None,
-            fsdp=_with_fsdp(lane, profile, network, plan, step.buckets),
-        )
+        steady, issued = _at_host_pace(worker, network, plan, step, device, wrapped=not sharded and reduction is None)
     host_alone = steady > device and issued >= steady
     iteration = steady + wait
     notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
@@ -158,7 +182,7 @@ def _predicted(
             "if the device never waited for work"
         )
     breakdown = replace(
-        step.breakdown, stragglers_s=wait, buffers_s=buffers, host_s=(steady - device) - (single - device_single)
+        step.breakdown, stragglers_s=wait, buffers_s=buffers, host_s=(steady - device) - (single - worker.device_s)
     )
     return Prediction(
         strategy=plan.strategy,
@@ -169,21 +193,38 @@ def _predicted(
         single_s=single,
         scaling_factor=single / iteration if iteration > 0 else 1.0,
         exposed_s=iteration - single,
-        bound_s=lane.paced(step.bound_s + buffers, micro_batches) + wait,
+        bound_s=worker.lane.paced(step.bound_s + buffers, micro_batches) + wait,
         samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,
         breakdown=breakdown,
         bottleneck="host" if host_alone else _bottleneck(breakdown, single),
         band=Band(p10_s=steady + waits.p10_s, p90_s=steady + waits.p90_s, extrapolated=waits.extrapolated)
         if waits
         else None,
-        peak_bytes=peak,
+        peak_bytes=worker.peak_bytes,
         extrapolated=extrapolated,
         timeline=(
             *_shifted(step.timeline, buffers, profile.buffer_bytes),
             *((Span("compute", "waiting for the host", device, steady),) if steady > device else ()),
         ),
-        notes=(*memory_notes, *notes, *slowdown.notes),
+        notes=(*worker.notes, *notes, *slowdown.notes),
     )
+
+
+def _at_host_pace(
+    worker: _Worker, network: Network, plan: Plan, step: Iteration, device_s: float, *, wrapped: bool
+) -> tuple[float, float]:
+    """The step with the host in, and what issuing it takes. backbeat's wrapper, where the plan is `wrapped`, has a hook
+    for each gradient, and a status message after the last bucket."""
+    lane, micro_batches = worker.lane, worker.micro_batches
+    fsdp = _with_fsdp(lane, worker.profile, network, plan, step.buckets)
+    if not lane.by_block or fsdp is not None:
+        issuing = fsdp or lane
+        return issuing.paced(device_s, micro_batches), issuing.step_s(micro_batches)
+    parts, hooks = step.breakdown, len(worker.profile.gradients) if wrapped else 0
+    tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if wrapped else None
+    sent = sum(span.lane.startswith("communicator") for span in step.timeline)
+    paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=hooks, tail_s=tail)
+    return paced, lane.step_s(micro_batches, collectives=sent, gradients=hooks)
 
 
 def _with_fsdp(lane: HostLane, profile: Profile, network: Network, plan: Plan, units: int) -> HostLane | None:
@@ -195,28 +236,6 @@ def _with_fsdp(lane: HostLane, profile: Profile, network: Network, plan: Plan, u
     names = [gradient.name for gradient in profile.gradients]
     added_s = host.micro_batch_s(UnitCounts(units, len(names)), plan.sharding.resharded_counts(names))
     return lane.longer(added_s, host.update_s * len(names))
-
-
-def _at_host_pace(
-    lane: HostLane,
-    device_s: float,
-    step: Iteration,
-    micro_batches: int,
-    *,
-    gradients: int,
-    wrapped: bool,
-    fsdp: HostLane | None,
-) -> tuple[float, float]:
-    """The step with the host in, and what issuing it takes. backbeat's wrapper, where the plan is `wrapped`, has a hook
-    for each gradient, and a status message after the last bucket. `fsdp` is the lane of a sharded step."""
-    if not lane.by_block or fsdp is not None:
-        issuing = fsdp or lane
-        return issuing.paced(device_s, micro_batches), issuing.step_s(micro_batches)
-    parts, hooks = step.breakdown, gradients if wrapped else 0
-    tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if wrapped else None
-    sent = sum(span.lane.startswith("communicator") for span in step.timeline)
-    paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=hooks, tail_s=tail)
-    return paced, lane.step_s(micro_batches, collectives=sent, gradients=hooks)
 
 
 def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Span, ...]:

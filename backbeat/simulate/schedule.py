@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from backbeat.model import Plan, Profile
+from backbeat.model.plan import Bucket
 
 
 def running_sums(sizes: ArrayLike) -> NDArray[np.float64]:
@@ -60,19 +61,23 @@ class Schedule:
         return cls(profile.ready[stops - 1], sums[stops] - sums[starts], communicators or [0] * len(stops))
 
     @classmethod
-    def of_plan(cls, profile: Profile, plan: Plan) -> tuple[Schedule, list[tuple[str, ...]]]:
-        """The plan's buckets, and what it does not name; and each bucket's names."""
+    def of_plan(cls, profile: Profile, plan: Plan) -> tuple[Schedule, list[Bucket]]:
+        """The plan's buckets, and one of what it does not name; as arrays, and as they are."""
         plan.need_buckets("this schedule")
-        buckets = plan.sent_buckets(profile)
-        # Plain lists: most buckets are small, and a numpy call costs more than adding a few numbers.
-        index_of, ready, sizes = profile.index, profile.ready.tolist(), profile.sizes.tolist()
+        buckets, index_of = plan.sent_buckets(profile), profile.index
         members = [[index_of[name] for name in bucket.gradients] for bucket in buckets]
-        schedule = cls(
+        return cls.of_members(profile, members, [bucket.communicator for bucket in buckets]), buckets
+
+    @classmethod
+    def of_members(cls, profile: Profile, members: Sequence[Sequence[int]], communicators: Sequence[int]) -> Schedule:
+        """Buckets of the gradients with these indices."""
+        # Plain lists: most buckets are small, and a numpy call costs more than adding a few numbers.
+        ready, sizes = profile.ready.tolist(), profile.sizes.tolist()
+        return cls(
             np.array([ready[max(indices)] for indices in members]),
             np.array([sum([sizes[index] for index in indices]) for indices in members]),
-            [bucket.communicator for bucket in buckets],
+            communicators,
         )
-        return schedule, [bucket.gradients for bucket in buckets]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from backbeat.model import Plan, Profile
 from backbeat.simulate.sharded_units import ROOT, ShardedChain, chain_of
 
 Event = Literal[
-    "begin", "all_gather", "copy_out", "forward", "turn", "loss", "backward", "free", "wait", "reduce_scatter",
+    "begin", "all_gather", "copy_out", "forward", "to_backward", "loss", "backward", "free", "wait", "reduce_scatter",
     "all_reduce", "end", "update",
 ]  # fmt: skip
-MARKS = ("begin", "turn", "loss", "free", "end", "update")
+MARKS = ("begin", "to_backward", "loss", "free", "end", "update")
 """A micro-batch begins, turns to backward, passes its loss and ends, a unit's parameters are freed, and the optimizer
 steps: these start nothing on the device that FSDP2 waits for."""
 
@@ -37,8 +37,8 @@ class Call(NamedTuple):
 
     event: Event
     unit: int
-    stretch: int = 0
-    """Of `forward` and `backward`: which of the chain's stretches."""
+    part: int = 0
+    """Of `forward` and `backward`: which of the chain's parts."""
 
 
 def call_order(profile: Profile, plan: Plan, *, micro_batches: int | None = None) -> list[tuple[str, int]]:
@@ -91,8 +91,8 @@ class _Host:
         yield from self._gather(ROOT)
         yield from self._copy_out(ROOT)
         ran: list[int] = []
-        for index, stretch in enumerate(self.chain.stretches):
-            unit = stretch.unit
+        for index, part in enumerate(self.chain.parts):
+            unit = part.unit
             if unit != ROOT:
                 yield from self._gather(unit)
                 yield from self._copy_out(unit)
@@ -104,7 +104,7 @@ class _Host:
                 ran.append(unit)
                 if self.chain.units[unit].reshard:
                     yield from self._free(unit)
-        yield Call("turn", ROOT)
+        yield Call("to_backward", ROOT)
         yield from self._backward(ran, last=last)
         yield Call("end", ROOT)
         self.held.clear()
@@ -114,8 +114,8 @@ class _Host:
         if self.chain.has_root and ran:
             yield from self._gather(ran[-1])
         yield Call("loss", ROOT)
-        for index in range(len(self.chain.stretches) - 1, -1, -1):
-            unit = self.chain.stretches[index].unit
+        for index in range(len(self.chain.parts) - 1, -1, -1):
+            unit = self.chain.parts[index].unit
             if unit != ROOT:
                 yield from self._gather(unit)
                 yield from self._copy_out(unit)

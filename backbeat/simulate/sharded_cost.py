@@ -2,9 +2,10 @@
 
 Parameters are gathered, and gradients scattered, within a *shard group*; with several copies of the model (HSDP) each
 rank then all-reduces its shard with the ranks that hold the same one. All-gathers and reduce-scatters take what the
-network measured of them in a row, at the shard group's size, or their part of its all-reduce: a step that waits for
-them sends one after the other, and where they come singly they are hidden. The all-reduce of the copies crosses nodes
-where a shard group fills a node or more; the shards of a node's ranks share what joins the nodes.
+network measured of them at the shard group's size; where it did not, their part of its all-reduce. Times in a row count
+where they were measured: a step that waits for collectives sends one after the other, and single ones are hidden. The
+all-reduce of the copies crosses nodes where a shard group fills a node or more; the shards of a node's ranks share what
+joins the nodes.
 """
 
 from __future__ import annotations

@@ -14,9 +14,15 @@ from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.memory_timeline import Phase
 from backbeat.simulate.resident_memory import ResidentMemory
-from backbeat.simulate.sharded_activations import tied_block
 from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_memory import MOST_MICRO_BATCHES, Activations, Kinds, always_held, step_moments
+from backbeat.simulate.sharded_memory import (
+    MOST_MICRO_BATCHES,
+    Activations,
+    Kinds,
+    always_held,
+    step_moments,
+    tied_block,
+)
 from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import ShardedChain, chain_of
 from backbeat.simulate.stream_engine import COMPUTE
@@ -48,7 +54,7 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
     cost = ShardedCost.of(profile, network, chain.sharding)
     factor = slowdown_of(profile, network, sharded=True).factor
     run = run_step(chain, cost, profile.update_s / shards, micro_batches=count, slowdown=factor)
-    stretches = iter(
+    parts = iter(
         [
             (start, end)
             for task, call, start, end in zip(run.tasks, run.calls, run.times.starts, run.times.ends, strict=True)
@@ -77,8 +83,8 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
             add(now, "copies", "loss", moment.before, activations.at_loss)
             add(now, "loss", "loss", moment.during, activations.loss_bytes)
             continue
-        start, end = next(stretches)
-        blocks = list(_blocks(chain, moment.call.stretch, phase))
+        start, end = next(parts)
+        blocks = list(_blocks(chain, moment.call.part, phase))
         first = blocks[0][0] if blocks else None
         add(max(start, now), "copies", phase, moment.before, activations.between(first, phase))
         length, whole = end - start, sum(seconds for _, seconds in blocks)
@@ -91,8 +97,8 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
 
 
 def _blocks(chain: ShardedChain, index: int, phase: Phase) -> Iterator[tuple[int | None, float]]:
-    """The pieces of a stretch in the order in which they run, with how long each takes."""
-    mine = set(chain.stretches[index].blocks)
+    """The pieces of a part in the order in which they run, with how long each takes."""
+    mine = set(chain.parts[index].blocks)
     pieces = [piece for piece in chain.pieces.pieces if piece.block in mine]
     if not pieces:
         yield None, 1.0

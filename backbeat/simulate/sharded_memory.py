@@ -11,24 +11,41 @@ Counted in the order in which the host issues work, as the device's allocator co
   micro-batch stay whole, in the reduce dtype.
 - Activations are kept, recomputed or offloaded block by block, as `memory_timeline` counts them. A profile without
   blocks says only how many there are at the end of forward: all of them are taken to be there all the time.
+
+**Activations of a sharded model** (`sharded_activations`). A profile is measured with whole fp32 parameters, in bf16
+under autocast. Three things differ under `fully_shard`:
+
+- Autocast keeps a copy of every weight in the dtype it computes with, and autograd saves it. Parameters that are
+  gathered in that dtype need none.
+- Units that are gathered in that dtype get their inputs in it. Autocast passes on a stream in fp32, of which every
+  linear layer saves a copy of its own. torch 2.11 casts the inputs of a unit's first module, 2.13 those of each: units
+  of several modules may hold less there than is predicted.
+- The gradient of a weight is made beside the `.grad` that is there, and added to it. Under FSDP2 none is there: it
+  becomes the gradient itself, which is counted with them.
+
+The largest parameter stands for a block's gradients, since it makes them one after the other.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import NamedTuple
 
-from backbeat.model import MemoryPlan, Plan, Profile
+from msgspec.structs import replace
+
+from backbeat.model import Block, MemoryPlan, Plan, Profile
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.simulate.actions import ranges_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
-from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_units import ROOT, ShardedChain, chain_of
 
+_HALF = ("bf16", "fp16")
 MOST_MICRO_BATCHES = 3
 """Those after the second hold what the second holds."""
 
@@ -76,11 +93,11 @@ def always_held(resident: ResidentMemory, shards: int) -> Kinds:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is held at one stretch of forward or backward, between the two, or at the end of a micro-batch."""
+    """What is held at one part of forward or backward, between the two, or at the end of a micro-batch."""
 
     call: Call
     before: Kinds
-    """The most between the stretch before it and this one."""
+    """The most between the part before it and this one."""
     during: Kinds
 
 
@@ -110,7 +127,7 @@ class _Held:
         self.totals: Kinds = Counter()
         self._parts: dict[tuple[str, int | None], int] = {}
         self.most: Kinds = Counter()
-        """The highest since the last stretch."""
+        """The highest since the last part."""
 
     def put(self, kind: str, unit: int, size: int) -> None:
         self.take(kind, unit)
@@ -128,16 +145,16 @@ class _Held:
 
 
 def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list[Moment]:
-    """What is held at every stretch, in order of issue. `tied`: the last stretch makes all gradients of the root."""
+    """What is held at every part, in order of issue. `tied`: the last part makes all gradients of the root."""
     sharding = chain.sharding
     param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
-    gradients = [stretch.elements for stretch in chain.stretches]
+    gradients = [part.elements for part in chain.parts]
     if tied:
-        gradients = [0 if one.unit == ROOT else one.elements for one in chain.stretches]
+        gradients = [0 if one.unit == ROOT else one.elements for one in chain.parts]
         gradients[-1] = chain.units[ROOT].elements
     indices: dict[int, list[int]] = {ROOT: []}
-    for index, stretch in enumerate(chain.stretches):
-        indices.setdefault(stretch.unit, []).append(index)
+    for index, part in enumerate(chain.parts):
+        indices.setdefault(part.unit, []).append(index)
     held = _Held()
     moments: list[Moment] = []
     forward, number = True, 0
@@ -156,7 +173,7 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
                 buffer = unit
             else:
                 held.take("gather_buffer", unit)
-        elif event == "turn":
+        elif event == "to_backward":
             held.take("gather_buffer", buffer)
             forward, buffer = False, None
         elif event in ("loss", "forward"):
@@ -166,10 +183,10 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
         elif event == "backward":
             later = sharding.gradient_sync == "last" and number < micro_batches
             before = reduced if sharding.gradient_sync == "last" and number > 1 else 0
-            held.put("whole_gradient", call.stretch, gradients[call.stretch] * (before + param))
+            held.put("whole_gradient", call.part, gradients[call.part] * (before + param))
             moments.append(held.moment(call))
             if later:
-                held.put("whole_gradient", call.stretch, gradients[call.stretch] * reduced)
+                held.put("whole_gradient", call.part, gradients[call.part] * reduced)
         elif event == "wait":
             held.take("scatter_input", unit)
         elif event == "reduce_scatter":
@@ -249,7 +266,74 @@ def _levels(chain: ShardedChain, moments: list[Moment], activations: Activations
             yield _Level(moment.before, activations.at_loss, "loss", "loss")
             yield _Level(moment.during, activations.loss_bytes, "loss", "loss")
         else:
-            for block in chain.stretches[moment.call.stretch].blocks:
+            for block in chain.parts[moment.call.part].blocks:
                 low, high, phase = activations.levels[event, block]
                 yield _Level(moment.before, low, activations.names[block], phase)
                 yield _Level(moment.during, high, activations.names[block], phase)
+
+
+def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
+    """A block after the last unit and after all parameters, whose backward makes the gradient of one of the root's: a
+    head tied to the embedding. A pooling, which has a classifier after it, is none."""
+    last = chain.parts[-1]
+    if last.unit != ROOT or not (largest := _largest_of_root(chain)):
+        return None
+    element = DTYPE_BYTES.get(profile.precision, ELEMENT_BYTES)
+    own = {piece.block: piece.elements for piece in chain.pieces.pieces}
+    behind = itertools.takewhile(lambda k: not own[k], reversed(last.blocks))
+    tied = (k for k in behind if profile.blocks[k].backward_peak_bytes >= largest * element)
+    return next(tied, None)
+
+
+def sharded_activations(profile: Profile, chain: ShardedChain) -> Profile:
+    """The profile with what its blocks take beside sharded parameters."""
+    autocast = profile.precision in _HALF
+    native = autocast and chain.sharding.param_dtype in _HALF
+    element = DTYPE_BYTES.get(profile.precision, ELEMENT_BYTES)
+    tied = tied_block(profile, chain)
+    blocks = list(profile.blocks)
+    cast = _cast_blocks(profile, chain) if native else frozenset()
+    for piece in chain.pieces.pieces:
+        if piece.block is None:
+            continue
+        elements = piece.elements if piece.block != tied else (_largest_of_root(chain),)
+        block = blocks[piece.block]
+        less = element * sum(elements) if native else 0
+        less += block.cast_saving_bytes if piece.block in cast else 0
+        blocks[piece.block] = _with_less(block, less, element * max(elements, default=0))
+    return replace(profile, blocks=tuple(blocks))
+
+
+@lru_cache(maxsize=2**12)
+def _with_less(block: Block, saved_bytes: int, backward_bytes: int) -> Block:
+    """A planner asks for the same blocks in every plan that it tries."""
+    return replace(
+        block,
+        saved_bytes=max(block.saved_bytes - saved_bytes, 0),
+        forward_peak_bytes=max(block.forward_peak_bytes - saved_bytes, 0),
+        backward_peak_bytes=max(block.backward_peak_bytes - backward_bytes, 0),
+    )
+
+
+def _cast_blocks(profile: Profile, chain: ShardedChain) -> frozenset[int]:
+    """Blocks whose inputs come in the gathered dtype: the first of each unit, and those after it as long as what is
+    passed on stays in that dtype."""
+    found: set[int] = set()
+    stays = False
+    for part in chain.parts:
+        for place, index in enumerate(part.blocks):
+            block = profile.blocks[index]
+            if (place == 0 and part.unit != ROOT) or (stays and block.chained):
+                found.add(index)
+            stays = index in found and block.cast_output
+    return frozenset(found)
+
+
+def _largest_of_root(chain: ShardedChain) -> int:
+    """Elements of the largest parameter that the root holds."""
+    held = [0, *chain.pieces.loose]
+    of_root = {block for part in chain.parts if part.unit == ROOT for block in part.blocks}
+    for piece in chain.pieces.pieces:
+        if piece.block in of_root:
+            held.extend(piece.elements)
+    return max(held)

@@ -151,9 +151,9 @@ class _Building:
             else:
                 self.gather_waits_for, self.last_copy_out = (out,), ()
         elif event == "forward":
-            self._compute(call, self.chain.stretches[call.stretch].forward_s)
+            self._compute(call, self.chain.parts[call.part].forward_s)
         elif event == "backward":
-            self._compute(call, self.chain.stretches[call.stretch].backward_s)
+            self._compute(call, self.chain.parts[call.part].backward_s)
         elif event == "wait":
             self.compute_waits_for.append(self.scatters[unit])
         elif event == "reduce_scatter":
@@ -164,7 +164,7 @@ class _Building:
             self.unfinished.append(self._send(call, _REPLICATE, (self.scatters[unit],)))
         elif event == "begin":
             self.gather_waits_for, self.in_forward = (self._compute(call, 0.0),), True
-        elif event == "turn":
+        elif event == "to_backward":
             self.gather_waits_for = self.last_copy_out or self.gather_waits_for
             self.last_copy_out, self.in_forward = (), False
         elif event == "end":

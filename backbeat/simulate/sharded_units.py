@@ -64,7 +64,7 @@ class ModelPieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class UnitPart:
     """Consecutive pieces of one unit, or of the root."""
 
     unit: int
@@ -90,7 +90,7 @@ class UnitContent:
 class ShardedChain:
     """A model in units. `units` ends with the root, so that `units[ROOT]` is it."""
 
-    stretches: tuple[Stretch, ...]
+    parts: tuple[UnitPart, ...]
     units: tuple[UnitContent, ...]
     reduced_last: frozenset[int]
     """Units whose input needs no gradient: autograd never reaches their input, so they are reduced when all of backward
@@ -115,13 +115,13 @@ class ShardedChain:
         held: list[list[int]] = [[] for _ in range(len(sharding.units) + 1)]
         held[ROOT].extend(pieces.loose)
         shards = sharding.mesh.shard
-        stretches: list[Stretch] = []
+        parts: list[UnitPart] = []
         for unit, run in groupby(zip(owner, pieces.pieces, strict=True), key=itemgetter(0)):
             own = [piece for _, piece in run]
             elements = [count for piece in own for count in piece.elements]
             held[unit].extend(elements)
-            stretches.append(
-                Stretch(
+            parts.append(
+                UnitPart(
                     unit,
                     sum(piece.forward_s for piece in own),
                     sum(piece.backward_s for piece in own),
@@ -129,7 +129,7 @@ class ShardedChain:
                     tuple(piece.block for piece in own if piece.block is not None),
                 )
             )
-        _check_order(stretches, sharding)
+        _check_order(parts, sharding)
         for index, inside in enumerate(held[:ROOT]):
             if not inside:
                 raise InputError(
@@ -142,7 +142,7 @@ class ShardedChain:
         ]
         contents.append(UnitContent("root", padded(held[ROOT], shards), False, 0))
         holding = [unit for unit, piece in zip(owner, pieces.pieces, strict=True) if piece.elements]
-        return cls(tuple(stretches), tuple(contents), frozenset({ROOT, *holding[:1]}), pieces, sharding)
+        return cls(tuple(parts), tuple(contents), frozenset({ROOT, *holding[:1]}), pieces, sharding)
 
 
 def chain_of(profile: Profile, plan: Plan) -> ShardedChain:
@@ -188,8 +188,8 @@ def _join_gaps(owner: list[int], pieces: Sequence[ModelPiece]) -> None:
         last = index
 
 
-def _check_order(stretches: Sequence[Stretch], sharding: Sharding) -> None:
-    order = [stretch.unit for stretch in stretches if stretch.unit != ROOT]
+def _check_order(parts: Sequence[UnitPart], sharding: Sharding) -> None:
+    order = [part.unit for part in parts if part.unit != ROOT]
     if order != list(range(len(sharding.units))):
         broken = next((index for index, unit in enumerate(order) if unit != index), len(order))
         where = order[broken] if broken < len(order) else broken

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.cost.accelerators import ACCELERATORS, accelerator_named
-from backbeat.cost.operator_curves import operator_curves
-from backbeat.cost.operator_model import Grid, OperatorModel, operator_model
+from backbeat.cost.operator_model import Grid, OperatorModel, operator_curves, operator_model
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, family_of, roofline_s
 from backbeat.errors import InputError
 

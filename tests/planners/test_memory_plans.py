@@ -14,7 +14,7 @@ from backbeat.errors import InputError
 from backbeat.model import Block, Profile
 from backbeat.planners import memory_moves as moves
 from backbeat.planners.memory_moves import uniform
-from backbeat.planners.memory_plan import Search, memory_plan, needed, usable
+from backbeat.planners.memory_plan import MemorySearch, memory_plan, needed, usable
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -23,8 +23,8 @@ from tests.chains import chains, check_against_uniform, resnet152
 GB = 10**9
 
 
-def searching(profile: Profile) -> Search:
-    return Search(Chain(profile, ResidentMemory.of(profile)))
+def searching(profile: Profile) -> MemorySearch:
+    return MemorySearch(Chain(profile, ResidentMemory.of(profile)))
 
 
 def every(chain: Chain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:

@@ -384,7 +384,7 @@ def _compare(ctx: Context, case: Case) -> Log:
         layer.log, layer.recomputed = log, case.recomputed
     with _logging(model, log):
         _step(ctx, model, case, log)
-    # Blocks of one unit compute one after the other: one stretch.
+    # Blocks of one unit compute one after the other: one part.
     seen = [event for event, _ in groupby(log.events)]
     if case.recomputed:
         turn = next(index for index, (event, _) in enumerate(seen) if event == "backward")
@@ -411,7 +411,7 @@ def _predicted_waits(profile: Profile, plan: Plan, micro_batches: int) -> list[W
               if call.event == "all_gather" and task.link is None]  # fmt: skip
     found, in_forward = [], True
     for call in calls(chain, micro_batches):
-        if call.event in ("begin", "turn"):
+        if call.event in ("begin", "to_backward"):
             in_forward = call.event == "begin"
         elif call.event == "all_gather":
             after = run.calls[max(copies[len(found)].after)]

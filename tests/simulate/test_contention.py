@@ -16,7 +16,7 @@ from backbeat.cost.curve import Curve
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import UNDISTURBED, ComputeClock
-from backbeat.simulate.iteration import communicate_beside, compressed_iteration, within_iteration
+from backbeat.simulate.iteration import bucket_iteration, communicate_beside
 from backbeat.simulate.schedule import Flow, Schedule, busy_periods
 from tests.problems import affine, make_profile, networks, profiles
 from tests.simulate.test_bound import measured_costs
@@ -94,8 +94,8 @@ def test_nothing_changes_where_nothing_slows_down(
     profile: Profile, network: Network, strategy: str, communicators: int
 ) -> None:
     plan = _plan(profile, network, strategy, communicators)
-    found = within_iteration(profile, network, plan, 1e-3, 1.0)
-    assert found == within_iteration(profile, network, plan, 1e-3)
+    found = bucket_iteration(profile, network, plan, 1e-3, 1.0)
+    assert found == bucket_iteration(profile, network, plan, 1e-3)
     assert found.breakdown.contention_s == 0
     assert float(UNDISTURBED.when(profile.backward_s)) == profile.backward_s
 
@@ -116,7 +116,7 @@ def test_overlap_never_costs_more_than_it_saves_and_the_bound_holds(
     profile: Profile, network: Network, slowdown: float, strategy: str, communicators: int
 ) -> None:
     plan = _plan(profile, network, strategy, communicators)
-    found = within_iteration(profile, network, plan, 0.0, slowdown)
+    found = bucket_iteration(profile, network, plan, 0.0, slowdown)
     assert found.bound_s <= found.steady_s * (1 + ROUNDING)
     parts = found.breakdown
     exposed = found.steady_s - profile.forward_s - profile.backward_s - profile.update_s
@@ -145,11 +145,11 @@ def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown
 def test_compressed_iterations_slow_down_too(profile: Profile, network: Network, slowdown: float) -> None:
     compute = profile.forward_s + profile.backward_s + profile.update_s
     plan = bb.plan(profile, network, "compressed", density=0.1)
-    alone, found = (compressed_iteration(profile, network, plan, 0.0, factor) for factor in (1.0, slowdown))
+    alone, found = (bucket_iteration(profile, network, plan, 0.0, factor) for factor in (1.0, slowdown))
     assert found.steady_s >= alone.steady_s * (1 - ROUNDING)
     assert found.bound_s <= found.steady_s * (1 + ROUNDING)
     parts = found.breakdown
-    total = parts.bandwidth_s + parts.waiting_s + parts.contention_s
+    total = parts.latency_s + parts.bandwidth_s + parts.waiting_s + parts.contention_s
     assert total == pytest.approx(found.steady_s - compute, abs=1e-9)
 
 
@@ -158,7 +158,7 @@ def test_two_messages_by_hand() -> None:
     first travels from 1 to 2 s, the second is ready after another half second, and backward ends at 5 s."""
     profile = make_profile([1, 1], [1.0, 2.0], backward=4.0)
     network = affine(1.0, 0.0)
-    found = within_iteration(profile, network, bb.plan(profile, network, "wfbp"), 0.0, 2.0)
+    found = bucket_iteration(profile, network, bb.plan(profile, network, "wfbp"), 0.0, 2.0)
     sent = [(span.start_s, span.end_s) for span in found.timeline if span.lane == "communicator 0"]
     assert sent == [(1.0, 2.0), (2.5, 3.5)]
     assert found.steady_s == 5.0

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.cost.message import message_bytes
 from backbeat.model import Bucket, CollectiveTimes, Compression, Plan
-from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, pieces_of, selection_bytes
+from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, selection_bytes
+from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, make_profile
 
 TOPK = Compression(density=0.01)
@@ -65,7 +66,8 @@ def test_without_encodings_it_is_the_recursion() -> None:
     profile = make_profile([4_000_000, 4_000_000], [0.1, 0.2], compression_s_per_byte=0.0)
     network = affine(2e-3, 1e-8)
     dense = bb.predict(profile, network, two_groups(None, None))
-    flow = compressed_flow(pieces_of(profile, two_groups(None, None))[0], profile, CompressedCost.of(network))
+    schedule, _ = Schedule.of_plan(profile, two_groups(None, None))
+    flow, _, _ = compressed_flow(schedule, [None, None], profile, CompressedCost.of(network))
     assert profile.forward_s + flow.end_s + profile.update_s == pytest.approx(dense.iteration_s)
 
 

@@ -19,7 +19,7 @@ from backbeat.measure import profile as measure  # noqa: E402
 from backbeat.measure.model.chain_costs import BackwardBlockHooks  # noqa: E402
 from backbeat.model import MemoryPlan, Profile  # noqa: E402
 from backbeat.planners.memory_moves import uniform  # noqa: E402
-from backbeat.planners.memory_plan import Search, memory_plan, needed  # noqa: E402
+from backbeat.planners.memory_plan import MemorySearch, memory_plan, needed  # noqa: E402
 from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
 from backbeat.simulate.actions import segments_of  # noqa: E402
 from backbeat.simulate.memory_timeline import Chain, memory_timeline  # noqa: E402
@@ -138,7 +138,7 @@ def test_uniform_policies(metered: Metered, policy: str) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
 def test_plans_for_a_budget(metered: Metered, share: float) -> None:
-    search = Search(Chain(metered.profile, ResidentMemory.of(metered.profile)))
+    search = MemorySearch(Chain(metered.profile, ResidentMemory.of(metered.profile)))
     low, high = needed(search.smallest.run.peak_bytes), search.run(uniform(search.chain)["keep"]).peak_bytes
     plan = memory_plan(metered.profile, round(low + share * (high - low)))
     assert plan.peak_bytes == pytest.approx(metered.peak(plan), rel=0.02)

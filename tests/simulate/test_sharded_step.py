@@ -465,7 +465,7 @@ def test_gradients_without_blocks_are_grouped_by_the_module_that_repeats() -> No
         ),
     )
     chain = chain_of(named, sharded_plan(named, [("layers.0",), ("layers.1",)]))
-    assert [(stretch.unit, stretch.backward_s) for stretch in chain.stretches] == [(-1, 1), (0, 1), (1, 1), (-1, 1)]
+    assert [(part.unit, part.backward_s) for part in chain.parts] == [(-1, 1), (0, 1), (1, 1), (-1, 1)]
 
 
 def test_copies_on_different_nodes_are_not_reduced_at_the_speed_of_one() -> None:

@@ -26,8 +26,7 @@ from typing import Any
 from measure_operators import read
 
 from backbeat.cost.accelerators import Accelerator, accelerator
-from backbeat.cost.operator_curves import OperatorCurves
-from backbeat.cost.operator_model import OperatorModel
+from backbeat.cost.operator_model import OperatorCurves, OperatorModel
 from backbeat.cost.operators import Attention, Convolution, Product, roofline_s
 
 ASSUMED = {"attention_fp32/forward": 4.1, "attention_fp32/backward": 3.4, "attention_mask": 2.0}

@@ -17,7 +17,8 @@ from backbeat.errors import InputError, MeasurementError
 from backbeat.model import Block, Gradient, Memory, Profile, Source
 
 _ALIKE = ("model", "batch_size", "precision", "device", "accumulation", "optimizer", "compiled")
-_KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_bytes", "steady_bytes")
+_TIMES = ("forward_s", "backward_s", "update_s")
+_OPTIONAL = [name for name in Profile.GROWTH.layers if name not in (*_TIMES, "buffer_bytes")]
 _DIGITS = 8
 
 
@@ -27,10 +28,7 @@ def compose_profile(shallow: Profile, deep: Profile, layers: int, *, name: str |
     if layers < stack.deep:
         raise InputError(f"layers is {layers}: compose goes up from the {stack.deep} that were measured")
     growth = _Growth(stack.deep - stack.shallow, layers - stack.deep)
-    times = {
-        field: growth.seconds(field, getattr(shallow, field), getattr(deep, field))
-        for field in ("forward_s", "backward_s", "update_s")
-    }
+    times = {field: growth.seconds(field, getattr(shallow, field), getattr(deep, field)) for field in _TIMES}
     one = {field: (times[field] - getattr(deep, field)) / max(growth.more, 1) for field in times}
     made = replace(
         deep,
@@ -40,12 +38,8 @@ def compose_profile(shallow: Profile, deep: Profile, layers: int, *, name: str |
         memory=_memory(shallow.memory, deep.memory, growth),
         buffer_bytes=round(growth.value(shallow.buffer_bytes, deep.buffer_bytes)),
         blocks=_blocks(deep.blocks, stack, growth.more),
-        **{
-            field: growth.optional(getattr(shallow, field), getattr(deep, field))
-            for field in ("device_s", "host_s", "host_recompute_s", "host_fetch_s")
-        },
+        **{field: growth.optional(getattr(shallow, field), getattr(deep, field)) for field in _OPTIONAL},
         source=replace(deep.source, method="composed") if isinstance(deep.source, Source) else deep.source,
-        flops_per_sample=growth.optional(shallow.flops_per_sample, deep.flops_per_sample),
         notes=(
             f"composed from measured blocks: {layers} layers from runs with {stack.shallow} and {stack.deep}; a layer "
             f"more is what they differ by: {one['forward_s'] * 1e3:.3g} ms forward, {one['backward_s'] * 1e3:.3g} ms "
@@ -142,7 +136,7 @@ def _memory(shallow: Memory | None, deep: Memory | None, growth: _Growth) -> Mem
     def grown(field: str) -> int:
         return max(round(growth.value(getattr(shallow, field), getattr(deep, field))), 0)
 
-    kinds = {field: grown(field) for field in (*_KINDS, "outside_bytes")}
+    kinds = {field: grown(field) for field in Memory.GROWTH.layers}
     # The peak of few layers may be in the head, that of many where backward ends and every gradient is there.
     peak = max(grown("peak_bytes"), kinds["steady_bytes"] + kinds["gradient_bytes"])
     return replace(deep, **kinds, peak_bytes=peak)

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from backbeat.comm.communicators import Communicator, Communicators, backend_of, why_one
 from backbeat.comm.gloo import settle_gloo
 from backbeat.comm.machine import today, versions
-from backbeat.cost.collectives import Collective
+from backbeat.cost.collectives import COLLECTIVES, Collective
 from backbeat.cost.samples import Timing
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.bench import Bench, explained
 from backbeat.measure.network.beside_compute import measure_slowdown, shared_devices
 from backbeat.measure.network.case import (
-    COLLECTIVES,
     SIZES,
     Case,
     Series,

@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
-from backbeat.cost.collectives import Collective
+from backbeat.cost.collectives import COLLECTIVES, Collective
 from backbeat.model.reduction import DDP_BUCKET_BYTES
 from backbeat.units import doubling, format_bytes
-
-COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from backbeat.cost.collectives import Collective
+from backbeat.cost.collectives import COLLECTIVES, Collective
 from backbeat.cost.link import Batch
 from backbeat.cost.samples import Timing, monotone
 from backbeat.errors import MeasurementError
-from backbeat.measure.network.case import COLLECTIVES, Case
+from backbeat.measure.network.case import Case
 from backbeat.measure.network.sampling import REPEATS, SamplingOutcome
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.files import Source

@@ -13,11 +13,11 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from backbeat.cost import Curve
+from backbeat.cost.collectives import COLLECTIVES
 from backbeat.cost.scaling import stretched
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network, Profile
 from backbeat.model.files import bundled
-from backbeat.model.network import COLLECTIVES
 from backbeat.planners import propose
 from backbeat.report.figures.compared import draw_exposed, draw_ways
 from backbeat.report.figures.cost_curve import cost_curve
