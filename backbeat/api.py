@@ -96,6 +96,20 @@ def predict(
         )
     if plan is None:
         raise InputError("there is nothing to predict: give a plan, a strategy's name, or framework=")
+    sent, plan = resolve(profile, network, plan, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
+    return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+
+
+def resolve(
+    profile: Profile,
+    network: Network,
+    plan: Plan | str,
+    *,
+    accumulation: int | None = None,
+    reduce_dtype: str | None = None,
+    **choices: Unpack[Choices],
+) -> tuple[Profile, Plan]:
+    """The profile with its gradients as they are sent, and the plan to follow: the strategy's, where one is named."""
     sent = profile
     if reduce_dtype is not None and isinstance(plan, Plan) and plan.sharding is not None:
         sharding = replace(plan.sharding, reduce_dtype=reduce_dtype)
@@ -106,7 +120,7 @@ def predict(
     if isinstance(plan, str):
         bucketed = _bucketed(profile, sent, plan)
         plan = propose(bucketed, network, plan, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
-    return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+    return sent, plan
 
 
 def _need_loaded(profile: Profile, network: Network) -> None:

@@ -12,10 +12,11 @@ from backbeat.cli.common import check_page, load_network, plan_options, say, siz
 from backbeat.model import Network, Plan, Profile, files
 from backbeat.planners import whole_groups
 from backbeat.report.measured import read_lab, read_trace
-from backbeat.report.pages.report_page import MOST_BYTES, PageSettings
+from backbeat.report.pages.report_page import MOST_BYTES
 from backbeat.report.pages.report_page import report as make_page
 from backbeat.report.redact import redacted
 from backbeat.report.study import Study, curve_workers, study
+from backbeat.report.words.commands import Settings
 from backbeat.units import format_bytes, parse_price, parse_workers
 
 
@@ -57,7 +58,7 @@ def report(
         memory_budget=size("--memory-budget", memory_budget) if memory_budget is not None else None,
         reduce_dtype=reduce_dtype,
     )
-    settings = PageSettings(
+    settings = Settings(
         samples=samples,
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,

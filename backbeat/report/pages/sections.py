@@ -12,11 +12,10 @@ from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_size
 from backbeat.report.figures.memory_use import StepMemory, draw_memory_use, draw_step_memory, memory_kinds
 from backbeat.report.figures.scaling_curve import draw_scaling, scaling
 from backbeat.report.figures.timeline import Timeline
-from backbeat.report.study import STOCK, Study
+from backbeat.report.study import STOCK, Study, frontier
+from backbeat.report.words.decision import way_headline, way_sentences
 from backbeat.report.words.limits import knee_sentence
 from backbeat.report.words.numbers import format_number, gpu_hours, over_bound, scaling_range
-from backbeat.report.words.renting import frontier
-from backbeat.report.words.ways import way_headline, way_sentences
 from backbeat.simulate.sharded_levels import memory_levels
 from backbeat.units import format_bytes, format_seconds
 
