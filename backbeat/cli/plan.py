@@ -93,7 +93,7 @@ def plan(
         )
     if strategy is not None and "," in strategy:
         raise InputError(f"--strategy {strategy} names several: a plan has one; `backbeat predict` compares several")
-    chosen = strategy or ("best" if density is None else "compressed")
+    chosen = strategy or "best"
     if residuals not in (None, "device", "host"):
         raise InputError(f"--residuals is {residuals!r}: it must be device or host")
     if other_batch is not None and not max_batch:

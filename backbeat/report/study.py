@@ -14,7 +14,7 @@ import msgspec
 from backbeat import api
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction, Span
-from backbeat.planners import SHARDED, is_sharded
+from backbeat.planners import KNOWN_AS, SHARDED, is_sharded
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.report.measured import Measured
@@ -31,17 +31,6 @@ BUCKETS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400, 800)
 """Values of DDP's `bucket_cap_mb` that are tried."""
 _MOST_PLANNED = 128
 """Units; for more the planner takes too long to be run unasked."""
-_WORDS = {
-    "ddp": "DDP",
-    "best": "DDP with planned buckets",
-    "fsdp": "FSDP",
-    "hsdp": "HSDP",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "decoupled": "planned ZeRO-2",
-    "sharded": "planned sharding",
-}
-"""What people call each strategy, the simplest first."""
 
 Schedule = Mapping[str, Any] | Plan | Reduction
 """What to compare: a `strategy` with its choices, proposed anew at each number of workers; a plan, followed as it is;
@@ -82,18 +71,18 @@ class StudyRow:
     def name(self) -> str:
         """What people call it; a plan with a name of its own keeps that."""
         shards = self.label.partition(":")[2]
-        if self._kind not in _WORDS or not (shards or "0").isdecimal():
+        if self._kind not in KNOWN_AS or not (shards or "0").isdecimal():
             return self.label
         if self.names_groups and self.plan is not None and self.plan.sharding is not None:
             mesh = self.plan.sharding.mesh
             shards = str(mesh.shard) if mesh.replicate > 1 else shards
-        return _WORDS[self._kind] + (f" in groups of {shards}" if shards else "")
+        return KNOWN_AS[self._kind] + (f" in groups of {shards}" if shards else "")
 
     @property
     def simplicity(self) -> int:
         """Lower is simpler. Plans with names of their own count as `best` or, where they shard, as `sharded`."""
         like = "sharded" if self.sharded else "best"
-        return list(_WORDS).index(self._kind if self._kind in _WORDS else like)
+        return list(KNOWN_AS).index(self._kind if self._kind in KNOWN_AS else like)
 
     @property
     def _kind(self) -> str:
