@@ -10,8 +10,7 @@ import typer
 
 from backbeat import layouts
 from backbeat.cli import options
-from backbeat.cli.common import check_page, load_network, print_answer, print_json
-from backbeat.cli.report import write_page
+from backbeat.cli.common import check_page, load_network, print_answer, print_json, write_page
 from backbeat.errors import InputError
 from backbeat.layouts import LayoutPrediction, transformer
 from backbeat.layouts.conventions import CONVENTIONS
