@@ -18,7 +18,7 @@ from backbeat.cli.common import console, load_network, one_count, print_answer, 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile, Sharding
 from backbeat.planners import STRATEGIES, is_sharded
-from backbeat.planners.max_batch import Point, growth, largest_looked_at
+from backbeat.planners.max_batch import GrownBatch, growth, largest_looked_at
 from backbeat.planners.memory_moves import uniform
 from backbeat.report.tables.memory_tables import growth_table, mixture, peak_line, policies_table, segments_table
 from backbeat.report.tables.scaling_tables import plan_table
@@ -294,7 +294,7 @@ def _show_growth(
     )
 
 
-def _growth_row(profile: Profile, point: Point) -> dict[str, Any]:
+def _growth_row(profile: Profile, point: GrownBatch) -> dict[str, Any]:
     kept, recomputed, offloaded = mixture(point.plan.memory)
     return {
         "batch_size": point.batch_size,

@@ -18,7 +18,7 @@ from backbeat.planners import KNOWN_AS, SHARDED, is_sharded
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.report.measured import Measured
-from backbeat.report.perfetto import Iteration
+from backbeat.report.perfetto import TracedIteration
 from backbeat.report.words.device_memory import DeviceFit, device_fit
 from backbeat.report.words.numbers import fastest
 from backbeat.simulate import predict, strong_scaling
@@ -187,7 +187,7 @@ class Study:
         """One iteration at the largest number of workers, in no more bars than `most`."""
         return timeline(label, *self._spans(label), most=most)
 
-    def iterations(self, labels: Iterable[str]) -> list[Iteration]:
+    def iterations(self, labels: Iterable[str]) -> list[TracedIteration]:
         """These predictions, then what was measured beside its own prediction."""
         return [
             *((f"predicted: {label}, {self.top} workers", *self._spans(label)) for label in labels),

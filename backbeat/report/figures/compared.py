@@ -30,7 +30,7 @@ _BY_LABEL = {"type": "category", "autorange": "reversed"}
 _ITERATION = axis("milliseconds per iteration", rangemode="tozero")
 
 
-def exposed_parts(predictions: Iterable[Prediction]) -> dict[str, list[float]]:
+def exposed_by_part(predictions: Iterable[Prediction]) -> dict[str, list[float]]:
     """Seconds of each part, one for each prediction. Parts that are nowhere present are left out."""
     rows = list(predictions)
     # The host's is negative where communication takes the place of waiting for it.
@@ -51,7 +51,7 @@ def draw_exposed(predictions: Mapping[str, Prediction]) -> Drawing:
             customdata=[format_seconds(seconds) for seconds in values],
             hovertemplate=hover,
         )
-        for part, values in exposed_parts(predictions.values()).items()
+        for part, values in exposed_by_part(predictions.values()).items()
     ]
     return drawn(
         traces,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backbeat.report.figures.canvas import Drawing
-from backbeat.report.figures.compared import PARTS, draw_exposed, draw_measured, draw_ways, exposed_parts
+from backbeat.report.figures.compared import PARTS, draw_exposed, draw_measured, draw_ways, exposed_by_part
 from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
 from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
 from backbeat.report.figures.memory_use import StepMemory, draw_memory_use, draw_step_memory, memory_kinds
@@ -223,7 +223,7 @@ def step_memories(study: Study) -> list[StepMemory]:
 def exposed_section(study: Study) -> Section | None:
     if study.top == 1:
         return None
-    parts = exposed_parts(study.at_top.values())
+    parts = exposed_by_part(study.at_top.values())
     rows = [
         (
             label,
