@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any
 
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, PlanPrediction, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
-from backbeat.planners import Choices, is_sharded, propose
-from backbeat.planners import plan as planned
+from backbeat.planners import compresses, is_sharded, propose
 from backbeat.planners.baselines import framework_plan
 from backbeat.simulate import predict as simulated
 from backbeat.simulate import strong_scaling
@@ -23,26 +22,27 @@ def plan(
     *,
     accumulation: int | None = None,
     reduce_dtype: str | None = None,
-    **choices: Unpack[Choices],
+    **choices: Any,
 ) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction.
 
+    What the caller may fix are fields of `backbeat.planners.StrategyOptions`; a strategy takes what concerns it.
     Buckets are the same for any number of micro-batches; `accumulation` is what the prediction is made for. With
     `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
     """
     _need_loaded(profile, network)
-    if reduce_dtype is None or is_sharded(strategy):
-        return planned(profile, network, strategy, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
-    sent = _sent(profile, reduce_dtype, compressed=_compresses(strategy, choices))
-    made = planned(_bucketed(profile, sent, strategy), network, strategy, **choices)
-    result = simulated(sent, network, made, accumulation=accumulation)
-    # Gradients take the same memory on the device, whatever is sent of them.
-    peak = made.predicted.peak_bytes if made.predicted is not None else None
-    return replace(
-        made,
-        predicted=replace(PlanPrediction.of(result, network.name), peak_bytes=peak),
-        notes=(*made.notes, f'gradients are sent as {reduce_dtype}: give the wrapper reduce_dtype="{reduce_dtype}"'),
-    )
+    sent, made = resolve(profile, network, strategy, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
+    predicted = PlanPrediction.of(simulated(sent, network, made, accumulation=accumulation), network.name)
+    if (older := made.on_older_torch()) is not None:
+        without_s = simulated(sent, network, older, accumulation=accumulation).iteration_s
+        predicted = replace(predicted, older_torch_s=without_s)
+    notes = made.notes
+    if reduce_dtype is not None and made.sharding is None:
+        # Gradients take the same memory on the device, whatever is sent of them.
+        on_device = simulated(_bucketed(profile, sent, strategy), network, made)
+        predicted = replace(predicted, peak_bytes=on_device.peak_bytes)
+        notes = (*notes, f'gradients are sent as {reduce_dtype}: give the wrapper reduce_dtype="{reduce_dtype}"')
+    return replace(made, predicted=predicted, notes=notes)
 
 
 def predict(
@@ -56,7 +56,7 @@ def predict(
     reduce_dtype: str | None = None,
     global_batch: int | None = None,
     other: Profile | None = None,
-    **choices: Unpack[Choices],
+    **choices: Any,
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, or under the named strategy's, and why.
 
@@ -96,17 +96,31 @@ def predict(
         )
     if plan is None:
         raise InputError("there is nothing to predict: give a plan, a strategy's name, or framework=")
+    sent, plan = resolve(profile, network, plan, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
+    return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+
+
+def resolve(
+    profile: Profile,
+    network: Network,
+    plan: Plan | str,
+    *,
+    accumulation: int | None = None,
+    reduce_dtype: str | None = None,
+    **choices: Any,
+) -> tuple[Profile, Plan]:
+    """The profile with its gradients as they are sent, and the plan to follow: the strategy's, where one is named."""
     sent = profile
     if reduce_dtype is not None and isinstance(plan, Plan) and plan.sharding is not None:
         sharding = replace(plan.sharding, reduce_dtype=reduce_dtype)
         plan = replace(plan, sharding=sharding, predicted=None)
     elif reduce_dtype is not None and not (isinstance(plan, str) and is_sharded(plan)):
-        compressed = _compresses(plan, choices) if isinstance(plan, str) else plan.compressed
+        compressed = compresses(plan, choices.get("density")) if isinstance(plan, str) else plan.compressed
         sent = _sent(profile, reduce_dtype, compressed=compressed)
     if isinstance(plan, str):
         bucketed = _bucketed(profile, sent, plan)
         plan = propose(bucketed, network, plan, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
-    return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+    return sent, plan
 
 
 def _need_loaded(profile: Profile, network: Network) -> None:
@@ -115,10 +129,6 @@ def _need_loaded(profile: Profile, network: Network) -> None:
             raise InputError(
                 f"{name} is {given!r}: give a {kind.__name__}; {kind.__name__}.load reads a file or a bundled name"
             )
-
-
-def _compresses(strategy: str, choices: Choices) -> bool:
-    return strategy == "compressed" or choices.get("density") is not None
 
 
 def _sent(profile: Profile, reduce_dtype: str, *, compressed: bool) -> Profile:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model import Network, files
-from backbeat.units import SCREEN, parse_bytes, parse_workers, printable
+from backbeat.units import SCREEN, format_bytes, parse_bytes, parse_workers, printable
 
 _FEWEST_BYTES = 2**16
 """Sizes below this are believed only with a unit."""
@@ -62,7 +62,7 @@ def refuse(options: Mapping[str, bool], why: str) -> None:
 
 def need_torch(verb: str) -> None:
     if find_spec("torch") is None:
-        raise MissingPartError(f"`backbeat {verb}` needs PyTorch: pip install 'backbeat[torch]'")
+        raise MissingPartError(f"`backbeat {verb}` needs PyTorch: pip install -e '.[torch]' in the checkout")
 
 
 def check_writable(output: Path) -> None:
@@ -91,6 +91,18 @@ def plan_options(across: str | None, links: int, reduce_dtype: str | None) -> li
     joined = ["--across", across] if across else []
     wide = ["--nics-per-node", str(links)] if links > 1 else []
     return [*joined, *wide, *(["--reduce-dtype", reduce_dtype] if reduce_dtype else [])]
+
+
+def write_page(output: Path, page: str, fewer: str) -> None:
+    """`fewer` says what would make it smaller."""
+    # Here, since other verbs should not wait for it.
+    from backbeat.report.pages.report_page import MOST_BYTES
+
+    raw = page.encode()
+    if len(raw) > MOST_BYTES:
+        say(f"note: the page is {format_bytes(len(raw))}; {fewer} make it smaller")
+    files.write(output, raw)
+    say(f"wrote {output} ({format_bytes(len(raw))})")
 
 
 def print_answer(*parts: Table | str | None) -> None:

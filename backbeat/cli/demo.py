@@ -12,10 +12,11 @@ from backbeat import api
 from backbeat.cli import options
 from backbeat.cli.common import check_page, console, print_json, say
 from backbeat.cli.plan import plan
-from backbeat.cli.predict import predict
-from backbeat.cli.predict_output import Asked, Predicted, content
+from backbeat.cli.predict import content, predict
 from backbeat.cli.report import report
 from backbeat.model import Network, Profile
+from backbeat.report.study import PLANNED, STOCK, by_name, compare
+from backbeat.report.words.commands import Settings
 from backbeat.units import parse_workers
 
 MODEL, NETWORK, WORKERS = "resnet50-b64-bf16-h200", "100gbe", "4..2048"
@@ -24,7 +25,6 @@ QUESTIONS = (
     # The GPUs that the profile was measured on, in a cloud: how busy it is shows in the answer.
     ("llama-1b-b4-bf16-adamw-h200", "aws-p5en", "8..512"),
 )
-COMPARED = ("ddp", "best")
 
 
 def demo(
@@ -55,9 +55,8 @@ def _as_data(output: Path, page: Path) -> None:
     tables = []
     for model, cluster, counts in QUESTIONS:
         profile, network = Profile.load(model), Network.load(cluster)
-        sizes = [network.at(workers=count) for count in parse_workers(counts)]
-        rows = [api.predict(profile, size, strategy) for size in sizes for strategy in COMPARED]
-        tables.append(content(Predicted(profile, network, Asked(), COMPARED, rows)))
+        found = compare(profile, network, parse_workers(counts), by_name((STOCK, PLANNED)))
+        tables.append(content(found, Settings()))
     made = api.plan(Profile.load(MODEL), Network.load(NETWORK).at(workers=64))
     made.save(output)
     say(f"wrote {output}")

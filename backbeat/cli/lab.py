@@ -10,19 +10,23 @@ import msgspec
 import typer
 from rich.table import Table
 
-from backbeat.cli import lab_layouts, options
+from backbeat.cli import options
 from backbeat.cli.common import communicator_counts, print_answer, print_json, refuse, say, split, write_json
 from backbeat.errors import InputError
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import Choice, parse, shorthand
 from backbeat.lab.requirements import check_requirements
 from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
+from backbeat.layouts.architectures import transformer
+from backbeat.layouts.cluster import gpu_named
+from backbeat.layouts.layout import Layout, job_of
 from backbeat.model import Plan, Profile
 from backbeat.report.tables.terminal_table import WINNER, table_of
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
 if TYPE_CHECKING:
-    from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
+    from backbeat.lab.experiment import MeasuredPlan
+    from backbeat.lab.layout_lab import ExecutedLayout, LayoutCase
 
 _STRATEGIES = ("wfbp", "ddp", "mg-wfbp", "optimal")
 _BUDGET_S = 15.0
@@ -112,9 +116,10 @@ def lab(
     if layout:
         if profile is not None or train is not None or strategy is not None:
             raise InputError("--layout runs a model's layouts: leave --profile, --train and --strategy out")
-        cases = lab_layouts.cases_of(layout, setting, model, global_batch, sequence, accelerator)
+        cases = _cases(layout, setting, model, global_batch, sequence, accelerator)
         check_requirements(backend)
-        lab_layouts.run_layouts(setting, cases, seconds_each, budget_s, output, json)
+        found = _run_layouts(setting, cases, seconds_each, budget_s)
+        _tell(found, output, json)
         return
     choices = parse(
         split(strategy) or _STRATEGIES, [] if communicators is None else communicator_counts(communicators, most=8)
@@ -128,30 +133,29 @@ def lab(
         )
     replayed = Profile.load(profile) if profile is not None else None
     check_requirements(backend)
-    ran = _run(setting, choices, replayed, train or "", batch_size, seconds_each, budget_s)
-    answer = _answer(setting, ran)
+    _tell(_run_plans(setting, choices, replayed, train or "", batch_size, seconds_each, budget_s), output, json)
+
+
+class _Found(NamedTuple):
+    """What one lab found."""
+
+    answer: dict[str, Any]
+    """As data: the lab, the machine, and a row for each plan or layout."""
+    file: dict[str, Any]
+    """The same with everything measured."""
+    shown: list[Table | str]
+
+
+def _tell(found: _Found, output: Path | None, json: bool) -> None:
     if output is not None:
-        write_json(output, _file(answer, ran))
+        write_json(output, found.file)
     if json:
-        print_json(answer)
-        return
-    notes = (f"* {note}" for note in ran.calibrated.network.notes)
-    print_answer(_table(setting, ran), *notes, conclusion(answer["rows"]))
+        print_json(found.answer)
+    else:
+        print_answer(*found.shown)
 
 
-class _Ran(NamedTuple):
-    """Everything that one lab found."""
-
-    profile: Profile
-    calibrated: CalibratedLab
-    results: list[MeasuredPlan]
-    facts: dict[str, Any]
-    """The machine, its versions, and what belongs to replay or training alone."""
-    losses: list[list[float]]
-    """Of every training step, for each result; empty for a replay."""
-
-
-def _run(
+def _run_plans(
     setting: Setting,
     choices: Sequence[Choice],
     replayed: Profile | None,
@@ -159,10 +163,11 @@ def _run(
     batch_size: int | None,
     seconds_each: float,
     budget_s: float,
-) -> _Ran:
+) -> _Found:
     """Replay a profile; without one, train the model that `spec` names."""
     from backbeat.lab import experiment
 
+    losses: list[list[float]] = []
     say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
     with experiment.open_lab(setting, max(choice.widest(setting.backend) for choice in choices)) as session:
         facts = session.ask("describe", 60)[0]
@@ -179,9 +184,37 @@ def _run(
         say(f"{what} {profile.name} under {len(made)} plans, about {format_seconds(expected)}")
         if replayed:
             results, facts["compute_alone_s"] = experiment.measure_plans(session, profile, setting, made, seconds_each)
-            return _Ran(profile, calibrated, results, facts, [])
-        results, losses = experiment.train(session, spec, batch_size, made, seconds_each)
-        return _Ran(profile, calibrated, results, facts, losses)
+        else:
+            results, losses = experiment.train(session, spec, batch_size, made, seconds_each)
+    network = calibrated.network
+    rows, whole = [], []
+    for index, result in enumerate(results):
+        row = _row(result)
+        everything = {"launches": shorthand(result.plan), "series_s": result.series, "finishes_s": result.finishes}
+        if losses:
+            steps = losses[index]
+            row |= {"first_loss": steps[0], "last_loss": steps[-1], "steps": len(steps)}
+            everything["losses"] = steps
+        rows.append(row)
+        whole.append({**row, **everything})
+    answer = {
+        "nodes": setting.nodes,
+        "ranks_per_node": setting.ranks_per_node,
+        "backend": setting.backend,
+        "bandwidth_bits": [link.rate_bits for link in setting.links],
+        "profile": profile.name,
+        "dilation": setting.dilation,
+        "stragglers": {str(node): slowdown for node, slowdown in setting.slowdowns.items()},
+        "jitter": setting.jitter,
+        "network": {"schema": network.schema, **msgspec.to_builtins(network)},
+        "rows": rows,
+        **facts,
+    }
+    return _Found(
+        answer,
+        {"schema": "backbeat.lab/1", **answer, "rows": whole, "timings": calibrated.timings},
+        [_table(setting, profile, results, losses), *(f"* {note}" for note in network.notes), conclusion(rows)],
+    )
 
 
 def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | None) -> None:
@@ -194,26 +227,6 @@ def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | 
     refuse(given, "changes a replayed profile, and --train computes for real: leave one out")
     if not any(choice.name in ("ddp", "fsdp") for choice in choices):
         raise InputError("--train compares with stock DDP or stock FSDP2: add ddp or fsdp to --strategy")
-
-
-def _answer(setting: Setting, ran: _Ran) -> dict[str, Any]:
-    rows = [_row(result) for result in ran.results]
-    for one, losses in zip(rows, ran.losses, strict=False):
-        one |= {"first_loss": losses[0], "last_loss": losses[-1], "steps": len(losses)}
-    network = ran.calibrated.network
-    return {
-        "nodes": setting.nodes,
-        "ranks_per_node": setting.ranks_per_node,
-        "backend": setting.backend,
-        "bandwidth_bits": [link.rate_bits for link in setting.links],
-        "profile": ran.profile.name,
-        "dilation": setting.dilation,
-        "stragglers": {str(node): slowdown for node, slowdown in setting.slowdowns.items()},
-        "jitter": setting.jitter,
-        "network": {"schema": network.schema, **msgspec.to_builtins(network)},
-        "rows": rows,
-        **ran.facts,
-    }
 
 
 def _row(result: MeasuredPlan) -> dict[str, Any]:
@@ -240,24 +253,16 @@ def _parts(plan: Plan) -> dict[str, int]:
     return {"buckets": len(plan.buckets)} if plan.sharding is None else {"units": len(plan.sharding.units)}
 
 
-def _file(answer: dict[str, Any], ran: _Ran) -> dict[str, Any]:
-    rows = [
-        {**one, "launches": shorthand(result.plan), "series_s": result.series, "finishes_s": result.finishes}
-        for one, result in zip(answer["rows"], ran.results, strict=True)
-    ]
-    for one, losses in zip(rows, ran.losses, strict=False):
-        one["losses"] = losses
-    return {"schema": "backbeat.lab/1", **answer, "rows": rows, "timings": ran.calibrated.timings}
-
-
-def _table(setting: Setting, ran: _Ran) -> Table:
+def _table(
+    setting: Setting, profile: Profile, results: Sequence[MeasuredPlan], losses: Sequence[Sequence[float]]
+) -> Table:
     """In 80 columns: the last loss, where there is one, takes the place of scaling."""
     rate = format_rate(setting.rate_bits)
     dilated = f", compute × {setting.dilation:g}" if setting.dilation != 1 else ""
-    parts = ",\n".join(sorted({kind for result in ran.results for kind in _parts(result.plan)}))
+    parts = ",\n".join(sorted({kind for result in results for kind in _parts(result.plan)}))
     headings = ["plan", "communi-\ncators", parts, "measured", "repeats\nwithin", "predicted", "error", "scaling"]
-    several = any(result.plan.communicators > 1 for result in ran.results)
-    fastest = min(ran.results, key=lambda result: result.measured_s)
+    several = any(result.plan.communicators > 1 for result in results)
+    fastest = min(results, key=lambda result: result.measured_s)
     rows = [
         (
             result.choice.name + (" ◀" if result is fastest else ""),
@@ -267,14 +272,14 @@ def _table(setting: Setting, ran: _Ran) -> Table:
             f"{result.repeat:.1%}",
             format_seconds(result.prediction.iteration_s),
             f"{result.error:+.1%}",
-            "" if ran.losses else f"{result.prediction.single_s / result.measured_s:.1%}",
-            f"{ran.losses[index][-1]:.6f}" if ran.losses else "",
+            "" if losses else f"{result.prediction.single_s / result.measured_s:.1%}",
+            f"{losses[index][-1]:.6f}" if losses else "",
         )
-        for index, result in enumerate(ran.results)
+        for index, result in enumerate(results)
     ]
-    title = f"{ran.profile.name} on {setting.nodes} {setting.backend} nodes, {rate}{dilated}"
+    title = f"{profile.name} on {setting.nodes} {setting.backend} nodes, {rate}{dilated}"
     table = table_of([*headings, "last\nloss"], rows, title, left={"plan"}, padding=(0, 1, 0, 0))
-    table.rows[ran.results.index(fastest)].style = WINNER
+    table.rows[results.index(fastest)].style = WINNER
     return table
 
 
@@ -291,3 +296,72 @@ def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
         f"Fastest as measured: {fastest['plan']}, {format_seconds(fastest['measured_s'])}. "
         f"Predictions are off by up to {error:.1%}, and plans repeat within {repeat:.1%}."
     )
+
+
+def _cases(
+    texts: Sequence[str], setting: Setting, model: str | None, global_batch: int, sequence: int, accelerator: str
+) -> list[LayoutCase]:
+    """What the options ask for."""
+    from backbeat.lab.layout_lab import LayoutCase
+
+    if model is None:
+        raise InputError("--layout needs a model to lay out: give --model, a config.json or a name like gpt3-1.3b")
+    given = {
+        "--straggler": bool(setting.slowdowns),
+        "--jitter": setting.jitter > 0,
+        "--link": bool(setting.rates),
+        "--ranks-per-node": setting.ranks_per_node > 1,
+    }
+    refuse(given, "is not predicted of layouts yet: leave it out, or replay a --profile")
+    found = [
+        LayoutCase(
+            model=transformer(model),
+            job=job_of(global_batch, sequence),
+            layout=Layout.parse(text),
+            accelerator=gpu_named(accelerator),
+            dilation=setting.dilation,
+        )
+        for text in texts
+    ]
+    other = next((case.layout for case in found if case.layout.gpus != setting.nodes), None)
+    if other is not None:
+        raise InputError(f"--layout {other.label} is {other.gpus} GPUs, the lab has {setting.nodes}: give --nodes")
+    return found
+
+
+def _run_layouts(setting: Setting, cases: Sequence[LayoutCase], seconds_each: float, budget_s: float) -> _Found:
+    from backbeat.lab import experiment, layout_lab
+
+    say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
+    with experiment.open_lab(setting, layout_lab.communicators(cases)) as session:
+        facts = session.ask("describe", 60)[0]
+        say(f"timing sends and collectives, {format_seconds(budget_s)}")
+        timed = layout_lab.time_links(session, [case.run_job(setting) for case in cases], setting, budget_s)
+        links = layout_lab.links_of(timed, setting, facts["versions"]["torch"])
+        predicted = [layout_lab.predicted_layout(case, setting, links)[0]["events"].step_s for case in cases]
+        say(f"running {len(cases)} layouts, about {format_seconds(seconds_of(predicted, seconds_each))}")
+        results = layout_lab.measure_layouts(session, cases, setting, links, seconds_each)
+    answer: dict[str, Any] = {
+        "nodes": setting.nodes,
+        "backend": setting.backend,
+        "bandwidth_bits": setting.rate_bits,
+        "dilation": setting.dilation,
+        "rows": [layout_lab.row_of(result) for result in results],
+        **facts,
+    }
+    file = {"schema": "backbeat.lab-layouts/1", **answer, "transfers": timed}
+    return _Found(answer, file, [_layouts_table(setting, results)])
+
+
+def _layouts_table(setting: Setting, results: Sequence[ExecutedLayout]) -> Table:
+    ran = results[0].answers["execution"]
+    rows = []
+    for result in results:
+        row = [result.answers["execution"].layout.label, format_seconds(result.measured_s)]
+        row += [f"within {result.repeat:.1%}", f"{result.waiting:.0%}"]
+        for family in ("events", "closed-form"):
+            row += [format_seconds(result.answers[family].step_s), f"{result.error(family):+.1%}"]
+        rows.append(row)
+    title = f"{ran.model} on {setting.nodes} {setting.backend} nodes, {format_rate(setting.rate_bits)}"
+    headings = ("layout", "measured", "repeats", "waiting", "events", "error", "closed form", "error")
+    return table_of(headings, rows, title, left={"layout"})

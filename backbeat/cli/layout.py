@@ -10,20 +10,19 @@ import typer
 
 from backbeat import layouts
 from backbeat.cli import options
-from backbeat.cli.common import check_page, load_network, print_answer, print_json
-from backbeat.cli.report import write_page
+from backbeat.cli.common import check_page, load_network, print_answer, print_json, write_page
 from backbeat.errors import InputError
 from backbeat.layouts import LayoutPrediction, transformer
 from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.model import Network
 from backbeat.report.pages.layout_page import layout_content, layout_report
 from backbeat.report.tables.layout_tables import (
-    answer,
     breakdown_table,
     cheapest,
     compared,
     drawn_batch,
-    memory_table,
+    layout_answer,
+    layout_memory_table,
     nothing_fits,
     ranked_table,
     stage_lines,
@@ -124,7 +123,7 @@ def layout(
     print_answer(*(nothing_fits(model, network, count, job, stages)[1] for count in missing))
     if shown:
         best = cheapest(shown) if several else shown[0]
-        print_answer(answer(best), *(compared(best, shown) if several else ()), _flags(model, best, framework))
+        print_answer(layout_answer(best), *(compared(best, shown) if several else ()), _flags(model, best, framework))
 
 
 def _one(text: str, counts: list[int]) -> int:
@@ -183,13 +182,13 @@ def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framewor
         spread = f"Single steps vary from {low} to {high} (10th to 90th percentile)."
     print_answer(
         breakdown_table(found),
-        memory_table(found),
+        layout_memory_table(found),
         f"The stages in a step of {count} micro-batches:" if drawn.job != found.job else None,
         *stage_lines(drawn.timeline),
         *(f"* {note}" for note in found.notes),
         spread,
     )
     if found.fits:
-        print_answer(answer(found), _flags(model, found, framework))
+        print_answer(layout_answer(found), _flags(model, found, framework))
     else:
         print_answer("It does not fit: recompute more, shard more (zero), or add stages.")

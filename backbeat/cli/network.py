@@ -11,26 +11,18 @@ from msgspec.structs import replace
 
 from backbeat.cli import options
 from backbeat.cli.common import print_answer, print_json, say, split
-from backbeat.cost.collectives import bus_bandwidth
-from backbeat.cost.protocols import INFINIBAND_HOP_S, NicLatency
+from backbeat.cost.protocols import NicLatency
 from backbeat.errors import InputError, did_you_mean
 from backbeat.importers.composition import compose_networks, read_network
 from backbeat.model import CollectiveTimes, Fabric, Network, Source
 from backbeat.model.fabric import Kind
-from backbeat.model.slowdown import CHANNELS, Transport
-from backbeat.model.specification import Specification, reached_inside
-from backbeat.report.tables.scaling_tables import network_table
+from backbeat.model.slowdown import CHANNELS
+from backbeat.model.specification import Specification, reached_inside, transport_of, typical_hop_s
+from backbeat.report.tables.scaling_tables import every_row, network_table
 from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
 
-_SHOWN_BYTES = 2**28
-_LATENCY_BYTES = 8
 _LONGEST_HOP_S = 10e-3
 """No network between nodes is as slow: a unit was left out."""
-_HOPS_S: dict[Transport, float] = {"infiniband": 10e-6, "efa": 30e-6}
-"""The longest hop that each is taken for, where nobody names a transport; anything slower goes through sockets."""
-
-_TYPICAL_HOPS_S = {"efa": 15e-6, "sockets": 45e-6}
-"""Where nobody says a latency; all else is as quick as InfiniBand."""
 
 
 def network(
@@ -84,7 +76,7 @@ def network(
     """Describe a cluster that you cannot measure. From specifications: --gpus-per-node, --inside, --nic and
     --nics-per-node. From measurements, also other people's: --inside and --across with files. Or from both: --inside
     with a file, --nic for what joins the nodes."""
-    hop_s = parse_duration(latency) if latency is not None else _TYPICAL_HOPS_S.get(transport or "", INFINIBAND_HOP_S)
+    hop_s = parse_duration(latency) if latency is not None else typical_hop_s(transport)
     if hop_s <= 0:
         raise InputError(f"--latency is {latency}: it must be above zero, like 10us")
     if hop_s >= _LONGEST_HOP_S:
@@ -107,7 +99,7 @@ def network(
         )
         made = sheet.network(named, parse_workers(nodes, "nodes"))
         if transport is None:
-            transport = next((one for one, longest_s in _HOPS_S.items() if hop_s <= longest_s), "sockets")
+            transport = transport_of(hop_s)
             made = _noted(made, f"messages are taken to go by {transport}, from --latency; --transport says otherwise")
         if joined is None:
             made = _noted(made, "nobody else is taken to use the network; --fabric says how busy it may be")
@@ -192,26 +184,3 @@ def _composed(
             "give it with --across"
         )
     return compose_networks(name, measured, gpus_per_node=gpus_per_node, fabric=fabric)
-
-
-def every_row(network: Network) -> list[dict[str, Any]]:
-    """`row_at` each number of GPUs that the network's file has."""
-    return [row_at(network, count) for count in sorted([network.workers, *(row.workers for row in network.rows)])]
-
-
-def row_at(network: Network, workers: int) -> dict[str, Any]:
-    """What an all-reduce does on this many GPUs."""
-    there = network.at(workers=workers)
-    quiet, busy = there.edges or (there, there)
-    quiet_rate, rate, busy_rate = (
-        bus_bandwidth("all_reduce", workers, _SHOWN_BYTES, float(one.cost.time(_SHOWN_BYTES))) / 8
-        for one in (quiet, there, busy)
-    )
-    return {
-        "workers": workers,
-        "nodes": there.nodes,
-        "latency_s": float(there.cost.time(_LATENCY_BYTES)),
-        "bus_bytes_per_s": rate,
-        "busy_bus_bytes_per_s": busy_rate,
-        "quiet_bus_bytes_per_s": quiet_rate,
-    }

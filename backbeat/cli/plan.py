@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import indent
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -16,20 +15,20 @@ from backbeat.api import plan as make_plan
 from backbeat.api import predict
 from backbeat.cli import options
 from backbeat.cli.common import console, load_network, one_count, print_answer, print_json, say, size
-from backbeat.cli.predict_output import caveats
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile, Sharding
 from backbeat.planners import STRATEGIES, is_sharded
-from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.planners.max_batch import Point, growth, largest_looked_at
+from backbeat.planners.max_batch import GrownBatch, growth, largest_looked_at
 from backbeat.planners.memory_moves import uniform
 from backbeat.report.tables.memory_tables import growth_table, mixture, peak_line, policies_table, segments_table
 from backbeat.report.tables.scaling_tables import plan_table
 from backbeat.report.tables.sharding_tables import memory_table, units_table
-from backbeat.report.words.device_memory import DeviceFit, device_fit
+from backbeat.report.words.answer import caveats
+from backbeat.report.words.commands import sharding_lines, wrapping_lines
+from backbeat.report.words.decision import decide_on_plan
+from backbeat.report.words.device_memory import device_fit
 from backbeat.report.words.limits import above_linear
 from backbeat.report.words.numbers import capitalised, describe, over_bound, scaling_range
-from backbeat.report.words.ways import sharding_lines, wrapping_lines
 from backbeat.simulate.actions import segments_of
 from backbeat.simulate.batch import same_blocks, sibling
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
@@ -94,7 +93,7 @@ def plan(
         )
     if strategy is not None and "," in strategy:
         raise InputError(f"--strategy {strategy} names several: a plan has one; `backbeat predict` compares several")
-    chosen = strategy or ("best" if density is None else "compressed")
+    chosen = strategy or "best"
     if residuals not in (None, "device", "host"):
         raise InputError(f"--residuals is {residuals!r}: it must be device or host")
     if other_batch is not None and not max_batch:
@@ -173,6 +172,8 @@ def _show(
         shown += _memory(sent, cluster, made, made.memory, result, accumulation)
     edges = scaling_range(result)
     fit = device_fit(sent, made, cluster.workers)
+    file = str(output or "plan.json")
+    lines = wrapping_lines(file, reduce_dtype) if made.sharding is None else sharding_lines(file, one.optimizer)
     print_answer(
         describe(one, cluster, reduce_dtype=reduce_dtype, accumulation=accumulation),
         "",
@@ -193,35 +194,8 @@ def _show(
             ]
         ),
         "",
-        _next(made, result, stock, fit, output, one.optimizer, reduce_dtype),
+        decide_on_plan(made, result, stock, fit, lines, written=output is not None),
     )
-
-
-def _next(
-    made: Plan,
-    result: Prediction,
-    stock: Prediction,
-    fit: DeviceFit | None,
-    output: Path | None,
-    optimizer: str | None,
-    reduce_dtype: str | None,
-) -> str:
-    """What to do with the plan: the lines to write, unless it cannot run or gains nothing."""
-    if fit is not None and not fit.fits:
-        wider = "" if made.sharding is not None else " `--strategy sharded` plans what does."
-        return f"Decision: do not run it, it does not fit.{wider}"
-    if made.dynamic is not None:
-        return f"Decision: compare with it; nothing runs a plan of {made.strategy}. `--strategy best` plans what runs."
-    if result.workers == 1:
-        return "Decision: nothing to decide for one GPU; ask for more with --workers."
-    saves = made.sharding is not None or (made.memory is not None and not made.memory.keeps_all)
-    if not saves and stock.iteration_s < result.iteration_s * (1 + SIMPLER_WITHIN):
-        return "Decision: keep stock DDP, the plan is not 1 % faster."
-    file = str(output or "plan.json")
-    lines = wrapping_lines(file, reduce_dtype) if made.sharding is None else sharding_lines(file, optimizer)
-    what = "it saves memory, not time" if stock.iteration_s < result.iteration_s else "run it"
-    first = "In" if output is not None else "Write it with -o plan.json, then in"
-    return f"Decision: {what}. {first} the training script:\n{indent(lines, '  ')}"
 
 
 def _sharding(one: Profile, made: Plan, sharding: Sharding, accumulation: int | None) -> list[Table | str]:
@@ -320,7 +294,7 @@ def _show_growth(
     )
 
 
-def _growth_row(profile: Profile, point: Point) -> dict[str, Any]:
+def _growth_row(profile: Profile, point: GrownBatch) -> dict[str, Any]:
     kept, recomputed, offloaded = mixture(point.plan.memory)
     return {
         "batch_size": point.batch_size,

@@ -1,27 +1,47 @@
-"""`backbeat predict`: how a job scales."""
+"""`backbeat predict`: how a job scales. One screen that ends in a decision, every figure, or data. Where parameters are
+sharded the screen says what fits, how fast it is, and the lines to write."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from msgspec.structs import replace
 
-from backbeat.api import predict as predict_sent
 from backbeat.cli import options
-from backbeat.cli.common import load_network, plan_options, print_json, say, size, split
-from backbeat.cli.predict_output import Asked, Predicted, Schedule, content, show, show_sharded
+from backbeat.cli.common import console, load_network, plan_options, print_answer, print_json, say, size, split
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Prediction, Profile, Reduction
+from backbeat.model import Plan, Prediction, Profile
 from backbeat.model.reduction import reduction_named
 from backbeat.planners import BUCKETED, BUDGETED, whole_groups
 from backbeat.report.figures import plot as plots
 from backbeat.report.figures.scaling_curve import scaling
-from backbeat.report.study import COMPARED, PLANNED, STOCK
-from backbeat.report.words.ways import instead_of_ddp
-from backbeat.simulate import strong_scaling
-from backbeat.units import parse_price, parse_workers
+from backbeat.report.study import COMPARED, PLANNED, STOCK, Schedule, Study, compare, instead_of_ddp
+from backbeat.report.tables import scaling_tables as tables
+from backbeat.report.tables.sharding_tables import strategies_table
+from backbeat.report.tables.terminal_table import natural_width
+from backbeat.report.words.answer import caveats, unmeasured
+from backbeat.report.words.commands import Settings
+from backbeat.report.words.decision import decide, stock_name, way_sentences
+from backbeat.report.words.limits import above_linear, knee_sentence, limit
+from backbeat.report.words.numbers import (
+    costs,
+    describe,
+    format_money,
+    gpu_hours,
+    per_billion,
+    tokens_per_s,
+    unit,
+    units_line,
+    utilisation,
+)
+from backbeat.simulate.predict import knee
+from backbeat.units import SCREEN, counted, format_bytes, parse_price, parse_workers
+
+_SAMPLES = 1_000_000
 
 
 def predict(
@@ -50,7 +70,7 @@ def predict(
     torch: options.Torch = None,
     price: options.Price = None,
     epoch_samples: options.EpochSamples = None,
-    samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = 1_000_000,
+    samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = _SAMPLES,
     across: options.Across = None,
     nics_per_node: options.Links = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve: scaling.png, .svg, .pdf or .html.")] = None,
@@ -63,8 +83,9 @@ def predict(
     files = split(plan)
     every = wide or json
     memory_bytes = size("--memory", memory) if memory is not None else None
+    bucket_bytes = size("--bucket", bucket, "MB") if bucket is not None else None
     names = named = list(dict.fromkeys(split(strategy)))
-    frameworks = [reduction_named(name) for name in split(framework)]
+    frameworks = {name: reduction_named(name) for name in split(framework)}
     if not names and not files:
         names = list(COMPARED) if every else [PLANNED]
     offered: list[str] = []
@@ -77,64 +98,76 @@ def predict(
     if not every and not frameworks and STOCK not in names:
         names.insert(0, STOCK)
     plans = _named_apart([Plan.load(path) for path in files], files, names)
-    schedules: list[Schedule] = [*frameworks, *names, *plans]
-    asked = Asked(
-        communicators=communicators,
-        bucket_bytes=size("--bucket", bucket, "MB") if bucket is not None else None,
-        accumulation=accumulation,
-        global_batch=global_batch,
-        reduce_dtype=reduce_dtype,
-        memory_bytes=memory_bytes,
-        torch_version=torch,
+    settings = Settings(
+        samples=samples,
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
-        samples=samples,
-        frameworks=tuple(one.name for one in frameworks),
-        plan_words=(
-            *("backbeat", "plan", profile, network, *plan_options(across, nics_per_node, reduce_dtype)),
+        profile_argument=profile,
+        network_argument=network,
+        plan_options=(
+            *plan_options(across, nics_per_node, reduce_dtype),
             *(("--accumulation", str(accumulation)) if accumulation else ()),
         ),
-        budget_words=(*(("--memory", memory) if memory else ()), *(("--torch", torch) if torch else ())),
+        budget_options=(*(("--memory", memory) if memory else ()), *(("--torch", torch) if torch else ())),
         plan_files={made.strategy: file for made, file in zip(plans, files, strict=True)},
     )
     if plot is not None:
         plots.check(plot)
     if other_batch is not None and global_batch is None:
         raise InputError("--other-batch goes with --global-batch: add it, or leave this out")
-    other = Profile.load(other_batch) if other_batch is not None else None
-    # Refused before anything is planned: the largest number of workers is where a network ends.
-    clusters = {count: cluster.at(workers=count) for count in counts}
-    rows: list[Prediction] = []
-    for count, there in clusters.items():
-        here = one
-        if global_batch is not None:
-            here = strong_scaling(one, global_batch, count, accumulation=accumulation, other=other)
-        for schedule in list(schedules):
-            if isinstance(schedule, str) and count != max(counts) and not whole_groups(schedule, cluster, count):
-                say(f"note: {schedule} is left out at {count} workers, which are not whole groups of its shards")
-                continue
-            try:
-                row = _predict(here, there, schedule, asked)
-            except InputError as error:
-                if isinstance(schedule, Plan):
-                    raise InputError(f"{asked.plan_files[schedule.strategy]}: {error}") from None
-                if schedule not in offered:
-                    raise
-                # Nothing of it fits the device, and nobody asked for it.
-                schedules.remove(schedule)
-                rows = [row for row in rows if row.strategy != schedule]
-                continue
-            rows.append(row if here is one else _at_another_batch(row, here.notes[-1]))
-    found = Predicted(one, cluster, asked, schedules, rows)
+
+    def asked(name: str) -> Schedule:
+        found: dict[str, Any] = {"strategy": name, "communicators": communicators}
+        if name in BUCKETED:
+            found["bucket_bytes"] = bucket_bytes
+        if name in BUDGETED:
+            found |= {"memory_bytes": memory_bytes, "torch_version": torch}
+        return found
+
+    partial_groups = {
+        (name, count): f"note: {name} is left out at {count} workers, which are not whole groups of its shards"
+        for count in counts
+        for name in names
+        if count != max(counts) and not whole_groups(name, cluster, count)
+    }
+    for note in partial_groups.values():
+        say(note)
+    found = compare(
+        one,
+        cluster,
+        counts,
+        {**frameworks, **{name: asked(name) for name in names}, **{made.strategy: made for made in plans}},
+        baseline=next(iter(frameworks), STOCK),
+        unasked=set(offered),
+        left_out=set(partial_groups),
+        files=settings.plan_files,
+        accumulation=accumulation,
+        global_batch=global_batch,
+        other=Profile.load(other_batch) if other_batch is not None else None,
+        reduce_dtype=reduce_dtype,
+        memory_budget=memory_bytes,
+    )
     if plot is not None:
         plots.save_scaling(scaling(found.curves), plot, title=f"{one.name} on {cluster.name}")
         say(f"wrote {plot}")
     if json:
-        print_json(content(found))
-    elif found.sharded and not wide and not frameworks:
-        show_sharded(found)
+        print_json(content(found, settings))
+        return
+    title = describe(
+        one,
+        cluster,
+        accumulation=accumulation,
+        reduce_dtype=None if frameworks else reduce_dtype,
+        global_batch=global_batch,
+    )
+    if bucket_bytes is not None:
+        title += f"; DDP with buckets of {format_bytes(bucket_bytes)}"
+    if frameworks and reduce_dtype is not None:
+        title += f"; plans send {reduce_dtype}, a framework its own dtype"
+    if found.sharded and not wide and not frameworks:
+        _show_sharded(found, settings, title)
     else:
-        show(found, wide=wide)
+        _show(found, settings, title, wide=wide)
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:
@@ -146,21 +179,117 @@ def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[
     ]
 
 
-def _predict(profile: Profile, network: Network, schedule: Schedule, asked: Asked) -> Prediction:
-    choices: dict[str, Any] = {}
-    if isinstance(schedule, Reduction):
-        return predict_sent(profile, network, framework=schedule, accumulation=asked.accumulation)
-    if isinstance(schedule, str):
-        choices["communicators"] = asked.communicators
-        if schedule in BUCKETED:
-            choices["bucket_bytes"] = asked.bucket_bytes
-        if schedule in BUDGETED:
-            choices |= {"memory_bytes": asked.memory_bytes, "torch_version": asked.torch_version}
-    return predict_sent(
-        profile, network, schedule, accumulation=asked.accumulation, reduce_dtype=asked.reduce_dtype, **choices
+def content(found: Study, settings: Settings) -> dict[str, Any]:
+    """The answer as data."""
+    profile, samples = found.given, settings.samples or _SAMPLES
+    data = []
+    for row in found.rows:
+        one, fit = row.prediction, found.fits[row.label]
+        share = utilisation(one, profile)
+        fields: dict[str, Any] = msgspec.to_builtins(one)
+        del fields["timeline"]
+        fields |= {
+            "gap": one.gap,
+            "gpu_hours": gpu_hours(one, samples),
+            "tokens_per_s": tokens_per_s(one, profile),
+            "mfu": share if isinstance(share, float) else None,
+            "memory": None
+            if fit is None
+            else {"peak_bytes": fit.peak_bytes, "device_bytes": fit.device_bytes, "fits": fit.fits},
+        }
+        if settings.price is not None:
+            fields["cost"] = costs(one, profile, settings.price, settings.epoch_samples)
+        data.append(fields)
+    return {
+        "profile": profile.name,
+        "network": found.network.name,
+        "scaling": "weak" if found.global_batch is None else "strong",
+        "samples": samples,
+        "rows": data,
+        "headline": decide(found, settings, holding=found.sharded).headline,
+        "not_measured": unmeasured(profile, found.network),
+        "knee": {name: knee(curve) for name, curve in found.curves.items()},
+    }
+
+
+def _show(found: Study, settings: Settings, title: str, *, wide: bool) -> None:
+    """The answer in 80 columns, which ends in a decision. With `wide`, or where strategies beside each other take more
+    columns, each has a row of its own with every figure."""
+    decided, best, curves = decide(found, settings, holding=False), found.best, found.curves
+    fit, cost = found.fits[found.best_label], _cost_column(found, settings)
+    shown = [tables.answer_table(curves, stock=found.baseline, cost=cost, too_big=found.too_big)] if not wide else []
+    if wide or natural_width(shown[0]) > SCREEN:
+        wide = True
+        rows = [row.prediction for row in found.rows]
+        shown = tables.scaling_tables(rows, samples=settings.samples or _SAMPLES, width=console().width)
+    large = {name: "the plan" if name == PLANNED else stock_name(name) for name in sorted(found.too_big)}
+    sizes = {name: known.peak_bytes for name, known in found.fits.items() if known is not None}
+    print_answer(
+        title,
+        "",
+        decided.headline,
+        "",
+        *(part for table in shown for part in (table, "")),
+        _figures(found, settings, best, f" with {best.strategy}" if wide and len(curves) > 1 else ""),
+        _limit(found, best) if best.workers > 1 else None,
+        knee_sentence(curves[found.best_label]) if wide else None,
+        f"Memory: {fit}." if fit is not None and fit.fits else None,
+        *(f"Too big: {words}, {format_bytes(sizes[name])}." for name, words in large.items()),
+        *_peaks(found, settings),
+        *caveats(best, found.network, found.given, every=wide),
+        "",
+        decided.text,
     )
 
 
-def _at_another_batch(row: Prediction, note: str) -> Prediction:
-    """The prediction, with the note on how its batch size was reached."""
-    return replace(row, notes=(*row.notes, note), extrapolated=row.extrapolated or "extrapolated" in note)
+def _show_sharded(found: Study, settings: Settings, title: str) -> None:
+    """The answer in 80 columns, which ends in a decision and the lines to write."""
+    decided = decide(found, settings, holding=True)
+    why: list[str] = []
+    if decided.row is not None:
+        taken = decided.row.prediction
+        why = [_figures(found, settings, taken, f" with {taken.strategy}"), _limit(found, taken)]
+        why += [*way_sentences(found.rows_at(found.top)), *caveats(taken, found.network, found.given), ""]
+    print_answer(
+        title,
+        "",
+        decided.headline,
+        "",
+        strategies_table(found.rows, _cost_column(found, settings)),
+        "",
+        above_linear(row.prediction for row in found.rows) or None,
+        *why,
+        decided.text,
+    )
+
+
+def _figures(found: Study, settings: Settings, row: Prediction, which: str) -> str:
+    """Speed, utilisation and money of a row."""
+    figures = units_line(row, found.given, price=settings.price, epoch_samples=settings.epoch_samples)
+    return f"At {counted(row.workers, 'GPU')}{which}: {figures}."
+
+
+def _limit(found: Study, row: Prediction) -> str:
+    return f"Limit: {limit(row, found.profile, reduce_dtype=found.reduce_dtype)}"
+
+
+def _cost_column(found: Study, settings: Settings) -> tuple[str, Callable[[Prediction], str]] | None:
+    """The column of costs: its heading, and the cell of a row. None without a price."""
+    profile, price = found.given, settings.price
+    if price is None:
+        return None
+    return f"$/B {unit(profile)}", lambda row: format_money(per_billion(row, profile, price)).removeprefix("$")
+
+
+def _peaks(found: Study, settings: Settings) -> list[str]:
+    """Device memory of the plans that say what is kept of activations."""
+    lines = []
+    for label in settings.plan_files:
+        memory = found.plans[label].memory
+        peak = max((row.peak_bytes or 0 for row in found.curves[label]), default=0)
+        if memory is not None and peak:
+            line = f"{label}: predicted peak {format_bytes(peak)} of device memory"
+            if (budget := memory.budget_bytes) is not None:
+                line += f", of a budget of {format_bytes(budget)}" + (": too much" if peak > budget else "")
+            lines.append(f"{line}.")
+    return lines

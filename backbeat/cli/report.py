@@ -8,15 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from backbeat.cli import options
-from backbeat.cli.common import check_page, load_network, plan_options, say, size, split
-from backbeat.model import Network, Plan, Profile, files
+from backbeat.cli.common import check_page, load_network, plan_options, size, split, write_page
+from backbeat.model import Network, Plan, Profile
 from backbeat.planners import whole_groups
 from backbeat.report.measured import read_lab, read_trace
-from backbeat.report.pages.report_page import MOST_BYTES, PageSettings
 from backbeat.report.pages.report_page import report as make_page
 from backbeat.report.redact import redacted
 from backbeat.report.study import Study, curve_workers, study
-from backbeat.units import format_bytes, parse_price, parse_workers
+from backbeat.report.words.commands import Settings
+from backbeat.units import parse_price, parse_workers
 
 
 def report(
@@ -57,7 +57,7 @@ def report(
         memory_budget=size("--memory-budget", memory_budget) if memory_budget is not None else None,
         reduce_dtype=reduce_dtype,
     )
-    settings = PageSettings(
+    settings = Settings(
         samples=samples,
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
@@ -99,12 +99,3 @@ def gather(
 
 def plan_label(path: str, plan: Plan) -> str:
     return f"{plan.strategy} ({Path(path).name})"
-
-
-def write_page(output: Path, page: str, fewer: str) -> None:
-    """`fewer` says what would make it smaller."""
-    raw = page.encode()
-    if len(raw) > MOST_BYTES:
-        say(f"note: the page is {format_bytes(len(raw))}; {fewer} make it smaller")
-    files.write(output, raw)
-    say(f"wrote {output} ({format_bytes(len(raw))})")

@@ -22,7 +22,7 @@ def serve(
 
         from backbeat.report.pages.server import make_app
     except ImportError as error:
-        raise MissingPartError(f"serve needs {error.name}: pip install 'backbeat[serve]'") from None
+        raise MissingPartError(f"serve needs {error.name}: pip install -e '.[serve]' in the checkout") from None
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -11,11 +11,10 @@ from rich.table import Table
 
 from backbeat.cli import options
 from backbeat.cli.common import print_answer, print_json
-from backbeat.cli.network import every_row, row_at
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile, Source
 from backbeat.model.files import bundled
-from backbeat.report.tables.scaling_tables import bus_rates, network_table, zoo_table
+from backbeat.report.tables.scaling_tables import bus_rates, every_row, network_table, row_at, zoo_table
 from backbeat.report.words.numbers import describe
 from backbeat.units import counted
 

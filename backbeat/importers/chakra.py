@@ -111,7 +111,7 @@ def messages() -> dict[str, Any]:
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ModuleNotFoundError:
-        raise MissingPartError("Chakra traces need protobuf: pip install 'backbeat[import]'") from None
+        raise MissingPartError("Chakra traces need protobuf: pip install -e '.[import]' in the checkout") from None
     # In proto2, which is the default here, a field that was written as 0 differs from one that was not written.
     schema = descriptor_pb2.FileDescriptorProto(name="backbeat/chakra.proto", package="backbeat.chakra")
     for message, fields in _FIELDS.items():

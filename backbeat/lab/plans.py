@@ -14,15 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
+from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
-from backbeat.planners import BUCKETED, SHARDED, STRATEGIES, Draft
-from backbeat.planners import plan as make
+from backbeat.planners import BUCKETED, SEVERAL, SHARDED, STRATEGIES, Draft
 from backbeat.units import parse_bytes
 
 BUCKETINGS = ("random", "equal")
-_SEVERAL = ("asc-wfbp", "best")
-"""Use a second communicator where nobody says how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,7 @@ class Choice:
         """The most communicators its plan can have."""
         if self.stock(backend):
             return 1
-        return self.communicators or (2 if self.strategy in _SEVERAL else 1)
+        return self.communicators or (2 if self.strategy in SEVERAL else 1)
 
     @property
     def sharded(self) -> bool:

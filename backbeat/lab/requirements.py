@@ -23,7 +23,8 @@ def check_requirements(backend: str) -> None:
         raise MissingPartError(f"the lab needs Linux (network namespaces), this is {sys.platform}; {_REST}")
     missing = [name for module, name in (("torch", "PyTorch"), ("pyroute2", "pyroute2")) if find_spec(module) is None]
     if missing:
-        raise MissingPartError(f"the lab needs {' and '.join(missing)}: pip install 'backbeat[torch,lab]'; {_REST}")
+        install = "pip install -e '.[torch,lab]' in the checkout"
+        raise MissingPartError(f"the lab needs {' and '.join(missing)}: {install}; {_REST}")
     if os.geteuid() != 0:
         # sudo has a PATH of its own, on which a virtual environment is not.
         raise MissingPartError(

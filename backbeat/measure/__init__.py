@@ -20,5 +20,6 @@ def __getattr__(name: str) -> Any:
             raise
         from backbeat.errors import MissingPartError
 
-        raise MissingPartError(f"backbeat.measure.{name} needs PyTorch: pip install 'backbeat[torch]'") from None
+        install = "pip install -e '.[torch]' in the checkout"
+        raise MissingPartError(f"backbeat.measure.{name} needs PyTorch: {install}") from None
     return profile

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from backbeat.cost.collectives import Collective, traffic
-from backbeat.cost.protocols import INFINIBAND, NicLatency, all_reduce_lines, fastest_s, ring_lines
+from backbeat.cost.protocols import INFINIBAND, INFINIBAND_HOP_S, NicLatency, all_reduce_lines, fastest_s, ring_lines
 from backbeat.errors import InputError
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.fabric import Fabric
@@ -37,6 +37,20 @@ GATHER_SHARE = 0.88
 NVLS_GATHER_SHARE = 0.75
 """Inside a node with NVLS: what is not reduced goes as it does without."""
 SIZES = tuple(4**power for power in range(8, 18))
+_LONGEST_HOPS_S: dict[Transport, float] = {"infiniband": 10e-6, "efa": 30e-6}
+"""The longest hop that each is taken for; anything slower goes through sockets."""
+_TYPICAL_HOPS_S = {"efa": 15e-6, "sockets": 45e-6}
+"""All else is as quick as InfiniBand."""
+
+
+def typical_hop_s(transport: str | None) -> float:
+    """One message from node to node, where nobody says how long it takes."""
+    return _TYPICAL_HOPS_S.get(transport or "", INFINIBAND_HOP_S)
+
+
+def transport_of(hop_s: float) -> Transport:
+    """What messages are taken to go by, where nobody says, from how long a hop takes."""
+    return next((one for one, longest_s in _LONGEST_HOPS_S.items() if hop_s <= longest_s), "sockets")
 
 
 def reached_inside(rate: float, gpus: int, *, nvls: bool = False) -> float:

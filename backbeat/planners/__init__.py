@@ -1,15 +1,15 @@
-"""Strategies by name, and `plan`, which runs one."""
+"""Strategies by name, and `propose`, which runs one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypedDict, Unpack
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Network, Plan, Profile
-from backbeat.model.plan import PlanPrediction
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
 from backbeat.planners.best import best
@@ -25,36 +25,60 @@ from backbeat.simulate.predict import predict
 from backbeat.units import format_bytes
 
 __all__ = [
-    "BUCKETED", "BUDGETED", "FIXED_BUCKETS", "SHARDED", "STRATEGIES", "Choices", "Draft", "StrategyOptions",
-    "is_sharded", "plan", "propose", "whole_groups",
+    "BUCKETED", "BUDGETED", "FIXED_BUCKETS", "KNOWN_AS", "SEVERAL", "SHARDED", "STRATEGIES", "Draft", "Strategy",
+    "StrategyOptions", "compresses", "is_sharded", "propose", "whole_groups",
 ]  # fmt: skip
 
-STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], Draft | Plan]] = {
-    "wfbp": wfbp,
-    "single": single,
-    "ddp": ddp,
-    "horovod": horovod,
-    "mg-wfbp": mg_wfbp,
-    "asc-wfbp": asc_wfbp,
-    "adaptive": adaptive,
-    "optimal": optimal,
-    "best": best,
-    "compressed": compressed,
-    "fsdp": fsdp,
-    "hsdp": hsdp,
-    "zero1": zero1,
-    "zero2": zero2,
-    "decoupled": decoupled,
-    "sharded": sharded,
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What is known of a strategy; sets and tables elsewhere are made from it."""
+
+    run: Callable[[Profile, Network, StrategyOptions], Draft | Plan]
+    kind: Literal["buckets", "buckets at run time", "compressed buckets", "units"] = "buckets"
+    """What it plans. Units shard parameters; buckets send gradients, and all but the first kind change in every step or
+    hold them other than they are."""
+    known_as: str = ""
+    """What people call it, for a way to hold the model."""
+    bucket: bool = False
+    """It takes `bucket_bytes`."""
+    budgeted: bool = False
+    """It chooses within a memory budget itself."""
+    several: bool = False
+    """It uses a second communicator where nobody says how many."""
+
+
+STRATEGIES = {
+    "wfbp": Strategy(wfbp),
+    "single": Strategy(single),
+    "ddp": Strategy(ddp, known_as="DDP", bucket=True),
+    "horovod": Strategy(horovod, "buckets at run time", bucket=True),
+    "mg-wfbp": Strategy(mg_wfbp),
+    "asc-wfbp": Strategy(asc_wfbp, several=True),
+    "adaptive": Strategy(adaptive),
+    "optimal": Strategy(optimal),
+    "best": Strategy(best, known_as="DDP with planned buckets", several=True),
+    "compressed": Strategy(compressed, "compressed buckets"),
+    "fsdp": Strategy(fsdp, "units", "FSDP"),
+    "hsdp": Strategy(hsdp, "units", "HSDP"),
+    "zero1": Strategy(zero1, "units", "ZeRO-1"),
+    "zero2": Strategy(zero2, "units", "ZeRO-2"),
+    "decoupled": Strategy(decoupled, "units", "planned ZeRO-2", budgeted=True),
+    "sharded": Strategy(sharded, "units", "planned sharding", budgeted=True),
 }
-SHARDED = frozenset({"fsdp", "hsdp", "zero1", "zero2", "decoupled", "sharded"})
+"""By name; of those that people have a name for, the simplest first."""
+SHARDED = frozenset(name for name, one in STRATEGIES.items() if one.kind == "units")
 """Strategies that shard parameters rather than send gradients in buckets."""
-BUDGETED = frozenset({"decoupled", "sharded"})
+BUDGETED = frozenset(name for name, one in STRATEGIES.items() if one.budgeted)
 """Strategies that choose within a memory budget themselves."""
-BUCKETED = frozenset({"ddp", "horovod"})
+BUCKETED = frozenset(name for name, one in STRATEGIES.items() if one.bucket)
 """Strategies that take `bucket_bytes`."""
-FIXED_BUCKETS = frozenset(STRATEGIES) - SHARDED - {"horovod", "compressed"}
+FIXED_BUCKETS = frozenset(name for name, one in STRATEGIES.items() if one.kind == "buckets")
 """Strategies whose buckets are the same in every step, and hold gradients as they are."""
+SEVERAL = frozenset(name for name, one in STRATEGIES.items() if one.several)
+"""Strategies that use a second communicator where nobody says how many."""
+KNOWN_AS = {name: one.known_as for name, one in STRATEGIES.items() if one.known_as}
+"""What people call the ways to hold a model, the simplest first."""
 
 
 def is_sharded(strategy: str) -> bool:
@@ -66,47 +90,31 @@ def is_sharded(strategy: str) -> bool:
     return strategy.partition(":")[0] in SHARDED
 
 
-class Choices(TypedDict, total=False):
-    """What a caller may fix; `StrategyOptions` says what each means, and a strategy takes what concerns it."""
-
-    communicators: int | None
-    bucket_bytes: int | None
-    cycle_s: float | None
-    budget_s: float | None
-    density: float | None
-    memory_bytes: int | None
-    reserve: float | None
-    residuals: Literal["device", "host"] | None
-    torch_version: str | None
+def compresses(strategy: str, density: float | None) -> bool:
+    """Whether a strategy plans compressed buckets: `best` does where a density is given."""
+    return strategy == "compressed" or (strategy == "best" and density is not None)
 
 
-class JobChoices(Choices, total=False):
-    """The same, and facts of the job that sharded strategies plan for."""
-
-    reduce_dtype: str | None
-    accumulation: int | None
-
-
-def propose(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[JobChoices]) -> Plan:
+def propose(profile: Profile, network: Network, strategy: str = "best", **choices: Any) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, not yet predicted.
 
-    `hsdp:8` is hsdp with 8 shards.
+    `hsdp:8` is hsdp with 8 shards. What the caller may fix are fields of `StrategyOptions`; a strategy takes what
+    concerns it.
     """
     name, shards = _shards(strategy)
     if name not in STRATEGIES:
         zero3 = strategy.lower().replace("-", "").replace("_", "") == "zero3"
         hint = "ZeRO-3 is 'fsdp'" if zero3 else did_you_mean(strategy, STRATEGIES)
         raise InputError(f"{strategy!r} is not a strategy: {hint}")
-    options = StrategyOptions(**choices, shards=shards)  # type: ignore[arg-type]
-    if options.density is not None and strategy == "best":
+    options = StrategyOptions(**choices, shards=shards)
+    if compresses(strategy, options.density):
         name = strategy = "compressed"
     _check(strategy, options)
-    _check_memory(strategy, options.memory_bytes, options.reserve)
 
     def schedule(of: Profile) -> Plan:
         # Waiting for the host is no time to hide communication behind: it does not wait for the network.
         own = device_alone(of)
-        made = STRATEGIES[name](own, network, options)
+        made = STRATEGIES[name].run(own, network, options)
         if not isinstance(made, Draft):
             return replace(made, strategy=strategy)
         planned = made.named(own, strategy, network.workers)
@@ -144,6 +152,7 @@ def _shards(strategy: str) -> tuple[str, int | None]:
 
 
 def _check(strategy: str, options: StrategyOptions) -> None:
+    """Refuse values out of range, and what does not concern the strategy."""
     for name in ("communicators", "bucket_bytes", "cycle_s"):
         value = getattr(options, name)
         if value is not None and value <= 0:
@@ -157,9 +166,7 @@ def _check(strategy: str, options: StrategyOptions) -> None:
         raise InputError(f"density is {options.density}, but {strategy!r} sends every element: use compressed")
     if options.residuals is not None and strategy != "compressed":
         raise InputError(f"residuals is {options.residuals!r}, but {strategy!r} has none: use compressed")
-
-
-def _check_memory(strategy: str, memory_bytes: int | None, reserve: float | None) -> None:
+    memory_bytes, reserve = options.memory_bytes, options.reserve
     if memory_bytes is None:
         if reserve is not None:
             raise InputError(f"reserve is {reserve}, but there is no memory budget to leave it from: give memory_bytes")
@@ -175,15 +182,3 @@ def _check_memory(strategy: str, memory_bytes: int | None, reserve: float | None
         raise InputError(
             f"reserve is {reserve}: it must be a share from 0 to below 1, or bytes below the budget of {memory_bytes}"
         )
-
-
-def plan(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[JobChoices]) -> Plan:
-    """The gradient schedule that a strategy chooses for this profile on this network, with its prediction."""
-    made = propose(profile, network, strategy, **choices)
-    accumulation = choices.get("accumulation")
-    result = predict(profile, network, made, accumulation=accumulation)
-    predicted = PlanPrediction.of(result, network.name)
-    if (older := made.on_older_torch()) is not None:
-        without_s = predict(profile, network, older, accumulation=accumulation).iteration_s
-        predicted = replace(predicted, older_torch_s=without_s)
-    return replace(made, predicted=predicted)

@@ -25,8 +25,8 @@ _BETWEEN = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
-class Point:
-    """One batch size."""
+class GrownBatch:
+    """A batch size, the plan that fits it within the budget, and what that gives."""
 
     batch_size: int
     kept: bool
@@ -72,7 +72,7 @@ def growth(
     schedule: Callable[[Profile], Plan],
     two: Profile | None = None,
     reserve: float | None = None,
-) -> list[Point]:
+) -> list[GrownBatch]:
     """The largest batches, the profile's own where it fits, and some between, each planned and predicted.
 
     Compressed buckets hold more than gradients do, so the largest batch kept whole may be found below the first guess.
@@ -83,10 +83,10 @@ def growth(
         sizes.add(profile.batch_size)
     points = {}
 
-    def add(size: int) -> Point:
+    def add(size: int) -> GrownBatch:
         there, made = _planned(profile, size, two, schedule)
         kept = not (made.memory and made.memory.segments)
-        points[there.batch_size] = Point(there.batch_size, kept, made, predict(there, network, made))
+        points[there.batch_size] = GrownBatch(there.batch_size, kept, made, predict(there, network, made))
         return points[there.batch_size]
 
     for size in sorted(sizes - {0}):

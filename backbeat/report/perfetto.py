@@ -10,11 +10,11 @@ import msgspec
 from backbeat.model import Span
 from backbeat.report.figures.timeline import lane_order, with_gradients
 
-Iteration = tuple[str, Sequence[Span], Sequence[Sequence[str]]]
+TracedIteration = tuple[str, Sequence[Span], Sequence[Sequence[str]]]
 """A title, spans, and the gradients of each communication span in order, or nothing where they are not known."""
 
 
-def trace(iterations: Sequence[Iteration]) -> dict[str, Any]:
+def trace(iterations: Sequence[TracedIteration]) -> dict[str, Any]:
     """One process for each iteration, with a thread for every lane. Times are microseconds."""
     events: list[dict[str, Any]] = []
     for process, (title, spans, buckets) in enumerate(iterations, start=1):

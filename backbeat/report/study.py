@@ -1,87 +1,193 @@
-"""What a report is about, computed once: each strategy at each number of workers, and what DDP's bucket can do."""
+"""What an answer is about, computed once: each strategy at each number of workers, whether it fits the device, and what
+DDP's bucket can do. `predict` compares; a report adds to that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, count
 from typing import Any
 
+import msgspec
+
+from backbeat import api
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Prediction, Profile, Span
-from backbeat.planners import is_sharded, propose
+from backbeat.model import Network, Plan, Prediction, Profile, Reduction, Span
+from backbeat.planners import KNOWN_AS, SHARDED, is_sharded
+from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.report.measured import Measured
-from backbeat.report.perfetto import Iteration
+from backbeat.report.perfetto import TracedIteration
 from backbeat.report.words.device_memory import DeviceFit, device_fit
 from backbeat.report.words.numbers import fastest
-from backbeat.report.words.ways import Way, find_ways, instead_of_ddp, sharded_labels
-from backbeat.simulate import predict
+from backbeat.simulate import predict, strong_scaling
+from backbeat.simulate.sharded_units import ModelPieces, repeated
 from backbeat.units import parse_workers
 
 STOCK, PLANNED = "ddp", "best"
 COMPARED = (STOCK, "mg-wfbp", "optimal", PLANNED)
 BUCKETS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400, 800)
 """Values of DDP's `bucket_cap_mb` that are tried."""
+_MOST_PLANNED = 128
+"""Units; for more the planner takes too long to be run unasked."""
+
+Schedule = Mapping[str, Any] | Plan | Reduction
+"""What to compare: a `strategy` with its choices, proposed anew at each number of workers; a plan, followed as it is;
+or what a framework does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRow:
+    """A strategy, plan or framework with its prediction and whether it fits, at one number of workers."""
+
+    label: str
+    """The strategy's name, a plan's or a framework's."""
+    plan: Plan | None
+    """None for what a framework does."""
+    prediction: Prediction
+    fit: DeviceFit | None
+    """None where nobody knows the profile's memory or the device's."""
+    names_groups: bool = False
+    """Its name says how many GPUs hold one copy of the model, though its label does not."""
+
+    @property
+    def workers(self) -> int:
+        return self.prediction.workers
+
+    @property
+    def fits(self) -> bool:
+        return self.fit is None or self.fit.fits
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return self.prediction.peak_bytes if self.fit is None else self.fit.peak_bytes
+
+    @property
+    def sharded(self) -> bool:
+        return self._kind in SHARDED if self.plan is None else self.plan.sharding is not None
+
+    @property
+    def name(self) -> str:
+        """What people call it; a plan with a name of its own keeps that."""
+        shards = self.label.partition(":")[2]
+        if self._kind not in KNOWN_AS or not (shards or "0").isdecimal():
+            return self.label
+        if self.names_groups and self.plan is not None and self.plan.sharding is not None:
+            mesh = self.plan.sharding.mesh
+            shards = str(mesh.shard) if mesh.replicate > 1 else shards
+        return KNOWN_AS[self._kind] + (f" in groups of {shards}" if shards else "")
+
+    @property
+    def simplicity(self) -> int:
+        """Lower is simpler. Plans with names of their own count as `best` or, where they shard, as `sharded`."""
+        like = "sharded" if self.sharded else "best"
+        return list(KNOWN_AS).index(self._kind if self._kind in KNOWN_AS else like)
+
+    @property
+    def _kind(self) -> str:
+        return self.label.partition(":")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Study:
+    given: Profile
+    """With its gradients as they are on the device."""
     profile: Profile
+    """With its gradients as they are sent."""
     network: Network
     """As given; each prediction has moved it to its own number of workers."""
-    workers: tuple[int, ...]
-    """Rising; the last is the number the question is about."""
-    curves: Mapping[str, tuple[Prediction, ...]]
-    """By label, one prediction for each number of workers."""
-    plans: Mapping[str, Plan]
-    """By label, at the last number of workers."""
+    rows: tuple[StudyRow, ...]
+    """By number of workers; all strategies are there at the largest, which is what the question is about."""
+    baseline: str = STOCK
+    """Label of what everything else is compared with."""
     buckets: tuple[tuple[int, Prediction], ...] = ()
-    """(bucket_cap_mb, stock DDP with it) at the last number of workers."""
-    fits: Mapping[str, DeviceFit | None]
-    """By label, what one device needs at the last number of workers; None where nobody knows."""
-    ways: tuple[Way, ...] = ()
-    """DDP, FSDP, HSDP, … at the last number of workers."""
+    """(bucket_cap_mb, stock DDP with it) at the largest number of workers."""
+    ways: tuple[StudyRow, ...] = ()
+    """The ways to hold the model, DDP, FSDP, HSDP, …, at the largest number of workers."""
     measured: tuple[Measured, ...] = ()
     memory_budget: int | None = None
     """Bytes of the device to stay within, in place of what it has."""
     reduce_dtype: str | None = None
-    """What fp32 gradients are sent in, where that is something else; the profile has them as they are sent."""
+    """What fp32 gradients are sent in, where that is something else."""
+    accumulation: int | None = None
+    """Micro-batches; None for the profile's."""
+    global_batch: int | None = None
+    """Strong scaling: samples that all workers share."""
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """Rising."""
+        return tuple(sorted({row.workers for row in self.rows}))
 
     @property
     def top(self) -> int:
         return self.workers[-1]
 
-    @property
+    @cached_property
+    def curves(self) -> dict[str, tuple[Prediction, ...]]:
+        """By label, one prediction for each number of workers."""
+        labels = dict.fromkeys(row.label for row in self.rows)
+        return {label: tuple(row.prediction for row in self.rows if row.label == label) for label in labels}
+
+    @cached_property
     def at_top(self) -> dict[str, Prediction]:
-        return {label: curve[-1] for label, curve in self.curves.items()}
+        return {row.label: row.prediction for row in self.rows_at(self.top)}
 
-    @property
-    def stock(self) -> Prediction:
-        return self.curves[STOCK][-1]
+    @cached_property
+    def plans(self) -> dict[str, Plan]:
+        """By label, at the largest number of workers."""
+        return {row.label: row.plan for row in self.rows_at(self.top) if row.plan is not None}
 
-    @property
-    def best_label(self) -> str:
-        """The fastest that fits, at the last number of workers; the fastest where nothing does. The first listed where
-        two are equal."""
-        possible = {label: self.at_top[label] for label in self.fitting} or self.at_top
-        winner = fastest(list(possible.values()))[self.top]
-        return next(label for label, prediction in possible.items() if prediction is winner)
+    @cached_property
+    def fits(self) -> dict[str, DeviceFit | None]:
+        """By label, what one device needs at the largest number of workers; None where nobody knows, as at another
+        batch than the profile's."""
+        known = self.global_batch is None
+        return {row.label: row.fit if known else None for row in self.rows_at(self.top)}
 
     @property
     def fitting(self) -> list[str]:
         """Labels of what fits the device, or of which nobody knows."""
         return [label for label, fit in self.fits.items() if fit is None or fit.fits]
 
+    @cached_property
+    def too_big(self) -> Set[str]:
+        """Labels of what does not fit the device; empty where nothing does, for then nothing could be chosen."""
+        return set(self.curves) - set(self.fitting) if self.fitting else frozenset()
+
+    @cached_property
+    def frontier(self) -> list[Prediction]:
+        """The fastest that can be chosen at each number of workers, in their order."""
+        return frontier(self.curves, self.too_big)
+
     @property
     def best(self) -> Prediction:
-        return self.curves[self.best_label][-1]
+        """The fastest that fits, at the largest number of workers; the fastest where nothing does. The first listed
+        where two are equal."""
+        return self.frontier[-1]
+
+    @property
+    def best_label(self) -> str:
+        return next(label for label, prediction in self.at_top.items() if prediction is self.best)
+
+    @property
+    def stock(self) -> Prediction:
+        return self.at_top[STOCK]
+
+    @property
+    def sharded(self) -> bool:
+        """Some of what is compared shards parameters."""
+        return any(row.sharded for row in self.rows)
+
+    def rows_at(self, workers: int) -> list[StudyRow]:
+        return [row for row in self.rows if row.workers == workers]
 
     def timeline(self, label: str, *, most: int = MOST_BARS) -> Timeline:
-        """One iteration at the last number of workers, in no more bars than `most`."""
+        """One iteration at the largest number of workers, in no more bars than `most`."""
         return timeline(label, *self._spans(label), most=most)
 
-    def iterations(self, labels: Iterable[str]) -> list[Iteration]:
+    def iterations(self, labels: Iterable[str]) -> list[TracedIteration]:
         """These predictions, then what was measured beside its own prediction."""
         return [
             *((f"predicted: {label}, {self.top} workers", *self._spans(label)) for label in labels),
@@ -100,9 +206,94 @@ class Study:
                 yield one, "measured", one.measured_spans
 
     def _spans(self, label: str) -> tuple[Sequence[Span], Sequence[Sequence[str]]]:
-        """At the last number of workers, with the gradients of each message."""
+        """At the largest number of workers, with the gradients of each message."""
         plan = self.plans[label]
-        return by_collective(self.curves[label][-1].timeline, plan), buckets_of(plan, self.profile)
+        return by_collective(self.at_top[label].timeline, plan), buckets_of(plan, self.profile)
+
+
+def compare(
+    profile: Profile,
+    network: Network,
+    workers: Sequence[int],
+    schedules: Mapping[str, Schedule],
+    *,
+    baseline: str = STOCK,
+    unasked: Set[str] = frozenset(),
+    left_out: Set[tuple[str, int]] = frozenset(),
+    files: Mapping[str, str] | None = None,
+    accumulation: int | None = None,
+    global_batch: int | None = None,
+    other: Profile | None = None,
+    reduce_dtype: str | None = None,
+    memory_budget: int | None = None,
+) -> Study:
+    """Every schedule, by its label, at each number of workers. Of the labels that are `unasked` those go that find
+    nothing that fits. Some are `left_out` at some numbers of workers. What is wrong with a plan is said of its file.
+    With `global_batch` the profile is moved as in `strong_scaling`, which says what `other` is."""
+    # Refused before anything is planned: the largest number of workers is where a network ends.
+    clusters = {count: network.at(workers=count) for count in workers}
+    possible, rows = dict(schedules), list[StudyRow]()
+    for number, there in clusters.items():
+        here = profile
+        if global_batch is not None:
+            here = strong_scaling(profile, global_batch, number, accumulation=accumulation, other=other)
+        for label in [one for one in possible if (one, number) not in left_out]:
+            try:
+                row = _row(label, possible[label], here, there, accumulation, reduce_dtype, memory_budget)
+            except InputError as error:
+                if label in (files or ()):
+                    raise InputError(f"{(files or {})[label]}: {error}") from None
+                if label not in unasked:
+                    raise
+                del possible[label]
+                continue
+            rows.append(row if here is profile else _at_another_batch(row, here.notes[-1]))
+    return Study(
+        given=profile,
+        profile=profile if reduce_dtype is None else profile.with_reduce_dtype(reduce_dtype),
+        network=network,
+        rows=tuple(row for row in rows if row.label in possible),
+        baseline=baseline,
+        memory_budget=memory_budget,
+        reduce_dtype=reduce_dtype,
+        accumulation=accumulation,
+        global_batch=global_batch,
+    )
+
+
+def _row(
+    label: str,
+    schedule: Schedule,
+    profile: Profile,
+    network: Network,
+    accumulation: int | None,
+    reduce_dtype: str | None,
+    budget_bytes: int | None,
+) -> StudyRow:
+    if isinstance(schedule, Reduction):
+        plan = None
+        prediction = api.predict(profile, network, framework=schedule, accumulation=accumulation)
+        # It may hold its share of the optimizer's state alone, or a second buffer of gradients.
+        held = schedule.on_device(profile, network.workers)
+    else:
+        choices: dict[str, Any] = {"strategy": schedule} if isinstance(schedule, Plan) else {**schedule}
+        held, plan = api.resolve(
+            profile, network, choices.pop("strategy"), accumulation=accumulation, reduce_dtype=reduce_dtype, **choices
+        )
+        prediction = predict(held, network, plan, accumulation=accumulation)
+    fit = device_fit(held, plan, network.workers, budget_bytes=budget_bytes)
+    if fit is not None and prediction.peak_bytes is not None:
+        fit = replace(fit, peak_bytes=prediction.peak_bytes)
+    given = isinstance(schedule, Plan)
+    return StudyRow(label=label, plan=plan, prediction=prediction, fit=fit, names_groups=given)
+
+
+def _at_another_batch(row: StudyRow, note: str) -> StudyRow:
+    """With the note on how its batch size was reached. What it takes of memory is known of sharded rows only."""
+    found = row.prediction
+    extrapolated = found.extrapolated or "extrapolated" in note
+    moved = msgspec.structs.replace(found, notes=(*found.notes, note), extrapolated=extrapolated)
+    return replace(row, prediction=moved, fit=row.fit if found.peak_bytes is not None else None)
 
 
 def study(
@@ -117,10 +308,9 @@ def study(
     memory_budget: int | None = None,
     reduce_dtype: str | None = None,
 ) -> Study:
-    """`strategies` are names, or what to propose with by label, anew at each number of workers; without them
-    `COMPARED`, with `fsdp` and `sharded` where stock DDP does not fit the device. Stock DDP is always among them, for
-    everything is compared with it. `plans` are followed as they are. `sweep` tries what takes seconds: DDP's bucket
-    sizes, and the sharded planner.
+    """What a report is about. `strategies` are names, or what to propose with by label; without them `COMPARED`, with
+    `fsdp` and `sharded` where stock DDP does not fit the device. Stock DDP is always among them, for everything is
+    compared with it. `sweep` tries what takes seconds: DDP's bucket sizes, and the sharded planner.
 
     With `reduce_dtype` fp32 gradients are sent in two bytes each, and the study's profile has them so. DDP closes its
     buckets by what they have on the device, and nothing that shards is compared.
@@ -133,59 +323,90 @@ def study(
         wanted = {"fsdp", "sharded"} if sweep else {"fsdp"}
         strategies = [*COMPARED, *(one for one in held if one in wanted)]
     if not isinstance(strategies, Mapping):
-        strategies = {name: {"strategy": name} for name in strategies}
-    asked = {STOCK: {"strategy": STOCK}, **strategies}
+        strategies = by_name(strategies)
+    asked: dict[str, Schedule] = {STOCK: {"strategy": STOCK}, **strategies}
     for name in asked if reduce_dtype is not None else ():
         if is_sharded(name) or name == "compressed":
             raise InputError(
                 f"reduce_dtype is {reduce_dtype!r}, but a report does not have {name!r} with it: leave one of them out"
             )
-    on_device = profile
-    if reduce_dtype is not None:
-        profile = profile.with_reduce_dtype(reduce_dtype)
-    moved = [network.at(workers=number) for number in workers]
-    curves: dict[str, tuple[Prediction, ...]] = {}
-    last: dict[str, Plan] = {}
-    for label, options in asked.items():
-        bucketed = on_device if options["strategy"] == STOCK else profile
-        made = [propose(bucketed, one, **options) for one in moved]
-        curves[label] = tuple(predict(profile, one, plan) for one, plan in zip(moved, made, strict=True))
-        last[label] = made[-1]
     for label, plan in (plans or {}).items():
-        free = _free(label, curves)
-        curves[free] = tuple(predict(profile, one, plan) for one in moved)
-        last[free] = plan
+        asked[_free(label, asked)] = plan
+    found = compare(profile, network, workers, asked, memory_budget=memory_budget, reduce_dtype=reduce_dtype)
+    last = network.at(workers=workers[-1])
     weighed = sharded_labels(profile, network, workers[-1:]) if reduce_dtype is None else []
     if not sweep and "sharded" in weighed:
         weighed.remove("sharded")
-    return Study(
-        profile=profile,
-        network=network,
-        workers=tuple(workers),
-        curves=curves,
-        plans=last,
-        buckets=bucket_sweep(profile, moved[-1], on_device) if sweep else (),
-        fits={
-            label: device_fit(profile, plan, workers[-1], budget_bytes=memory_budget) for label, plan in last.items()
-        },
-        ways=find_ways(profile, moved[-1], [STOCK, *weighed] if weighed else [], budget_bytes=memory_budget),
+    return replace(
+        found,
+        buckets=bucket_sweep(profile, last, reduce_dtype) if sweep else (),
+        ways=find_ways(profile, last, [STOCK, *weighed] if weighed else [], budget_bytes=memory_budget),
         measured=tuple(measured),
-        memory_budget=memory_budget,
-        reduce_dtype=reduce_dtype,
     )
 
 
-def bucket_sweep(profile: Profile, network: Network, on_device: Profile) -> tuple[tuple[int, Prediction], ...]:
+def by_name(strategies: Iterable[str], **choices: Any) -> dict[str, Mapping[str, Any]]:
+    """Strategies as `compare` takes them."""
+    return {name: {"strategy": name, **choices} for name in strategies}
+
+
+def bucket_sweep(profile: Profile, network: Network, reduce_dtype: str | None) -> tuple[tuple[int, Prediction], ...]:
     """Stock DDP at each bucket size, up to the first that takes all gradients in one."""
     if network.workers == 1:
         return ()
     found = []
     for size in BUCKETS_MB:
-        plan = propose(on_device, network, STOCK, bucket_bytes=size * 2**20)
-        found.append((size, predict(profile, network, plan)))
+        sent, plan = api.resolve(profile, network, STOCK, reduce_dtype=reduce_dtype, bucket_bytes=size * 2**20)
+        found.append((size, predict(sent, network, plan)))
         if len(plan.buckets) == 1:
             break
     return tuple(found)
+
+
+def sharded_labels(profile: Profile, network: Network, counts: Sequence[int]) -> list[str]:
+    """The strategies to weigh beside DDP on these numbers of GPUs. HSDP is that of whole nodes. A model without
+    repeated blocks has no units: then there is nothing to weigh."""
+    units = len(repeated([piece.name for piece in ModelPieces.of(profile).pieces if piece.elements]))
+    if not units:
+        return []
+    node = network.topology.gpus_per_node
+    whole = node > 1 and all(count > node and count % node == 0 for count in counts)
+    planned = ["sharded"] if units <= _MOST_PLANNED else []
+    return ["fsdp", *([f"hsdp:{node}"] if whole else []), "zero2", *planned]
+
+
+def instead_of_ddp(
+    profile: Profile, network: Network, counts: Sequence[int], *, budget_bytes: int | None = None
+) -> list[str]:
+    """The same where stock DDP does not fit the device, or the budget; nothing where it does."""
+    fit = device_fit(profile, budget_bytes=budget_bytes)
+    return [] if fit is None or fit.fits else sharded_labels(profile, network, counts)
+
+
+def find_ways(
+    profile: Profile, network: Network, labels: Sequence[str], *, budget_bytes: int | None = None
+) -> tuple[StudyRow, ...]:
+    """Each strategy at the network's workers. A strategy that finds no plan that fits is left out; a budget takes the
+    place of the device's memory."""
+    if network.workers == 1:
+        return ()
+    asked = by_name(labels)
+    found = compare(profile, network, [network.workers], asked, unasked=set(labels), memory_budget=budget_bytes)
+    return tuple(replace(row, names_groups=True) for row in found.rows)
+
+
+def chosen(rows: Iterable[StudyRow]) -> StudyRow | None:
+    """The simplest within 1 % of the fastest that fits, of two as simple the faster; None where none fits."""
+    fitting = [row for row in rows if row.fits]
+    limit = min((row.prediction.iteration_s for row in fitting), default=0.0) * (1 + SIMPLER_WITHIN)
+    close = [row for row in fitting if row.prediction.iteration_s <= limit]
+    return min(close, key=lambda row: (row.simplicity, row.prediction.iteration_s), default=None)
+
+
+def frontier(curves: Mapping[str, Sequence[Prediction]], without: Set[str] = frozenset()) -> list[Prediction]:
+    """The fastest at each number of workers, in their order; curves that are `without` do not count."""
+    found = fastest([point for label, curve in curves.items() if label not in without for point in curve])
+    return [found[number] for number in sorted(found)]
 
 
 def buckets_of(plan: Plan, profile: Profile) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ try:
     import torch.distributed as _distributed
 except ImportError as error:
     raise MissingPartError(
-        "backbeat.runtime needs PyTorch, which is not installed: pip install 'backbeat[torch]'"
+        "backbeat.runtime needs PyTorch, which is not installed: pip install -e '.[torch]' in the checkout"
     ) from error
 
 if not _distributed.is_available():

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
+from backbeat.api import plan as make_plan
 from backbeat.comm.agreement import share, total
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
@@ -27,7 +28,6 @@ from backbeat.measure.network.calibration import calibrate
 from backbeat.measure.network.case import message_sizes
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.model.files import decode, encode
-from backbeat.planners import plan as make_plan
 from backbeat.runtime.parallel.candidates import unit_strategies
 from backbeat.runtime.reduce.partition import Partition, plan_partition
 from backbeat.runtime.reduce.reducer import Reducer

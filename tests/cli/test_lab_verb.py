@@ -27,12 +27,8 @@ def result(name: str, communicators: int, *, sharded: bool = False) -> SimpleNam
 @pytest.mark.parametrize("losses", [[], [[0.123456]] * 2])
 def test_the_table_fits_a_screen(communicators: int, losses: list[list[float]]) -> None:
     setting = SimpleNamespace(rate_bits=2e8, dilation=1, nodes=4, backend="nccl")
-    ran = SimpleNamespace(
-        results=[result("compressed", communicators), result("hsdp:2", 1, sharded=True)],
-        losses=losses,
-        profile=SimpleNamespace(name="resnet50"),
-    )
-    table = lab._table(setting, ran)
+    results = [result("compressed", communicators), result("hsdp:2", 1, sharded=True)]
+    table = lab._table(setting, SimpleNamespace(name="resnet50"), results, losses)
     assert natural_width(table) <= SCREEN
     headings = " ".join(str(column.header) for column in table.columns).replace("-\n", "").replace("\n", " ")
     assert ("communicators" in headings) == (communicators > 1)

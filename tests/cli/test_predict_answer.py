@@ -16,9 +16,10 @@ from backbeat.cli.zoo import variants
 from backbeat.errors import InputError
 from backbeat.model import Fabric, Network, Profile, Topology
 from backbeat.model.prediction import Breakdown, NetworkBand, Prediction
-from backbeat.report.study import study
+from backbeat.report.study import Study, StudyRow, study
 from backbeat.report.words.answer import answer
-from backbeat.report.words.renting import decision, judged
+from backbeat.report.words.commands import Settings
+from backbeat.report.words.decision import decide, judged
 from tests.problems import affine, make_profile
 
 LLAMA = "llama-1b-b4-bf16-h200"
@@ -376,7 +377,7 @@ def test_a_global_batch_is_shared_from_python_too() -> None:
 
 def test_nothing_is_saved_where_nothing_is_gained() -> None:
     made = study(bb.Profile.load(LLAMA), bb.Network.load("nvlink-ib400"), [16], strategies=["ddp", "optimal"])
-    assert "saves" not in answer(made, price=2.0).worth_text
+    assert "saves" not in answer(made, Settings(price=2.0)).worth_text
 
 
 def test_the_zoo_has_one_row_a_model() -> None:
@@ -466,11 +467,14 @@ def edges(scaling: float, busy: float, quiet: float, workers: int) -> Prediction
 def test_the_decision_takes_a_busy_cluster_into_account(
     points: list[tuple[float, float, float]], verdict: str, said: str
 ) -> None:
-    curves = {"ddp": [edges(*point, workers=16 * (index + 1)) for index, point in enumerate(points)]}
-    found, headline = judged(curves)
+    curve = [edges(*point, workers=16 * (index + 1)) for index, point in enumerate(points)]
+    profile, network = Profile.load(RESNET), Network.load("100gbe")
+    rows = tuple(StudyRow(label="ddp", plan=None, prediction=point, fit=None) for point in curve)
+    compared = Study(given=profile, profile=profile, network=network, rows=rows)
+    found, headline = judged(compared)
     assert found == verdict
     assert "depending on how busy the cluster is" in headline
-    assert said in decision(curves, None, lambda point: f"plan {point.workers}")
+    assert said in decide(compared, Settings(), holding=False).text
 
 
 def test_more_links_a_node_carry_more(tmp_path: Path) -> None:
@@ -538,7 +542,7 @@ def test_every_figure_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     narrow = Console(file=io.StringIO(), width=80, height=25)
-    for module in ("common", "predict_output"):
+    for module in ("common", "predict"):
         monkeypatch.setattr(f"backbeat.cli.{module}.console", lambda: narrow)
     run("predict", LLAMA, "aws-p5", "-n", "64,256", "--wide")
     assert isinstance(narrow.file, io.StringIO)

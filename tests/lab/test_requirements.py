@@ -35,7 +35,7 @@ def test_missing_libraries_are_named_with_what_still_works(complete, missing):
 
 def test_all_missing_libraries_are_named_at_once(complete):
     complete.setattr(requirements, "find_spec", lambda name: None)
-    with pytest.raises(MissingPartError, match=r"PyTorch and pyroute2: pip install 'backbeat\[torch,lab\]'"):
+    with pytest.raises(MissingPartError, match=r"PyTorch and pyroute2: pip install -e '\.\[torch,lab\]'"):
         requirements.check_requirements("gloo")
 
 

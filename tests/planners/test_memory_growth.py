@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from backbeat.api import plan
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile
-from backbeat.planners import plan
 from backbeat.planners.max_batch import _planned, batches, growth, largest_looked_at
 from backbeat.planners.memory_plan import usable
 from backbeat.simulate.batch import at_batch

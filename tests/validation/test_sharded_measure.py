@@ -14,9 +14,9 @@ import pytest
 
 pytest.importorskip("torch", reason="the lab needs torch")
 
+from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.model.files import encode, write
-from backbeat.planners import plan as make
 from backbeat.simulate import predict
 from tests.lab.cases import network
 

@@ -18,10 +18,10 @@ pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
 
 import torch
 
+from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.model import Profile
 from backbeat.model.files import encode, write
-from backbeat.planners import plan as make
 from backbeat.simulate import predict
 from tests.lab.cases import network, profile
 

@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from backbeat.api import plan as make_plan
 from backbeat.errors import BackbeatError, InputError, MeasurementError
 from backbeat.lab import experiment
 from backbeat.lab.jobs import ROUNDS, per_round
@@ -46,7 +47,6 @@ from backbeat.lab.requirements import check_requirements
 from backbeat.lab.setting import Setting
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.files import write
-from backbeat.planners import plan as make_plan
 from backbeat.planners.max_batch import Point, growth
 from backbeat.simulate import predict
 from backbeat.simulate.batch import at_batch

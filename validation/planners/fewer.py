@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from backbeat.api import plan as make_plan
 from backbeat.lab import experiment
 from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
 from backbeat.lab.plans import Choice
@@ -28,7 +29,6 @@ from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import bundled, write
-from backbeat.planners import plan as make_plan
 from backbeat.planners.draft import Draft
 from backbeat.planners.optimal import best_ends
 from backbeat.simulate import predict

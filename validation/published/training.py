@@ -45,7 +45,7 @@ def ten_gigabit(workers: int) -> Network:
 
 
 def exposed_s(profile: Profile, network: Network, strategy: str) -> float:
-    draft = STRATEGIES[strategy](profile, network, StrategyOptions())
+    draft = STRATEGIES[strategy].run(profile, network, StrategyOptions())
     return max(draft.end_s(profile, network.cost) - profile.backward_s, 0.0)
 
 

@@ -31,6 +31,7 @@ from pathlib import Path
 import msgspec
 from errors import SCHEMA, Record, show
 
+from backbeat.api import plan as make
 from backbeat.errors import BackbeatError, InputError
 from backbeat.lab import experiment
 from backbeat.lab.health import change
@@ -42,7 +43,6 @@ from backbeat.lab.setting import Setting
 from backbeat.model import Gradient, Network, Plan, Profile, Sharding, ShardUnit
 from backbeat.model.files import encode, write
 from backbeat.planners import STRATEGIES
-from backbeat.planners import plan as make
 from backbeat.simulate import predict
 from backbeat.units import format_seconds, parse_duration, parse_rate
 

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
+from backbeat.api import plan as make_plan
 from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError, where_raised
@@ -40,7 +41,6 @@ from backbeat.measure.model.training_step import Training, release
 from backbeat.model import Mesh, Network, Plan, Profile, Sharding, ShardUnit
 from backbeat.model.files import decode, encode
 from backbeat.planners import SHARDED, STRATEGIES
-from backbeat.planners import plan as make_plan
 from backbeat.runtime import parallelize
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.parallel import prepare

@@ -10,7 +10,7 @@ from backbeat.model import Prediction
 from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import Drawing, axis, bar, dots, drawn, mark, ms, upright
 from backbeat.report.measured import Comparison
-from backbeat.report.words.ways import Way, chosen_way
+from backbeat.report.study import StudyRow, chosen
 from backbeat.units import format_bytes, format_seconds
 
 PARTS = {
@@ -30,7 +30,7 @@ _BY_LABEL = {"type": "category", "autorange": "reversed"}
 _ITERATION = axis("milliseconds per iteration", rangemode="tozero")
 
 
-def exposed_parts(predictions: Iterable[Prediction]) -> dict[str, list[float]]:
+def exposed_by_part(predictions: Iterable[Prediction]) -> dict[str, list[float]]:
     """Seconds of each part, one for each prediction. Parts that are nowhere present are left out."""
     rows = list(predictions)
     # The host's is negative where communication takes the place of waiting for it.
@@ -51,7 +51,7 @@ def draw_exposed(predictions: Mapping[str, Prediction]) -> Drawing:
             customdata=[format_seconds(seconds) for seconds in values],
             hovertemplate=hover,
         )
-        for part, values in exposed_parts(predictions.values()).items()
+        for part, values in exposed_by_part(predictions.values()).items()
     ]
     return drawn(
         traces,
@@ -93,9 +93,9 @@ def draw_measured(rows: Sequence[tuple[str, Comparison]]) -> Drawing:
     )
 
 
-def draw_ways(ways: Sequence[Way]) -> Drawing:
+def draw_ways(ways: Sequence[StudyRow]) -> Drawing:
     """Time above, memory below; the way to take in green, those that do not fit in grey."""
-    taken = chosen_way(ways)
+    taken = chosen(ways)
     labels = [html.escape(way.label) for way in ways]
     colours = [canvas.GREEN if way is taken else canvas.BLUE if way.fits else canvas.GREY for way in ways]
     iteration_s = [way.prediction.iteration_s for way in ways]

@@ -132,5 +132,5 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise MissingPartError("images need matplotlib: pip install 'backbeat[plot]'") from None
+        raise MissingPartError("images need matplotlib: pip install -e '.[plot]' in the checkout") from None
     return matplotlib

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -17,6 +15,7 @@ from backbeat.report.figures.timeline import Timeline, by_collective, timeline, 
 from backbeat.report.pages.sections import sections
 from backbeat.report.study import STOCK, Study
 from backbeat.report.words.answer import Answer, answer
+from backbeat.report.words.commands import Settings
 from backbeat.report.words.numbers import format_count, tokens_per_s, unit
 from backbeat.units import format_bytes, format_seconds
 
@@ -26,27 +25,10 @@ _MOST_TRACE_BYTES = 400_000
 _FEWER_BARS = (400, 150, 50)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageSettings:
-    """What the reader is told beside the study itself."""
-
-    samples: int | None = None
-    """The run to price; without it, what stock DDP does in a day."""
-    price: float | None = None
-    epoch_samples: int | None = None
-    profile_argument: str = "PROFILE"
-    network_argument: str = "NETWORK"
-    """As given on the command line, for the commands that the report advises."""
-    plan_options: tuple[str, ...] = ()
-    """Others of these words, for the command that makes the plan."""
-    plan_files: Mapping[str, str] = field(default_factory=dict)
-    """Plans that are there already, by label."""
-
-
-def report(study: Study, settings: PageSettings | None = None) -> str:
+def report(study: Study, settings: Settings | None = None) -> str:
     """The whole page. Where it would be too large, timelines are drawn with fewer bars."""
     for bars in _FEWER_BARS:
-        page = _page(study, settings or PageSettings(), bars)
+        page = _page(study, settings or Settings(), bars)
         if len(page.encode()) <= MOST_BYTES:
             break
     return page
@@ -106,8 +88,8 @@ def rendered(template: str, **parts: Any) -> str:
     return page
 
 
-def _page(study: Study, settings: PageSettings, bars: int) -> str:
-    answered = _answer(study, settings)
+def _page(study: Study, settings: Settings, bars: int) -> str:
+    answered = answer(study, settings)
     parts = sections(study, samples=settings.samples or 1_000_000)
     drawings = {part.anchor: [drawing for _, drawing in part.views] for part in parts if part.views}
     shown = timeline_parts(timelines(study, most=bars))
@@ -125,7 +107,7 @@ def _page(study: Study, settings: PageSettings, bars: int) -> str:
         tiles=_tiles(study, answered, settings),
         data=script_json({"figures": drawings, "timelines": shown, "pair": pair}),
         trace=script_json(trace) if len(perfetto.encode(trace).decode()) <= _MOST_TRACE_BYTES else "",
-        trace_command=command_line("trace", settings, study.top, "trace.json"),
+        trace_command=settings.trace_command(study.top),
         stock=STOCK,
     )
 
@@ -133,27 +115,6 @@ def _page(study: Study, settings: PageSettings, bars: int) -> str:
 def full_trace(study: Study) -> dict[str, Any]:
     """Stock DDP and the best plan, and what was measured, bar by bar."""
     return perfetto.trace(study.iterations(dict.fromkeys([STOCK, study.best_label])))
-
-
-def _answer(study: Study, settings: PageSettings) -> Answer:
-    given = settings.plan_files.get(study.best_label)
-    return answer(
-        study,
-        samples=settings.samples,
-        price=settings.price,
-        epoch_samples=settings.epoch_samples,
-        command="" if given else command_line("plan", settings, study.top, "plan.json", study.best_label),
-        plan_file=given or "plan.json",
-        way_command=lambda label: command_line("plan", settings, study.top, "plan.json", label),
-    )
-
-
-def command_line(verb: str, settings: PageSettings, workers: int, output: str, strategy: str | None = None) -> str:
-    names = " ".join(shlex.quote(name) for name in (settings.profile_argument, settings.network_argument))
-    chosen = f" --strategy {shlex.quote(strategy)}" if strategy not in (None, "best", STOCK) else ""
-    if verb == "plan" and settings.plan_options:
-        chosen = f" {shlex.join(settings.plan_options)}{chosen}"
-    return f"backbeat {verb} {names} --workers {workers}{chosen} -o {output}"
 
 
 def _pair(labels: Sequence[str], study: Study) -> tuple[str, str]:
@@ -168,7 +129,7 @@ def _pair(labels: Sequence[str], study: Study) -> tuple[str, str]:
     return STOCK, next((label for label in labels if label != STOCK), "")
 
 
-def _tiles(study: Study, answered: Answer, settings: PageSettings) -> list[tuple[str, str, str]]:
+def _tiles(study: Study, answered: Answer, settings: Settings) -> list[tuple[str, str, str]]:
     """(what, figure, small print) of the numbers that stand out."""
     best, stock, fits = study.best, study.stock, STOCK in study.fitting
     rate = tokens_per_s(best, study.profile) or best.samples_per_s

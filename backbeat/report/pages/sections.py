@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backbeat.report.figures.canvas import Drawing
-from backbeat.report.figures.compared import PARTS, draw_exposed, draw_measured, draw_ways, exposed_parts
+from backbeat.report.figures.compared import PARTS, draw_exposed, draw_measured, draw_ways, exposed_by_part
 from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
 from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
 from backbeat.report.figures.memory_use import StepMemory, draw_memory_use, draw_step_memory, memory_kinds
 from backbeat.report.figures.scaling_curve import draw_scaling, scaling
 from backbeat.report.figures.timeline import Timeline
-from backbeat.report.study import STOCK, Study
+from backbeat.report.study import STOCK, Study, frontier
+from backbeat.report.words.decision import way_headline, way_sentences
 from backbeat.report.words.limits import knee_sentence
 from backbeat.report.words.numbers import format_number, gpu_hours, over_bound, scaling_range
-from backbeat.report.words.renting import frontier
-from backbeat.report.words.ways import way_headline, way_sentences
 from backbeat.simulate.sharded_levels import memory_levels
 from backbeat.units import format_bytes, format_seconds
 
@@ -224,7 +223,7 @@ def step_memories(study: Study) -> list[StepMemory]:
 def exposed_section(study: Study) -> Section | None:
     if study.top == 1:
         return None
-    parts = exposed_parts(study.at_top.values())
+    parts = exposed_by_part(study.at_top.values())
     rows = [
         (
             label,

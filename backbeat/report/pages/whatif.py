@@ -18,18 +18,19 @@ from backbeat.cost.scaling import stretched
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network, Profile
 from backbeat.model.files import bundled
-from backbeat.planners import propose
+from backbeat.planners import is_sharded, propose
 from backbeat.report.figures.compared import draw_exposed, draw_ways
 from backbeat.report.figures.cost_curve import cost_curve
 from backbeat.report.figures.memory_use import draw_memory_use, draw_step_memory
 from backbeat.report.figures.scaling_curve import draw_scaling, scaling
 from backbeat.report.figures.timeline import timeline_parts
-from backbeat.report.pages.report_page import PageSettings, command_line, timelines
+from backbeat.report.pages.report_page import timelines
 from backbeat.report.pages.sections import step_memories
-from backbeat.report.study import STOCK, Study, curve_workers, study
+from backbeat.report.study import STOCK, Study, chosen, curve_workers, instead_of_ddp, study
 from backbeat.report.words.answer import answer
+from backbeat.report.words.commands import Settings
+from backbeat.report.words.decision import way_headline, way_sentences
 from backbeat.report.words.numbers import format_number
-from backbeat.report.words.ways import chosen_way, instead_of_ddp, way_headline, way_sentences
 from backbeat.simulate import at_batch
 from backbeat.simulate.batch import sibling
 from backbeat.units import format_bytes, format_rate, format_seconds
@@ -120,11 +121,11 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
     """What the page shows for a state."""
     original = library.profile(state.profile)
     found = study_of(state, library, thorough=thorough)
-    words = answer(found, way_command=partial(_plan_command, state, library))
+    words = answer(found, command=partial(_plan_command, state, library))
     best = found.best
     shown = timelines(found, most=200)
     memories = step_memories(found)
-    taken = chosen_way(found.ways)
+    taken = chosen(found.ways)
     drawings = {"scaling": draw_scaling(scaling(found.curves)), "exposed": draw_exposed(found.at_top)}
     # At another batch size than the profile's, memory is not known.
     if found.profile.memory is not None:
@@ -156,12 +157,12 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
 
 
 def _plan_command(state: State, library: Library, strategy: str) -> str:
-    """What makes a plan of this strategy; empty where files that were uploaded or changed here are in no command."""
+    """What makes a plan that shards; empty where files that were uploaded or changed here are in no command."""
     uploaded = state.profile in library.profiles or state.network in library.networks
-    if uploaded or (state.bandwidth, state.latency, state.batch) != (1.0, 1.0, None):
+    if uploaded or not is_sharded(strategy) or (state.bandwidth, state.latency, state.batch) != (1.0, 1.0, None):
         return ""
-    settings = PageSettings(profile_argument=state.profile, network_argument=state.network)
-    return command_line("plan", settings, state.workers, "plan.json", strategy)
+    settings = Settings(profile_argument=state.profile, network_argument=state.network)
+    return settings.plan_command(strategy, state.workers)
 
 
 def readings(study: Study) -> dict[str, str]:

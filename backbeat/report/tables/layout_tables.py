@@ -106,7 +106,7 @@ def breakdown_table(one: LayoutPrediction) -> Table:
     return table_of(("part", "time", "share"), rows, "one step", left={"part"}, **_STYLE)
 
 
-def memory_table(one: LayoutPrediction) -> Table:
+def layout_memory_table(one: LayoutPrediction) -> Table:
     limit = max(one.limit_bytes, one.memory_bytes)
     sizes = msgspec.structs.asdict(one.memory)
     rows = [(name, format_bytes(size), "█" * round(40 * size / limit)) for name, size in sizes.items() if size]
@@ -179,7 +179,7 @@ def compared(best: LayoutPrediction, found: Sequence[LayoutPrediction]) -> list[
     ]
 
 
-def answer(best: LayoutPrediction) -> str:
+def layout_answer(best: LayoutPrediction) -> str:
     """What to do, in words."""
     return (
         f"Use {best.layout.label}: {format_seconds(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s on "

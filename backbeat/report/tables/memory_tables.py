@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.table import Table
 
 from backbeat.model import MemoryPlan, Prediction, Profile, Segment
-from backbeat.planners.max_batch import Point
+from backbeat.planners.max_batch import GrownBatch
 from backbeat.report.tables.terminal_table import WINNER, fitted_table, table_of
 from backbeat.report.words.numbers import format_number
 from backbeat.simulate.memory_timeline import MemoryTimeline
@@ -45,7 +45,7 @@ def policies_table(policies: Mapping[str, Prediction], budget: int) -> Table:
     return table
 
 
-def growth_table(points: Sequence[Point]) -> Table:
+def growth_table(points: Sequence[GrownBatch]) -> Table:
     """Batch sizes with what each takes and gives."""
     best = max(points, key=lambda point: point.prediction.samples_per_s)
     rows = [

@@ -8,10 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
-from backbeat.model import Plan, Prediction
+from backbeat.cost.collectives import bus_bandwidth
+from backbeat.model import Network, Plan, Prediction
 from backbeat.report.tables.terminal_table import WINNER, fitted_table, natural_width, plain_table, table_of
 from backbeat.report.words.numbers import SAME, fastest, format_number, gpu_hours, over_bound, scaling_range
 from backbeat.units import SCREEN, counted, format_bytes, format_seconds, printable
+
+_SHOWN_BYTES = 2**28
+_LATENCY_BYTES = 8
 
 
 def scaling_tables(predictions: Sequence[Prediction], *, samples: int, width: int) -> list[Table]:
@@ -144,6 +148,29 @@ def plan_table(plan: Plan, result: Prediction, width: int | None = None) -> Tabl
     headings = ("bucket", "comm.", "gradients", "bytes", "starts", "ends")
     title = f"{counted(len(plan.buckets), 'bucket')} in launch order"
     return fitted_table(headings, rows, title, left={"gradients"}, names=2, width=width)
+
+
+def every_row(network: Network) -> list[dict[str, Any]]:
+    """`row_at` each number of GPUs that the network's file has."""
+    return [row_at(network, count) for count in sorted([network.workers, *(row.workers for row in network.rows)])]
+
+
+def row_at(network: Network, workers: int) -> dict[str, Any]:
+    """What an all-reduce does on this many GPUs."""
+    there = network.at(workers=workers)
+    quiet, busy = there.edges or (there, there)
+    quiet_rate, rate, busy_rate = (
+        bus_bandwidth("all_reduce", workers, _SHOWN_BYTES, float(one.cost.time(_SHOWN_BYTES))) / 8
+        for one in (quiet, there, busy)
+    )
+    return {
+        "workers": workers,
+        "nodes": there.nodes,
+        "latency_s": float(there.cost.time(_LATENCY_BYTES)),
+        "bus_bytes_per_s": rate,
+        "busy_bus_bytes_per_s": busy_rate,
+        "quiet_bus_bytes_per_s": quiet_rate,
+    }
 
 
 def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -11,10 +11,10 @@ from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import Plan, Prediction, Profile
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.report.figures.memory_use import SHARDED_KINDS
+from backbeat.report.study import StudyRow
 from backbeat.report.tables.memory_tables import moment
 from backbeat.report.tables.terminal_table import table_of
 from backbeat.report.words.numbers import format_number, scaling_range
-from backbeat.report.words.ways import Way
 from backbeat.simulate.sharded_memory import ShardedMemory
 from backbeat.simulate.sharded_units import ROOT, chain_of
 from backbeat.units import counted, format_bytes, format_seconds, printable
@@ -82,30 +82,30 @@ def memory_table(held: ShardedMemory) -> Table:
     )
 
 
-def strategies_table(ways: Sequence[Way], cost: tuple[str, Callable[[Prediction], str]] | None = None) -> Table:
+def strategies_table(rows: Sequence[StudyRow], cost: tuple[str, Callable[[Prediction], str]] | None = None) -> Table:
     """One row for each strategy and number of GPUs. Where the network has a band, it takes the place of samples/s; a
     cost, its heading and how it is found, that of the limit."""
-    ranged = any(scaling_range(way.prediction) for way in ways)
+    ranged = any(scaling_range(row.prediction) for row in rows)
     rate, last = "busy–quiet" if ranged else "samples/s", "limited by" if cost is None else cost[0]
-    rows = []
+    cells = []
     before = None
-    for way in ways:
-        row, peak = way.prediction, way.peak_bytes
-        rows.append(
+    for row in rows:
+        found, peak = row.prediction, row.peak_bytes
+        cells.append(
             (
-                "" if row.workers == before else f"{row.workers}{'*' if row.extrapolated else ''}",
-                printable(row.strategy),
-                format_seconds(row.iteration_s),
-                f"{row.scaling_factor:.1%}",
-                scaling_range(row) if ranged else format_number(row.samples_per_s),
+                "" if row.workers == before else f"{row.workers}{'*' if found.extrapolated else ''}",
+                printable(row.label),
+                format_seconds(found.iteration_s),
+                f"{found.scaling_factor:.1%}",
+                scaling_range(found) if ranged else format_number(found.samples_per_s),
                 _bytes(peak),
-                "" if peak is None else "yes" if way.fits else "no",
-                row.bottleneck if cost is None else cost[1](row),
+                "" if peak is None else "yes" if row.fits else "no",
+                found.bottleneck if cost is None else cost[1](found),
             )
         )
         before = row.workers
     headings = ("GPUs", "strategy", "step", "scaling", rate, "memory", "fits", last)
-    return table_of(headings, rows, left={"strategy", "fits", "limited by"})
+    return table_of(headings, cells, left={"strategy", "fits", "limited by"})
 
 
 def _between(first: str, last: str) -> str:

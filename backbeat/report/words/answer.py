@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from backbeat.model import Network, Profile, Source
+from backbeat.model import Network, Prediction, Profile, Source
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.study import STOCK, Study
+from backbeat.report.study import STOCK, Study, chosen, frontier
+from backbeat.report.words.commands import Settings, sharding_lines, wrapping_lines
+from backbeat.report.words.decision import (
+    Verdict,
+    gain,
+    judged,
+    percent,
+    stock_name,
+    way_headline,
+    way_sentences,
+)
 from backbeat.report.words.limits import limit
 from backbeat.report.words.numbers import SAME, format_number, gpu_hours, lowered, over_bound, scaling_range, units_line
-from backbeat.report.words.renting import Verdict, frontier, gain, judged, percent, stock_name
-from backbeat.report.words.ways import chosen_way, sharding_lines, way_headline, way_sentences, wrapping_lines
 from backbeat.simulate.predict import knee
 from backbeat.units import counted, format_seconds
 
@@ -62,29 +71,16 @@ class Answer:
     caveats: tuple[str, ...]
 
 
-def answer(
-    study: Study,
-    *,
-    samples: int | None = None,
-    price: float | None = None,
-    epoch_samples: int | None = None,
-    command: str = "",
-    plan_file: str = "plan.json",
-    way_command: Callable[[str], str] = lambda _: "",
-) -> Answer:
-    """`samples` is the run to price, otherwise what stock DDP does in a day; `price` is money per GPU-hour.
-
-    `command` makes the plan that is advised, as `plan_file`; it is empty where that file is there already, or no
-    command can make it. `way_command` makes that of a strategy, for the way to hold the model.
-    """
+def answer(study: Study, settings: Settings | None = None, *, command: Callable[[str], str] | None = None) -> Answer:
+    """`command` makes the plan of a label, and is empty where none can; without it, the one in the settings does."""
+    asked = settings or Settings()
+    price, samples = asked.price, asked.samples
     best = study.best
     # Where stock DDP does not fit, nothing can be compared with it.
     base = STOCK if STOCK in study.fitting else study.best_label
     count = samples or max(round(study.at_top[base].samples_per_s * _DAY_S), 1)
     fit = study.fits[study.best_label]
-    verdict, headline = judged(
-        study.curves, fit, too_big=set(study.curves) - set(study.fitting) if study.fitting else frozenset()
-    )
+    verdict, headline = judged(study)
     inside = [f"the network {study.network.name} was measured inside one node"] if study.network.one_node else []
     worth = tuple(
         Worth(
@@ -101,10 +97,10 @@ def answer(
         scales=_scales(study),
         limit=_limit(study),
         memory=f"One GPU needs {fit}." if fit is not None else "",
-        actions=_all_actions(study, command, plan_file, way_command),
+        actions=_all_actions(study, asked, command or partial(asked.plan_command, workers=study.top)),
         worth=worth,
         worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {counted(study.top, 'GPU')}: "
-        f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
+        f"{units_line(best, study.profile, price=price, epoch_samples=asked.epoch_samples)}.",
         samples=count,
         caveats=tuple(
             dict.fromkeys([*unmeasured(study.profile, study.network), *inside, *best.notes, *study.stock.notes])
@@ -125,6 +121,21 @@ def unmeasured(profile: Profile, network: Network) -> list[str]:
     if profile.source is None:
         lines.append(f"the profile {profile.name} does not say where its figures come from")
     return lines
+
+
+def caveats(
+    best: Prediction, network: Network, profile: Profile, *, every: bool = False, shown_by: str = "--wide"
+) -> list[str]:
+    """What is not measured, in four lines; or `every` note, those of a calibration too, which were shown when it was
+    made. `shown_by` shows the rest."""
+    lines = [f"* {line}" for line in unmeasured(profile, network)]
+    about = f"network {network.name}: "
+    lines += [
+        f"* {note.removeprefix(about)}"
+        for note in dict.fromkeys(best.notes)
+        if every or not note.startswith(about) or "joined by" in note
+    ]
+    return lines if every or len(lines) <= 4 else [*lines[:3], f"* and {len(lines) - 3} more: {shown_by} shows them"]
 
 
 def _scales(study: Study) -> str:
@@ -168,14 +179,14 @@ def _limit(study: Study) -> str:
     return f"With stock DDP: {lowered(other)} With {study.best_label!r}: {lowered(own)}"
 
 
-def _all_actions(study: Study, command: str, plan_file: str, way_command: Callable[[str], str]) -> tuple[Action, ...]:
+def _all_actions(study: Study, settings: Settings, command: Callable[[str], str]) -> tuple[Action, ...]:
     """What to do with the gradients, unless DDP does not fit, then how to hold the model."""
-    taken = chosen_way(study.ways)
+    taken = chosen(study.ways)
     fits = not study.ways or study.ways[0].fits
-    gradients = _actions(study, command, plan_file) if fits else ()
+    gradients = _actions(study, settings, command) if fits else ()
     code = ""
     if taken is not None and taken.sharded:
-        code = _script(way_command(taken.label), sharding_lines("plan.json", study.profile.optimizer))
+        code = _script(command(taken.label), sharding_lines("plan.json", study.profile.optimizer))
     elif study.top > 1 and fits and not gradients:
         gradients = (_KEEP,)
     if not study.ways:
@@ -186,12 +197,13 @@ def _all_actions(study: Study, command: str, plan_file: str, way_command: Callab
     return (*gradients, holding)
 
 
-def _actions(study: Study, command: str, plan_file: str) -> tuple[Action, ...]:
+def _actions(study: Study, settings: Settings, command: Callable[[str], str]) -> tuple[Action, ...]:
     if study.top == 1:
         return ()
     stock, best, found = study.stock, study.best, []
     faster = gain(stock, best)
     if study.best_label != STOCK and study.plans[study.best_label].sharding is None and faster >= SIMPLER_WITHIN:
+        label, file = study.best_label, settings.plan_files.get(study.best_label)
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
         found.append(
             Action(
@@ -199,7 +211,7 @@ def _actions(study: Study, command: str, plan_file: str) -> tuple[Action, ...]:
                 text=f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
                 f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
                 f"{over_bound(best):.1%} above it.",
-                code=_script(command, wrapping_lines(plan_file, study.reduce_dtype)),
+                code=_script("" if file else command(label), wrapping_lines(file or "plan.json", study.reduce_dtype)),
             )
         )
     # The smallest bucket where several are equally fast.

@@ -52,7 +52,7 @@ def within_budget(
             f"memory_budget is {budget!r}, but nothing says what this model needs: give a plan made with "
             "`backbeat plan … --memory`, or profile= (from `backbeat profile`)"
         )
-    from backbeat.planners import plan as make_plan
+    from backbeat.api import plan as make_plan
     from backbeat.planners.memory_plan import memory_plan
 
     known = profile if isinstance(profile, Profile) else Profile.load(profile)

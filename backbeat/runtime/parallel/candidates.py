@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from backbeat.api import plan as make_plan
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Plan, PlanPrediction
 from backbeat.model.files import decode, encode
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import BUDGETED
-from backbeat.planners import plan as make_plan
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.simulate import predict
 from backbeat.units import counted, format_seconds

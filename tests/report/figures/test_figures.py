@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import LoadBand, Memory, Span
 from backbeat.report.figures import canvas
-from backbeat.report.figures.compared import draw_exposed, draw_measured, exposed_parts
+from backbeat.report.figures.compared import draw_exposed, draw_measured, exposed_by_part
 from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
 from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
 from backbeat.report.figures.memory_use import draw_memory_use, memory_kinds
@@ -102,7 +102,7 @@ def test_communicators_are_in_order_of_their_number() -> None:
 @given(profiles(), networks())
 def test_exposed_parts_add_up_to_what_is_exposed(profile: bb.Profile, network: bb.Network) -> None:
     rows = {name: bb.predict(profile, network, name) for name in ("wfbp", "ddp", "optimal")}
-    parts = exposed_parts(rows.values())
+    parts = exposed_by_part(rows.values())
     for index, label in enumerate(rows):
         total = sum(values[index] for values in parts.values())
         assert total == pytest.approx(rows[label].exposed_s, abs=1e-12)

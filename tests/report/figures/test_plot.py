@@ -96,7 +96,7 @@ def test_predict_plots_a_page(tmp_path: Path) -> None:
 
 def test_images_need_matplotlib_and_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingPartError, match=r"pip install 'backbeat\[plot\]'"):
+    with pytest.raises(MissingPartError, match=r"pip install -e '\.\[plot\]'"):
         plot.check(tmp_path / "curve.png")
     plot.check(tmp_path / "curve.html")
     shown = bb.predict(hostile_profile(), hostile_network(), "ddp")._repr_html_()

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import Plan, Span
 from backbeat.report.measured import Measured
-from backbeat.report.pages.report_page import MOST_BYTES, PageSettings, plotly_source, report, script_json
+from backbeat.report.pages.report_page import MOST_BYTES, plotly_source, report, script_json
 from backbeat.report.redact import redacted
 from backbeat.report.study import study
+from backbeat.report.words.commands import Settings
 from tests.problems import affine, make_profile
 from tests.report.hostile import MARKUP, NAMES, hostile_network, hostile_profile
 
@@ -52,7 +53,7 @@ class Reader(HTMLParser):
 def page() -> str:
     counts, budget = [4, 8, 64], 6 * 10**9
     made = study(hostile_profile(), hostile_network(), counts, strategies=["optimal", "best"], memory_budget=budget)
-    return report(made, PageSettings(price=2.5, profile_argument=MARKUP))
+    return report(made, Settings(price=2.5, profile_argument=MARKUP))
 
 
 def read(page: str) -> Reader:

@@ -10,6 +10,7 @@ from backbeat.errors import InputError
 from backbeat.report.figures.compared import PARTS
 from backbeat.report.study import study
 from backbeat.report.words.answer import answer, unmeasured
+from backbeat.report.words.commands import Settings
 from backbeat.report.words.limits import LIMITS, limit
 from tests.problems import affine, make_profile
 
@@ -52,14 +53,16 @@ def test_where_even_the_first_point_loses_no_number_is_advised() -> None:
 def test_a_better_plan_comes_with_the_line_of_code_and_what_it_saves() -> None:
     profile = make_profile([10**7] * 20, [2e-3 * index for index in range(1, 21)], forward=10e-3)
     made = study(profile, affine(5e-4, 1.5e-10), [4, 8])
-    said = answer(made, samples=10**6, price=2.0, command="backbeat plan a b --workers 8 -o plan.json")
+    settings = Settings(samples=10**6, price=2.0, profile_argument="a", network_argument="b")
+    said = answer(made, settings)
     gain = made.stock.iteration_s / made.best.iteration_s - 1
     assert gain > 0.01
     first = said.actions[0]
     assert "faster than stock DDP" in first.title
     assert 'DistributedDataParallel(model, plan="plan.json")' in first.code
-    assert "backbeat plan a b --workers 8 -o plan.json" in first.code
-    there = answer(made, command="", plan_file="mine.json").actions[0].code
+    assert settings.plan_command(made.best_label, 8) in first.code
+    assert "backbeat plan a b --workers 8 " in first.code
+    there = answer(made, Settings(plan_files={made.best_label: "mine.json"})).actions[0].code
     assert "backbeat plan" not in there
     assert 'plan="mine.json"' in there
     stock, best = said.worth

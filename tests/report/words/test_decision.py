@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -12,22 +13,13 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.figures.memory_use import SHARDED_KINDS
-from backbeat.report.pages.report_page import PageSettings, report
+from backbeat.report.pages.report_page import report
 from backbeat.report.pages.sections import sections, step_memories
-from backbeat.report.study import Study, study
+from backbeat.report.study import Study, StudyRow, chosen, find_ways, sharded_labels, study
 from backbeat.report.words.answer import answer
+from backbeat.report.words.commands import Settings, sharding_lines
+from backbeat.report.words.decision import Decision, decide, way_headline, way_sentences
 from backbeat.report.words.device_memory import DeviceFit
-from backbeat.report.words.ways import (
-    Way,
-    chosen_way,
-    find_ways,
-    sharded_labels,
-    sharding_lines,
-    way_decision,
-    way_headline,
-    way_sentences,
-    work_headline,
-)
 from tests.problems import affine, make_profile
 
 LABELS = ["ddp", "fsdp", "hsdp:8", "zero2"]
@@ -42,16 +34,23 @@ def llama() -> Study:
 
 
 @pytest.fixture(scope="module")
-def ways() -> tuple[Way, ...]:
+def ways() -> tuple[StudyRow, ...]:
     profile, network = bb.Profile.load("gpt2-b8-bf16-adamw-h200"), bb.Network.load("dgx-h100").at(workers=64)
     return find_ways(profile, network, LABELS)
 
 
-def needing(way: Way, peak: int, whole: int = 100) -> Way:
+def needing(way: StudyRow, peak: int, whole: int = 100) -> StudyRow:
     return replace(way, fit=DeviceFit(peak_bytes=peak, device="H200", device_bytes=whole))
 
 
-def test_each_way_is_what_predict_says(ways: tuple[Way, ...]) -> None:
+def decided(rows: Sequence[StudyRow]) -> Decision:
+    """What is decided where these are all that was compared."""
+    profile, network = bb.Profile.load("gpt2-b8-bf16-adamw-h200"), bb.Network.load("dgx-h100")
+    found = Study(given=profile, profile=profile, network=network, rows=tuple(rows))
+    return decide(found, Settings(profile_argument="A", network_argument="B"), holding=True)
+
+
+def test_each_way_is_what_predict_says(ways: tuple[StudyRow, ...]) -> None:
     profile, network = bb.Profile.load("gpt2-b8-bf16-adamw-h200"), bb.Network.load("dgx-h100").at(workers=64)
     assert [way.label for way in ways] == LABELS
     for way in ways:
@@ -59,7 +58,7 @@ def test_each_way_is_what_predict_says(ways: tuple[Way, ...]) -> None:
     assert [way.name for way in ways] == ["DDP", "FSDP", "HSDP in groups of 8", "ZeRO-2"]
 
 
-def test_a_plan_of_a_file_keeps_its_name_and_shards_as_it_says(ways: tuple[Way, ...]) -> None:
+def test_a_plan_of_a_file_keeps_its_name_and_shards_as_it_says(ways: tuple[StudyRow, ...]) -> None:
     for label in ("mine", "hsdp:8 (plan.json)", "fsdp (C:/plan.json)"):
         named = [replace(way, label=label) for way in ways]
         assert {way.name for way in named} == {label}
@@ -67,15 +66,15 @@ def test_a_plan_of_a_file_keeps_its_name_and_shards_as_it_says(ways: tuple[Way, 
     assert [replace(way, plan=None).name for way in ways] == [way.name for way in ways]
 
 
-def test_the_fastest_that_fits_is_taken_and_the_simpler_of_two_alike(ways: tuple[Way, ...]) -> None:
+def test_the_fastest_that_fits_is_taken_and_the_simpler_of_two_alike(ways: tuple[StudyRow, ...]) -> None:
     fastest = min(ways, key=lambda way: way.prediction.iteration_s)
-    taken = chosen_way(ways)
+    taken = chosen(ways)
     assert taken is not None
     assert taken.prediction.iteration_s <= fastest.prediction.iteration_s * 1.01
     alike = [replace(way, prediction=ways[0].prediction) for way in ways]
-    assert chosen_way(alike) is alike[0]
-    assert chosen_way([needing(alike[0], 101), *alike[1:]]) is alike[1]
-    assert chosen_way([needing(way, 101) for way in ways]) is None
+    assert chosen(alike) is alike[0]
+    assert chosen([needing(alike[0], 101), *alike[1:]]) is alike[1]
+    assert chosen([needing(way, 101) for way in ways]) is None
 
 
 @given(
@@ -84,45 +83,46 @@ def test_the_fastest_that_fits_is_taken_and_the_simpler_of_two_alike(ways: tuple
     order=st.permutations(range(len(SIMPLEST_FIRST))),
 )
 def test_the_choice_is_the_simplest_within_1_percent_however_they_are_listed(
-    ways: tuple[Way, ...], times: list[float], peaks: list[int], order: list[int]
+    ways: tuple[StudyRow, ...], times: list[float], peaks: list[int], order: list[int]
 ) -> None:
     row = ways[0].prediction
     listed = [
-        needing(Way(label=label, plan=None, prediction=msgspec.structs.replace(row, iteration_s=time), fit=None), peak)
+        needing(
+            StudyRow(label=label, plan=None, prediction=msgspec.structs.replace(row, iteration_s=time), fit=None), peak
+        )
         for label, time, peak in zip(SIMPLEST_FIRST, times, peaks, strict=True)
     ]
     fitting = [way for way in listed if way.fits]
     limit = min((way.prediction.iteration_s for way in fitting), default=0.0) * (1 + SIMPLER_WITHIN)
     expected = next((way for way in fitting if way.prediction.iteration_s <= limit), None)
-    assert chosen_way([listed[index] for index in order]) is expected
+    assert chosen([listed[index] for index in order]) is expected
 
 
-def test_the_words_name_what_does_not_fit_and_how_much_longer_others_take(ways: tuple[Way, ...]) -> None:
+def test_the_words_name_what_does_not_fit_and_how_much_longer_others_take(ways: tuple[StudyRow, ...]) -> None:
     one = [needing(ways[0], 182), *(needing(way, 40) for way in ways[1:])]
     assert way_headline(one).endswith("in 40 B of the 100 B of one H200.")
-    assert work_headline(one).startswith("With HSDP in groups of 8, 64 GPUs do the work of ")
-    assert work_headline(one, "Worth it").startswith("Worth it: with HSDP in groups of 8, 64 GPUs do the work of ")
-    assert work_headline(one).endswith(", in 40 B of the 100 B of one H200. DDP does not fit.")
+    said = decided(one).headline
+    assert said.startswith("Worth it: with HSDP in groups of 8, 64 GPUs do the work of ")
+    assert said.endswith(", in 40 B of the 100 B of one H200. DDP does not fit.")
+    alone = [replace(row, prediction=msgspec.structs.replace(row.prediction, workers=1)) for row in one]
+    assert decided(alone).headline.startswith("With HSDP in groups of 8, 1 GPU does the work of ")
     assert "DDP needs 182 B of the 100 B of one H200: too much." in way_sentences(one)
     assert sum(" slower (" in said for said in way_sentences(one)) == 2
     large = [needing(way, 101 + index) for index, way in enumerate(ways)]
     assert way_headline(large).startswith("Nothing fits one H200 of 100 B: DDP takes least, 101 B.")
-    assert work_headline(large) == way_headline(large)
+    assert decided(large).headline == way_headline(large)
     unknown = [replace(way, fit=None) for way in ways]
     assert "Whether they fit is not known" in way_sentences(unknown)[-1]
     assert not any("fits and" in said for said in way_sentences(unknown))
 
 
-def test_the_lines_to_write(ways: tuple[Way, ...]) -> None:
-    def command(row: bb.Prediction) -> str:
-        return f"backbeat plan A B --strategy {row.strategy} -o plan.json"
-
+def test_the_lines_to_write(ways: tuple[StudyRow, ...]) -> None:
     assert 'fully_shard(model, plan="mine.json")' in sharding_lines("mine.json", None)
-    assert way_decision(ways[:1], command) == "Decision: no need to shard: keep stock DDP."
-    assert way_decision([needing(ways[0], 101)], command) == "Decision: make it fit first."
-    said = way_decision([replace(ways[2], plan=None)], command)
+    assert decided(ways[:1]).text == "Decision: no need to shard: keep stock DDP."
+    assert decided([needing(ways[0], 101)]).text == "Decision: make it fit first."
+    said = decided([ways[2]]).text
     assert said.startswith("Decision: HSDP in groups of 8 on 64 GPUs. Write the plan, then in the training script:\n")
-    assert "\n  backbeat plan A B --strategy hsdp:8 -o plan.json\n" in said
+    assert "\n  backbeat plan A B --workers 64 --strategy hsdp:8 -o plan.json\n" in said
     assert '\n  fully_shard(model, plan="plan.json")\n' in said
 
 
@@ -184,10 +184,10 @@ def test_memory_over_the_step_stays_within_what_fits(llama: Study) -> None:
 def test_the_page_has_both_sections_and_says_which_way_to_take(llama: Study) -> None:
     anchors = {part.anchor: part for part in sections(llama, samples=10**6)}
     assert {"sharding", "step-memory"} <= set(anchors)
-    taken = chosen_way(llama.ways)
+    taken = chosen(llama.ways)
     assert taken is not None
     assert taken.sharded
     assert taken.label in {name for name, _ in anchors["step-memory"].views}
-    page = report(llama, PageSettings(profile_argument="llama", network_argument="dgx-h100"))
+    page = report(llama, Settings(profile_argument="llama", network_argument="dgx-h100"))
     assert f"DDP, FSDP or HSDP? {way_headline(llama.ways)}" in page
     assert f"backbeat plan llama dgx-h100 --workers 64 --strategy {taken.label} -o plan.json" in page
