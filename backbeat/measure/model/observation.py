@@ -37,7 +37,7 @@ class OtherRanks(Protocol):
 
     def wait_for_others(self) -> None: ...
 
-    def compare(self, what: str, value: float) -> Sequence[float]:
+    def gather_some(self, what: str, value: float) -> Sequence[float]:
         """What each rank gave that came."""
 
 
@@ -170,7 +170,7 @@ def measure_training(
                 ranks.wait_for_others()
 
         def compared(what: str, value: float) -> Sequence[float]:
-            return [value] if ranks is None else ranks.compare(what, value)
+            return [value] if ranks is None else ranks.gather_some(what, value)
 
         memory, activations = measure_memory(training, gradients, owners)
         begin_together()

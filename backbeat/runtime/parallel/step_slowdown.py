@@ -74,9 +74,9 @@ def measure_step_slowdown(
 
     `seconds_of` says what an all-reduce of so many bytes takes on the job's link, `step_s` what a step takes alone.
     """
-    size = ranks.first(beside_bytes(seconds_of))
+    size = ranks.from_rank_0(beside_bytes(seconds_of))
     within = Pairs.within(limit_s, step_s, seconds_of(size))
-    found = ranks.first(within and asdict(within))
+    found = ranks.from_rank_0(within and asdict(within))
     if found is None:
         return "too slow, budget_s= gives more"
     pairs = Pairs(**found)
@@ -99,7 +99,7 @@ def measure_step_slowdown(
     release(ranks.device)
     if failed is not None:
         return failed
-    factor = max(mean(ranks.every(median(ratios))), 1.0)
+    factor = max(mean(ranks.gather(median(ratios))), 1.0)
     return Slowdown(matmul=factor, attention=factor, memory=factor)
 
 

@@ -26,7 +26,6 @@ from backbeat.runtime.reduce.arrivals import (
     Backward,
     GraphReach,
     Streams,
-    gone,
     graph_task,
     move_hooks_last,
     register_hook,
@@ -34,10 +33,11 @@ from backbeat.runtime.reduce.arrivals import (
 )
 from backbeat.runtime.reduce.bucket import BucketSet
 from backbeat.runtime.reduce.exchange import Exchange, Hook, HookExchange, Sender
-from backbeat.runtime.reduce.failures import LostCollectives, Monitor, Standing
+from backbeat.runtime.reduce.failures import LostCollectives, Monitor, RankState
 from backbeat.runtime.reduce.partition import ManagedParameters, Partition, claim, release
 from backbeat.runtime.reduce.status import StatusMessage, SummedStatus
 from backbeat.runtime.reduce.step import ReducerContext, Step, StepState
+from backbeat.runtime.weak_call import WeakCall, nothing
 from backbeat.units import first_few
 
 logger = logging.getLogger("backbeat.runtime")
@@ -69,24 +69,24 @@ class StepRunner:
             step=self.step,
             scale=1.0 / communicators.size,
         )
-        self.after_step: Callable[[], Callable[[], None] | None] = gone
-        """A weak reference to what the reducer does at the end of a step."""
-        self.unreached: Callable[[], Callable[[], None] | None] = gone
-        """Another weak reference: what the reducer does when a backward reaches an output and no parameter."""
+        self.after_step: Callable[[], None] = nothing
+        """What the reducer does at the end of a step, held weakly."""
+        self.unreached: Callable[[], None] = nothing
+        """What it does when a backward reaches an output and no parameter, held weakly too."""
         self.status = StatusMessage(communicators.rank, communicators.size, strict=strict)
         self._sender = Sender(self.context, exchange(self.context), self.status)
         self._reach = GraphReach()
         self._default_sync = True
         self._told_local = False
         self._backward = Backward()
-        self.weak = weakref.ref(self)
+        self.weak_output_reached = WeakCall(self.output_reached)
         self.install(partition)
         self._handles = self._register_hooks(0)
         claim(self, self.context.names, self.context.parameters)
         weakref.finalize(self, remove_hooks, self._handles)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
         look = None if self._lost is None else self._lost.look
-        self.context.monitor = Monitor(communicators, self.standing, model_name=model_name, look=look)
+        self.context.monitor = Monitor(communicators, self.rank_state, model_name=model_name, look=look)
         self.context.monitor.start()
 
     @property
@@ -108,7 +108,7 @@ class StepRunner:
         self._arrivals.install(context.bucket_set)
         self.status.install(context.bucket_set, context.names)
         exchange.installed()
-        context.bucket_set.keep_all()
+        context.bucket_set.move_all_into_buffers()
 
     def read_step_before(self) -> None:
         """Read the status of the step before, where it was put off; raises where that step has failed."""
@@ -140,7 +140,7 @@ class StepRunner:
         release(self, self.context.parameters)
         self.context.monitor.stop()
 
-    def standing(self) -> Standing:
+    def rank_state(self) -> RankState:
         """Where this rank stands, for the others' messages."""
         step, context = self.step, self.context
         buckets = context.bucket_set.buckets
@@ -173,8 +173,8 @@ class StepRunner:
             if self._reach.includes(self.context.parameters):
                 self._reach.announced()
                 self._begin(sync)
-            elif (unreached := self.unreached()) is not None:
-                unreached()
+            else:
+                self.unreached()
         elif sync and self.step.state is StepState.ACCUMULATING:
             self.step.synchronise(report_each=self.context.recorder is not None)
 
@@ -188,9 +188,9 @@ class StepRunner:
         self._finish()
 
     def _register_hooks(self, first: int) -> list[Any]:
-        on_unusual, sender = weakref.WeakMethod(self._arrived), weakref.ref(self._sender)
+        on_unusual, send_ready = WeakCall(self._arrived), WeakCall(self._sender.send_ready)
         indices = enumerate(self.context.parameters[first:], start=first)
-        return [register_hook(parameter, index, self._arrivals, on_unusual, sender) for index, parameter in indices]
+        return [register_hook(parameter, index, self._arrivals, on_unusual, send_ready) for index, parameter in indices]
 
     def _arrived(self, index: int) -> None:
         """A gradient arrived, and something about it is not ordinary."""
@@ -210,7 +210,7 @@ class StepRunner:
             arrivals.count_nested(index, bucket)
         elif arrivals.count(index, bucket):
             if self.step.state is StepState.ACCUMULATING:
-                self.context.bucket_set.keep(bucket)
+                self.context.bucket_set.move_into_buffer(bucket)
             elif arrivals.may_leave(bucket):
                 self._sender.send_ready()
 
@@ -237,11 +237,11 @@ class StepRunner:
             context.recorder.begin(sync)
 
     def _graph_done(self) -> None:
-        """The engine's callback."""
+        """Called by the engine when a backward is over."""
         self._backward.forget()
         if self.step.state is StepState.ACCUMULATING:
             # What came more than once, or not as expected.
-            self.context.bucket_set.keep_all()
+            self.context.bucket_set.move_all_into_buffers()
             self.step.close()
             if self.context.recorder is not None:
                 self.context.recorder.end()
@@ -283,9 +283,7 @@ class StepRunner:
             step.close()
         if context.recorder is not None:
             context.recorder.end()
-        after = self.after_step()
-        if after is not None:
-            after()
+        self.after_step()
 
     def _read(self, numbers: torch.Tensor) -> SummedStatus | None:
         step = self.step
