@@ -153,7 +153,7 @@ class RankStore:
 
     from_rank_0, document_from_rank_0, call_on_rank_0     rank 0's value, on every rank
     gather, gather_some, collect_on_rank_0                every rank's value; of those that came in time; on rank 0
-    agree, failure, raise_on_all                          a difference, or an error of one rank, on every rank
+    agree, failure, attempt, raise_on_all                 a difference, or an error of one rank, on every rank
     wait_for_all, wait_for_others                         for ranks to meet: until the timeout; not for long
     """
 
@@ -195,14 +195,19 @@ class RankStore:
         found = [(at, rank, text) for rank, (at, text) in enumerate(self.gather([order, error])) if text is not None]
         return f"rank {min(found)[1]}: {min(found)[2]}" if found else None
 
-    def raise_on_all(self, call: Callable[[], T], what: str) -> T:
-        """What the call returns on this rank; what it raises on one rank is raised on all."""
+    def attempt(self, call: Callable[[], T]) -> tuple[T | None, str | None]:
+        """What the call returns on this rank, None where it raised; and the error of the first rank that raised, None
+        where none did."""
         found, error = None, None
         try:
             found = call()
         except Exception as raised:
             error = _in_words(raised)
-        failed = self.failure(error)
+        return found, self.failure(error)
+
+    def raise_on_all(self, call: Callable[[], T], what: str) -> T:
+        """What the call returns on this rank; what it raises on one rank is raised on all."""
+        found, failed = self.attempt(call)
         if failed is not None:
             raise InputError(f"{self._caller}: {what}: {failed}")
         return cast("T", found)

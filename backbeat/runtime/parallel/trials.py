@@ -173,13 +173,9 @@ def try_plan(
 
     `step_s` is what a step was predicted to take.
     """
-    copied: Any = None
+    copied: Any
+    copied, found = ranks.attempt(lambda: copy_of(model))
     error: str | None = None
-    try:
-        copied = copy_of(model)
-    except Exception as raised:
-        error = where_raised(raised)
-    found = ranks.failure(error)
     seconds, order = 0.0, 0
     if found is None:
         least_s = GLOO_TIMEOUT_S if ranks.communicators.backend == "gloo" else OTHER_TIMEOUT_S

@@ -264,6 +264,7 @@ def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
         communicators=SimpleNamespace(backend="gloo"),
         device=torch.device("cpu"),
         failure=lambda *_: None,
+        attempt=lambda call: (call(), None),
         gather=lambda seconds: [seconds, seconds + 5.0],
         alarm_for=lambda backends: contextlib.nullcontext(lambda: 0),
     )
