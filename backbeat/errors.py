@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class BackbeatError(Exception):
@@ -35,6 +35,32 @@ class CommunicationError(BackbeatError, RuntimeError):
     """Ranks could not exchange what they had to: one died, hangs, or left the loop."""
 
     exit_code = 4
+
+
+class StepMismatchError(CommunicationError):
+    """Ranks met in one collective with different steps: their counts of synchronised backwards differ."""
+
+
+class BrokenStepError(CommunicationError):
+    """Another rank's backward raised: this step has no gradients on any rank."""
+
+
+class NonFiniteError(CommunicationError):
+    """A gradient of a compressed bucket was not finite: it was kept out of the residual, and the step has failed."""
+
+
+class LostRankError(CommunicationError):
+    """Ranks are lost; the message names them."""
+
+
+def do_not_answer(ranks: Sequence[int]) -> str:
+    """For a message on ranks that are lost.
+
+    >>> do_not_answer([2])
+    'rank 2 does not answer (died, or its machine is unreachable)'
+    """
+    plural, verb = ("s", "do") if len(ranks) > 1 else ("", "does")
+    return f"rank{plural} {', '.join(map(str, ranks))} {verb} not answer (died, or its machine is unreachable)"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

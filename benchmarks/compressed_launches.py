@@ -152,7 +152,7 @@ class Trainer:
             if attach:
                 self.model.attach(self.optimizer, max_grad_norm=None)
                 self.update = self.optimizer.step
-                self.model.reducer.exchange._queues = True
+                self.model.reducer.runner.exchange._queues = True
 
     def step(self) -> None:
         self.model(torch.ones(())).backward()

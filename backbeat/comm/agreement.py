@@ -18,17 +18,18 @@ from itertools import zip_longest
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup
 
 from backbeat.comm.communicators import Communicators, abort
 from backbeat.errors import BackbeatError, CommunicationError, InputError, first_line, where_raised
+from backbeat.model.files import Document, decode, encode
 
 T = TypeVar("T")
+D = TypeVar("D", bound=Document | None)
 WaitForKeys = Callable[[Sequence[str], Sequence[str]], None]
-"""Waits until all of the first keys are in the store; of the second each rank writes its own."""
+"""Waits until the keys given first are in the store. The second are those that each rank writes, one each."""
 
 _POLL_S = 0.05
 _HEAD_START_S = 0.5
@@ -39,45 +40,6 @@ _AFTER_A_MISS = timedelta(seconds=0.2)
 """The same once a rank did not come: it may never come again."""
 _calls: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 """Calls of `same_on_all_ranks` on each process group: their number makes ranks use the same keys of the store."""
-
-
-def agree(communicators: Communicators, topic: str, lines: Sequence[str], what: str) -> None:
-    """Raise on every rank, naming the first difference, unless all ranks hold these lines."""
-    if communicators.size == 1:
-        return
-    text = "\n".join(lines)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    store = communicators.store
-    if communicators.rank == 0:
-        store.set(f"{topic}/text", text)
-        store.set(f"{topic}/hash", digest)
-    difference = ""
-    if store.get(f"{topic}/hash").decode() != digest:
-        theirs = store.get(f"{topic}/text").decode().split("\n")
-        difference = f"{what} differs between ranks: {first_difference(theirs, list(lines), communicators.rank)}"
-        store.set(f"{topic}/difference", difference)
-    if total(communicators, 1.0 if difference else 0.0) > 0:
-        raise InputError(
-            (difference or store.get(f"{topic}/difference").decode())
-            + ". Every rank must build the same model and give the same plan"
-        )
-
-
-def wait_for_all(communicators: Communicators, topic: str, what: str, advice: str) -> None:
-    """Wait until every rank is here, by the store alone. Ranks that are not here yet may be sending gradients, and on
-    gloo a message of another size among these ends the process. `advice` is for a rank that others leave alone."""
-    if communicators.size == 1:
-        return
-    store = communicators.store
-    if store.add(f"{topic}/here", 1) == communicators.size:
-        store.set(f"{topic}/all", "")
-    try:
-        store.wait([f"{topic}/all"], communicators.timeout)
-    except DistStoreError as error:
-        raise CommunicationError(
-            f"rank {communicators.rank}: {what} on this rank, and only {store.add(f'{topic}/here', 0)} of "
-            f"{communicators.size} ranks came to compare it: {advice}"
-        ) from error
 
 
 def first_difference(theirs: Sequence[str], mine: Sequence[str], rank: int) -> str:
@@ -96,23 +58,6 @@ def first_difference(theirs: Sequence[str], mine: Sequence[str], rank: int) -> s
     return "nothing differs"
 
 
-def share(communicators: Communicators, topic: str, value: str | None) -> str:
-    """Rank 0's text on every rank."""
-    if communicators.size == 1:
-        return value or ""
-    if communicators.rank == 0:
-        communicators.store.set(topic, value or "")
-        return value or ""
-    return str(communicators.store.get(topic).decode())
-
-
-def total(communicators: Communicators, value: float) -> float:
-    """The sum of every rank's figure."""
-    figure = torch.tensor([value], dtype=torch.float32, device=communicators.device)
-    communicators[0].all_reduce(figure).wait()
-    return float(figure.item())
-
-
 def _short(text: str) -> str:
     return text if len(text) <= 160 else text[:157] + "…"
 
@@ -122,24 +67,6 @@ def _around(theirs: str, mine: str) -> tuple[str, str]:
     at = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b), min(len(theirs), len(mine)))
     start = max(at - 60, 0)
     return repr("…" + theirs[start : at + 60] + "…"), repr("…" + mine[start : at + 60] + "…")
-
-
-def collect(communicators: Communicators, topic: str, value: Any, within: timedelta) -> list[Any] | None:
-    """On rank 0, what every rank left for this topic, which the store then forgets; None on the others. Raises
-    TimeoutError where some rank leaves nothing in time."""
-    keys = [f"{topic}/{rank}" for rank in range(communicators.size)]
-    communicators.store.set(keys[communicators.rank], json.dumps(value))
-    if communicators.rank != 0:
-        return None
-    try:
-        communicators.store.wait(keys, within)
-    except RuntimeError as error:
-        # As every kind of store raises it.
-        raise TimeoutError(f"{topic}: some rank left nothing in {within.total_seconds():g} s") from error
-    found = [json.loads(communicators.store.get(key)) for key in keys]
-    for key in keys:
-        communicators.store.delete_key(key)
-    return found
 
 
 @contextlib.contextmanager
@@ -159,7 +86,7 @@ def same_on_all_ranks(what: str) -> Iterator[dict[str, Any]]:
     world: Any = dist.group.WORLD
     _calls[world] = _calls.get(world, 0) + 1
     store = PrefixStore(f"backbeat/asked/{_calls[world]}", dist.distributed_c10d._get_default_store())
-    found = _every(what, store, "said", dist.get_rank(), dist.get_world_size(), [error, said])
+    found = _gather(what, store, "said", dist.get_rank(), dist.get_world_size(), [error, said])
     errors = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
     if errors:
         rank, text = next(iter(errors.items()))
@@ -191,7 +118,7 @@ def answering(caller: str) -> Iterator[None]:
         ) from error
 
 
-def _every(
+def _gather(
     caller: str, store: Any, key: str, rank: int, size: int, value: Any, waiting: WaitForKeys | None = None
 ) -> list[Any]:
     keys = [f"{key}/{other}" for other in range(size)]
@@ -206,7 +133,8 @@ def _every(
 def _wait(
     caller: str, store: Any, wanted: Sequence[str], by_rank: Sequence[str], waiting: WaitForKeys | None = None
 ) -> list[bytes]:
-    """What is left under these keys, each rank at its own."""
+    """The values of the keys `wanted`, once all are there. `by_rank`: the key that each rank writes, so that an error
+    can name the ranks that did not."""
     try:
         if waiting is not None:
             waiting(wanted, by_rank)
@@ -220,8 +148,14 @@ def _wait(
 
 
 class RankStore:
-    """Values that ranks exchange in the job's store, never by a collective. Every rank makes the same calls in the same
-    order."""
+    """The one way in which ranks exchange values beside gradients: through the job's store, so that a rank that raised
+    holds up none of the others. Every rank makes the same calls in the same order.
+
+    from_rank_0, document_from_rank_0, call_on_rank_0     rank 0's value, on every rank
+    gather, gather_some, collect_on_rank_0                every rank's value; of those that came in time; on rank 0
+    agree, failure, attempt, raise_on_all                 a difference, or an error of one rank, on every rank
+    wait_for_all, wait_for_others                         for ranks to meet: until the timeout; not for long
+    """
 
     def __init__(self, communicators: Communicators, caller: str) -> None:
         """caller: the function that every rank calls, for messages."""
@@ -234,11 +168,11 @@ class RankStore:
         self.waiting: WaitForKeys | None = None
         """How to wait for others, in place of the store's own way."""
 
-    def every(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """What every rank gave, in the order of ranks, on all of them."""
-        return _every(self._caller, self.communicators.store, self._next(), self.rank, self.size, value, self.waiting)
+        return _gather(self._caller, self.communicators.store, self._next(), self.rank, self.size, value, self.waiting)
 
-    def first(self, value: Any) -> Any:
+    def from_rank_0(self, value: Any) -> Any:
         """What rank 0 gave."""
         key, store = self._next(), self.communicators.store
         with answering(self._caller):
@@ -246,33 +180,104 @@ class RankStore:
                 store.set(key, json.dumps(value))
             return json.loads(*_wait(self._caller, store, [key], [key], self.waiting))
 
+    def document_from_rank_0(self, document: D, kind: type[Document]) -> D:
+        """The plan, profile or network that rank 0 gave."""
+        text = self.from_rank_0(None if document is None else encode(document).decode())
+        where = f"rank 0's {kind.__name__.lower()}"
+        return cast("D", None if text is None else decode(text.encode(), kind, where=where))
+
+    def call_on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
+        """What the call returns on rank 0, which alone makes it."""
+        return self.from_rank_0(self.raise_on_all(call if self.rank == 0 else lambda: None, what))
+
     def failure(self, error: str | None, order: int = 0) -> str | None:
         """The first error by `order`, with its rank; later ones follow from it. None where no rank has one."""
-        found = [(at, rank, text) for rank, (at, text) in enumerate(self.every([order, error])) if text is not None]
+        found = [(at, rank, text) for rank, (at, text) in enumerate(self.gather([order, error])) if text is not None]
         return f"rank {min(found)[1]}: {min(found)[2]}" if found else None
 
-    def raise_on_all(self, call: Callable[[], T], what: str) -> T:
-        """What the call returns on this rank; what it raises on one rank is raised on all."""
+    def attempt(self, call: Callable[[], T]) -> tuple[T | None, str | None]:
+        """What the call returns on this rank, None where it raised; and the error of the first rank that raised, None
+        where none did."""
         found, error = None, None
         try:
             found = call()
         except Exception as raised:
             error = _in_words(raised)
-        failed = self.failure(error)
+        return found, self.failure(error)
+
+    def raise_on_all(self, call: Callable[[], T], what: str) -> T:
+        """What the call returns on this rank; what it raises on one rank is raised on all."""
+        found, failed = self.attempt(call)
         if failed is not None:
             raise InputError(f"{self._caller}: {what}: {failed}")
         return cast("T", found)
 
-    def first_of(self, call: Callable[[], Any], what: str) -> Any:
-        """What the call returns on rank 0, which alone makes it."""
-        return self.first(self.raise_on_all(call if self.rank == 0 else lambda: None, what))
+    def agree(self, lines: Sequence[str], what: str) -> None:
+        """Raise on every rank, naming the first difference, unless all ranks hold these lines.
+
+        One all-reduce tells every rank whether any differs. It is the only collective here: ranks that come to agree
+        are about to run collectives.
+        """
+        if self.size == 1:
+            return
+        topic, store = self._next(), self.communicators.store
+        text = "\n".join(lines)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if self.rank == 0:
+            store.set(f"{topic}/text", text)
+            store.set(f"{topic}/hash", digest)
+        difference = ""
+        if store.get(f"{topic}/hash").decode() != digest:
+            theirs = store.get(f"{topic}/text").decode().split("\n")
+            difference = f"{what} differs between ranks: {first_difference(theirs, list(lines), self.rank)}"
+            store.set(f"{topic}/difference", difference)
+        if self.communicators.sums([1.0 if difference else 0.0])[0] > 0:
+            raise InputError(
+                (difference or store.get(f"{topic}/difference").decode())
+                + ". Every rank must build the same model and give the same plan"
+            )
+
+    def wait_for_all(self, what: str, advice: str) -> None:
+        """Wait until every rank is here, by the store alone. Ranks that are not here yet may be sending gradients, and
+        on gloo a message of another size among these ends the process. `advice` is for a rank that others leave
+        alone."""
+        if self.size == 1:
+            return
+        topic, store = self._next(), self.communicators.store
+        if store.add(f"{topic}/here", 1) == self.size:
+            store.set(f"{topic}/all", "")
+        try:
+            store.wait([f"{topic}/all"], self.communicators.timeout)
+        except DistStoreError as error:
+            raise CommunicationError(
+                f"rank {self.rank}: {what} on this rank, and only {store.add(f'{topic}/here', 0)} of "
+                f"{self.size} ranks came to compare it: {advice}"
+            ) from error
+
+    def collect_on_rank_0(self, topic: str, value: Any, within: timedelta) -> list[Any] | None:
+        """On rank 0, what every rank left for this topic, which the store then forgets; None on the others. Raises
+        TimeoutError where some rank leaves nothing in time."""
+        store = self.communicators.store
+        keys = [f"{topic}/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], json.dumps(value))
+        if self.rank != 0:
+            return None
+        try:
+            store.wait(keys, within)
+        except RuntimeError as error:
+            # As every kind of store raises it.
+            raise TimeoutError(f"{topic}: some rank left nothing in {within.total_seconds():g} s") from error
+        found = [json.loads(store.get(key)) for key in keys]
+        for key in keys:
+            store.delete_key(key)
+        return found
 
     def wait_for_others(self) -> None:
         """Wait until every rank has come here as often as this one. It does not wait long: a rank that failed never
         comes, and what is timed next is timed without it."""
         self._come("here", "")
 
-    def compare(self, what: str, value: float) -> list[float]:
+    def gather_some(self, what: str, value: float) -> list[float]:
         """What every rank gave for this that came in time, this one's own at least. Waits no longer than
         `wait_for_others`."""
         keys = self._come(what, repr(value))
@@ -296,12 +301,15 @@ class RankStore:
     @contextlib.contextmanager
     def alarm_for(self, backends: Sequence[Any]) -> Iterator[Callable[[], int]]:
         """Yields an alarm: a function by which a rank that cannot go on ends the others' collectives on these backends.
-
         It returns how many ranks have called it.
 
         Gloo needs no telling: a rank that takes its group down closes its connections, and the others raise. NCCL would
-        wait, so on each rank a thread looks for the alarm and aborts. The rank that gives the alarm aborts last: torch
-        takes down a rank whose peer is gone before it has aborted, a minute later.
+        wait for ever. There
+
+        1. a rank fails, and calls the alarm, which writes a key into the store;
+        2. on each of the others a thread finds the key and aborts the collectives, in which its rank waits;
+        3. the rank that failed aborts its own last: torch takes down a rank whose peer is gone before it has aborted,
+           a minute later.
         """
         key = f"{self._next()}/alarm"
         nccl = self.communicators.backend == "nccl"

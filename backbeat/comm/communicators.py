@@ -126,6 +126,13 @@ class Communicators:
         for index in range(len(self), self.allowed(count)):
             self._communicators.append(Communicator(self._make(index), self.backend))
 
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """The sum over ranks of each figure, by one collective."""
+        figures = torch.tensor(values, dtype=torch.float32, device=self.device)
+        self[0].all_reduce(figures).wait()
+        found: list[float] = figures.tolist()
+        return found
+
     def close(self) -> None:
         """Take down what was made. Only where every rank is well: with a peer that is gone it can wait for ever."""
         for communicator in self._communicators:

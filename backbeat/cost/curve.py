@@ -124,12 +124,13 @@ class Curve:
 
 
 def _link_slope(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
-    """G. Points that noise has made level say nothing of the link, so wider choices follow until one rises."""
+    """G. Points that noise has made level say nothing of the link, so wider choices follow until one rises. Where none
+    does, bandwidth is not known: that of the largest message is the least that there is."""
     bandwidth_bound = int(np.count_nonzero(sizes >= _BANDWIDTH_BOUND_BYTES))
     for count in (bandwidth_bound, _LARGEST_POINTS, len(sizes)):
         if count >= 2 and seconds[-1] > seconds[-count:][0]:
             return max(relative_line(sizes[-count:], seconds[-count:])[1], 0.0)
-    return 0.0
+    return float(seconds[-1] / sizes[-1]) if sizes[-1] > 0 else 0.0
 
 
 def relative_line(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:

@@ -18,7 +18,11 @@ from backbeat.model.files import Document, Source
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 ELEMENT_BYTES = 4
-"""A profile knows bytes, not elements: where elements count, gradients are taken as fp32, as autocast leaves them."""
+"""Of an fp32 parameter, gradient or moment."""
+_AUTOCAST: dict[str, Dtype] = {
+    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp8": "fp8",
+}  # fmt: skip
+_NO_AUTOCAST = ("fp32", "float32", "float", "tf32", "fp64", "float64")
 REDUCE_DTYPES = ("bf16", "fp16")
 """What gradients can be sent as, in place of fp32."""
 
@@ -247,6 +251,21 @@ class Profile(Document, frozen=True, kw_only=True):
             gradients=tuple(replace(one, bytes=(one.bytes + 1) // 2) for one in self.gradients),
             memory=memory,
         )
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one element of a gradient."""
+        return DTYPE_BYTES[self.gradient_dtype]
+
+    @property
+    def compute_dtype(self) -> Dtype:
+        """What parameters are computed with: autocast's dtype, or their own, which their gradients have."""
+        return _AUTOCAST.get(self.precision.lower(), self.gradient_dtype)
+
+    @property
+    def knows_precision(self) -> bool:
+        """Otherwise it is taken for none, that is, for training without autocast."""
+        return self.precision.lower() in (*_AUTOCAST, *_NO_AUTOCAST)
 
     @property
     def origin(self) -> str:

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.model.plan import Bucket, Compression, Plan
-from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.optimal import best_ends, quadratic_programme
 from backbeat.simulate.compressed_cost import (
@@ -111,7 +110,7 @@ def compressed(profile: Profile, network: Network, options: StrategyOptions) -> 
             f"communicators is {options.communicators}: compressed plans use one communicator; leave it out"
         )
     ends = best_ends(profile, network.cost)
-    cost = CompressedCost.of(network)
+    cost = CompressedCost.of(network, profile)
     dense = Mixed(ends, [False] * len(ends), compression)
     if network.workers == 1:
         return dense.plan(profile, 1, "one worker: nothing travels, nothing is compressed")
@@ -152,7 +151,7 @@ def compressed_ends(profile: Profile, cost: CompressedCost, compression: Compres
     fixed = compression_s_per_bucket(profile)
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
-        times = cost.time(messages / ELEMENT_BYTES, compression) + fixed
+        times = cost.time(messages, compression) + fixed
         return np.asarray(np.maximum(ready[j - 1], earliest) + times)
 
     return quadratic_programme(profile.sizes, finishes)

@@ -66,11 +66,14 @@ def _one_a_block(
 ) -> Plan:
     pieces = ModelPieces.of(profile)
     units = repeated([piece.name for piece in pieces.pieces if piece.elements])
+    notes = pieces.notes
+    if not profile.knows_precision:
+        notes += (f"precision {profile.precision!r} is not known: parameters are gathered in {profile.gradient_dtype}",)
     # fp32 sums, as under DDP with autocast; parameters travel as they are computed with.
-    dtypes: dict[str, ShardedDtype] = {"bf16": "bf16", "fp16": "fp16"}
+    gathered: dict[str, ShardedDtype] = {"bf16": "bf16", "fp16": "fp16"}
     sharding = Sharding(
         mesh=Mesh(replicate=network.workers // shards, shard=shards),
-        param_dtype=dtypes.get(profile.precision, "fp32"),
+        param_dtype=gathered.get(profile.compute_dtype, "fp32"),
         reduce_dtype=options.reduce_dtype or "fp32",
         reduce_scatter_buffers=1,
         separate_reduce_scatter=False,
@@ -78,4 +81,4 @@ def _one_a_block(
         gradient_sync="every" if sync_every else "last",
         reshard_after_backward=reshard,
     )
-    return Plan(strategy=strategy, model=profile.model, workers=network.workers, sharding=sharding, notes=pieces.notes)
+    return Plan(strategy=strategy, model=profile.model, workers=network.workers, sharding=sharding, notes=notes)

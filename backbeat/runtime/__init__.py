@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from backbeat.errors import CommunicationError, MissingPartError
+from backbeat.errors import BrokenStepError, CommunicationError, MissingPartError, StepMismatchError
 
 try:
     import torch.distributed as _distributed
@@ -18,7 +18,6 @@ except ImportError as error:
 if not _distributed.is_available():
     raise MissingPartError("backbeat.runtime needs a PyTorch built with torch.distributed: install another build")
 
-from backbeat.runtime.reduce.failures import BrokenStepError, StepMismatchError
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 from backbeat.runtime.watch import Watch
 

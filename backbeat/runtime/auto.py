@@ -14,20 +14,18 @@ import os
 import statistics
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-import torch
 
 from backbeat.api import plan as make_plan
-from backbeat.comm.agreement import share, total
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.network.calibration import calibrate
 from backbeat.measure.network.case import message_sizes
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
-from backbeat.model.files import decode, encode
 from backbeat.runtime.parallel.candidates import unit_strategies
 from backbeat.runtime.reduce.partition import Partition, plan_partition
 from backbeat.runtime.reduce.reducer import Reducer
@@ -116,7 +114,7 @@ class Tuner:
         if self.state == "settled":
             return
         # A decision is taken by every rank or by none.
-        reducer.runner.status.read_at_once = left == 1
+        reducer.read_next_status_at_once(left == 1)
         if left > 0:
             return
         if self.state in ("measuring", "waiting"):
@@ -161,14 +159,15 @@ class Tuner:
         network = self._measure_network(profile, iteration)
         if self._auto and self._plans == 0:
             self._tell_of_units(profile, network, iteration)
-        text = share(reducer.communicators, f"plan/{self._plans}", self._make(profile, network))
+        made, error = self._make(profile, network)
+        error = reducer.ranks.from_rank_0(error)
         self._plans += 1
-        if text.startswith("error: "):
+        if error:
             if not self._auto:
-                raise InputError(f"planning with {self._strategy!r} failed: {text.removeprefix('error: ')}")
-            self._settle(f"staying with DDP's buckets, planning failed: {text.removeprefix('error: ')}", found)
+                raise InputError(f"planning with {self._strategy!r} failed: {error}")
+            self._settle(f"staying with DDP's buckets, planning failed: {error}", found)
             return
-        plan = decode(text.encode(), Plan, where="rank 0's plan")
+        plan: Plan = reducer.ranks.document_from_rank_0(made, Plan)
         self._base = replace(found, plan=self._present_plan(profile, network))
         partition = plan_partition(plan, reducer.managed.names, reducer.managed.parameters, reducer.managed.sparse)
         if partition.buckets == reducer.partition.buckets:
@@ -273,27 +272,25 @@ class Tuner:
         return MeasuredBuckets(
             partition=self._reducer.partition,
             plan=plan,
-            iteration_s=self._mean(median(one.iteration_s for one in timed) or 0.0),
-            exposed_s=self._mean(median(one.exposed_s for one in timed) or 0.0),
+            iteration_s=self._means([median(one.iteration_s for one in timed) or 0.0])[0],
+            exposed_s=self._means([median(one.exposed_s for one in timed) or 0.0])[0],
             timed=timed,
         )
 
-    def _mean(self, value: float) -> float:
+    def _means(self, values: Sequence[float]) -> list[float]:
+        """Of each figure, over ranks."""
         communicators: Communicators = self._reducer.communicators
-        return total(communicators, value) / communicators.size
+        return [value / communicators.size for value in communicators.sums(values)]
 
     def _profile(self, found: MeasuredBuckets) -> Profile:
         """What this model does, as the mean over ranks of the medians over steps."""
         reducer, timed = self._reducer, found.timed
-        communicators = reducer.communicators
         count = len(reducer.managed.names)
         last = statistics.median([one.computed_s for one in timed])
         ready = [statistics.median([one.ready_s.get(index, one.computed_s) for one in timed]) for index in range(count)]
         ended = statistics.median([one.ended_s for one in timed])
         forward = max((median(one.since_forward_s for one in timed) or ended) - ended, 0.0)
-        figures = torch.tensor([*ready, last, forward], dtype=torch.float32, device=communicators.device)
-        communicators[0].all_reduce(figures).wait()
-        *ready, last, forward = (figures / communicators.size).tolist()
+        *ready, last, forward = self._means([*ready, last, forward])
         iteration, exposed = found.iteration_s or 0.0, found.exposed_s or 0.0
         order = sorted(range(count), key=lambda index: ready[index])
         reduce_dtype = reducer.settings.reduce_dtype
@@ -336,17 +333,16 @@ class Tuner:
         )
         return self._network
 
-    def _make(self, profile: Profile, network: Network) -> str | None:
-        """Rank 0's plan as text, or what went wrong."""
+    def _make(self, profile: Profile, network: Network) -> tuple[Plan | None, str]:
+        """On rank 0 a plan, or what went wrong."""
         if self._reducer.communicators.rank != 0:
-            return None
+            return None, ""
         try:
             most = self._most_communicators
             free = most > 1 and not self._communicators
-            made = make_plan(profile, network, self._strategy, communicators=None if free else most)
-            return encode(made).decode()
+            return make_plan(profile, network, self._strategy, communicators=None if free else most), ""
         except BackbeatError as error:
-            return f"error: {error}"
+            return None, str(error)
 
     def _tell_of_units(self, profile: Profile, network: Network, iteration: float) -> None:
         """What sharding may gain, which no change of buckets does; silent where it is not known or not much, and on

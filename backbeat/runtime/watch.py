@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from backbeat.comm.agreement import collect
+from backbeat.comm.agreement import RankStore
 from backbeat.errors import InputError
 from backbeat.report.drift import Drift, StepSample
 from backbeat.runtime.watched_steps import STEPS_PER_SAMPLE, RankFigures, watched_steps
@@ -69,9 +69,9 @@ class Watch:
 
         No collective: ranks that count their steps differently would wait for each other for ever.
         """
-        communicators = self._steps.communicators
+        ranks = RankStore(self._steps.communicators, "Watch")
         try:
-            rows = collect(communicators, f"watch/{step}", list(own), timedelta(seconds=self._wait_s))
+            rows = ranks.collect_on_rank_0(f"watch/{step}", list(own), timedelta(seconds=self._wait_s))
         except TimeoutError:
             logger.warning(
                 "step %d is not shown: some rank has not come to it in %g s; every rank keeps a Watch, with the same "

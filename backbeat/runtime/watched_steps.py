@@ -25,6 +25,7 @@ from backbeat.runtime.reduce.settings import TorchDDP
 from backbeat.runtime.reduce.stock_wrapper import StockDistributedDataParallel
 from backbeat.runtime.reduce.timing import Recorder, median
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+from backbeat.runtime.weak_call import WeakCall
 from backbeat.simulate.schedule import covered_s
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ class WrapperSteps:
         self._reducer: Any = weakref.proxy(reducer)
         self._every, self._sample = every, WeakCall(sample)
         self._recorder = Recorder(reducer.device, keep=STEPS_PER_SAMPLE)
-        if reducer.watch is not None and reducer.watch() is not None:
+        if reducer.watch is not None and reducer.watch.alive:
             logger.warning("the model is watched already: the earlier Watch gets no more samples; to= takes several")
-        reducer.watch = weakref.WeakMethod(self._after_step)
+        reducer.watch = WeakCall(self._after_step)
 
     @property
     def communicators(self) -> Communicators:
@@ -319,29 +320,6 @@ def _promised(plan: Plan | None, ranks: int) -> dict[str, float | None]:
     if plan is None or plan.predicted is None or plan.workers not in (None, ranks):
         return {}
     return {"predicted_iteration_s": plan.predicted.iteration_s, "predicted_exposed_s": plan.predicted.exposed_s}
-
-
-class WeakCall:
-    """Calls the method for as long as somebody keeps its object; a model that is saved or copied meanwhile has a hook
-    that does nothing."""
-
-    def __init__(self, method: Any) -> None:
-        self._alive = weakref.WeakMethod(method)
-
-    def __call__(self, *arguments: Any) -> Any:
-        found = self._alive()
-        return None if found is None else found(*arguments)
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()
-
-
-def _nothing() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
 
 
 def _remove(handle: Any, hooks: list[Any]) -> None:

@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 from backbeat.cost import Curve, MessageTimes
 from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model import Compression, Network, Plan, Profile
-from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.simulate.contention import ComputeClock, contended
 from backbeat.simulate.engine import one_by_one
 from backbeat.simulate.gather_scatter import half_curve
@@ -53,12 +52,16 @@ class CompressedCost:
 
     network: Network
     gather: Curve
+    element_bytes: int
+    """Of a gradient."""
 
     @classmethod
-    def of(cls, network: Network) -> CompressedCost:
-        return cls(network, half_curve(network, "all_gather"))
+    def of(cls, network: Network, profile: Profile) -> CompressedCost:
+        return cls(network, half_curve(network, "all_gather"), profile.element_bytes)
 
-    def time(self, elements: ArrayLike, compression: Compression) -> NDArray[np.float64]:
+    def time(self, sizes: ArrayLike, compression: Compression) -> NDArray[np.float64]:
+        """Of buckets of these bytes, all compressed alike."""
+        elements = np.asarray(sizes, dtype=np.float64) / self.element_bytes
         return self.gather.time(self.network.workers * message_bytes(elements, compression.density))
 
     def times(self, sizes: NDArray[np.float64], compressions: Sequence[Compression | None]) -> MessageTimes:
@@ -67,7 +70,7 @@ class CompressedCost:
         times = self.network.cost.times(sizes)
         for index, compression in enumerate(compressions):
             if compression is not None:
-                gathered = self.time(sizes[index] / ELEMENT_BYTES, compression)
+                gathered = self.time(sizes[index], compression)
                 for kind in times:
                     kind[index] = gathered
         return times
@@ -94,11 +97,11 @@ def compressed_flow(
     return flow, clock, profile.backward_s + spent
 
 
-def sent_bytes(size: float, compression: Compression | None) -> int:
+def sent_bytes(size: float, compression: Compression | None, element_bytes: int) -> int:
     """What each worker sends of a bucket."""
     if compression is None:
         return int(size)
-    return round(float(message_bytes(size / ELEMENT_BYTES, compression.density)))
+    return round(float(message_bytes(size / element_bytes, compression.density)))
 
 
 def compression_s_per_byte(profile: Profile) -> float:

@@ -11,6 +11,7 @@ from backbeat.cost import LinkCost
 from backbeat.model import DynamicFusion, Network, Plan, Profile
 from backbeat.model.plan import Bucket
 from backbeat.model.prediction import Breakdown, Span
+from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, sent_bytes
 from backbeat.simulate.contention import ComputeClock, contended, least_s
@@ -76,6 +77,8 @@ class BucketRun:
     """Backward without communication beside it; compression too, where some buckets are compressed."""
     compressed: bool = False
     """Buckets travel as they are compressed; otherwise all of them dense, whatever they say."""
+    element_bytes: int = ELEMENT_BYTES
+    """Of a gradient; it says how many elements a compressed bucket has."""
 
     @cached_property
     def backward_end_s(self) -> float:
@@ -114,7 +117,7 @@ class BucketRun:
                 first_to_last(bucket.gradients) + ("" if compression is None else " (topk)"),
                 backward + start,
                 backward + finish,
-                sent_bytes(size, compression),
+                sent_bytes(size, compression, self.element_bytes),
             )
             for bucket, compression, size, communicator, start, finish in zip(
                 self.buckets,
@@ -169,8 +172,9 @@ def run_buckets(profile: Profile, network: Network, plan: Plan, slowdown: float 
         return BucketRun(buckets, schedule, flow, clock, profile.backward_s)
     schedule = replace(schedule, communicators=[0] * len(buckets))
     compressions = [bucket.compression for bucket in buckets]
-    flow, clock, computed_s = compressed_flow(schedule, compressions, profile, CompressedCost.of(network), slowdown)
-    return BucketRun(buckets, schedule, flow, clock, computed_s, compressed=True)
+    gathers = CompressedCost.of(network, profile)
+    flow, clock, computed_s = compressed_flow(schedule, compressions, profile, gathers, slowdown)
+    return BucketRun(buckets, schedule, flow, clock, computed_s, compressed=True, element_bytes=profile.element_bytes)
 
 
 def fuse_beside(

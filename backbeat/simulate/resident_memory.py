@@ -9,7 +9,6 @@ from typing import Literal
 from backbeat.cost.message import message_bytes
 from backbeat.errors import InputError
 from backbeat.model import Block, Plan, Profile
-from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.simulate.compressed_cost import kept_bytes, selection_bytes
 from backbeat.units import format_bytes
 
@@ -114,7 +113,7 @@ def _compressed_buckets(profile: Profile, plan: Plan | None, workers: int) -> li
         compression = bucket.compression
         if compression is not None:
             size = sum(profile.gradients[profile.index[name]].bytes for name in bucket.gradients)
-            elements = size // ELEMENT_BYTES
+            elements = size // profile.element_bytes
             messages = workers * float(message_bytes(elements, compression.density))
             beside = round(messages) + selection_bytes(elements, compression)
             found.append((size, beside, kept_bytes(elements, compression)))

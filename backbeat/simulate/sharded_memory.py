@@ -278,7 +278,7 @@ def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
     last = chain.parts[-1]
     if last.unit != ROOT or not (largest := _largest_of_root(chain)):
         return None
-    element = DTYPE_BYTES.get(profile.precision, ELEMENT_BYTES)
+    element = DTYPE_BYTES[profile.compute_dtype]
     own = {piece.block: piece.elements for piece in chain.pieces.pieces}
     behind = itertools.takewhile(lambda k: not own[k], reversed(last.blocks))
     tied = (k for k in behind if profile.blocks[k].backward_peak_bytes >= largest * element)
@@ -287,9 +287,9 @@ def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
 
 def sharded_activations(profile: Profile, chain: ShardedChain) -> Profile:
     """The profile with what its blocks take beside sharded parameters."""
-    autocast = profile.precision in _HALF
+    autocast = profile.compute_dtype in _HALF
     native = autocast and chain.sharding.param_dtype in _HALF
-    element = DTYPE_BYTES.get(profile.precision, ELEMENT_BYTES)
+    element = DTYPE_BYTES[profile.compute_dtype]
     tied = tied_block(profile, chain)
     blocks = list(profile.blocks)
     cast = _cast_blocks(profile, chain) if native else frozenset()

@@ -17,7 +17,6 @@ import numpy as np
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile, Sharding
-from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.model.sharding import enclosing
 from backbeat.simulate.actions import FETCH, RECOMPUTE, ranges_of
 from backbeat.simulate.memory_timeline import Chain
@@ -199,17 +198,13 @@ def _check_order(parts: Sequence[UnitPart], sharding: Sharding) -> None:
         )
 
 
-def _elements(size: int) -> int:
-    return -(-size // ELEMENT_BYTES)
-
-
 def _of_blocks(profile: Profile, memory: MemoryPlan | None) -> ModelPieces:
     index = {block.name: number for number, block in enumerate(profile.blocks)}
     held: list[list[int]] = [[] for _ in profile.blocks]
     loose: list[int] = []
     for gradient in profile.gradients:
         name = innermost(gradient.name, index)
-        (loose if name is None else held[index[name]]).append(_elements(gradient.bytes))
+        (loose if name is None else held[index[name]]).append(-(-gradient.bytes // profile.element_bytes))
     forward, backward, after = _block_times(profile, memory)
     pieces = [
         ModelPiece(block.name, f, b, tuple(elements), number)
@@ -289,7 +284,7 @@ def _of_gradients(profile: Profile) -> ModelPieces:
             piece,
             forward_s=piece.forward_s + forward_s,
             backward_s=piece.backward_s + backward_s,
-            elements=(*piece.elements, _elements(gradient.bytes)),
+            elements=(*piece.elements, -(-gradient.bytes // profile.element_bytes)),
         )
     notes = [
         f"the profile {profile.name} has no blocks: gradients are grouped by module name, like {next(iter(pieces))}"

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from backbeat.comm import agreement
 from backbeat.comm.agreement import RankStore, _abort_on_alarm
 from backbeat.errors import CommunicationError
+from backbeat.model import Profile
+from tests.problems import make_profile
 
 
 def test_the_error_that_came_first_is_told() -> None:
@@ -22,7 +24,7 @@ def test_the_error_that_came_first_is_told() -> None:
         ([[0, "same"], [0, "time"]], "rank 0: same"),
         ([[0, None], [0, None]], None),
     ):
-        ranks.every = lambda _, rows=rows: rows  # type: ignore[method-assign, misc]
+        ranks.gather = lambda _, rows=rows: rows  # type: ignore[method-assign, misc]
         assert ranks.failure(None) == told
 
 
@@ -34,10 +36,10 @@ def test_a_rank_that_never_comes_is_named(rank: int, came: tuple[int, ...], miss
     for one in came:
         store.set(f"parallelize/1/{one}", "null")
     with pytest.raises(CommunicationError, match=f"waited 0.05 s for rank {missing}: it ended"):
-        ranks.every(None)
+        ranks.gather(None)
     if rank != 0:
         with pytest.raises(CommunicationError, match="for rank 0: it ended"):
-            ranks.first(None)
+            ranks.from_rank_0(None)
 
 
 def test_a_rank_waits_for_all_others() -> None:
@@ -58,19 +60,19 @@ def test_ranks_wait_for_others_and_go_on_without_one_that_failed(
             for rank in range(2)
         )
         given: list[list[float]] = []
-        waiting = threading.Thread(target=lambda ranks=early, given=given: given.append(ranks.compare("host", 1.5)))
+        waiting = threading.Thread(target=lambda ranks=early, given=given: given.append(ranks.gather_some("host", 1.5)))
         monkeypatch.setattr(agreement, "_LONGEST_WAIT", timedelta(seconds=60))
         waiting.start()
-        assert late.compare("host", 1e-9) == [1.5, 1e-9]
+        assert late.gather_some("host", 1e-9) == [1.5, 1e-9]
         waiting.join()
         assert given == [[1.5, 1e-9]]
         monkeypatch.setattr(agreement, "_LONGEST_WAIT", timedelta(milliseconds=20))
-        assert early.compare("host", 2.0) == [2.0]
+        assert early.gather_some("host", 2.0) == [2.0]
         # It never came here, and what it says elsewhere is not taken for this.
         late.wait_for_others()
-        assert late.compare("share", 0.5) == [0.5]
+        assert late.gather_some("share", 0.5) == [0.5]
         # It comes back to where the other has been.
-        assert late.compare("host", 3.0) == [2.0, 3.0]
+        assert late.gather_some("host", 3.0) == [2.0, 3.0]
         early.wait_for_others()
         late.wait_for_others()
 
@@ -96,7 +98,7 @@ def test_a_store_that_is_gone_says_who_kept_it() -> None:
     store = dist.TCPStore("127.0.0.1", keeper.port, is_master=False)
     ranks = RankStore(SimpleNamespace(rank=1, size=2, device=None, store=store, backend="gloo"), "parallelize")  # type: ignore[arg-type]
     del keeper
-    for ask in (ranks.every, ranks.first):
+    for ask in (ranks.gather, ranks.from_rank_0):
         with pytest.raises(CommunicationError, match=r"does not answer .* mostly rank 0, is gone"):
             ask(None)
     with ranks.alarm_for([]) as alarm, pytest.raises(CommunicationError, match="does not answer"):
@@ -127,3 +129,18 @@ def test_on_nccl_a_thread_looks_for_the_alarm(backend: str) -> None:
         if backend == "nccl":
             assert aborted.wait(60)
     assert threading.active_count() == before
+
+
+def test_what_rank_0_gave_is_what_all_have() -> None:
+    store = dist.HashStore()
+    first, second = (
+        RankStore(SimpleNamespace(rank=rank, size=2, device=None, store=store), "parallelize")  # type: ignore[arg-type]
+        for rank in range(2)
+    )
+    profile = make_profile([8, 8], [1.0, 2.0], forward=1.0)
+    other = make_profile([4], [1.0], forward=1.0)
+    for given, instead in (([1, "a"], None), (profile, other), (None, other), (profile, None)):
+        ask = "from_rank_0" if isinstance(given, list) else "document_from_rank_0"
+        kind = () if isinstance(given, list) else (Profile,)
+        assert getattr(first, ask)(given, *kind) == given
+        assert getattr(second, ask)(instead, *kind) == given

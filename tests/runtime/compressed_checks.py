@@ -29,7 +29,7 @@ from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
 from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.compressed import checkpoint as residual_files
+from backbeat.runtime.integrations import lightning_residuals as residual_files
 from backbeat.runtime.reduce.partition import plan_partition
 
 CHECKS, check = registry("compressed_")

@@ -26,10 +26,10 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
+from backbeat.errors import BrokenStepError, CommunicationError, NonFiniteError
 from backbeat.model.blocks import MemoryPlan
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.reduce import arrivals
-from backbeat.runtime.reduce.failures import BrokenStepError, CommunicationError, NonFiniteError
 
 CHECKS, check = registry("compressed_")
 

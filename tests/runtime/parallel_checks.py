@@ -261,7 +261,7 @@ def a_candidate_that_fails_on_one_rank_is_dropped_on_all(ctx: Context) -> str:
             raise MemoryError("rank 1 is full")
         return found
 
-    with mock.patch.dict(trials.TIMEOUT_S, gloo=60.0):
+    with mock.patch.object(trials, "GLOO_TIMEOUT_S", 60.0):
         taken = searched(ctx, ctx.build(Chain), loss)
     ((name, why),) = taken.dropped.items()
     assert "unit" in name
@@ -296,7 +296,7 @@ def a_backward_that_fails_ends_the_trial(ctx: Context) -> str:
     assert closed_again(before), "a trial that failed left its connections open: the others wait for the timeout"
     fail[0] = False
     # Only a hang fails here, however busy the machine is.
-    with mock.patch.dict(trials.TIMEOUT_S, gloo=100.0):
+    with mock.patch.object(trials, "GLOO_TIMEOUT_S", 100.0):
         for plan in kinds:
             found = try_plan(model, plan, example(ctx, loss), ranks, 3)
             assert isinstance(found, float), found

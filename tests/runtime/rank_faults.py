@@ -20,9 +20,9 @@ from scenarios_graphs import Branches, Breakable, Twice
 from torch import nn
 
 from backbeat.comm.communicators import Communicator, Communicators
+from backbeat.errors import BrokenStepError
 from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError
 from backbeat.runtime.reduce import failures
-from backbeat.runtime.reduce.failures import BrokenStepError
 
 CHECKS, check = registry()
 

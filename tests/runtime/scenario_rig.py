@@ -39,7 +39,7 @@ class Context:
 
         if self.route == "compressed":
             wrapped = DistributedDataParallel(model, plan=all_sent(plan or small_plan(model), model), **options)
-            assert type(wrapped.reducer.exchange).__name__ == "CompressedExchange"
+            assert type(wrapped.reducer.runner.exchange).__name__ == "CompressedExchange"
             return wrapped
         if self.route == "two-communicators":
             options["communicators"] = 2

@@ -260,7 +260,7 @@ def test_a_rank_that_never_comes_holds_up_one_sample(
             raise RuntimeError("Wait timeout")
 
     store = model.reducer.communicators.store
-    links = SimpleNamespace(rank=0, size=1, store=SimpleNamespace(
+    links = SimpleNamespace(rank=0, size=1, device=None, store=SimpleNamespace(
         set=store.set, get=store.get, delete_key=store.delete_key, wait=wait
     ))  # fmt: skip
     watch._steps = SimpleNamespace(communicators=links, predicted=dict)

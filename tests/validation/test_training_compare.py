@@ -219,7 +219,7 @@ def test_a_search_within_a_budget_leaves_the_other_sides_their_memory(
     monkeypatch.setattr(sides, "allocated_bytes", lambda device: 500)
     monkeypatch.setattr(sides, "_shared", lambda ranks, value, kind: value)
     rig = SimpleNamespace(
-        auto=auto, device=torch.device("cpu"), batch_bytes=20, ranks=SimpleNamespace(every=lambda one: [one, one + 7])
+        auto=auto, device=torch.device("cpu"), batch_bytes=20, ranks=SimpleNamespace(gather=lambda one: [one, one + 7])
     )
     side = sides._searched("auto_memory", rig, 5.0, memory_bytes=1000)
     side.build(torch.nn.Identity())

@@ -49,8 +49,8 @@ def measure(node: Any, *, model: str) -> dict[str, Any] | None:
     for name, build in ways_of(rig).items():
         training = rig.training(build(rig.copy()))
         rig.seconds(training, WARM_UP)
-        issued = rig.ranks.every([parts_s(training, rig.ranks.wait_for_others) for _ in range(PROBES)])
-        ways[name] = {"issued_s": issued, "steps_s": rig.ranks.every(rig.seconds(training, STEPS + 1)[1:])}
+        issued = rig.ranks.gather([parts_s(training, rig.ranks.wait_for_others) for _ in range(PROBES)])
+        ways[name] = {"issued_s": issued, "steps_s": rig.ranks.gather(rig.seconds(training, STEPS + 1)[1:])}
         del training
         release(node.device)
     rig.ranks.communicators.close()

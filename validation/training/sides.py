@@ -189,7 +189,7 @@ class Rig:
 
     def slowest(self, seconds: list[float]) -> float:
         """The median step of the slowest rank."""
-        return float(max(self.ranks.every(median(seconds))))
+        return float(max(self.ranks.gather(median(seconds))))
 
     def tuned(self, caps: Sequence[int]) -> dict[str, float]:
         """A step of torch's DDP with each bucket size, in MiB."""
@@ -286,9 +286,9 @@ def measure(
         if one.training.clock.asynchronous:
             # What the host takes to issue a step, the device being idle: whether it could set the pace.
             usual = LaunchTimes.usual(launch_times(one.training, rig.ranks.wait_for_others))
-            one.found["host_s"] = max(rig.ranks.every(usual.iteration_s))
+            one.found["host_s"] = max(rig.ranks.gather(usual.iteration_s))
         with torch.no_grad():
-            one.found["loss"] = sum(rig.ranks.every(float(one.training.plain_loss()))) / rig.ranks.size
+            one.found["loss"] = sum(rig.ranks.gather(float(one.training.plain_loss()))) / rig.ranks.size
     cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]
     rig.ranks.communicators.close()
     if node.start.rank != 0:
@@ -327,7 +327,7 @@ def _side(name: str, rig: Rig, profile: Profile, network: Network, budget_s: flo
             text = encode(planned(name, own or profile, network)).decode()
         except BackbeatError as raised:
             error = str(raised)
-    text, error = rig.ranks.first([text, error])
+    text, error = rig.ranks.from_rank_0([text, error])
     if text is None:
         return Side(name=name, plan=None, build=ddp, found={"error": error})
     made = decode(text.encode(), Plan, where="rank 0's plan")
@@ -341,7 +341,7 @@ def _searched(name: str, rig: Rig, budget_s: float, memory_bytes: int | None = N
     def build(model: nn.Module) -> nn.Module:
         if memory_bytes is not None:
             # The other sides' stays beside it here, and not in training. A budget is the same on every rank.
-            side.beside_bytes = max(0, *rig.ranks.every(allocated_bytes(rig.device) - rig.batch_bytes))
+            side.beside_bytes = max(0, *rig.ranks.gather(allocated_bytes(rig.device) - rig.batch_bytes))
             options["memory"] = memory_bytes + side.beside_bytes
         trained, seen, search_s = rig.auto(budget_s, **options)
         side.plan, side.profile = seen.taken.plan, _shared(rig.ranks, seen.profile, Profile)
@@ -392,7 +392,7 @@ def _started(side: Side, rig: Rig) -> bool:
         release(rig.device)
     elif rig.device.type == "cuda" and side.name != "auto":
         # What is allocated before is the other sides'; `auto` was built before any.
-        side.found["peak_bytes"] = max(rig.ranks.every(peak - before + rig.batch_bytes))
+        side.found["peak_bytes"] = max(rig.ranks.gather(peak - before + rig.batch_bytes))
     return found is None
 
 
@@ -422,5 +422,5 @@ def _case(side: Side, turns: list[float], profile: Profile, network: Network) ->
 
 def _shared(ranks: RankStore, value: Any, kind: Any) -> Any:
     """Rank 0's."""
-    text = ranks.first(encode(value).decode() if ranks.rank == 0 else None)
+    text = ranks.from_rank_0(encode(value).decode() if ranks.rank == 0 else None)
     return decode(text.encode(), kind, where="rank 0's")

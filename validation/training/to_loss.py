@@ -120,8 +120,8 @@ class Trainee:
             self.training.update()
             losses.append(loss.detach())
         found = torch.stack(losses).float().cpu()
-        self.block_s.append(max(rig.ranks.every(time.perf_counter() - began)))
-        every = rig.ranks.every(found.tolist())
+        self.block_s.append(max(rig.ranks.gather(time.perf_counter() - began)))
+        every = rig.ranks.gather(found.tolist())
         self.losses += [sum(one) / len(every) for one in zip(*every, strict=True)]
 
 

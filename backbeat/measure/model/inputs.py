@@ -29,7 +29,7 @@ class OtherRanks(Protocol):
 
     def wait_for_others(self) -> None: ...
 
-    def compare(self, what: str, value: float) -> Sequence[float]:
+    def gather_some(self, what: str, value: float) -> Sequence[float]:
         """What each rank gave that came."""
 
 

@@ -238,7 +238,7 @@ class _Run:
 
     def compare(self, what: str, value: float) -> Sequence[float]:
         """What each rank found."""
-        return [value] if self.options.ranks is None else self.options.ranks.compare(what, value)
+        return [value] if self.options.ranks is None else self.options.ranks.gather_some(what, value)
 
     def reserve_marks(self) -> None:
         """Every series begins with an iteration that only refills the device's queue, and may end with one for the

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from backbeat.comm.agreement import wait_for_all
+from backbeat.comm.agreement import RankStore
 from backbeat.errors import MissingPartError, where_raised
 from backbeat.measure.model.training_step import make_optimizer
 from backbeat.measure.network.bench import until_idle
@@ -216,7 +216,8 @@ def _together(communicators: Communicators, topic: str, call: Callable[[], T]) -
     except Exception as error:
         store.set(f"{topic}/error", f"rank {communicators.rank}: {where_raised(error)}")
         store.add(f"{topic}/failed", 1)
-    wait_for_all(communicators, topic, "FSDP2 was tried", "look at what the others printed, and start all again")
+    ranks = RankStore(communicators, topic)
+    ranks.wait_for_all("FSDP2 was tried", "look at what the others printed, and start all again")
     failed = store.add(f"{topic}/failed", 0)
     if not failed:
         return found

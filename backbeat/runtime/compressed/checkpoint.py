@@ -5,19 +5,14 @@ A checkpoint has one file per rank, and fits any plan and any number of ranks.
 What N ranks have not yet applied to the weights is the sum of their residuals over N. Restored on N ranks, each rank
 gets its own residual back. Restored on M ranks, rank r gets the sum of the old ranks r, r+M, r+2M, … times M/N, so that
 the whole stays the same.
-
-Beside a framework's checkpoint, residuals stand in a folder of its name: together they are many times as large as the
-model. The checkpoint says which step they belong to.
 """
 
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +22,13 @@ from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.reduce.bucket import BucketMemory
-from backbeat.runtime.reduce.settings import TorchDDP
 from backbeat.runtime.reduce.step import ReducerContext
-
-logger = logging.getLogger("backbeat.runtime")
+from backbeat.runtime.weak_call import WeakCall
 
 SCHEMA = "backbeat.residuals/1"
 _FILE = re.compile(r"rank-(\d+)-of-(\d+)\.pt")
 _KINDS = ("residuals", "velocities")
 _PARTS = ("rank", "ranks", "step", *_KINDS)
-KEY = "backbeat_residuals"
-"""In the checkpoint: the step of each wrapped model's residuals, by the model's name."""
-_LOST = "what ranks had not sent yet is lost, and a warm-up of the density begins anew"
 
 
 def state_of(
@@ -146,13 +136,16 @@ def _check_parts(state: Mapping[str, Any], what: str) -> None:
             raise InputError(f"{what} has no {part!r}: it is damaged; use another")
 
 
-class CarriedResiduals:
-    """Residuals, with velocities, of parameters that no compressed bucket has at present; and how many steps there
-    were."""
+class Residuals:
+    """What this rank has not sent yet: in its compressed buckets, and here for parameters that none of these has."""
 
-    def __init__(self, context: ReducerContext) -> None:
+    def __init__(self, context: ReducerContext, join: Callable[[], None]) -> None:
+        """join: a method after which the current stream sees what is done beside it."""
         self._context = context
+        self._join = WeakCall(join)
+        self._buckets: Sequence[CompressedBucket] = ()
         self._held: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """Residual and velocity, by the parameter's name."""
         self._steps_before = 0
 
     @property
@@ -160,18 +153,58 @@ class CarriedResiduals:
         """Of all training, what came before a checkpoint included."""
         return self._context.step.number + self._steps_before
 
-    def collect(self, buckets: Sequence[CompressedBucket]) -> None:
-        """Copies of every residual in the buckets."""
+    def state(self) -> dict[str, Any]:
+        """This rank's residuals by name."""
+        self.take_from_buckets()
+        held = {name: self._held[name] for name in self._context.names if name in self._held}
+        residuals = {name: values for name, (values, _) in held.items()}
+        velocities = {name: velocity for name, (_, velocity) in held.items() if velocity is not None}
+        for bucket in self._buckets:
+            for index in bucket.members:
+                self._held.pop(self._context.names[index], None)
+        communicators = self._context.communicators
+        return state_of(residuals, velocities, rank=communicators.rank, ranks=communicators.size, step=self.step)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Replace this rank's residuals."""
+        self._join()
+        context = self._context
+        named = zip(context.names, context.parameters, strict=True)
+        check(state, {name: tuple(parameter.shape) for name, parameter in named})
         with torch.no_grad():
-            for bucket in buckets:
+            for bucket in self._buckets:
+                bucket.forget()
+            device = context.communicators.device
+            residuals, velocities = (
+                {name: values.to(device) for name, values in state[kind].items()} for kind in _KINDS
+            )
+            self._held = {name: (values, velocities.get(name)) for name, values in residuals.items()}
+            self._steps_before = int(state["step"]) - context.step.number
+            self.give_to_buckets(self._buckets)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write this rank's residuals into a folder that all ranks share."""
+        save(self.state(), folder)
+
+    def restore(self, folder: str | os.PathLike[str]) -> None:
+        """Read this rank's share of the residuals that any number of ranks wrote."""
+        communicators = self._context.communicators
+        self.load(load(folder, rank=communicators.rank, ranks=communicators.size))
+
+    def take_from_buckets(self) -> None:
+        """Hold copies of every residual in the buckets, which are about to change."""
+        self._join()
+        with torch.no_grad():
+            for bucket in self._buckets:
                 values, velocities = bucket.held()
                 for position, index in enumerate(bucket.members):
                     if bucket.touched[position] or position in bucket.frozen:
                         velocity = velocities[position] if velocities else None
                         self._held[self._context.names[index]] = (values[position], velocity)
 
-    def restore(self, buckets: Sequence[CompressedBucket]) -> None:
-        """Give the buckets what their members are owed."""
+    def give_to_buckets(self, buckets: Sequence[CompressedBucket]) -> None:
+        """These buckets run from now on: give them what their members are owed."""
+        self._buckets = buckets
         for bucket in buckets:
             for index in bucket.members:
                 found = self._held.pop(self._context.names[index], None)
@@ -187,101 +220,3 @@ class CarriedResiduals:
                 found = self._held.pop(self._context.names[index], None)
                 if found is not None:
                     view.add_(found[0].to(view))
-
-    def state(self, buckets: Sequence[CompressedBucket]) -> dict[str, Any]:
-        """This rank's residuals by name, for a checkpoint."""
-        self.collect(buckets)
-        held = {name: self._held[name] for name in self._context.names if name in self._held}
-        residuals = {name: values for name, (values, _) in held.items()}
-        velocities = {name: velocity for name, (_, velocity) in held.items() if velocity is not None}
-        for bucket in buckets:
-            for index in bucket.members:
-                self._held.pop(self._context.names[index], None)
-        communicators = self._context.communicators
-        return state_of(residuals, velocities, rank=communicators.rank, ranks=communicators.size, step=self.step)
-
-    def load(self, state: Mapping[str, Any], buckets: Sequence[CompressedBucket]) -> None:
-        """Replace this rank's residuals."""
-        context = self._context
-        named = zip(context.names, context.parameters, strict=True)
-        check(state, {name: tuple(parameter.shape) for name, parameter in named})
-        with torch.no_grad():
-            for bucket in buckets:
-                bucket.forget()
-            device = context.communicators.device
-            residuals, velocities = (
-                {name: values.to(device) for name, values in state[kind].items()} for kind in _KINDS
-            )
-            self._held = {name: (values, velocities.get(name)) for name, values in residuals.items()}
-            self._steps_before = int(state["step"]) - context.step.number
-            self.restore(buckets)
-
-
-def residual_states(model: Any) -> dict[str, dict[str, Any]]:
-    """This rank's residuals in each wrapped model with compressed buckets, by the model's name."""
-    return {name: wrapped.residual_state_dict() for name, wrapped in _compressed(model).items()}
-
-
-def save_residuals(
-    states: Mapping[str, dict[str, Any]], checkpoint: dict[str, Any], path: str | os.PathLike[str]
-) -> None:
-    """Every rank, before the checkpoint is written to `path`."""
-    if not states:
-        return
-    if "://" in str(path):
-        logger.warning(
-            "the checkpoint %s is saved without the residuals of compressed buckets, which need a folder that all "
-            "ranks share: call model.save_residuals(folder) beside it, and load_residuals after resuming; otherwise %s",
-            path,
-            _LOST,
-        )
-        return
-    checkpoint[KEY] = {}
-    for name, state in states.items():
-        written = save(state, _folder(path) / name)
-        # A checkpoint of the same name may be from another number of ranks.
-        for other in written.parent.glob("rank-*-of-*.pt"):
-            if other.name.rpartition("-of-")[2] != written.name.rpartition("-of-")[2]:
-                other.unlink(missing_ok=True)
-        checkpoint[KEY][name] = state["step"]
-
-
-def load_residuals(model: Any, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Every rank, after the checkpoint was read from `path` and optimizers are attached. Says what is not there."""
-    steps: Mapping[str, int] = checkpoint.get(KEY, {})
-    wrappers = _compressed(model)
-    for name, wrapped in wrappers.items():
-        # A framework may keep the last checkpoint as a link to another.
-        folder = _folder(os.path.realpath(path)) / name
-        if name not in steps or not folder.is_dir():
-            what = f"{folder} is not there" if name in steps else f"{path} has no residuals of compressed buckets"
-            logger.warning("%s: training begins without; if there were any, %s", what, _LOST)
-            continue
-        communicators = wrapped.reducer.communicators
-        state = load(folder, rank=communicators.rank, ranks=communicators.size)
-        if state["step"] != steps[name]:
-            raise InputError(
-                f"{folder} has residuals after step {state['step']}, the checkpoint is of step {steps[name]}: the job "
-                "ended while they were written; use an earlier checkpoint, or delete the folder to begin without"
-            )
-        wrapped.load_residual_state_dict(state)
-    if set(steps) - set(wrappers):
-        logger.warning("%s has residuals of compressed buckets, and this plan has no such: %s", path, _LOST)
-
-
-def remove_residuals(path: str | os.PathLike[str]) -> None:
-    """One rank, when the checkpoint at `path` is removed."""
-    shutil.rmtree(_folder(path), ignore_errors=True)
-
-
-def _folder(path: str | os.PathLike[str]) -> Path:
-    return Path(f"{os.fspath(path)}.residuals")
-
-
-def _compressed(model: Any) -> dict[str, Any]:
-    """Wrapped models with compressed buckets, by name."""
-    return {
-        name or "model": module
-        for name, module in model.named_modules()
-        if isinstance(module, TorchDDP) and getattr(module, "compressed", False)
-    }

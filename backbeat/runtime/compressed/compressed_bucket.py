@@ -22,7 +22,12 @@ from backbeat.runtime.reduce.step import Step, TakenGradients
 
 
 class CompressedBucket(BucketMemory):
-    """One bucket. `store` keeps its residual; `dense`: the decoded mean gets a buffer of its own, to be `.grad`."""
+    """One bucket. Its message goes this way in each step:
+
+    idle ──begin──► in flight (`work`, `result`) ──arrive──► `gathered` ──decode or expose──► idle
+
+    `give_back` breaks it off: the residual gets its elements back, and what the collective still brings is not used.
+    """
 
     compressed = True
 
@@ -38,6 +43,7 @@ class CompressedBucket(BucketMemory):
         momentum_of: Callable[[Any], float] | None,
         gathering: Scratch,
     ) -> None:
+        """store: keeps the residual. dense: the decoded mean gets a buffer of its own, to be `.grad`."""
         super().__init__(spec, parameters)
         # Members keep these slices of every buffer, whatever memory format they are given later.
         self._slices = [
@@ -71,13 +77,14 @@ class CompressedBucket(BucketMemory):
         self.whole = False
         """In this step, every member arrived before the bucket left."""
         self.work: Any = None
+        """The collective under way."""
         self.result: torch.Tensor | None = None
-        """What the collective under way brings."""
+        """Where it writes everybody's message."""
         self._wanted = False
-        """What it brings will be used."""
-        self._scale = 1.0
+        """These will be used."""
         self.gathered: torch.Tensor | None = None
-        """Everybody's message, from when all are there until the mean is written."""
+        """These once all are there, until the mean is written."""
+        self._scale = 1.0
 
     def _lay_slots(self) -> None:
         """Where the decoded mean of each member is looked at as `.grad`."""
@@ -108,7 +115,7 @@ class CompressedBucket(BucketMemory):
                 parameter.grad = None
             return TakenGradients()
         arrived = step.arrivals.arrived_since_reduce
-        kept: dict[int, torch.Tensor] = {}
+        unused_grads: dict[int, torch.Tensor] = {}
         removed = False
         positions, gradients = [], []
         for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
@@ -122,7 +129,7 @@ class CompressedBucket(BucketMemory):
                 gradients.append(gradient)
             else:
                 ours = bool(self._slots) and gradient is self._slots[position]
-                kept[index] = gradient.clone() if ours else gradient
+                unused_grads[index] = gradient.clone() if ours else gradient
                 parameter.grad = None
         self._add(positions, gradients)
         for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
@@ -131,7 +138,7 @@ class CompressedBucket(BucketMemory):
             elif not parameter.requires_grad and self.touched[position]:
                 self._freeze(position)
         used = [index for position, index in enumerate(self.members) if self.touched[position]]
-        return TakenGradients(used, kept, removed)
+        return TakenGradients(used, unused_grads, removed)
 
     def _freeze(self, position: int) -> None:
         """A weight that must not move: what it is owed waits outside the bucket."""
@@ -328,7 +335,7 @@ class CompressedBucket(BucketMemory):
         self.touched = bytearray(len(self.members))
         self.frozen = {}
 
-    def hand_back(self, used: Sequence[bool] | None, kept: Mapping[int, torch.Tensor]) -> None:
+    def hand_back(self, used: Sequence[bool] | None, unused_grads: Mapping[int, torch.Tensor]) -> None:
         if addresses_of(self._slots) != self._addresses:
             # Somebody gave a gradient other memory (`p.grad.data = …`).
             self._lay_slots()
@@ -337,7 +344,7 @@ class CompressedBucket(BucketMemory):
                 parameter.grad = self._slots[position]
                 self.touched[position] = parameter.requires_grad
             else:
-                parameter.grad = kept.get(index)
+                parameter.grad = unused_grads.get(index)
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
         return None

@@ -13,7 +13,7 @@ turns out to have failed on one. In the other two ways every rank undoes a faile
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
-from backbeat.runtime.compressed.checkpoint import CarriedResiduals
+from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.residual import Scratch, dtype_of, make_stores, numel_of
@@ -31,7 +31,7 @@ from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.exchange import Exchange
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
 from backbeat.runtime.reduce.settings import CompressionOptions
-from backbeat.runtime.reduce.status import StatusOffsets, SummedStatus, read
+from backbeat.runtime.reduce.status import StatusOffsets, SummedStatus, parse
 from backbeat.runtime.reduce.step import InFlight, ReducerContext
 
 _cuda: Any = torch.cuda
@@ -46,7 +46,7 @@ class CompressedExchange(Exchange):
         self.options = options
         self.updates = Updates(self._check_step, momentum_correction=options.momentum_correction)
         self._host = host
-        self._carried = CarriedResiduals(context)
+        self.residuals = Residuals(context, self._join)
         self._compressed: list[CompressedBucket] = []
         self._status: tuple[StatusOffsets, torch.Tensor] | None = None
         """The last status message."""
@@ -70,11 +70,10 @@ class CompressedExchange(Exchange):
         # Refuses what cannot be, while the buckets there are go on as they were.
         velocity, masked = self.updates.corrects_momentum, self.options.factor_masking
         self._stores = make_stores(partition, self.context, host=self._host, velocity=velocity, masked=masked)
-        self._join()
-        self._carried.collect(self._compressed)
+        self.residuals.take_from_buckets()
         self._scratch, self._gathered = Scratch(), Scratch()
         """Where one bucket is decoded; and where its gradients are widened, while another stream may be decoding."""
-        self._room: torch.Tensor | None = None
+        self._receive_buffer: torch.Tensor | None = None
         """Where everybody's message comes in, of a bucket that is dealt with at once."""
         self._graphs = None if self.context.communicators.device.type in topk.HOSTS else CudaGraphs()
 
@@ -99,7 +98,7 @@ class CompressedExchange(Exchange):
     def installed(self) -> None:
         buckets = self.context.bucket_set.buckets
         self._compressed = [bucket for bucket in buckets if isinstance(bucket, CompressedBucket)]
-        self._carried.restore(self._compressed)
+        self.residuals.give_to_buckets(self._compressed)
 
     def check_open(self) -> None:
         if self.updates:
@@ -117,12 +116,12 @@ class CompressedExchange(Exchange):
         step = self.context.step
         if not isinstance(bucket, CompressedBucket):
             if not step.contributes_nothing:
-                self._carried.add_owed(bucket, step.arrivals.arrived_since_reduce)
+                self.residuals.add_owed(bucket, step.arrivals.arrived_since_reduce)
             sent = super().send(index, bucket, status)
             self._collect(index)
             return sent
         with self._beside():
-            density = density_at(self._carried.step, bucket.compressor.density, self.options.warmup_steps)
+            density = density_at(self.residuals.step, bucket.compressor.density, self.options.warmup_steps)
             message = bucket.begin(scale=self.context.scale, density=density)
             at_once = self._queues and self._may_deliver(bucket)
             self._gather(bucket, message, at_once=at_once)
@@ -157,7 +156,7 @@ class CompressedExchange(Exchange):
                 if decodes:
                     bucket.decode()
         if bucket is self._compressed[-1]:
-            # The guard that stands for a status read late acts on what is decoded.
+            # The guard that stands for a deferred status acts on what is decoded.
             self._join()
         return sent.message
 
@@ -175,16 +174,16 @@ class CompressedExchange(Exchange):
         self._join()
         if self.context.step.absent:
             return
-        kept = self.context.step.kept
+        unused_grads = self.context.step.unused_grads
         for one in self.context.bucket_set.buckets:
             if not (at_once and one.compressed):
-                one.hand_back(used, kept)
+                one.hand_back(used, unused_grads)
                 if at_once:
                     self._update_dense([one], used)
             elif used is not None:
                 for index, parameter in zip(one.members, one.parameters, strict=True):
                     if not used[index]:
-                        parameter.grad = kept.get(index)
+                        parameter.grad = unused_grads.get(index)
         if self.updates and not at_once:
             self._update_dense(self.context.bucket_set.buckets, used)
 
@@ -194,7 +193,7 @@ class CompressedExchange(Exchange):
         at_once = self.updates.at_once
         if at_once and self._status is not None and any(bucket.gathered is not None for bucket in self._compressed):
             offsets, numbers = self._status
-            used = read(offsets, numbers.cpu()).used
+            used = parse(offsets, numbers.cpu()).used
         with self._beside():
             for bucket in self._compressed:
                 if at_once and not self.context.step.absent:
@@ -217,17 +216,7 @@ class CompressedExchange(Exchange):
             "a plan without compression"
         )
 
-    def state(self) -> dict[str, Any]:
-        """This rank's residuals by name."""
-        self._join()
-        return self._carried.state(self._compressed)
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Replace this rank's residuals."""
-        self._join()
-        self._carried.load(state, self._compressed)
-
-    def keep_late(self, late: Set[int]) -> Set[int]:
+    def absorb_late(self, late: Set[int]) -> Set[int]:
         """A gradient that its compressed bucket left without waits in the residual for the next step."""
         bucket_of, buckets = self.context.bucket_set.bucket_of, self.context.bucket_set.buckets
         found = {index: bucket for index in late if isinstance(bucket := buckets[bucket_of[index]], CompressedBucket)}
@@ -241,14 +230,14 @@ class CompressedExchange(Exchange):
 
     def _gather(self, bucket: CompressedBucket, message: torch.Tensor, *, at_once: bool) -> None:
         """Send a message and begin to receive everybody's. `at_once`: they are used before any other bucket's come, so
-        that all buckets receive in the same room."""
+        that all buckets receive in the same buffer."""
         needed = message.numel() * self.context.communicators.size
         if not at_once:
             bucket.result = message.new_empty(needed)
         else:
-            if self._room is None or self._room.numel() < needed:
-                self._room = message.new_empty(needed)
-            bucket.result = self._room[:needed]
+            if self._receive_buffer is None or self._receive_buffer.numel() < needed:
+                self._receive_buffer = message.new_empty(needed)
+            bucket.result = self._receive_buffer[:needed]
         bucket.work = self.context.communicator(bucket.spec.communicator).all_gather(bucket.result, message)
 
     def _wait(self, index: int, bucket: CompressedBucket) -> None:

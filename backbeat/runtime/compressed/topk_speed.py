@@ -35,7 +35,7 @@ def measure_topk(training: Training, gradient_bytes: int) -> TopKSpeed | None:
     most = _MOST_ELEMENTS.get(training.device.type, _MOST_ELEMENTS_ELSEWHERE)
     elements = min(max(gradient_bytes // 4, _FEWEST_ELEMENTS), most)
     try:
-        # Without a head start a small bucket takes as long as the host takes to launch its kernels.
+        # With a head start the device alone is timed, without one the host, which launches the kernels.
         host_s, _ = _samples(training, _SMALL_ELEMENTS, head_start=False)
         _, small_s = _samples(training, _SMALL_ELEMENTS, head_start=True)
         _, large_s = _samples(training, elements, head_start=True)
@@ -55,7 +55,8 @@ def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[fl
     gradient = torch.randn(elements, device=training.device, generator=random)
     residual = Residual(torch.zeros_like(gradient))
     result = torch.empty_like(gradient)
-    # The same kernels as in training. The default stream captures no graph, so the host's share is the most it can be.
+    # The same kernels as in training, but launched one by one: the default stream captures no graph. So the host takes
+    # as long as it ever does.
     on_host = training.device.type == "cpu"
     compressor = TopK(DENSITY, None if on_host else CudaGraphs())
     marks, launch_s = [], []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from backbeat.errors import InputError
+from backbeat.runtime.weak_call import WeakCall
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -38,7 +38,7 @@ class Updates:
 
     def __init__(self, check_step: Callable[[], None], *, momentum_correction: bool) -> None:
         """`check_step` raises where `step()` must not be called."""
-        self._check_step = weakref.WeakMethod(check_step)
+        self._check_step = WeakCall(check_step)
         self._momentum_correction = momentum_correction
         self.max_grad_norm: float | None = None
         """Gradients are clipped to this global norm before the updates, which wait for the last of them; None: not."""
@@ -96,15 +96,14 @@ class Updates:
         check_step = self._check_step
 
         def before_step(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-            alive = check_step()
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if alive is None or not callable(closure):
-                return None if alive is None else alive()
+            if not callable(closure):
+                return check_step()
 
             def checked() -> Any:
                 # The backward that synchronises may run in here, as under Lightning.
                 found = closure()
-                alive()
+                check_step()
                 return found
 
             if "closure" in kwargs:

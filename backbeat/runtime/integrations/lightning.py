@@ -10,9 +10,8 @@ strategies.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,12 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from backbeat.errors import InputError
-from backbeat.runtime.compressed.checkpoint import (
-    load_residuals,
-    remove_residuals,
-    residual_states,
-    save_residuals,
-)
+from backbeat.runtime.integrations.lightning_residuals import KeepsResiduals, load_residuals, residual_states
 from backbeat.runtime.integrations.watching import lightning_packages
 from backbeat.runtime.parallel.any_plan import load_full_state_dict, no_sync
 from backbeat.runtime.reduce.settings import split_options
@@ -36,24 +30,6 @@ from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-
-class KeepsResiduals:
-    """For a strategy: residuals of compressed buckets come and go with its checkpoints."""
-
-    _left: Mapping[str, dict[str, Any]] = MappingProxyType({})
-    """Residuals of a model that is no longer wrapped: a checkpoint may be saved after training."""
-
-    def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        # A checkpoint of weights alone needs none.
-        if "optimizer_states" in checkpoint:
-            save_residuals(residual_states(self.model) or self._left, checkpoint, self.broadcast(filepath))
-        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
-
-    def remove_checkpoint(self: Any, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)  # type: ignore[misc]
-        if self.is_global_zero:
-            remove_residuals(filepath)
 
 
 def strategy_class(package: str) -> type[Any]:

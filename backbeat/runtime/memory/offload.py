@@ -29,8 +29,8 @@ from backbeat.simulate.memory_timeline import AHEAD
 SMALLEST_BYTES = 64 * 1024
 """Smaller tensors stay on the device: moving one costs more than it frees."""
 LAG = AHEAD
-"""Blocks from the one that offloads a tensor to the one that begins by waiting for the copy. `AHEAD` segments or kept
-blocks before its use, it starts to come back."""
+"""A copy to the host is waited for so many blocks after the one that began it. A copy back begins so many segments, or
+kept blocks, before the tensor is used."""
 _MOST_SLACK = 2
 """A free buffer more than this many times larger than asked for is not taken."""
 

@@ -13,7 +13,6 @@ import torch
 from backbeat.api import plan as make_plan
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Plan, PlanPrediction
-from backbeat.model.files import decode, encode
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import BUDGETED
 from backbeat.planners.best import SIMPLER_WITHIN
@@ -49,20 +48,21 @@ class Candidate:
     plan: Plan
 
     @property
+    def _predicted(self) -> PlanPrediction:
+        return self.plan.predicted or PlanPrediction()
+
+    @property
     def predicted_s(self) -> float:
-        predicted = self.plan.predicted
-        return (predicted.iteration_s if predicted is not None else None) or 0.0
+        return self._predicted.iteration_s or 0.0
 
     @property
     def bound_s(self) -> float:
-        predicted = self.plan.predicted
-        return (predicted.bound_s if predicted is not None else None) or 0.0
+        return self._predicted.bound_s or 0.0
 
     @property
     def computing_s(self) -> float:
         """A step without what it waits for communication."""
-        predicted = self.plan.predicted
-        return self.predicted_s - ((predicted.exposed_s if predicted is not None else None) or 0.0)
+        return self.predicted_s - (self._predicted.exposed_s or 0.0)
 
     @property
     def name(self) -> str:
@@ -80,13 +80,6 @@ class Candidate:
         compressed = ", some compressed," if plan.compressed else ""
         on = counted(plan.communicators, "communicator")
         return f"{counted(len(plan.buckets), 'bucket')}{compressed} of {plan.strategy} on {on}{ending}"
-
-    def to_text(self) -> dict[str, Any]:
-        return {"kind": self.kind, "plan": encode(self.plan).decode()}
-
-    @classmethod
-    def from_text(cls, text: Mapping[str, Any]) -> Candidate:
-        return cls(kind=text["kind"], plan=decode(text["plan"].encode(), Plan, where="rank 0's plan"))
 
 
 def predicted_candidates(
@@ -249,20 +242,23 @@ def _at_bound(stock: Candidate) -> bool:
 def decide(
     tried: Sequence[Candidate],
     trials: Trials,
-    short: str | None,
-    beyond: float = 1.0,
+    no_memory: str | None = None,
+    extrapolated: float = 1.0,
     excluded: Sequence[Candidate] = (),
-) -> dict[str, str]:
-    """The plan to take, encoded, and the line that says why; or an error. What was measured decides. Where time or
-    memory (`short` says so) allowed fewer than two trials, predictions decide: after one trial, as far as they were
-    right about that one.
+) -> tuple[Candidate, str]:
+    """The candidate to take, and the line that says why. Raises where none ran.
 
-    `beyond` is what `extrapolation` returned. Predictions that rest on much smaller messages take what is simplest.
-    Those `excluded` were predicted to be too slow to try.
+    What was measured decides. Where time or memory allowed fewer than two trials, predictions decide: after one trial,
+    as far as they were right about that one.
+
+    no_memory: why there were no trials, where memory allowed none (`preserve.room_for`).
+    extrapolated: how far predictions go beyond the messages measured (`extrapolation`). Predictions that rest on much
+        smaller messages take what is simplest.
+    excluded: candidates that were predicted to be too slow to try (`worth_trying`).
     """
     left = [one for one in tried if one.name not in trials.dropped]
     if not left:
-        return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
+        raise InputError("parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items()))
     measured, tolerance, why = trials.measured, trials.repeatability, ""
     seconds: Mapping[str, float] = measured
     untried = [one.name for one in left if one.name not in measured]
@@ -271,8 +267,8 @@ def decide(
     elif untried:
         scale = next((measured[one.name] / one.predicted_s for one in left if one.name in measured), 1.0)
         seconds = {one.name: one.predicted_s * scale for one in left}
-        tolerance = math.inf if beyond > FARTHEST else max(PREDICTED, scale - 1, 1 / scale - 1)
-        why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
+        tolerance = math.inf if extrapolated > FARTHEST else max(PREDICTED, scale - 1, 1 / scale - 1)
+        why = "" if len(tried) == 1 else f" ({no_memory or 'no time was left to try all; budget_s= gives more'})"
     taken = simplest(left, seconds, tolerance)
     words = in_words(taken, seconds, tolerance, measured, why)
     if len(tried) == 1 and excluded and not _at_bound(taken):
@@ -280,12 +276,12 @@ def decide(
         words += f"; all others are predicted to be slower, {format_seconds(best.predicted_s)} with {best.name}"
     if untried and len(measured) > 1:
         words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"
-    if beyond > FARTHEST:
+    if extrapolated > FARTHEST:
         simply = ", too far to take more than the simplest" if tolerance == math.inf else ""
         words += (
-            f"; predictions are extrapolated to messages {beyond:.0f} times as large as measured{simply}, budget_s= "
-            "gives more"
+            f"; predictions are extrapolated to messages {extrapolated:.0f} times as large as measured{simply}, "
+            "budget_s= gives more"
         )
     for name, reason in trials.dropped.items():
         words += f"; {name} was dropped, {reason}"
-    return {"plan": encode(taken.plan).decode(), "words": words}
+    return taken, words

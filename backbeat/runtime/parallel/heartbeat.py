@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import DistStoreError
 
 from backbeat.comm.agreement import answering
-from backbeat.errors import CommunicationError, MeasurementError, first_line
-from backbeat.runtime.reduce.failures import describe
+from backbeat.errors import LostRankError, MeasurementError, do_not_answer, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,10 +27,6 @@ for the interpreter, or for a busy machine."""
 FAILED_S = 5.0
 """The same where a collective has failed already."""
 _LONGEST_PAUSE_S = 0.05
-
-
-class LostRankError(CommunicationError):
-    """Ranks are lost; the message names them."""
 
 
 @contextlib.contextmanager
@@ -91,7 +86,7 @@ class Heartbeat:
             now = time.monotonic()
             if now - began > self._store.timeout.total_seconds():
                 raise DistStoreError(f"{', '.join(keys)}: not there")
-            if now - asked > min(BEAT_S, LOST_S):
+            if now - asked > BEAT_S:
                 asked = now
                 missing = [rank for rank, key in enumerate(by_rank) if not self._store.check([key])]
                 self._raise_if_silent(missing or [0], LOST_S, now - began)
@@ -118,10 +113,9 @@ class Heartbeat:
                 self._seen[rank] = (count, now)
         lost = [rank for rank in ranks if now - self._seen[rank][1] > seconds]
         if lost:
-            heard: dict[int, dict[str, Any]] = {rank: {} for rank in range(self._size) if rank not in lost}
             what = "" if error is None else f" ({first_line(error)})"
             raise LostRankError(
-                f"parallelize: {describe(self._rank, None, heard, self._size)}, after {waited_s:.0f} s{what}: look at "
+                f"parallelize: {do_not_answer(lost)}, after {waited_s:.0f} s{what}: look at "
                 "what it printed last, and start again on every rank"
             ) from error
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch.distributed as dist
 
-from backbeat.comm.agreement import RankStore, agree, same_on_all_ranks
+from backbeat.comm.agreement import RankStore, same_on_all_ranks
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
@@ -42,8 +42,15 @@ from backbeat.runtime.parallel.candidates import (
     worth_trying,
 )
 from backbeat.runtime.parallel.heartbeat import heartbeat_of
-from backbeat.runtime.parallel.link_probe import message_s, probe_bytes
-from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save
+from backbeat.runtime.parallel.plan_file import (
+    conditions,
+    digest,
+    kept_plan,
+    message_s,
+    model_digest,
+    probe_bytes,
+    save,
+)
 from backbeat.runtime.parallel.preserve import copy_of, preserved_state, room_for, without_original
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
@@ -155,7 +162,7 @@ class ParallelSearch:
             with heartbeat_of(self.ranks):
                 with preserved_state(self.example.device):
                     taken = self._run()
-                agree(self.ranks.communicators, "taken", [encode(taken.plan).decode()], "the plan taken")
+                self.ranks.agree([encode(taken.plan).decode()], "the plan taken")
             self.ranks.communicators.close()
         if self.ranks.rank == 0:
             self._say(taken.words, last=True)
@@ -177,26 +184,24 @@ class ParallelSearch:
         network = self._network(profile)
         candidates = self._candidates(profile, network, msgspec.structs.replace(now, unused=unused))
         # A prediction that rests on small messages alone excludes nothing.
-        beyond = self.ranks.first(extrapolation(network, profile))
-        tried = worth_trying(candidates) if beyond <= FARTHEST else candidates
-        trials, short = Trials(), self.ranks.failure(room_for(profile, self.example.device))
-        if short is None:
+        extrapolated = self.ranks.from_rank_0(extrapolation(network, profile))
+        tried = worth_trying(candidates) if extrapolated <= FARTHEST else candidates
+        trials, no_memory = Trials(), self.ranks.failure(room_for(profile, self.example.device))
+        if no_memory is None:
             tried, trials = self._try(tried, candidates)
         excluded = [one for one in candidates if one not in tried]
-        taken = self.ranks.first(decide(tried, trials, short, beyond, excluded))
-        if "error" in taken:
-            raise InputError(taken["error"])
-        plan = decode(taken["plan"].encode(), Plan, where="rank 0's plan")
+        taken, words = decide(tried, trials, no_memory, extrapolated, excluded)
+        plan = self.ranks.document_from_rank_0(taken.plan, Plan)
         if self.path and self.ranks.rank == 0:
             save(plan, self.path)
-        return Taken(plan=plan, words=taken["words"] + self._left_out, dropped=trials.dropped)
+        return Taken(plan=plan, words=words + self._left_out, dropped=trials.dropped)
 
     def _try(self, tried: list[Candidate], candidates: list[Candidate]) -> tuple[list[Candidate], Trials]:
         """The candidates tried, and their trials. A single candidate needs no comparison, but must run; if it does not,
         all are tried."""
         deadline_s, dropped = self._began + self.budget_s, {}
         if len(tried) == 1:
-            if not self.ranks.first(affordable(tried, deadline_s - time.monotonic()))[0]:
+            if not self.ranks.from_rank_0(affordable(tried, deadline_s - time.monotonic()))[0]:
                 return tried, Trials()
             (one,) = tried
             found = try_plan(self.model, one.plan, self.example, self.ranks, LEAST_STEPS, one.predicted_s)
@@ -230,16 +235,15 @@ class ParallelSearch:
     def _known(self, now: MadeFor) -> Taken | None:
         """The plan in the file, if it still holds."""
 
-        def read() -> tuple[str, str]:
-            plan, why = kept_plan(self.path, now)
-            return "" if plan is None else encode(plan).decode(), why
+        def read() -> tuple[Plan | None, str]:
+            return kept_plan(self.path, now) if self.ranks.rank == 0 else (None, "")
 
-        text, why = self.ranks.first_of(read, "the plan's file")
+        found, why = self.ranks.raise_on_all(read, "the plan's file")
         if why:
             self._say(f"planning anew: {why}")
-        if not text:
+        found = self.ranks.document_from_rank_0(found, Plan)
+        if found is None:
             return None
-        found = decode(text.encode(), Plan, where="rank 0's plan")
         name = Candidate(kind="stock" if is_stock(found) else "buckets", plan=found).name
         return Taken(plan=found, words=f"{name}, as {self.path} has it", dropped={})
 
@@ -250,13 +254,12 @@ class ParallelSearch:
         profile = self.ranks.raise_on_all(self._measured, "a step of the example did not run")
         came = {gradient.name for gradient in profile.gradients}
         trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
-        unused = any(self.ranks.every(bool(trained - came)))
-        times = self.ranks.every(profile.iteration_s)
+        unused = any(self.ranks.gather(bool(trained - came)))
+        times = self.ranks.gather(profile.iteration_s)
         # A rank of which an iteration took longer at first may have timed fewer.
         if len({len(one) for one in times}) == 1:
             profile = msgspec.structs.replace(profile, iteration_s=between_ranks(times))
-        text = self.ranks.first(encode(profile).decode())
-        return decode(text.encode(), Profile, where="rank 0's profile"), unused
+        return self.ranks.document_from_rank_0(profile, Profile), unused
 
     def _measured(self) -> Profile:
         try:
@@ -317,7 +320,7 @@ class ParallelSearch:
         self._say("timing what FSDP2 costs the host")
 
         def largest(values: Sequence[float]) -> list[float]:
-            return [max(column) for column in zip(*self.ranks.every(list(values)), strict=True)]
+            return [max(column) for column in zip(*self.ranks.gather(list(values)), strict=True)]
 
         return with_sharded_host(network, self.ranks.communicators, largest, self.budget_s * HOST_SHARE)
 
@@ -343,7 +346,7 @@ class ParallelSearch:
     def _candidates(self, profile: Profile, network: Network, now: MadeFor) -> list[Candidate]:
         """Rank 0's candidates, each with what it was made for."""
 
-        def planned() -> list[dict[str, Any]]:
+        def planned() -> list[tuple[str, str]]:
             found = predicted_candidates(
                 profile,
                 network,
@@ -351,10 +354,12 @@ class ParallelSearch:
                 compression=self.compression,
                 communicators=1 if self.ranks.communicators.limit == 1 else None,
             )
-            made = [msgspec.structs.replace(one.plan, made_for=now) for one in found]
-            return [Candidate(kind=one.kind, plan=plan).to_text() for one, plan in zip(found, made, strict=True)]
+            return [(one.kind, encode(msgspec.structs.replace(one.plan, made_for=now)).decode()) for one in found]
 
-        return [Candidate.from_text(one) for one in self.ranks.first_of(planned, "planning failed")]
+        return [
+            Candidate(kind=kind, plan=decode(plan.encode(), Plan, where="rank 0's plan"))
+            for kind, plan in self.ranks.call_on_rank_0(planned, "planning failed")
+        ]
 
     def _say(self, text: str, last: bool = False) -> None:
         """One line on rank 0's stderr. On a terminal the next line writes over it, unless it is the `last`."""

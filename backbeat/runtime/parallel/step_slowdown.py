@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
 import torch
 
-from backbeat.errors import where_raised
 from backbeat.measure.model.training_step import release
 from backbeat.measure.network.beside_compute import beside_bytes, messages_beside
 from backbeat.model import Slowdown
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from backbeat.comm.agreement import RankStore
-    from backbeat.measure.model.training_step import Training
     from backbeat.runtime.parallel.trials import ExampleStep
 
 _WARMUP = 2
@@ -74,40 +73,39 @@ def measure_step_slowdown(
 
     `seconds_of` says what an all-reduce of so many bytes takes on the job's link, `step_s` what a step takes alone.
     """
-    size = ranks.first(beside_bytes(seconds_of))
+    size = ranks.from_rank_0(beside_bytes(seconds_of))
     within = Pairs.within(limit_s, step_s, seconds_of(size))
-    found = ranks.first(within and asdict(within))
+    found = ranks.from_rank_0(within and asdict(within))
     if found is None:
         return "too slow, budget_s= gives more"
     pairs = Pairs(**found)
-    error: str | None = None
     ratios: list[float] = []
-    try:
-        copied = copy_of(model)
-        timed = _TimedSteps(example.training(copied, example.make_optimizer(copied)), ranks)
-        timed.seconds(_WARMUP)
-        message = torch.zeros(size // 4, device=ranks.device)
-    except Exception as raised:
-        error = where_raised(raised)
-    while (failed := ranks.failure(error)) is None and len(ratios) < pairs.count:
-        try:
-            alone = timed.seconds(pairs.steps)
-            ratios.append(timed.seconds(pairs.steps, [message] * pairs.messages) / alone)
-        except Exception as raised:
-            error = where_raised(raised)
-    copied = timed = None  # type: ignore[assignment]
+    timed, failed = ranks.attempt(lambda: _TimedSteps(model, example, ranks, size))
+    while timed is not None and failed is None and len(ratios) < pairs.count:
+        ratio, failed = ranks.attempt(partial(timed.ratio, pairs))
+        ratios.append(ratio or 0.0)
+    timed = None
     release(ranks.device)
     if failed is not None:
         return failed
-    factor = max(mean(ranks.every(median(ratios))), 1.0)
+    factor = max(mean(ranks.gather(median(ratios))), 1.0)
     return Slowdown(matmul=factor, attention=factor, memory=factor)
 
 
 class _TimedSteps:
-    """Steps of one model."""
+    """Steps of a copy of the model."""
 
-    def __init__(self, training: Training, ranks: RankStore) -> None:
-        self.training, self.ranks = training, ranks
+    def __init__(self, model: nn.Module, example: ExampleStep, ranks: RankStore, size: int) -> None:
+        """size: bytes of an all-reduce beside them."""
+        copied = copy_of(model)
+        self.training, self.ranks = example.training(copied, example.make_optimizer(copied)), ranks
+        self.message = torch.zeros(size // 4, device=ranks.device)
+        self.seconds(_WARMUP)
+
+    def ratio(self, pairs: Pairs) -> float:
+        """How much longer the steps take beside all-reduces."""
+        alone = self.seconds(pairs.steps)
+        return self.seconds(pairs.steps, [self.message] * pairs.messages) / alone
 
     def seconds(self, steps: int, messages: Sequence[torch.Tensor] = ()) -> float:
         """From the beginning of the first step to the end of the last, while these are reduced."""

@@ -44,12 +44,11 @@ FAR_BEHIND = 1.5
 ONE_TURN = 0.03
 """Repeatability, assumed where there was time for one turn only."""
 LEAST_STEPS, MOST_STEPS = 3, 10
-TIMEOUT_S = {"gloo": 30.0}
-"""A collective of a trial gives up after this long, or after twenty steps if these take longer: what a failure on
-another rank costs where nothing else reports it. On gloo closed connections mostly do (`TrialGroups.close`), and a busy
-machine may hold a healthy rank up for seconds. NCCL needs the alarm (`RankStore.alarm_for`), and ends the process after
-this long."""
-_ANOTHER_TIMEOUT_S = 120.0
+# A collective of a trial gives up after this long, or after twenty steps if these take longer: what a failure on
+# another rank costs where nothing else reports it. On gloo connections that close mostly do (`TrialGroups.close`); a
+# busy machine may hold a healthy rank up for seconds. On NCCL the alarm does (`RankStore.alarm_for`); without it, NCCL
+# ends the process after this long.
+GLOO_TIMEOUT_S, OTHER_TIMEOUT_S = 30.0, 120.0
 
 MakeOptimizer = str | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -121,7 +120,7 @@ def take_turns(
 ) -> Trials:
     """Try candidates, forwards and then backwards, as far as rank 0 has time."""
     trials = Trials()
-    names, turns = ranks.first(affordable(candidates, deadline_s - time.monotonic()))
+    names, turns = ranks.from_rank_0(affordable(candidates, deadline_s - time.monotonic()))
     tried = [one for name in names for one in candidates if one.name == name]
     for turn in range(turns):
         order = [one for one in tried if one.name not in trials.dropped and not trials.much_slower(one)]
@@ -129,7 +128,7 @@ def take_turns(
         for index, candidate in enumerate(order if turn % 2 == 0 else order[::-1]):
             left_s = deadline_s - time.monotonic()
             step_s = max(candidate.predicted_s, *trials.seconds.get(candidate.name, [0.0]))
-            steps = ranks.first(_steps(left_s / (rounds_left - index), step_s))
+            steps = ranks.from_rank_0(_steps(left_s / (rounds_left - index), step_s))
             if steps == 0:
                 continue
             say(f"trying {candidate.name}, turn {turn + 1} of {turns}")
@@ -174,16 +173,13 @@ def try_plan(
 
     `step_s` is what a step was predicted to take.
     """
-    copied: Any = None
+    copied: Any
+    copied, found = ranks.attempt(lambda: copy_of(model))
     error: str | None = None
-    try:
-        copied = copy_of(model)
-    except Exception as raised:
-        error = where_raised(raised)
-    found = ranks.failure(error)
     seconds, order = 0.0, 0
     if found is None:
-        timeout_s = max(TIMEOUT_S.get(ranks.communicators.backend, _ANOTHER_TIMEOUT_S), 20 * step_s)
+        least_s = GLOO_TIMEOUT_S if ranks.communicators.backend == "gloo" else OTHER_TIMEOUT_S
+        timeout_s = max(least_s, 20 * step_s)
         groups = TrialGroups(plan, ranks.device, timedelta(seconds=timeout_s))
         with ranks.alarm_for(groups.backends) as alarm:
             try:
@@ -203,7 +199,7 @@ def try_plan(
         groups.close()
     copied = None
     release(ranks.device)
-    return found if found is not None else float(max(ranks.every(seconds)))
+    return found if found is not None else float(max(ranks.gather(seconds)))
 
 
 def _train(model: nn.Module, plan: Plan, example: ExampleStep, steps: int, groups: TrialGroups) -> tuple[Any, float]:

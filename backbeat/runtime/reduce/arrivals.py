@@ -23,7 +23,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from backbeat.runtime.reduce.bucket import BucketSet
-from backbeat.runtime.reduce.exchange import Sender
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -93,15 +92,20 @@ def _is_pythons(ident: int) -> bool:
 class GraphReach:
     """Whether the graph that the engine runs ends in our parameters.
 
-    `torch.autograd.grad` passes the wrapper's outputs and leaves no `.grad`. Parameters inside reentrant checkpoints
-    are not in the graph either; where they once began a step by themselves, every graph counts from then on.
+    model(x).sum().backward()                          an output is reached, and parameters are in the graph: a step
+    torch.autograd.grad(model(x).sum(), x)             an output is reached, and no parameter: no step
+    checkpoint(model, x, use_reentrant=True)           parameters are not in the graph, and their gradients come
+                                                       nevertheless: every graph counts from then on
+    model.module(x).sum().backward()                   gradients come without a forward of the wrapper: this rank's
     """
 
     def __init__(self) -> None:
         self._hidden = False
+        """Some parameters are inside reentrant checkpoints."""
         self._passed = False
+        """Since the last forward, a backward has reached an output and seemed to end in no parameter."""
         self._forwarded = True
-        """A forward has begun since a backward was last announced, or none ever was announced."""
+        """A forward has run since the last backward that was known to end in our parameters, or there was none yet."""
         self._leaf: Any = None
 
     def forward_begins(self) -> None:
@@ -232,7 +236,7 @@ class Arrivals:
         if self.streams is not None:
             self.streams.forget()
 
-    def release(self, *, report_each: bool) -> None:
+    def allow_sending(self, *, report_each: bool) -> None:
         """Complete buckets may leave from now on, where it is known how often each parameter arrives."""
         self.report_each = report_each or not self._known
 
@@ -334,21 +338,19 @@ def register_hook(
     parameter: Parameter,
     index: int,
     arrivals: Arrivals,
-    on_unusual: Callable[[], Callable[[int], None] | None],
-    sender: Callable[[], Sender | None],
+    on_unusual: Callable[[int], None],
+    send_ready: Callable[[], None],
 ) -> Any:
     """Count the parameter's gradients down; returns the hook's handle.
 
-    `on_unusual` hears of arrivals that are not ordinary, `sender` when a bucket is complete. Both are held weakly: a
-    wrapper that is dropped must stop communicating, though its model lives on.
+    `on_unusual` hears of arrivals that are not ordinary, `send_ready` when a bucket is complete. Both hold their object
+    weakly: a wrapper that is dropped must stop communicating, though its model lives on.
     """
 
     def arrived(_: torch.Tensor) -> None:
         # This runs once a gradient and is most of what the wrapper costs: `Arrivals.count` is written out here.
         if arrivals.report_each or graph_task() != arrivals.root:
-            fired = on_unusual()
-            if fired is not None:
-                fired(index)
+            on_unusual(index)
             return
         arrivals.arrived_since_reduce[index] = 1
         bucket = arrivals.bucket_of[index]
@@ -365,9 +367,7 @@ def register_hook(
         left = missing[bucket] - 1
         missing[bucket] = left
         if not left and bucket == arrivals.next_bucket:
-            alive = sender()
-            if alive is not None:
-                alive.send_ready()
+            send_ready()
 
     return parameter.register_post_accumulate_grad_hook(arrived)
 

@@ -56,8 +56,9 @@ class BucketMemory:
         """Take the sum in; returns the status message, where it carries one."""
         raise NotImplementedError
 
-    def hand_back(self, used: Sequence[bool] | None, kept: Mapping[int, torch.Tensor]) -> None:
-        """The gradient of each member that some rank used (None: all) is its mean, the others' is what it was."""
+    def hand_back(self, used: Sequence[bool] | None, unused_grads: Mapping[int, torch.Tensor]) -> None:
+        """`.grad` of each member that some rank used becomes its mean; None: all were used. A member that no rank used
+        gets back the gradient that it had, from `unused_grads`."""
         raise NotImplementedError
 
 
@@ -107,13 +108,13 @@ class BucketBuffer(BucketMemory):
                     parameter.grad = view.detach()
                 view.data = own
 
-    def hand_back(self, used: Sequence[bool] | None, kept: Mapping[int, torch.Tensor]) -> None:
+    def hand_back(self, used: Sequence[bool] | None, unused_grads: Mapping[int, torch.Tensor]) -> None:
         if used is None:
             for parameter, view in self._pairs:
                 parameter.grad = view
             return
         for index, (parameter, view) in zip(self.members, self._pairs, strict=True):
-            parameter.grad = view if used[index] else kept.get(index)
+            parameter.grad = view if used[index] else unused_grads.get(index)
 
     @property
     def bytes(self) -> int:
@@ -143,7 +144,7 @@ class BucketBuffer(BucketMemory):
             self._restore_slices()
         arrived = step.arrivals.arrived_since_reduce
         used: list[int] = []
-        kept: dict[int, torch.Tensor] = {}
+        unused_grads: dict[int, torch.Tensor] = {}
         removed = False
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -161,7 +162,7 @@ class BucketBuffer(BucketMemory):
             if arrived[index]:
                 used.append(index)
             else:
-                kept[index] = gradient.clone() if gradient is view else gradient
+                unused_grads[index] = gradient.clone() if gradient is view else gradient
         if targets:
             torch._foreach_copy_(targets, sources)
         if empty:
@@ -170,7 +171,7 @@ class BucketBuffer(BucketMemory):
             # Nobody must mistake the gradients that a broken backward lacks for zeros.
             self.payload.fill_(0.0 if step.absent else float("nan"))
             return TakenGradients()
-        return TakenGradients(used, kept, removed)
+        return TakenGradients(used, unused_grads, removed)
 
     def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         """Begin to sum what was taken; returns the tensor that will hold the sum, and the work."""
@@ -273,7 +274,7 @@ class SparseBucket(BucketBuffer):
         if self._gradient is None:
             return TakenGradients()
         used = step.arrivals.arrived_since_reduce[index]
-        return TakenGradients(used=[index]) if used else TakenGradients(kept={index: self._gradient})
+        return TakenGradients(used=[index]) if used else TakenGradients(unused_grads={index: self._gradient})
 
     def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         parameter, gradient, self._gradient = self.parameters[0], self._gradient, None
@@ -292,9 +293,9 @@ class SparseBucket(BucketBuffer):
         self._sum = message
         return None
 
-    def hand_back(self, used: Sequence[bool] | None, kept: Mapping[int, torch.Tensor]) -> None:
+    def hand_back(self, used: Sequence[bool] | None, unused_grads: Mapping[int, torch.Tensor]) -> None:
         index = self.members[0]
-        self.parameters[0].grad = self._sum if used is None or used[index] else kept.get(index)
+        self.parameters[0].grad = self._sum if used is None or used[index] else unused_grads.get(index)
         self._sum = None
 
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
@@ -343,7 +344,7 @@ class BucketSet:
         """How many members of each bucket are expected at all."""
         return [sum(1 for index in bucket.members if counts[index] > 0) for bucket in self.buckets]
 
-    def keep(self, index: int) -> None:
+    def move_into_buffer(self, index: int) -> None:
         """Move gradients of a bucket that are only accumulated into its buffer, so that they are not held twice."""
         bucket = self.buckets[index]
         if not bucket.views:
@@ -359,6 +360,6 @@ class BucketSet:
             for parameter, view, _ in moved:
                 parameter.grad = view
 
-    def keep_all(self) -> None:
+    def move_all_into_buffers(self) -> None:
         for index in range(len(self.buckets)):
-            self.keep(index)
+            self.move_into_buffer(index)

@@ -7,7 +7,7 @@ every rank alike:
     prepare, bucket (each bucket), installed     a partition is taken in
     check_open                                   a step is about to begin
     send (each bucket)                           a bucket leaves
-    keep_late, carries_status                    the last bucket is about to leave, with the status message or without
+    absorb_late, carries_status                  the last bucket is about to leave, with the status message or without
     add_to_status                                a status message that travels alone is about to leave
     wait_for_last, receive (each bucket)         every bucket has left; its sum is there
     hand_back, or give_up                        the step has gradients; or it has none, and collectives stay in order
@@ -101,7 +101,7 @@ class Sender:
         """Send the last bucket, with the status message inside it or after it."""
         step, exchange, status = self._step, self.exchange, self._status
         if step.arrivals.late:
-            step.settle_late(exchange.keep_late(step.arrivals.late))
+            step.absorb_late(exchange.absorb_late(step.arrivals.late))
         told = step.tell()
         if exchange.carries_status(bucket):
             self._launch(index, bucket, status.write(told, step.number))
@@ -144,7 +144,7 @@ class Sender:
         context = self._context
         for index in summed.late:
             bucket = context.bucket_set.buckets[index]
-            assert isinstance(bucket, BucketBuffer)  # `keep_late` has seen to the others
+            assert isinstance(bucket, BucketBuffer)  # `absorb_late` has seen to the others
             context.late_buckets += 1
             message = bucket.late_message(self._step.arrivals.late, context.scale)
             work = context.communicator(bucket.spec.communicator).all_reduce(message)
@@ -205,7 +205,7 @@ class Exchange:
         message, work = bucket.launch(context.communicator(bucket.spec.communicator), context.scale, status)
         return InFlight(index, bucket, message, work)
 
-    def keep_late(self, late: Set[int]) -> Set[int]:
+    def absorb_late(self, late: Set[int]) -> Set[int]:
         """Take late gradients that may wait for the next step; returns their parameters."""
         return frozenset()
 
@@ -233,7 +233,7 @@ class Exchange:
         if step.absent or (in_place and summed is None):
             return
         for bucket in self.context.bucket_set.buckets:
-            bucket.hand_back(None if summed is None else summed.used, step.kept)
+            bucket.hand_back(None if summed is None else summed.used, step.unused_grads)
 
     def give_up(self) -> None:
         """The step has no gradients on this rank, though other ranks may believe it has."""

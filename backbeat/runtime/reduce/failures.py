@@ -1,8 +1,8 @@
 """What goes wrong between ranks, and who is to blame.
 
 A failed collective only says that some peer did not answer. So every rank runs a small monitor thread that looks at the
-job's store now and then. Once any rank has raised the alarm, all living ranks write down where they stand. The rank
-that failed can then say which one is missing, behind, or has gone on without the others.
+job's store now and then. Once any rank asks there, all living ranks write down where they stand. The rank that failed
+can then say which one is missing, behind, or has gone on without the others.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
 from torch._C import _distributed_c10d
 
 from backbeat.comm.communicators import Communicators, abort
-from backbeat.errors import CommunicationError, first_line
+from backbeat.errors import do_not_answer, first_line
+from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
     from backbeat.runtime.reduce.step import InFlight, ReducerContext
 
 logger = logging.getLogger("backbeat.runtime")
 
-# A store is asked this often whether some rank has raised the alarm, and an alarm waits a few of these for answers.
+# The store is looked at this often for a question; who asks waits a few of these for answers.
 POLL_S = 1.0
 ANSWER_S = 4.0
 _c10d: Any = _distributed_c10d
@@ -44,21 +45,20 @@ _GOOD = int(_c10d.WorkResult.SUCCESS)
 _KEPT = 3
 
 
-class StepMismatchError(CommunicationError):
-    """Ranks met in one collective with different steps: their counts of synchronised backwards differ."""
+class RankState(TypedDict):
+    """Where a rank stands."""
+
+    step: int
+    in_backward: bool
+    sent: int
+    """Buckets that have left, of so many `buckets`."""
+    buckets: int
+    waiting: str
+    """Parameters that the next bucket waits for."""
+    elsewhere: NotRequired[str]
+    """Another wrapped model, in whose backward the rank is."""
 
 
-class BrokenStepError(CommunicationError):
-    """Another rank's backward raised: this step has no gradients on any rank."""
-
-
-class NonFiniteError(CommunicationError):
-    """A gradient of a compressed bucket was not finite: it was kept out of the residual, and the step has failed."""
-
-
-Standing = dict[str, Any]
-"""Where a rank stands: its step, whether it is in backward, how many of how many buckets it has sent, and what the next
-one waits for."""
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 """Of every wrapper in this process."""
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -66,18 +66,17 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Monitor:
-    """Answers for this rank when another one raises the alarm, and raises it for this one."""
+    """Answers for this rank when another one asks where all stand, and asks for this one."""
 
     def __init__(
         self,
         communicators: Communicators,
-        standing: Callable[[], Standing],
+        state: Callable[[], RankState],
         *,
         model_name: str,
         look: Callable[[], bool] | None,
     ) -> None:
-        """`look` is called now and then, and says that something was lost; the monitor's work is then done.
-
+        """look: called now and then; it returns True once a collective is lost, and the thread then ends.
         model_name: the wrapped model's class, for the messages of other wrappers.
         """
         self.model_name = model_name
@@ -86,8 +85,8 @@ class Monitor:
         """The connection of the thread that listens: the store's calls block each other."""
         self._rank, self._size = communicators.rank, communicators.size
         # The thread must not keep the reducer alive.
-        self._standing = weakref.WeakMethod(standing)
-        self._look = None if look is None else weakref.WeakMethod(look)
+        self._state = WeakCall(state)
+        self._look = None if look is None else WeakCall(look)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         _monitors.add(self)
@@ -109,25 +108,24 @@ class Monitor:
 
     def _listen(self, store: Any) -> None:
         self._own = store
-        heard = True
-        while not self._stop.wait(POLL_S) and self._standing() is not None:
-            if heard:
+        listens = True
+        while not self._stop.wait(POLL_S) and self._state.alive:
+            if listens:
                 try:
-                    if store.check(["fault/alarm"]):
+                    if store.check(["fault/asked"]):
                         self._answer(store)
-                        heard = False
+                        listens = False
                 except Exception as error:
                     # The store goes away when the job ends, or when the rank that keeps it does.
                     logger.debug("the monitor of rank %d hears nothing more: %s", self._rank, error)
-                    heard = False
-            look = self._look() if self._look is not None else None
-            if look() if look is not None else not heard:
+                    listens = False
+            if self._look() if self._look is not None else not listens:
                 return
 
     def _answer(self, store: Any) -> None:
-        standing = self.standing()
-        if standing is not None:
-            store.set(f"fault/status/{self._rank}", json.dumps(standing))
+        state = self.state()
+        if state is not None:
+            store.set(f"fault/status/{self._rank}", json.dumps(state))
 
     def _answer_for_others(self) -> None:
         """Answer for this process's other wrappers too: it may end with the error, and a rank that waits in one of them
@@ -136,24 +134,22 @@ class Monitor:
             if other is not self and other._own is not None:
                 other._answer(other._own)
 
-    def standing(self) -> Standing | None:
-        """Where this rank stands, and in which other wrapper's backward if it is in one."""
-        standing = self._standing()
-        if standing is None:
-            return None
-        found = standing()
-        if not found["in_backward"]:
+    def state(self) -> RankState | None:
+        """Where this rank stands, and in which other wrapper's backward if it is in one; None where the wrapper is
+        gone."""
+        found: RankState | None = self._state()
+        if found is not None and not found["in_backward"]:
             found["elsewhere"] = next((other.model_name for other in list(_monitors) if other.in_backward()), "")
         return found
 
     def in_backward(self) -> bool:
-        standing = self._standing()
-        return standing is not None and bool(standing()["in_backward"])
+        found: RankState | None = self._state()
+        return found is not None and found["in_backward"]
 
     def blame(self) -> str:
-        """Raise the alarm, wait for the others' answers, and say in words who is missing or elsewhere."""
+        """Ask where all stand, wait for their answers, and say in words who is missing or elsewhere."""
         self._stop.set()
-        mine = self.standing()
+        mine = self.state()
         store = self._own if threading.current_thread() is self._thread else self._store
         found: list[str] = []
         asking = _start("backbeat-blame", lambda: found.append(self._ask(store, mine)))
@@ -163,18 +159,18 @@ class Monitor:
             return found[0]
         return "the job's store does not answer either: the rank that keeps it hangs, or its machine is unreachable"
 
-    def _ask(self, store: Any, mine: Standing | None) -> str:
+    def _ask(self, store: Any, mine: RankState | None) -> str:
         try:
-            store.set("fault/alarm", str(self._rank))
+            store.set("fault/asked", str(self._rank))
             self._answer(store)
             self._answer_for_others()
-            standings = self._collect(store)
+            states = self._collect(store)
         except Exception as error:
             return f"the job's store does not answer either ({first_line(error)}): the rank that keeps it is gone"
-        return describe(self._rank, mine, standings, self._size)
+        return describe(self._rank, mine, states, self._size)
 
-    def _collect(self, store: Any) -> dict[int, Standing]:
-        found: dict[int, Standing] = {}
+    def _collect(self, store: Any) -> dict[int, RankState]:
+        found: dict[int, RankState] = {}
         deadline = time.monotonic() + ANSWER_S
         for rank in range(self._size):
             key = f"fault/status/{rank}"
@@ -205,34 +201,30 @@ def end_monitors() -> None:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
-def describe(rank: int, mine: Standing | None, standings: dict[int, Standing], size: int) -> str:
+def describe(rank: int, mine: RankState | None, states: dict[int, RankState], size: int) -> str:
     """Which ranks did not answer, and which stand elsewhere than this one."""
-    silent = [str(other) for other in range(size) if other not in standings and other != rank]
-    parts = []
-    if silent:
-        plural = "s" if len(silent) > 1 else ""
-        verb = "do" if plural else "does"
-        parts.append(f"rank{plural} {', '.join(silent)} {verb} not answer (died, or its machine is unreachable)")
-    for other, standing in sorted(standings.items()):
+    silent = [other for other in range(size) if other not in states and other != rank]
+    parts = [do_not_answer(silent)] if silent else []
+    for other, state in sorted(states.items()):
         if other == rank or mine is None:
             continue
-        if standing.get("elsewhere"):
+        if state.get("elsewhere"):
             parts.append(
-                f"rank {other} is in the backward of another wrapped model ({standing['elsewhere']}): backwards of "
+                f"rank {other} is in the backward of another wrapped model ({state['elsewhere']}): backwards of "
                 "several wrapped models must come in the same order on every rank"
             )
-        elif standing["step"] != mine["step"] or (standing["sent"] < mine["sent"] and standing["in_backward"]):
-            parts.append(f"rank {other} {_where(standing)}")
-        elif not standing["in_backward"]:
-            parts.append(f"rank {other} has finished step {standing['step']} and is outside backward")
+        elif state["step"] != mine["step"] or (state["sent"] < mine["sent"] and state["in_backward"]):
+            parts.append(f"rank {other} {_where(state)}")
+        elif not state["in_backward"]:
+            parts.append(f"rank {other} has finished step {state['step']} and is outside backward")
     return "; ".join(parts) or "every rank answers and stands at the same step: the network between them failed"
 
 
-def _where(standing: Standing) -> str:
-    if not standing["in_backward"]:
-        return f"is at step {standing['step']}, outside backward"
-    text = f"is in step {standing['step']} with {standing['sent']} of {standing['buckets']} buckets sent"
-    return f"{text}, waiting for {standing['waiting']}" if standing.get("waiting") else text
+def _where(state: RankState) -> str:
+    if not state["in_backward"]:
+        return f"is at step {state['step']}, outside backward"
+    text = f"is in step {state['step']} with {state['sent']} of {state['buckets']} buckets sent"
+    return f"{text}, waiting for {state['waiting']}" if state["waiting"] else text
 
 
 def work_result(work: Any) -> str:

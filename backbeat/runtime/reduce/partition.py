@@ -253,7 +253,8 @@ def _fill(
 ) -> None:
     """Add buckets of these parameters, round robin over the communicators."""
     for members in fill_buckets(order, parameters, sparse, limits):
-        specs.extend(_split(members, len(specs) % communicators, parameters, sparse))
+        spec = BucketSpec(members=tuple(members), communicator=len(specs) % communicators, sparse=sparse[members[0]])
+        specs.append(spec)
 
 
 def _split(

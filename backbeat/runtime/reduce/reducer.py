@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,11 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from backbeat.comm.agreement import agree, share, wait_for_all
+from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
+from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.memory.budget import BudgetCheck
 from backbeat.runtime.reduce.bucket import BucketMemory
@@ -36,6 +36,7 @@ from backbeat.runtime.reduce.runner import StepRunner
 from backbeat.runtime.reduce.settings import WrapperSettings
 from backbeat.runtime.reduce.step import ReducerContext
 from backbeat.runtime.reduce.timing import Recorder
+from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
     from backbeat.model import Plan
@@ -56,7 +57,7 @@ class Reducer:
         self.memory: Any = None
         """The handle of the memory plan in force on the model, if any."""
         self.budget_check: BudgetCheck | None = None
-        self.watch: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.watch: WeakCall | None = None
         """Called after each step, last: `runtime/watch.py`."""
         self._comm_hook: tuple[Any, Hook] | None = None
         self._warns_of_scaling = self.compressed
@@ -81,6 +82,7 @@ class Reducer:
         settings, managed = self.settings, self.managed
         set_nccl_launch_order(self.process_group, self.device)
         self.communicators = communicators = Communicators(self.process_group, self.device, 1)
+        self.ranks = RankStore(communicators, "DistributedDataParallel")
         if any(managed.sparse) and communicators.backend != "gloo":
             name = managed.names[managed.sparse.index(True)]
             raise InputError(
@@ -90,7 +92,6 @@ class Reducer:
         self.ready_order_known = settings.plan is not None or settings.find_unused
         """False until stock DDP's first buckets have been formed again in ready order; True from the start with a plan
         or `find_unused_parameters`."""
-        self._agreements = 0
         partition = first_partition(settings, managed, communicators)
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
@@ -103,8 +104,8 @@ class Reducer:
             exchange=_exchange_for(partition, settings),
             model_name=self.model_name,
         )
-        runner.after_step = weakref.WeakMethod(self.after_step)
-        runner.unreached = weakref.WeakMethod(self.check_parameters)
+        runner.after_step = WeakCall(self.after_step)
+        runner.unreached = WeakCall(self.check_parameters)
         self.recorder = Recorder(self.device)
         self.tuner: Tuner | None = None
         if settings.strategy is not None:
@@ -137,10 +138,6 @@ class Reducer:
         return self.settings.plan is not None and self.settings.plan.compressed
 
     @property
-    def exchange(self) -> Any:
-        return self.runner.exchange
-
-    @property
     def buckets(self) -> Sequence[BucketMemory]:
         return self.runner.context.bucket_set.buckets
 
@@ -152,11 +149,6 @@ class Reducer:
     def steps(self) -> int:
         """Backwards synchronised so far, the present one included."""
         return self.runner.step.number
-
-    @property
-    def late_buckets(self) -> int:
-        """Buckets that were sent a second time because a gradient came late."""
-        return self.runner.context.late_buckets
 
     def forward_begins(self, sync: bool) -> None:
         """Called at the start of every forward that trains."""
@@ -180,13 +172,13 @@ class Reducer:
             )
 
     def after_step(self) -> None:
-        """At the end of each synchronised backward, on every rank alike: settle the buckets, sample the times."""
+        """At the end of each synchronised backward, on every rank alike: change the buckets, sample the times."""
         runner = self.runner
         timed = runner.context.recorder is not None
         if timed or not runner.status.regular:
             self.check_parameters(thoroughly=timed)
         if not self.ready_order_known:
-            self._settle_in_ready_order()
+            self._form_in_ready_order()
         if self.tuner is not None and self.tuner.state != "settled":
             self.tuner.after_step()
         else:
@@ -194,15 +186,18 @@ class Reducer:
             self.time_steps(following <= SAMPLED_FIRST or following % SAMPLED_EVERY == 0)
         if self.budget_check is not None:
             self.budget_check.after_step()
-        watch = self.watch() if self.watch is not None else None
-        if watch is not None:
-            watch()
+        if self.watch is not None:
+            self.watch()
 
     def time_steps(self, timed: bool) -> None:
         """Time the steps from the next one on, or stop it."""
         if timed and self.steps:
             self.recorder.mark_step_end()
         self.runner.context.recorder = self.recorder if timed else None
+
+    def read_next_status_at_once(self, at_once: bool) -> None:
+        """Whether the next step waits for its status, on every rank alike: something depends on it."""
+        self.runner.status.read_at_once = at_once
 
     def divide_by(self, ranks: float) -> None:
         """Gradients are sums over the ranks, divided by this."""
@@ -223,7 +218,7 @@ class Reducer:
         """Run another partition from the next step on; every rank calls it at the same step with the same partition."""
         if partition.buckets == self.partition.buckets:
             return
-        if partition.compressed and not isinstance(self.exchange, CompressedExchange):
+        if partition.compressed and not isinstance(self.runner.exchange, CompressedExchange):
             raise InputError(
                 "the new buckets are compressed, and training began without compressed buckets: wrap the model with "
                 "that plan"
@@ -235,13 +230,12 @@ class Reducer:
         # Times of a bucket are by its number, which another bucket has now.
         self.recorder.clear()
 
-    def _settle_in_ready_order(self) -> None:
+    def _form_in_ready_order(self) -> None:
         """As stock DDP does once: buckets again, in the order in which rank 0's gradients became ready."""
         self.ready_order_known = True
         steps = self.recorder.steps()
         arrived = sorted(steps[-1].ready_s, key=lambda index: steps[-1].ready_s[index]) if steps else []
-        text = share(self.communicators, "ready-order", ",".join(str(index) for index in arrived))
-        order = [int(index) for index in text.split(",") if index]
+        order = self.ranks.from_rank_0(arrived)
         missing = sorted(set(range(len(self.managed.names))) - set(order), reverse=True)
         self.switch(stock_partition([*order, *missing], self.settings, self.managed, self.communicators))
 
@@ -255,9 +249,7 @@ class Reducer:
         count = managed.add_unfrozen()
         first = len(managed.names) - count
         partition = with_newcomers(self.partition, range(first, len(managed.names)), managed.parameters, managed.sparse)
-        wait_for_all(
-            self.communicators,
-            f"unfrozen/{self._agreements}",
+        self.ranks.wait_for_all(
             f"{managed.names[first]!r} became trainable",
             "do so on every rank, before the same forward. Restart from the last checkpoint",
         )
@@ -277,8 +269,7 @@ class Reducer:
         if partition.compressed:
             # Options decide how much travels and from where: ranks that differ in them send messages nobody expects.
             lines.append(f"compression {settings.compression}")
-        agree(self.communicators, f"partition/{self._agreements}", lines, what)
-        self._agreements += 1
+        self.ranks.agree(lines, what)
 
     def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
         """Hand an optimizer over to the compressed exchange."""
@@ -290,11 +281,12 @@ class Reducer:
         with torch.no_grad():
             runner.install(self.partition)
 
-    def residuals(self) -> CompressedExchange:
-        """What has the residuals of compressed buckets."""
+    @property
+    def residuals(self) -> Residuals:
+        """What this rank has not sent yet of compressed buckets."""
         if not self.compressed:
             raise InputError("there are no residuals: no bucket of the plan is compressed")
-        found: CompressedExchange = self.exchange
+        found: Residuals = self.runner.exchange.residuals
         return found
 
     def set_comm_hook(self, state: Any, hook: Hook) -> None:

@@ -27,16 +27,16 @@ from backbeat.runtime.reduce.arrivals import (
     GraphReach,
     HookOrder,
     Streams,
-    gone,
     graph_task,
     register_hook,
 )
 from backbeat.runtime.reduce.bucket import BucketSet
 from backbeat.runtime.reduce.exchange import Exchange, Hook, HookExchange, Sender
-from backbeat.runtime.reduce.failures import LostCollectives, Monitor, Standing
+from backbeat.runtime.reduce.failures import LostCollectives, Monitor, RankState
 from backbeat.runtime.reduce.partition import ManagedParameters, Partition, claim, release
 from backbeat.runtime.reduce.status import StatusMessage, SummedStatus
 from backbeat.runtime.reduce.step import ReducerContext, Step, StepState
+from backbeat.runtime.weak_call import WeakCall, nothing
 from backbeat.units import first_few
 
 logger = logging.getLogger("backbeat.runtime")
@@ -68,17 +68,17 @@ class StepRunner:
             step=self.step,
             scale=1.0 / communicators.size,
         )
-        self.after_step: Callable[[], Callable[[], None] | None] = gone
-        """A weak reference to what the reducer does at the end of a step."""
-        self.unreached: Callable[[], Callable[[], None] | None] = gone
-        """Another weak reference: what the reducer does when a backward reaches an output and no parameter."""
+        self.after_step: Callable[[], None] = nothing
+        """What the reducer does at the end of a step, held weakly."""
+        self.unreached: Callable[[], None] = nothing
+        """What it does when a backward reaches an output and no parameter, held weakly too."""
         self.status = StatusMessage(communicators.rank, communicators.size, strict=strict)
         self._sender = Sender(self.context, exchange(self.context), self.status)
         self._reach = GraphReach()
         self._default_sync = True
         self._told_local = False
         self._backward = Backward()
-        self.weak = weakref.ref(self)
+        self.weak_output_reached = WeakCall(self.output_reached)
         self.install(partition)
         self._hooks = HookOrder()
         self._register_hooks(0)
@@ -86,7 +86,7 @@ class StepRunner:
         weakref.finalize(self, self._hooks.remove)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
         look = None if self._lost is None else self._lost.look
-        self.context.monitor = Monitor(communicators, self.standing, model_name=model_name, look=look)
+        self.context.monitor = Monitor(communicators, self.rank_state, model_name=model_name, look=look)
         self.context.monitor.start()
 
     @property
@@ -108,7 +108,7 @@ class StepRunner:
         self._arrivals.install(context.bucket_set)
         self.status.install(context.bucket_set, context.names)
         exchange.installed()
-        context.bucket_set.keep_all()
+        context.bucket_set.move_all_into_buffers()
 
     def read_step_before(self) -> None:
         """Read the status of the step before, where it was put off; raises where that step has failed."""
@@ -140,7 +140,7 @@ class StepRunner:
         release(self, self.context.parameters)
         self.context.monitor.stop()
 
-    def standing(self) -> Standing:
+    def rank_state(self) -> RankState:
         """Where this rank stands, for the others' messages."""
         step, context = self.step, self.context
         buckets = context.bucket_set.buckets
@@ -173,8 +173,8 @@ class StepRunner:
                 self._hooks.restore()
                 self._reach.announced()
                 self._begin(sync)
-            elif (unreached := self.unreached()) is not None:
-                unreached()
+            else:
+                self.unreached()
         elif sync and self.step.state is StepState.ACCUMULATING:
             self.step.synchronise(report_each=self.context.recorder is not None)
 
@@ -188,12 +188,12 @@ class StepRunner:
         self._finish()
 
     def _register_hooks(self, first: int) -> None:
-        on_unusual, sender = weakref.WeakMethod(self._arrived), weakref.ref(self._sender)
+        on_unusual, send_ready = WeakCall(self._arrived), WeakCall(self._sender.send_ready)
         parameters = self.context.parameters[first:]
         self._hooks.extend(
             parameters,
             [
-                register_hook(parameter, index, self._arrivals, on_unusual, sender)
+                register_hook(parameter, index, self._arrivals, on_unusual, send_ready)
                 for index, parameter in enumerate(parameters, start=first)
             ],
         )
@@ -216,7 +216,7 @@ class StepRunner:
             arrivals.count_nested(index, bucket)
         elif arrivals.count(index, bucket):
             if self.step.state is StepState.ACCUMULATING:
-                self.context.bucket_set.keep(bucket)
+                self.context.bucket_set.move_into_buffer(bucket)
             elif arrivals.may_leave(bucket):
                 self._sender.send_ready()
 
@@ -243,11 +243,11 @@ class StepRunner:
             context.recorder.begin(sync)
 
     def _graph_done(self) -> None:
-        """The engine's callback."""
+        """Called by the engine when a backward is over."""
         self._backward.forget()
         if self.step.state is StepState.ACCUMULATING:
             # What came more than once, or not as expected.
-            self.context.bucket_set.keep_all()
+            self.context.bucket_set.move_all_into_buffers()
             self.step.close()
             if self.context.recorder is not None:
                 self.context.recorder.end()
@@ -289,9 +289,7 @@ class StepRunner:
             step.close()
         if context.recorder is not None:
             context.recorder.end()
-        after = self.after_step()
-        if after is not None:
-            after()
+        self.after_step()
 
     def _read(self, numbers: torch.Tensor) -> SummedStatus | None:
         step = self.step

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from backbeat.errors import CommunicationError
+from backbeat.errors import BrokenStepError, CommunicationError, NonFiniteError, StepMismatchError
 from backbeat.runtime.reduce.bucket import BucketSet
-from backbeat.runtime.reduce.failures import BrokenStepError, NonFiniteError, StepMismatchError
 from backbeat.runtime.reduce.step import RankStatus
 
 STAMPS = 16
@@ -76,7 +75,7 @@ def stamp_of(step: int) -> int:
     return step % STAMPS + 1
 
 
-def read(offsets: StatusOffsets, summed: torch.Tensor) -> SummedStatus:
+def parse(offsets: StatusOffsets, summed: torch.Tensor) -> SummedStatus:
     numbers: list[float] = summed.float().tolist()
     return SummedStatus(
         irregular=round(numbers[0]),
@@ -94,7 +93,7 @@ class StatusMessage:
         self._rank = rank
         self._ranks = ranks
         self.strict = strict
-        """Never read late; holds from the next partition on."""
+        """Never defer the reading; holds from the next partition on."""
         self.regular = False
         """As far as is known, every parameter arrived once on every rank in the step before."""
         self.read_at_once = False
@@ -113,16 +112,16 @@ class StatusMessage:
         self.offsets = StatusOffsets(len(buckets), self._ranks, len(bucket_set.bucket_of), faults)
         last = buckets[-1]
         dtype = torch.float32 if compressed else last.reduce_dtype or last.dtype
-        self._regular = _RegularNumbers(self.offsets, self._rank, dtype, last.device)
+        self._expected = _RegularNumbers(self.offsets, self._rank, dtype, last.device)
         defers = last.device.type in DEFER_ON and not self.strict and not any(b.sparse for b in buckets)
-        self._deferred = _DeferredReader(self._regular, [bucket.payload for bucket in buckets]) if defers else None
+        self._deferred = _DeferredReader(self._expected, [bucket.payload for bucket in buckets]) if defers else None
         self._names = names
         self._where = f"bucket {len(buckets) - 1}, {names[last.members[-1]]}"
 
     def write(self, told: RankStatus, step: int) -> torch.Tensor:
         """This rank's numbers."""
         if told.regular:
-            return self._regular.mine(step)
+            return self._expected.mine(step)
         offsets = self.offsets
         numbers = [0.0] * offsets.length
         numbers[0] = 1.0
@@ -134,10 +133,11 @@ class StatusMessage:
 
     def write_alone(self, told: RankStatus, step: int) -> torch.Tensor:
         """As a message of its own."""
-        return self.write(told, step).to(device=self._regular.device, dtype=self._regular.dtype, copy=True)
+        return self.write(told, step).to(device=self._expected.device, dtype=self._expected.dtype, copy=True)
 
     def defers(self) -> bool:
-        """Whether ranks whose own step was regular do not wait for the others' status; the same on every rank."""
+        """Whether a rank whose own step was regular goes on without waiting for the others' status. The same on every
+        rank."""
         return self._deferred is not None and self.regular and not self.read_at_once
 
     def read(self, numbers: torch.Tensor, told: RankStatus, step: int) -> SummedStatus | None:
@@ -145,18 +145,18 @@ class StatusMessage:
         if self._deferred is not None and told.regular and self.defers():
             self._deferred.put_off(numbers, step)
             return None
-        summed = self.judge(numbers, step)
+        summed = self.read_now(numbers, step)
         if summed is not None and summed.late and self.defers() and summed.irregular < self._ranks:
-            # A rank that reads late does not know that it must reduce again.
+            # A rank that defers the reading does not know that it must reduce again.
             raise _came_late(summed, step)
         return summed
 
-    def judge(self, numbers: torch.Tensor, step: int) -> SummedStatus | None:
-        """Read the sums now; raises where ranks met in different steps, or broke one off."""
+    def read_now(self, numbers: torch.Tensor, step: int) -> SummedStatus | None:
+        """Read the sums; raises where ranks met in different steps, or broke one off."""
         numbers = numbers if numbers.is_cpu else numbers.cpu()
-        if self._regular.match(numbers, step):
+        if self._expected.match(numbers, step):
             return None
-        summed = read(self.offsets, numbers)
+        summed = parse(self.offsets, numbers)
         self._check_steps(summed, step)
         self._check_finite(summed, step)
         return summed
@@ -203,7 +203,7 @@ class StatusMessage:
             return
         step, numbers = found
         self.regular = False
-        summed = self.judge(numbers, step)
+        summed = self.read_now(numbers, step)
         if summed is not None and summed.late:
             raise _came_late(summed, step)
         self.regular = summed is None or not summed.irregular

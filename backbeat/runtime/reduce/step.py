@@ -64,7 +64,7 @@ class TakenGradients(NamedTuple):
 
     used: Sequence[int] = ()
     """Parameters of which this rank sends a gradient."""
-    kept: Mapping[int, torch.Tensor] = {}
+    unused_grads: Mapping[int, torch.Tensor] = {}
     """Gradients of parameters that this rank did not use, for the case that nobody did."""
     removed: bool = False
     """A hook of the user's took a gradient away after it had arrived."""
@@ -100,7 +100,7 @@ class Step:
         self.in_flight: list[InFlight] = []
         self.status_in_flight: InFlight | None = None
         """The status message, where it does not travel inside the last bucket."""
-        self.kept: dict[int, torch.Tensor] = {}
+        self.unused_grads: dict[int, torch.Tensor] = {}
         """Gradients of parameters that this rank did not use, for the case that nobody did."""
         self._reduces = False
         self._used = bytearray()
@@ -165,7 +165,7 @@ class Step:
         self._reduces = False
         self.in_flight = []
         self.status_in_flight = None
-        self.kept = {}
+        self.unused_grads = {}
 
     def add_taken(self, bucket: BucketMemory, taken: TakenGradients | None) -> None:
         """A bucket has taken its gradients; None: every member had one."""
@@ -174,7 +174,7 @@ class Step:
             return
         for index in taken.used:
             self._used[index] = 1
-        self.kept.update(taken.kept)
+        self.unused_grads.update(taken.unused_grads)
         self._removed = self._removed or taken.removed
 
     def add_sent(self, sent: InFlight) -> None:
@@ -186,7 +186,7 @@ class Step:
         """The status message has left on its own."""
         self.status_in_flight = sent
 
-    def settle_late(self, indices: Set[int]) -> None:
+    def absorb_late(self, indices: Set[int]) -> None:
         """These late gradients need not be sent after their bucket."""
         self.arrivals.late -= indices
 
@@ -214,7 +214,7 @@ class Step:
     def _begin_to_reduce(self, report_each: bool) -> None:
         self._reduces = True
         self.number += 1
-        self.arrivals.release(report_each=report_each)
+        self.arrivals.allow_sending(report_each=report_each)
 
     def _enter(self, state: StepState) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -243,7 +243,7 @@ class ReducerContext:
     monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
 
     def communicator(self, index: int) -> Communicator:
-        return self.communicators[min(index, len(self.communicators) - 1)]
+        return self.communicators[index]
 
     def check_not_lost(self) -> None:
         """Raise if a collective has been lost."""

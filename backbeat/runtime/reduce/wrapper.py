@@ -16,7 +16,6 @@ from torch.nn.parallel.distributed import _find_tensors
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.report.tables.bucket_table import Report
-from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
 from backbeat.runtime.reduce.exchange import builtin_hook, profiling
@@ -173,22 +172,21 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     def residual_state_dict(self) -> dict[str, Any]:
         """What this rank has not sent yet, by parameter name; save it with
         `backbeat.runtime.compressed.checkpoint.save`."""
-        found: dict[str, Any] = self.reducer.residuals().state()
+        found: dict[str, Any] = self.reducer.residuals.state()
         return found
 
     def load_residual_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with residuals that were saved, under this plan or another;
         `backbeat.runtime.compressed.checkpoint.load` gives a rank its share. Every rank calls it."""
-        self.reducer.residuals().load(state)
+        self.reducer.residuals.load(state)
 
     def save_residuals(self, folder: str | os.PathLike[str]) -> None:
         """Write this rank's residuals into a folder that all ranks share."""
-        checkpoint.save(self.residual_state_dict(), folder)
+        self.reducer.residuals.save(folder)
 
     def load_residuals(self, folder: str | os.PathLike[str]) -> None:
         """Read this rank's share of the residuals that any number of ranks wrote."""
-        exchange, communicators = self.reducer.residuals(), self.reducer.communicators
-        exchange.load(checkpoint.load(folder, rank=communicators.rank, ranks=communicators.size))
+        self.reducer.residuals.restore(folder)
 
     def report(self) -> Report:
         """Predicted and measured times of every bucket; printed, a table."""
@@ -204,7 +202,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             "backbeat/steps": float(reducer.steps),
             "backbeat/buckets": float(len(reducer.buckets)),
             "backbeat/communicators": float(reducer.partition.communicators),
-            "backbeat/late_buckets": float(reducer.late_buckets),
+            "backbeat/late_buckets": float(reducer.runner.context.late_buckets),
         }
         if timed:
             found["backbeat/exposed_s"] = timed[-1].exposed_s
@@ -256,14 +254,12 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             return output
         sync = self.require_backward_grad_sync
         if self.require_forward_param_sync != sync:
-            # A module looks long at whatever it is assigned.
+            # nn.Module.__setattr__ is slow.
             self.require_forward_param_sync = sync
-        alive = self.reducer.runner.weak
+        output_reached = self.reducer.runner.weak_output_reached
 
         def reached(_: torch.Tensor) -> None:
-            runner = alive()
-            if runner is not None:
-                runner.output_reached(sync)
+            output_reached(sync)
 
         for tensor in _find_tensors(output):
             # A leaf (a parameter handed out as it is) outlives the graph: every forward would add a hook to it.

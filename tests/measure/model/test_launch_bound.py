@@ -139,7 +139,7 @@ def test_ranks_do_alike_and_a_host_that_is_disturbed_does_not_count() -> None:
     """This host takes 0.9 of an iteration, the others 0.45: hooks would not make a device wait."""
     clock = MadeUpDevice(mark_s=0.0)
     layers = [1.0, 1.0, 1.0]
-    ranks = SimpleNamespace(wait_for_others=lambda: None, compare=lambda what, value: [value, value / 2, value / 2])
+    ranks = SimpleNamespace(wait_for_others=lambda: None, gather_some=lambda what, value: [value, value / 2, value / 2])
     figures = take_figures(clock, 0.9, layers, ranks=ranks)
     assert figures.launch_bound is not None
     assert figures.launch_bound.kind == "device-bound"

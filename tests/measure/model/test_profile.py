@@ -253,7 +253,7 @@ def test_a_job_that_waits_waits_for_few_slow_steps(
 
     found = profile(
         classifier(), images(), slow, iterations=10, warmup=3, time_limit_s=10.0, brief=True, accept_noise=True,
-        ranks=SimpleNamespace(wait_for_others=lambda: None, compare=lambda what, value: [value]),
+        ranks=SimpleNamespace(wait_for_others=lambda: None, gather_some=lambda what, value: [value]),
     )  # fmt: skip
     assert took[0] in steps
     assert found.single_s == pytest.approx(step_s, rel=0.01)
@@ -269,7 +269,7 @@ def test_ranks_can_begin_every_series_of_iterations_together() -> None:
     steps = [0]
     model = classifier()
     model.register_forward_pre_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
-    ranks = SimpleNamespace(wait_for_others=lambda: seen.append(steps[0]), compare=lambda what, value: [value])
+    ranks = SimpleNamespace(wait_for_others=lambda: seen.append(steps[0]), gather_some=lambda what, value: [value])
     result = profile(model, images(), loss, **QUICK, ranks=ranks)
     blocks, first, hooked, second = seen
     # One more after each half, for ranks that are slower.

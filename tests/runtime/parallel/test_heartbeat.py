@@ -13,9 +13,9 @@ from rank_pool import HERE, node_environment
 from torch.distributed import DistStoreError
 
 from backbeat.comm.agreement import RankStore
-from backbeat.errors import MeasurementError
+from backbeat.errors import LostRankError, MeasurementError
 from backbeat.runtime.parallel import heartbeat
-from backbeat.runtime.parallel.heartbeat import Heartbeat, LostRankError, heartbeat_of
+from backbeat.runtime.parallel.heartbeat import Heartbeat, heartbeat_of
 from tests.forks import Fork, script
 
 
@@ -75,7 +75,7 @@ def test_ranks_count_while_they_are_watched() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = RankStore(SimpleNamespace(rank=0, size=1, device=None, store=store), "parallelize")  # type: ignore[arg-type]
     with heartbeat_of(ranks):
-        assert ranks.every(3) == [3]
+        assert ranks.gather(3) == [3]
         store.wait(["parallelize/alive/0"])
     with pytest.raises(MeasurementError, match="as it was"), heartbeat_of(ranks):
         raise MeasurementError("as it was")

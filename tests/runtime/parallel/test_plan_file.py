@@ -17,10 +17,9 @@ from torch import nn
 from backbeat.comm.clock import Clock
 from backbeat.errors import InputError
 from backbeat.model.plan import MadeFor
-from backbeat.runtime.parallel import link_probe
+from backbeat.runtime.parallel import plan_file
 from backbeat.runtime.parallel.apply_plan import is_stock
-from backbeat.runtime.parallel.link_probe import message_s, probe_bytes
-from backbeat.runtime.parallel.plan_file import kept_plan, model_digest, save
+from backbeat.runtime.parallel.plan_file import kept_plan, message_s, model_digest, probe_bytes, save
 
 NOW = MadeFor(ranks=2, model="ab", batch="cd", network="gloo", message_s=1e-3)
 
@@ -61,7 +60,7 @@ class Link:
     def wait(self) -> None:
         pass
 
-    def every(self, value: list[Any]) -> list[list[Any]]:
+    def gather(self, value: list[Any]) -> list[list[Any]]:
         over, *seconds = value
         return [value, [over, *(one * self.random.uniform(0.5, 1) for one in seconds)]]
 
@@ -69,9 +68,9 @@ class Link:
 def probed_s(link: Any, monkeypatch: pytest.MonkeyPatch) -> float:
     clock = Clock()
     monkeypatch.setattr(clock, "mark", lambda: link.now)
-    monkeypatch.setattr(link_probe, "clock_for", lambda device: clock)
-    monkeypatch.setattr(link_probe, "time", SimpleNamespace(monotonic=lambda: link.now))
-    return message_s(link, link_probe.LEAST_BYTES)
+    monkeypatch.setattr(plan_file, "clock_for", lambda device: clock)
+    monkeypatch.setattr(plan_file, "time", SimpleNamespace(monotonic=lambda: link.now))
+    return message_s(link, plan_file.LEAST_BYTES)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -26,7 +26,7 @@ from backbeat.runtime.parallel.trials import ExampleStep, take_turns, try_plan
 from backbeat.simulate.stragglers import between_ranks
 from tests.problems import make_profile
 
-ALONE: Any = SimpleNamespace(size=2, first=lambda value: value, communicators=SimpleNamespace(backend="gloo"))
+ALONE: Any = SimpleNamespace(size=2, from_rank_0=lambda value: value, communicators=SimpleNamespace(backend="gloo"))
 
 
 def example(batch: Any = None, optimizer: Any = "sgd") -> ExampleStep:
@@ -177,8 +177,8 @@ def test_the_profile_has_the_spread_between_ranks(others: list[float]) -> None:
     search.model, search._measured, search._say = nn.Linear(2, 2), lambda: own, lambda text: None
     search.ranks = SimpleNamespace(
         raise_on_all=lambda call, what: call(),
-        every=lambda value: [list(value), others] if isinstance(value, tuple) else [value, value],
-        first=lambda value: value,
+        gather=lambda value: [list(value), others] if isinstance(value, tuple) else [value, value],
+        document_from_rank_0=lambda value, kind: value,
     )
     found, unused = search._profile()
     # The profile's gradients are none of the model's.
@@ -200,7 +200,7 @@ def test_on_gpus_what_fsdp2_costs_the_host_is_measured_for_a_network_without_it(
     search: Any = object.__new__(ParallelSearch)
     search.example, search.budget_s, search._say = replace(example(), device=torch.device(device)), 50.0, print
     search.ranks = SimpleNamespace(
-        size=2, communicators=None, every=lambda values: [values, [0.0, 204.0, 0.0, 204.0, 384.0]]
+        size=2, communicators=None, gather=lambda values: [values, [0.0, 204.0, 0.0, 204.0, 384.0]]
     )
     monkeypatch.setattr(calibration, "measure_sharded_host", lambda links, limit_s: (28.0, 0.0, 28.0, 0.0, 0.0))
     found = search._given(network)
@@ -264,7 +264,8 @@ def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
         communicators=SimpleNamespace(backend="gloo"),
         device=torch.device("cpu"),
         failure=lambda *_: None,
-        every=lambda seconds: [seconds, seconds + 5.0],
+        attempt=lambda call: (call(), None),
+        gather=lambda seconds: [seconds, seconds + 5.0],
         alarm_for=lambda backends: contextlib.nullcontext(lambda: 0),
     )
     step = replace(example(torch.ones(1, 2)), loss=loss)

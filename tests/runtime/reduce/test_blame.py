@@ -12,7 +12,7 @@ from backbeat.runtime.reduce import failures
 
 
 class Rank:
-    def standing(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {"step": 3, "in_backward": True, "sent": 1, "buckets": 2, "waiting": ""}
 
 
@@ -22,7 +22,7 @@ def test_a_store_that_hangs_does_not_hang_the_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(failures, "ANSWER_S", 0.05)
     rank = Rank()
     communicators: Any = SimpleNamespace(store=store, rank=1, size=4)
-    monitor = failures.Monitor(communicators, rank.standing, model_name="net", look=None)
+    monitor = failures.Monitor(communicators, rank.state, model_name="net", look=None)
     try:
         assert "the rank that keeps it hangs" in monitor.blame()
     finally:
@@ -43,7 +43,7 @@ def test_a_monitor_that_was_stopped_is_waited_for_at_the_end(monkeypatch: pytest
     store = SimpleNamespace(clone=lambda: SimpleNamespace(check=check))
     rank = Rank()
     communicators: Any = SimpleNamespace(store=store, rank=1, size=4)
-    monitor = failures.Monitor(communicators, rank.standing, model_name="net", look=None)
+    monitor = failures.Monitor(communicators, rank.state, model_name="net", look=None)
     monitor.start()
     assert asked.wait(60)
     monitor.stop()

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, WorkResult
 
+from backbeat.errors import CommunicationError
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.reduce.failures import DONE, IN_FLIGHT, CommunicationError, LostCollectives, work_result
+from backbeat.runtime.reduce.failures import DONE, IN_FLIGHT, LostCollectives, work_result
 from backbeat.runtime.reduce.step import InFlight
 
 

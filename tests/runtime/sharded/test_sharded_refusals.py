@@ -20,7 +20,7 @@ from backbeat.errors import CommunicationError, InputError
 from backbeat.model import Bucket, MemoryPlan, Mesh, Plan, PlanPrediction, Segment, ShardUnit
 from backbeat.runtime import full_state_dict, fully_shard
 from backbeat.runtime.sharded import shard, torch_fsdp
-from backbeat.runtime.sharded.unit_modules import find_units
+from backbeat.runtime.sharded.shard import find_units
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_waiting_in_vain_is_said(alone: Context, monkeypatch: pytest.MonkeyPatch
     def never(*_: Any) -> None:
         raise dist.DistStoreError("wait timeout after 6000ms")
 
-    monkeypatch.setattr(shard, "agree", never)
+    monkeypatch.setattr(shard.RankStore, "agree", never)
     with pytest.raises(CommunicationError, match=r"rank 0: fully_shard waited .* wait timeout after 6000ms"):
         fully_shard(Chain(), plan=plan_of(alone))
 
