@@ -159,6 +159,7 @@ def _become(words: Sequence[str], environment: dict[str, str] | None, kept: Sequ
         _KEPT.append((sys.stdin, sys.stdout, sys.stderr))
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
         _program(words)
+        code = 0
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
