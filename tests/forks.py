@@ -121,12 +121,9 @@ def run_python(*words: str, cwd: Path | None = None, limit_s: float = 240, **env
 def python(*words: str) -> None:
     """As `python WORDS` does. Where this program starts a Python program, it forks."""
     if not ON_GPU:
-        subprocess.Popen.__init__ = partial_method(_popen, subprocess.Popen.__init__)  # type: ignore[method-assign]
+        started = subprocess.Popen.__init__
+        subprocess.Popen.__init__ = lambda *given, **options: _popen(started, *given, **options)  # type: ignore
     _program(words)
-
-
-def partial_method(function: Callable[..., None], first: Callable[..., None]) -> Callable[..., None]:
-    return lambda *arguments, **options: function(first, *arguments, **options)
 
 
 def _popen(started: Callable[..., None], self: Any, args: Any, *rest: Any, **options: Any) -> None:
@@ -142,11 +139,11 @@ def _become(words: Sequence[str], environment: dict[str, str] | None, kept: Sequ
     """What a new process is after `exec`: no handlers, no files, other streams, a program of its own."""
     code: Any = 1
     try:
-        last = 2
         # Among them the one on which the parent waits for `exec`.
-        for file in sorted([*kept, os.sysconf("SC_OPEN_MAX")]):
-            os.closerange(last + 1, file)
-            last = file
+        for file in map(int, os.listdir("/dev/fd")):
+            if file > 2 and file not in kept:
+                with suppress(OSError):
+                    os.close(file)
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
@@ -180,7 +177,7 @@ _KEPT: list[Any] = []
 
 
 def _program(words: Sequence[str]) -> None:
-    words = [word for word in words if word != "-u"]
+    words = list(words)[words[0] == "-u" :]
     # That a module was imported before it is run is meant.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
     if words[0] == "-m":
