@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Hundreds of processes import the package: it is compiled once, also where the environment asks for no bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check lint test docs install system schemas format bench clean
+.PHONY: demo check lint lint-ruff lint-types lint-layers test docs install system schemas format bench clean
 
 demo: $(CORE)
 	$(BIN)/backbeat demo
@@ -30,10 +30,18 @@ test: lint
 	$(PYTEST) $(SPREAD) -m "not alone"
 	$(PYTEST) -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
+# All at once, and to the end, whichever fails: each keeps one core busy.
 lint: $(DEV)
+	@$(MAKE) --no-print-directory -j 3 -k lint-ruff lint-types lint-layers
+
+lint-ruff:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-types:
 	$(BIN)/mypy
+
+lint-layers:
 	$(BIN)/lint-imports
 
 # The site. -n -W: a link, an anchor or a reference that leads nowhere is an error.

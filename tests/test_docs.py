@@ -53,8 +53,10 @@ def anchors(page: Path) -> set[str]:
 def test_the_site_builds(tmp_path: Path) -> None:
     """Every link, anchor and reference on every page leads somewhere, or sphinx fails."""
     pytest.importorskip("sphinx")
+    from tests.forks import run_python
+
     build = ["-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-c", "docs", ".", str(tmp_path / "site")]
-    done = subprocess.run([sys.executable, *build], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_python(*build, cwd=ROOT, limit_s=300)
     assert done.returncode == 0, done.stderr
     for page in ("docs/index", "docs/reference/cli", "validation/lab/README"):
         assert (tmp_path / "site" / f"{page}.html").is_file()

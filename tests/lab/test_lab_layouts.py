@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.terminal import run
+from tests.forks import run_python
 
 pytest.importorskip("torch", reason="the lab's workers need torch")
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
@@ -30,11 +30,10 @@ def model(tmp_path: Path) -> str:
 
 
 def test_layouts_are_run_beside_both_predictions(model: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "backbeat", "lab", "--nodes", "2", "--bandwidth", "200mbit", "--layout", "pp=2",
-         "--layout", "tp=2", "--model", model, "--global-batch", "2", "--sequence", "128",
-         "--dilation", "2", "--seconds", "0.1s", "--budget", "0.5s", "--json", "-o", str(tmp_path / "all.json")],
-        capture_output=True, text=True, timeout=240, check=False,
+    done = run_python(
+        "-m", "backbeat", "lab", "--nodes", "2", "--bandwidth", "200mbit", "--layout", "pp=2",
+        "--layout", "tp=2", "--model", model, "--global-batch", "2", "--sequence", "128",
+        "--dilation", "2", "--seconds", "0.1s", "--budget", "0.5s", "--json", "-o", str(tmp_path / "all.json"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import run_python
 from tests.lab.cases import NEEDS_NAMESPACES, profile
 
 pytest.importorskip("torch", reason="the lab's workers need torch")
@@ -18,11 +17,10 @@ pytestmark = NEEDS_NAMESPACES
 
 def test_sharded_plans_are_run_beside_their_prediction(tmp_path: Path) -> None:
     profile(3, size=100_000).save(tmp_path / "small.json")
-    done = subprocess.run(
-        [sys.executable, "-m", "backbeat", "lab", "--profile", str(tmp_path / "small.json"), "--nodes", "2",
-         "--ranks-per-node", "2", "--inside", "400mbit", "--bandwidth", "100mbit", "--strategy", "sharded,hsdp:2",
-         "--seconds", "0.1s", "--budget", "2s", "--json", "-o", str(tmp_path / "all.json")],
-        capture_output=True, text=True, timeout=240, check=False,
+    done = run_python(
+        "-m", "backbeat", "lab", "--profile", str(tmp_path / "small.json"), "--nodes", "2",
+        "--ranks-per-node", "2", "--inside", "400mbit", "--bandwidth", "100mbit", "--strategy", "sharded,hsdp:2",
+        "--seconds", "0.1s", "--budget", "2s", "--json", "-o", str(tmp_path / "all.json"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)

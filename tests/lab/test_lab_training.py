@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import run_python
 from tests.lab.cases import NEEDS_NAMESPACES
 
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
@@ -28,10 +27,10 @@ def four_layers(batch_size: int = 4):
 def test_training_in_the_lab_gives_stock_ddps_losses(tmp_path: Path) -> None:
     (tmp_path / "lab_model.py").write_text(MODEL)
     kept = tmp_path / "lab.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "backbeat", "lab", "--train", "lab_model:four_layers", "--nodes", "2", "--bandwidth",
-         "100mbit", "-s", "ddp,optimal,sharded", "--seconds", "0.5s", "--budget", "2s", "--json", "-o", str(kept)],
-        cwd=tmp_path, timeout=300, check=False, capture_output=True, text=True,
+    done = run_python(
+        "-m", "backbeat", "lab", "--train", "lab_model:four_layers", "--nodes", "2", "--bandwidth",
+        "100mbit", "-s", "ddp,optimal,sharded", "--seconds", "0.5s", "--budget", "2s", "--json", "-o", str(kept),
+        cwd=tmp_path, limit_s=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)

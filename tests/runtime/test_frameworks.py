@@ -1,17 +1,12 @@
 """The examples, run as a user runs them: torchrun, elastic restart, Lightning, Accelerate, Hugging Face.
 
-One runs under `torchrun` itself and one starts its ranks by Lightning; the ranks of the others are forks.
+One runs under `torchrun` itself and one starts its ranks by Lightning. All processes are forks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,22 +26,10 @@ def _frameworks_are_imported_once() -> None:
     forks.preload("accelerate", "pytorch_lightning", "transformers.trainer")
 
 
-def run(command: list[str], limit_s: float = 100) -> str:
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **QUIET},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, _ = process.communicate(timeout=limit_s)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, out
-    return out
+def run(*words: str, limit_s: float = 100) -> str:
+    done = forks.run_python(*words, limit_s=limit_s, **QUIET)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def torchrun(path: Path, *arguments: str, ranks: int = 2, restarts: int = 0, limit_s: float = 100, **more: str) -> str:
@@ -71,8 +54,8 @@ def undisturbed() -> dict[int, float]:
 
 
 def test_torchrun_with_a_strategy() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    out = run([*command, str(EXAMPLES / "torchrun.py"), "--plan", "auto", "--steps", "40"])
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    out = run(*command, str(EXAMPLES / "torchrun.py"), "--plan", "auto", "--steps", "40")
     found = losses(out)
     assert found[39] < found[0]
     assert "buckets" in out
@@ -96,7 +79,7 @@ def test_another_world_size_continues_to_the_same_losses(undisturbed: dict[int, 
 
 @pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="Lightning is not installed")
 def test_lightning() -> None:
-    out = run([sys.executable, str(EXAMPLES / "lightning_trainer.py"), "--devices", "2"])
+    out = run(str(EXAMPLES / "lightning_trainer.py"), "--devices", "2")
     assert len(set(sums(out))) == 1
     assert len(sums(out)) == 2, out
     assert out.count("wrapper backbeat.runtime.reduce.wrapper") == 2, out

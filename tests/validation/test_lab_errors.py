@@ -17,6 +17,7 @@ pytest.importorskip("matplotlib", reason="the scripts need matplotlib")
 
 from backbeat.lab.plans import parse  # noqa: E402
 from backbeat.lab.setting import Setting  # noqa: E402
+from tests.forks import run_python  # noqa: E402
 from tests.lab.cases import NEEDS_NAMESPACES, profile  # noqa: E402
 
 VALIDATION = Path(__file__).parents[2] / "validation"
@@ -90,9 +91,7 @@ def test_a_matrix_is_measured_once_and_judged(tmp_path: Path) -> None:
     results = tmp_path / "results"
 
     def run(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
-        )
+        done = run_python(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

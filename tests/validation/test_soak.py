@@ -4,15 +4,14 @@ losses of one process."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forks import run_python
 
 pytest.importorskip("torch", reason="the soak's ranks need torch")
 
@@ -31,21 +30,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "validation" / "soak" / "soak.py"
 )
 def test_training_comes_through(plan: str, kinds: str, faults: list[str], restarts: int, tmp_path: Path) -> None:
     options = ["--ranks", "2", "--kinds", kinds, "--faults", str(len(faults)), "--rest", "0", "--seed", "5"]
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *options, "--plan", plan, "--patience", "120", "-o", str(tmp_path)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
-        out, _ = process.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        # It ends its torchruns and their ranks on the way out.
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=20)
-        raise
-    finally:
-        process.kill()
-    assert process.returncode == 0, out
+    # Its torchruns and their ranks are forks, too.
+    done = run_python(str(SCRIPT), *options, "--plan", plan, "--patience", "120", "-o", str(tmp_path), limit_s=300)
+    assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["wrong"] == []
     assert sorted(fault["fault"] for fault in found["faults"]) == faults

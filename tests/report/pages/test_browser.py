@@ -37,26 +37,43 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
+@pytest.fixture(scope="module")
+def tab(browser: Any) -> Any:
+    return new_tab(browser)
+
+
+def new_tab(browser: Any) -> Any:
+    tab = browser.new_context(accept_downloads=True).new_page()
+    tab.set_default_timeout(30_000)
+    return tab
+
+
 @contextlib.contextmanager
-def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
-    """A page that must not complain, nor ask anything of anybody but its own server."""
-    context = browser.new_context(accept_downloads=True, **{"viewport": {"width": 1200, "height": 900}, **options})
-    page = context.new_page()
-    page.set_default_timeout(30_000)
+def opened(tab: Any, address: str, width: int = 1200, color_scheme: str = "light") -> Iterator[Any]:
+    """A page that must not complain, nor ask anything of anybody but its own server.
+
+    One tab shows them one after the other: it has plotly's four megabytes compiled. Pages store nothing in it.
+    """
+    tab.set_viewport_size({"width": width, "height": 800})
+    tab.emulate_media(color_scheme=color_scheme)
     complaints: list[str] = []
-    page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
     own = address.split("?")[0].removesuffix("report.html").removesuffix("/layout")
-    page.on(
-        "request",
-        lambda request: complaints.append(request.url) if not request.url.startswith((own, "blob:", "data:")) else None,
-    )
-    page.goto(address)
-    page.wait_for_function(DRAWN)
+    allowed = (own, "blob:", "data:")
+    heard = {
+        "console": lambda message: complaints.append(f"{message.type}: {message.text}"),
+        "pageerror": lambda error: complaints.append(str(error)),
+        "request": lambda request: None if request.url.startswith(allowed) else complaints.append(request.url),
+    }
+    for event, listener in heard.items():
+        tab.on(event, listener)
+    tab.goto(address)
+    tab.wait_for_function(DRAWN)
     try:
-        yield page
+        yield tab
     finally:
-        context.close()
+        for event, listener in heard.items():
+            tab.remove_listener(event, listener)
+        tab.goto("about:blank")
     assert complaints == []
 
 
@@ -71,7 +88,7 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
 @pytest.fixture(scope="module")
 def shown(browser: Any, resnet: tuple[str, Any]) -> Iterator[Any]:
     """The report, for tests that leave it as it is."""
-    with opened(browser, resnet[0]) as page:
+    with opened(new_tab(browser), resnet[0]) as page:
         yield page
 
 
@@ -109,10 +126,10 @@ def test_no_button_sends_anything_anywhere(shown: Any) -> None:
     assert not [title for title in titles if "hare" in (title or "") or "loud" in (title or "")]
 
 
-def test_two_strategies_stand_below_or_on_top_of_each_other(browser: Any, resnet: tuple[str, Any]) -> None:
+def test_two_strategies_stand_below_or_on_top_of_each_other(tab: Any, resnet: tuple[str, Any]) -> None:
     address, made = resnet
     lanes = [len(made.timeline(label).lanes) for label in ("ddp", "best")]
-    with opened(browser, address) as page:
+    with opened(tab, address) as page:
         ticks = page.locator("#plot-timeline .yaxislayer-above .ytick text")
         assert ticks.count() == sum(lanes)
         assert "ddp · compute" in ticks.all_text_contents()
@@ -128,9 +145,9 @@ def test_two_strategies_stand_below_or_on_top_of_each_other(browser: Any, resnet
         page.wait_for_function("() => document.querySelectorAll('#plot-timeline .trace.bars').length === 2")
 
 
-def test_exports_download_what_is_shown(browser: Any, resnet: tuple[str, Any]) -> None:
+def test_exports_download_what_is_shown(tab: Any, resnet: tuple[str, Any]) -> None:
     address, made = resnet
-    with opened(browser, address) as page:
+    with opened(tab, address) as page:
         page.locator("#scaling details summary", has_text="The numbers").click()
         with page.expect_download() as waiting:
             page.locator("#scaling [data-do=csv]").click()
@@ -148,9 +165,9 @@ def test_exports_download_what_is_shown(browser: Any, resnet: tuple[str, Any]) -
         assert json.loads(Path(waiting.value.path()).read_text())["traceEvents"]
 
 
-def test_tables_sort_and_views_switch_by_keyboard(browser: Any, resnet: tuple[str, Any]) -> None:
+def test_tables_sort_and_views_switch_by_keyboard(tab: Any, resnet: tuple[str, Any]) -> None:
     address, _ = resnet
-    with opened(browser, address) as page:
+    with opened(tab, address) as page:
         page.locator("#scaling details summary", has_text="The numbers").focus()
         page.keyboard.press("Enter")
         heading = page.locator("#table-scaling-1 th button", has_text="iteration")
@@ -170,9 +187,9 @@ def test_tables_sort_and_views_switch_by_keyboard(browser: Any, resnet: tuple[st
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1200)])
-def test_it_fits_phones_and_both_themes(browser: Any, resnet: tuple[str, Any], scheme: str, width: int) -> None:
+def test_it_fits_phones_and_both_themes(tab: Any, resnet: tuple[str, Any], scheme: str, width: int) -> None:
     address, _ = resnet
-    with opened(browser, address, color_scheme=scheme, viewport={"width": width, "height": 800}) as page:
+    with opened(tab, address, width, scheme) as page:
         across, paper = "document.documentElement.scrollWidth", "getComputedStyle(document.body).backgroundColor"
         assert page.evaluate(across) <= width
         before = page.evaluate(paper)
@@ -181,11 +198,11 @@ def test_it_fits_phones_and_both_themes(browser: Any, resnet: tuple[str, Any], s
         assert page.evaluate(across) <= width
 
 
-def test_hostile_names_stay_text(browser: Any, tmp_path: Path) -> None:
+def test_hostile_names_stay_text(tab: Any, tmp_path: Path) -> None:
     made = study(hostile_profile(), hostile_network(), [4, 8], strategies=["wfbp"])
     path = tmp_path / "report.html"
     path.write_text(report(made), encoding="utf-8")
-    with opened(browser, path.as_uri()) as page:
+    with opened(tab, path.as_uri()) as page:
         page.select_option("#first", "wfbp")
         page.select_option("#second", "")
         page.wait_for_function("() => document.querySelectorAll('#plot-timeline .trace.bars').length === 2")
@@ -221,9 +238,9 @@ def curve_of(page: Any, label: str) -> list[list[float]]:
     return found
 
 
-def test_sliders_move_the_curve_to_what_predict_says(browser: Any, server: str) -> None:
+def test_sliders_move_the_curve_to_what_predict_says(tab: Any, server: str) -> None:
     profile, network = bb.Profile.load("vgg16-b64-bf16-h200"), bb.Network.load("10gbe")
-    with opened(browser, f"{server}/?profile=vgg16-b64-bf16-h200&network=10gbe&workers=8") as page:
+    with opened(tab, f"{server}/?profile=vgg16-b64-bf16-h200&network=10gbe&workers=8") as page:
         settled(page)
         assert curve_of(page, "ddp")[0] == [4, 8]
         change(page, "workers", 5)
@@ -238,23 +255,23 @@ def test_sliders_move_the_curve_to_what_predict_says(browser: Any, server: str) 
         assert curve_of(page, "ddp, 100 MiB")[0] == [4, 8, 16, 32]
         shared = page.url
         before = curve_of(page, "optimal")
-    with opened(browser, shared) as page:
+    with opened(tab, shared) as page:
         settled(page)
         assert curve_of(page, "optimal") == before
 
 
-def test_a_state_that_no_slider_can_show_is_kept(browser: Any, server: str) -> None:
-    with opened(browser, f"{server}/?workers=48&profile=vgg16-b64-bf16-h200") as page:
+def test_a_state_that_no_slider_can_show_is_kept(tab: Any, server: str) -> None:
+    with opened(tab, f"{server}/?workers=48&profile=vgg16-b64-bf16-h200") as page:
         settled(page)
         assert curve_of(page, "ddp")[0] == [4, 8, 16, 32, 48]
         assert "workers=48" in page.url
 
 
-def test_own_files_can_be_uploaded_and_stay_text(browser: Any, server: str, tmp_path: Path) -> None:
+def test_own_files_can_be_uploaded_and_stay_text(tab: Any, server: str, tmp_path: Path) -> None:
     good, bad = tmp_path / "mine.json", tmp_path / "bad.json"
     files.write(good, files.encode(hostile_profile()))
     bad.write_text("{}")
-    with opened(browser, server) as page:
+    with opened(tab, server) as page:
         settled(page)
         page.evaluate("document.body.dataset.thorough = 'false'")
         page.set_input_files("#upload", str(good))
@@ -268,15 +285,13 @@ def test_own_files_can_be_uploaded_and_stay_text(browser: Any, server: str, tmp_
         assert json.loads(Path(waiting.value.path()).read_text())["traceEvents"]
 
 
-def test_a_refused_file_says_why(browser: Any, server: str, tmp_path: Path) -> None:
+def test_a_refused_file_says_why(tab: Any, server: str, tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
-    context = browser.new_context()
-    page = context.new_page()
-    page.goto(server)
-    page.set_input_files("#upload", str(bad))
-    page.wait_for_function("() => document.getElementById('uploaded').textContent.includes('schema')")
-    context.close()
+    tab.goto(server)
+    tab.set_input_files("#upload", str(bad))
+    tab.wait_for_function("() => document.getElementById('uploaded').textContent.includes('schema')")
+    tab.goto("about:blank")
 
 
 @pytest.fixture(scope="module")
@@ -288,11 +303,9 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("width", [1200, 360])
-def test_a_sharded_report_shows_units_and_memory_over_the_step(
-    browser: Any, sharded: tuple[str, Any], width: int
-) -> None:
+def test_a_sharded_report_shows_units_and_memory_over_the_step(tab: Any, sharded: tuple[str, Any], width: int) -> None:
     address, made = sharded
-    with opened(browser, address, viewport={"width": width, "height": 800}) as page:
+    with opened(tab, address, width) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.locator("#headline").text_content().endswith("stock DDP does not fit the memory.")
         assert "fully_shard(model" in page.locator("#answer pre").first.text_content()
@@ -308,8 +321,8 @@ def test_a_sharded_report_shows_units_and_memory_over_the_step(
         assert f"limit {format_bytes(made.fits['fsdp'].device_bytes)}" in limits
 
 
-def test_the_what_if_page_weighs_ddp_fsdp_and_hsdp(browser: Any, server: str) -> None:
-    with opened(browser, f"{server}/?profile=gpt2-b8-bf16-adamw-h200&network=dgx-h100&workers=16") as page:
+def test_the_what_if_page_weighs_ddp_fsdp_and_hsdp(tab: Any, server: str) -> None:
+    with opened(tab, f"{server}/?profile=gpt2-b8-bf16-adamw-h200&network=dgx-h100&workers=16") as page:
         page.wait_for_function("() => document.body.dataset.thorough === 'true'")
         words = page.locator("#ways").text_content()
         assert "DDP" in words
@@ -339,9 +352,9 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, Any
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_a_page_of_layouts_shows_any_of_them(browser: Any, ranked: tuple[str, dict[int, Any]], width: int) -> None:
+def test_a_page_of_layouts_shows_any_of_them(tab: Any, ranked: tuple[str, dict[int, Any]], width: int) -> None:
     address, content = ranked
-    with opened(browser, address, viewport={"width": width, "height": 800}) as page:
+    with opened(tab, address, width) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.locator("#headline").text_content() == content[8]["headline"]
         assert page.locator("#table-layouts tbody tr").count() == len(content[8]["rows"])
@@ -356,8 +369,8 @@ def test_a_page_of_layouts_shows_any_of_them(browser: Any, ranked: tuple[str, di
         assert lanes[0] == "stage 0"
 
 
-def test_the_layout_tab_follows_its_controls_and_its_address(browser: Any, server: str) -> None:
-    with opened(browser, f"{server}/layout?model=llama-3.2-1b&gpus=8&global_batch=32&sequence=2048") as page:
+def test_the_layout_tab_follows_its_controls_and_its_address(tab: Any, server: str) -> None:
+    with opened(tab, f"{server}/layout?model=llama-3.2-1b&gpus=8&global_batch=32&sequence=2048") as page:
         page.wait_for_function("() => document.body.dataset.answered === '1'")
         first = page.locator("#headline").text_content()
         assert first.endswith("on 8 GPUs")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forks import run_python
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "topk_convergence.py"
 STEPS = 250
@@ -20,13 +20,9 @@ TOLERANCE = 0.1
 @pytest.mark.parametrize(("task", "seed"), [("cnn", 0), ("transformer", 1)])
 def test_top_k_learns_what_dense_training_does(task: str, seed: int, tmp_path: Path) -> None:
     found = tmp_path / "rows.json"
-    subprocess.run(
-        [
-            sys.executable, str(SCRIPT), "--task", task, "--steps", str(STEPS), "--seeds", str(seed),
-            "--methods", "dense;top-k 5 %", "--json", str(found),
-        ],
-        check=True, timeout=240, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    options = ["--task", task, "--steps", str(STEPS), "--seeds", str(seed), "--methods", "dense;top-k 5 %"]
+    done = run_python(str(SCRIPT), *options, "--json", str(found))
+    assert done.returncode == 0, done.stderr
     dense, compressed = json.loads(found.read_text())["rows"]
     assert max(dense["losses"]) < LEARNED, "the task is not learned at all"
     assert compressed["worst_gap"] <= TOLERANCE, f"{compressed['losses']} against {dense['losses']}"

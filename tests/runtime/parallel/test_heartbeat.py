@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -82,19 +84,33 @@ def test_ranks_count_while_they_are_watched() -> None:
     assert not any(one.name == "backbeat-heartbeat" for one in threading.enumerate())
 
 
-@pytest.mark.parametrize("during", ["profile", "network", "trial"])
-def test_a_rank_killed_during_a_search_is_named(during: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    path = str(HERE / "lost_in_search_process.py")
-    ranks = [Fork(script, path, during, environment={**node_environment(rank, 2), **meeting}) for rank in range(2)]
-    try:
-        survivor, dead = (rank.wait(300) for rank in ranks)
-    finally:
+DURING = ("profile", "network", "trial")
+
+
+@pytest.fixture(scope="module")
+def searches() -> Iterator[dict[str, list[Fork]]]:
+    """All at once: most of their time they wait until a rank counts as lost."""
+    path, found = str(HERE / "lost_in_search_process.py"), {}
+    # All are bound before the first is free again, so that they differ.
+    with contextlib.ExitStack() as bound:
+        probes = [bound.enter_context(socket.socket()) for _ in DURING]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        ports = [probe.getsockname()[1] for probe in probes]
+    for during, port in zip(DURING, ports, strict=True):
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        found[during] = [
+            Fork(script, path, during, environment={**node_environment(rank, 2), **meeting}) for rank in range(2)
+        ]
+    yield found
+    for ranks in found.values():
         for rank in ranks:
             rank.end()
+
+
+@pytest.mark.parametrize("during", DURING)
+def test_a_rank_killed_during_a_search_is_named(during: str, searches: dict[str, list[Fork]]) -> None:
+    survivor, dead = (rank.wait(300) for rank in searches[during])
     assert dead.returncode == 9
     assert survivor.returncode != 0
     assert "LostRankError: parallelize: rank 1 does not answer" in survivor.stderr, survivor.stderr
