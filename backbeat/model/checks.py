@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Iterable
 from functools import cache
+from numbers import Integral
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_origin
 
 import msgspec
@@ -116,8 +117,15 @@ def not_negative(where: str, value: float) -> None:
         _refuse(where, value, Meta(ge=0))
 
 
+def whole(where: str, value: Any) -> int:
+    """A whole number, numpy's too."""
+    if not isinstance(value, Integral):
+        raise InputError(f"{where} is {value!r}: it must be a whole number")
+    return int(value)
+
+
 def at_least(where: str, value: int, least: int) -> None:
-    if value < least:
+    if whole(where, value) < least:
         raise InputError(f"{where} is {value}: it must be {least} or more")
 
 

@@ -15,7 +15,7 @@ from backbeat.cost import Batch, Curve, LinkCost
 from backbeat.cost.collectives import COLLECTIVES, Collective
 from backbeat.cost.scaling import beside_traffic, mixed, stretched
 from backbeat.errors import InputError
-from backbeat.model.checks import Checked, at_least
+from backbeat.model.checks import Checked, at_least, whole
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.fabric import Load
 from backbeat.model.files import Document, Source
@@ -95,6 +95,7 @@ class Network(Document, frozen=True, kw_only=True):
         interpolated over the logarithm of the number. Elsewhere the nearest is scaled by the algorithm, and the fabric
         lets bandwidth fall. `load` gives the edges of the band, where there is one: a quiet or a busy cluster.
         """
+        workers = whole("workers", workers)
         if workers < 1:
             raise InputError(f"workers is {workers}: a job has at least one worker")
         if workers > _MOST_WORKERS:
@@ -129,14 +130,21 @@ class Network(Document, frozen=True, kw_only=True):
             return None
         return self.at(workers=self.workers, load="quiet"), self.at(workers=self.workers, load="busy")
 
-    @property
-    def largest_bytes(self) -> int | None:
+    def largest_bytes(self, collective: Collective = "all_reduce") -> int | None:
         """The largest message measured, where times come as points."""
+        used = self.sources(collective) or (self.workers,)
+        rows = [row for row in self._calibrated._rows_with(collective) if row.workers in used]
+        points = [times.points for row in rows if (times := getattr(row, collective)) is not None]
+        return min((found[-1][0] for found in points if found), default=None)
+
+    def sources(self, collective: Collective = "all_reduce") -> tuple[int, ...]:
+        """The numbers of workers whose times of this collective were used: two where this one lies between them, one
+        where it is extrapolated from there, none where the file has this very number, or none at all."""
+        if self.moved_from is None or getattr(self, collective) is None:
+            return ()
         base = self._calibrated
-        used = self.moved_from.used if self.moved_from is not None else ()
-        sources = [row for row in base._own_rows if row.workers in (used or (self.workers,))]
-        found = [row.all_reduce.points[-1][0] for row in sources if row.all_reduce.points]
-        return min(found, default=None)
+        near = base._nearest(self.workers, base._rows_with(collective))
+        return () if near[0].workers == self.workers else tuple(row.workers for row in near)
 
     def joined_by(self, across: Network, *, links: int = 1) -> Network:
         """Several such nodes, joined by `across`, whose workers are whole nodes with `links` such links each.
@@ -238,9 +246,12 @@ class Network(Document, frozen=True, kw_only=True):
         """Every number of workers that the file has, rising; of a calibrated network."""
         return sorted((WorkersRow(**_row_fields(self)), *self.rows), key=lambda row: row.workers)
 
+    def _rows_with(self, collective: Collective) -> list[WorkersRow]:
+        """Rows of a calibrated network, rising, that have this collective between two workers or more."""
+        return [row for row in self._own_rows if row.workers > 1 and getattr(row, collective) is not None]
+
     def _moved_to(self, workers: int) -> Network:
-        known = [row for row in self._own_rows if row.workers > 1]
-        if not known:
+        if not self._rows_with("all_reduce"):
             raise InputError(
                 f"network {self.name!r} was measured on {self.workers} worker: nothing travels there, "
                 "so it cannot be moved to more; calibrate with 2 workers or more"
@@ -255,11 +266,14 @@ class Network(Document, frozen=True, kw_only=True):
         times: dict[str, CollectiveTimes] = {}
         used: tuple[int, ...] = ()
         for name in COLLECTIVES:
-            rows = [row for row in known if getattr(row, name) is not None]
+            rows = self._rows_with(name)
             # One node's all-gather says nothing of more: better none than one that crosses no network.
             if rows and (workers <= per_node or rows[-1].workers > per_node):
                 times[name], sources = self._times(name, workers, rows)
-                used = sources if name == "all_reduce" else used
+                if name == "all_reduce":
+                    used = sources
+                elif len(sources) == 1 and len(used) != 1:
+                    times[name] = self._beside_all_reduce(times[name], times["all_reduce"], sources[0], workers)
         return replace(
             self,
             workers=workers,
@@ -271,23 +285,39 @@ class Network(Document, frozen=True, kw_only=True):
 
     def _times(self, name: Collective, workers: int, rows: list[WorkersRow]) -> tuple[CollectiveTimes, tuple[int, ...]]:
         """One collective's times, and the numbers of workers that they come from."""
-        below = [row for row in rows if row.workers <= workers]
-        above = [row for row in rows if row.workers >= workers]
-        if below and below[-1].workers == workers:
-            found: CollectiveTimes = getattr(below[-1], name)
+        near, *others = self._nearest(workers, rows)
+        if near.workers == workers:
+            found: CollectiveTimes = getattr(near, name)
             return found, ()
-        topology = self.topology
-        known_inside = workers <= topology.gpus_per_node and topology.inside is not None
-        if below and above and not known_inside:
-            one, two = below[-1], above[0]
-            curve = mixed(getattr(one, name).curve, getattr(two, name).curve, _share(one.workers, two.workers, workers))
-            return CollectiveTimes.of(curve), (one.workers, two.workers)
-        near = above[0] if above else below[-1]
-        slowdown = 1.0
+        if others:
+            share = _share(near.workers, others[0].workers, workers)
+            curve = mixed(getattr(near, name).curve, getattr(others[0], name).curve, share)
+            return CollectiveTimes.of(curve), (near.workers, others[0].workers)
+        topology, slowdown = self.topology, 1.0
         if topology.fabric is not None:
             slowdown = topology.fabric.change(topology.nodes(near.workers), topology.nodes(workers))
         curve = topology.moved(getattr(near, name).curve, name, near.workers, workers, slowdown=slowdown)
         return CollectiveTimes.of(curve), (near.workers,)
+
+    def _nearest(self, workers: int, rows: list[WorkersRow]) -> tuple[WorkersRow, ...]:
+        """Of these rows the one of this very number of workers, the two on either side, or the nearest."""
+        below = [row for row in rows if row.workers <= workers]
+        above = [row for row in rows if row.workers >= workers]
+        if below and below[-1].workers == workers:
+            return (below[-1],)
+        known_inside = workers <= self.topology.gpus_per_node and self.topology.inside is not None
+        if below and above and not known_inside:
+            return below[-1], above[0]
+        return (above[0] if above else below[-1],)
+
+    def _beside_all_reduce(
+        self, found: CollectiveTimes, all_reduce: CollectiveTimes, source: int, workers: int
+    ) -> CollectiveTimes:
+        """Times extrapolated from `source`, of a network whose all-reduce was measured nearer: they are off by as much
+        as the all-reduce extrapolated from there would be."""
+        expected, _ = self._times("all_reduce", workers, [row for row in self._own_rows if row.workers == source])
+        here, there = all_reduce.curve.link_s_per_byte, expected.curve.link_s_per_byte
+        return CollectiveTimes.of(found.curve.slower(here / there)) if here > 0 and there > 0 else found
 
     def _nearest_concurrency(self, workers: int, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:
         rows = [row for row in self._own_rows if row.concurrency and row.workers > 1]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from msgspec.structs import replace
 
-from backbeat.cost.collectives import traffic
+from backbeat.cost.collectives import Collective, traffic
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile, Reduction
+from backbeat.model.checks import whole
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.model.sharding import UnitCounts
 from backbeat.simulate.compressed_cost import remarks
@@ -30,6 +32,9 @@ _ANALYTIC = 0.15
 """How far compute may be off that is computed from shapes. validation/published says where both come from."""
 _NEGLIGIBLE = 0.02
 """Exposed time below this share of T(1) is not called a bottleneck."""
+_UNLIKE = 2.0
+"""Iterations that take this many times as long as their parts, or as much less, are noted: a unit may be wrong."""
+_HALVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 _WORTH_IT = 0.5
 """Past the knee an added worker brings less than this share of what one worker does alone."""
 
@@ -117,7 +122,7 @@ class _Worker:
             found = memory_timeline(measured, plan.memory, plan, workers=network.workers)
             profile, peak, notes = found.profile, found.peak_bytes, found.notes
             lane = lane.longer(found.host_more_s)
-        micro_batches = profile.accumulation if accumulation is None else accumulation
+        micro_batches = profile.accumulation if accumulation is None else whole("accumulation", accumulation)
         if micro_batches < 1:
             raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
         if plan.sharding is not None:
@@ -287,8 +292,8 @@ def _notes(
         notes.append(
             f"{len(left)} gradients are not in the plan and are taken to travel in one bucket after it, from {left[0]}"
         )
-    if network.moved_from is not None and network.workers > 1:
-        used = network.moved_from.used
+    if network.workers > 1:
+        used = network.sources()
         if len(used) == 1:
             extrapolated = True
             fabric = network.topology.fabric
@@ -296,10 +301,26 @@ def _notes(
             notes.append(f"all-reduce times at {network.workers} workers are extrapolated from {used[0]} ({how})")
         elif used:
             notes.append(f"all-reduce times at {network.workers} workers lie between those at {used[0]} and {used[1]}")
-    largest = network.largest_bytes
+    if plan.sharding is not None:
+        far = {name: from_ for name in _HALVES if len(from_ := network.sources(name)) == 1}
+        extrapolated = extrapolated or bool(far)
+        notes.extend(
+            f"{name.replace('_', '-')} times at {network.workers} workers are extrapolated from {from_[0]}"
+            for name, from_ in far.items()
+        )
+    measured = [network.largest_bytes(name) for name in _HALVES] if plan.sharding is not None else []
+    largest = min((size for size in measured if size is not None), default=network.largest_bytes())
     if largest is not None and largest_bytes > largest:
         extrapolated = True
-        notes.append(f"buckets above {format_bytes(largest)} lie beyond the largest message measured")
+        what = "buckets" if plan.sharding is None else "units"
+        notes.append(f"{what} above {format_bytes(largest)} lie beyond the largest message measured")
+    alone_s = profile.forward_s + profile.backward_s + profile.update_s
+    usual_s = fmean(profile.iteration_s) if profile.iteration_s else alone_s
+    if not alone_s / _UNLIKE <= usual_s / profile.accumulation <= alone_s * _UNLIKE:
+        notes.append(
+            f"the profile's iteration_s has a mean of {format_seconds(usual_s)}, forward, backward and update take "
+            f"{format_seconds(alone_s)}: are both in seconds? The wait for the slowest worker is taken from the former"
+        )
     if waits is not None and waits.extrapolated:
         extrapolated = True
         notes.append(
