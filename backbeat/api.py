@@ -66,8 +66,8 @@ def predict(
     With `accumulation` micro-batches only the last one's backward overlaps with communication. With `reduce_dtype`
     ("bf16" or "fp16") fp32 gradients are sent in two bytes each. Where the plan says what is kept of activations,
     every time is of an iteration that runs so, T(1) too, and the peak is predicted. With `global_batch` all workers
-    share that many samples per iteration, as in `strong_scaling`, which says what `other` is. A strategy takes the
-    same choices as in `plan`.
+    share that many samples per iteration, as in `strong_scaling`, which says what `other` is; T(1) is then one worker's
+    time for its share. A strategy takes the same choices as in `plan`.
 
     >>> from backbeat.model import Network, Profile
     >>> profile, network = Profile.load("resnet50-b64-bf16-h200"), Network.load("10gbe")

@@ -26,7 +26,7 @@ from backbeat.report.tables.terminal_table import natural_width
 from backbeat.report.words.answer import caveats, unmeasured
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import decide, stock_name, way_sentences
-from backbeat.report.words.limits import above_linear, knee_sentence, limit
+from backbeat.report.words.limits import SMALL_SHARES, above_linear, knee_sentence, limit
 from backbeat.report.words.numbers import (
     costs,
     describe,
@@ -42,6 +42,8 @@ from backbeat.simulate.predict import knee
 from backbeat.units import SCREEN, counted, format_bytes, parse_price, parse_workers
 
 _SAMPLES = 1_000_000
+_GOOD_SHARE = 0.95
+"""Of the whole batch's speed; below it small shares are what limits a job that waits for nothing else."""
 
 
 def predict(
@@ -237,6 +239,7 @@ def _show(found: Study, settings: Settings, title: str, *, wide: bool) -> None:
         *(f"Too big: {words}, {format_bytes(sizes[name])}." for name, words in large.items()),
         *_peaks(found, settings),
         *caveats(best, found.network, found.given, every=wide),
+        *_plan_notes(found, settings),
         "",
         decided.text,
     )
@@ -270,7 +273,8 @@ def _figures(found: Study, settings: Settings, row: Prediction, which: str) -> s
 
 
 def _limit(found: Study, row: Prediction) -> str:
-    return f"Limit: {limit(row, found.profile, reduce_dtype=found.reduce_dtype)}"
+    small = found.global_batch is not None and row.bottleneck == "compute" and row.scaling_factor < _GOOD_SHARE
+    return f"Limit: {SMALL_SHARES if small else limit(row, found.profile, reduce_dtype=found.reduce_dtype)}"
 
 
 def _cost_column(found: Study, settings: Settings) -> tuple[str, Callable[[Prediction], str]] | None:
@@ -279,6 +283,17 @@ def _cost_column(found: Study, settings: Settings) -> tuple[str, Callable[[Predi
     if price is None:
         return None
     return f"$/B {unit(profile)}", lambda row: format_money(per_billion(row, profile, price)).removeprefix("$")
+
+
+def _plan_notes(found: Study, settings: Settings) -> list[str]:
+    """What is to be said of the plans asked about beside what is said of the best."""
+    noted = found.best.notes
+    return [
+        f"* {label}: {note}"
+        for label in settings.plan_files
+        for note in found.at_top[label].notes
+        if note not in noted and found.at_top[label] is not found.best
+    ]
 
 
 def _peaks(found: Study, settings: Settings) -> list[str]:

@@ -66,9 +66,6 @@ def _one_a_block(
 ) -> Plan:
     pieces = ModelPieces.of(profile)
     units = repeated([piece.name for piece in pieces.pieces if piece.elements])
-    notes = pieces.notes
-    if not profile.knows_precision:
-        notes += (f"precision {profile.precision!r} is not known: parameters are gathered in {profile.gradient_dtype}",)
     # fp32 sums, as under DDP with autocast; parameters travel as they are computed with.
     gathered: dict[str, ShardedDtype] = {"bf16": "bf16", "fp16": "fp16"}
     sharding = Sharding(
@@ -81,4 +78,4 @@ def _one_a_block(
         gradient_sync="every" if sync_every else "last",
         reshard_after_backward=reshard,
     )
-    return Plan(strategy=strategy, model=profile.model, workers=network.workers, sharding=sharding, notes=notes)
+    return Plan(strategy=strategy, model=profile.model, workers=network.workers, sharding=sharding, notes=pieces.notes)

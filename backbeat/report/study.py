@@ -239,7 +239,15 @@ def compare(
             here = strong_scaling(profile, global_batch, number, accumulation=accumulation, other=other)
         for label in [one for one in possible if (one, number) not in left_out]:
             try:
-                row = _row(label, possible[label], here, there, accumulation, reduce_dtype, memory_budget)
+                row = study_row(
+                    label,
+                    possible[label],
+                    here,
+                    there,
+                    accumulation=accumulation,
+                    reduce_dtype=reduce_dtype,
+                    budget_bytes=memory_budget,
+                )
             except InputError as error:
                 if label in (files or ()):
                     raise InputError(f"{(files or {})[label]}: {error}") from None
@@ -248,6 +256,8 @@ def compare(
                 del possible[label]
                 continue
             rows.append(row if here is profile else _at_another_batch(row, here.notes[-1]))
+    if global_batch is not None:
+        rows = _by_whole_batch(rows, profile, network, global_batch, accumulation, other)
     return Study(
         given=profile,
         profile=profile if reduce_dtype is None else profile.with_reduce_dtype(reduce_dtype),
@@ -261,15 +271,17 @@ def compare(
     )
 
 
-def _row(
+def study_row(
     label: str,
     schedule: Schedule,
     profile: Profile,
     network: Network,
+    *,
     accumulation: int | None,
     reduce_dtype: str | None,
     budget_bytes: int | None,
 ) -> StudyRow:
+    """One schedule on the network's workers."""
     if isinstance(schedule, Reduction):
         plan = None
         prediction = api.predict(profile, network, framework=schedule, accumulation=accumulation)
@@ -286,6 +298,34 @@ def _row(
         fit = replace(fit, peak_bytes=prediction.peak_bytes)
     given = isinstance(schedule, Plan)
     return StudyRow(label=label, plan=plan, prediction=prediction, fit=fit, names_groups=given)
+
+
+def _by_whole_batch(
+    rows: Sequence[StudyRow],
+    profile: Profile,
+    network: Network,
+    global_batch: int,
+    accumulation: int | None,
+    other: Profile | None,
+) -> list[StudyRow]:
+    """Rows of strong scaling whose scaling is by what one GPU takes for all samples, which it computes faster than its
+    share of them, sample by sample."""
+    whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation, other=other)
+    alone_s = api.predict(whole, network.at(workers=1), STOCK, accumulation=accumulation).iteration_s
+    found = []
+    for row in rows:
+        one = row.prediction
+        by = alone_s / (one.workers * one.single_s) if one.single_s > 0 else 1.0
+        band = one.network_band
+        if band is not None:
+            band = msgspec.structs.replace(
+                band,
+                quiet_scaling_factor=band.quiet_scaling_factor * by,
+                busy_scaling_factor=band.busy_scaling_factor * by,
+            )
+        scaled = msgspec.structs.replace(one, scaling_factor=one.scaling_factor * by, network_band=band)
+        found.append(replace(row, prediction=scaled))
+    return found
 
 
 def _at_another_batch(row: StudyRow, note: str) -> StudyRow:

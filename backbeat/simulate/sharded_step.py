@@ -94,6 +94,8 @@ def sharded_iteration(
 def sharded_remarks(profile: Profile, network: Network, sharding: Sharding) -> list[str]:
     """What a reader of the prediction should know."""
     found = list(ModelPieces.of(profile).notes)
+    if not profile.knows_precision:
+        found.append(f"precision {profile.precision!r} is not known, and taken for training without autocast")
     halves = {"all-gather": network.all_gather, "reduce-scatter": network.reduce_scatter}
     # On gloo a reduce-scatter takes a whole all-reduce.
     missing = [word for word in halves if halves[word] is None and (word == "all-gather" or network.backend != "gloo")]

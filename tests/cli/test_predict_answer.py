@@ -14,7 +14,7 @@ import backbeat as bb
 from backbeat.cli import app
 from backbeat.cli.zoo import variants
 from backbeat.errors import InputError
-from backbeat.model import Fabric, Network, Profile, Topology
+from backbeat.model import CollectiveTimes, Fabric, Gradient, Network, Profile, Topology
 from backbeat.model.prediction import Breakdown, NetworkBand, Prediction
 from backbeat.report.study import Study, StudyRow, study
 from backbeat.report.words.answer import answer
@@ -558,3 +558,45 @@ def test_every_figure_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_framework_nobody_knows_is_refused() -> None:
     with pytest.raises(InputError, match="is not a framework: did you mean 'megatron'"):
         run("predict", LLAMA, "nvlink-ib400", "--framework", "megaton")
+
+
+def test_strong_scaling_is_by_one_gpu_on_the_whole_batch(tmp_path: Path) -> None:
+    """A batch of 16 takes 31 ms and one of 64 takes 37: shares are slower, sample by sample, than the whole."""
+    small = bb.Profile(
+        name="b16", model="m", batch_size=16, precision="bf16", device="x", forward_s=0.010, backward_s=0.020,
+        update_s=0.001, gradients=(Gradient(name="w", bytes=2000, ready_s=0.01),),
+    )  # fmt: skip
+    small.save(tmp_path / "b16.json")
+    replace(small, name="b64", batch_size=64, forward_s=0.012, backward_s=0.024).save(tmp_path / "b64.json")
+    times = CollectiveTimes(alpha_s=1e-6, beta_s_per_byte=1e-12)
+    bb.Network(name="fast", workers=8, all_reduce=times).save(tmp_path / "fast.json")
+    asked = [
+        "predict", str(tmp_path / "b16.json"), str(tmp_path / "fast.json"), "--global-batch", "1024",
+        "--other-batch", str(tmp_path / "b64.json"), "-n", "1,64",
+    ]  # fmt: skip
+    rows = json.loads(run(*asked, "-s", "ddp", "--json"))["rows"]
+    alone, many = (row["samples_per_s"] for row in rows)
+    assert rows[0]["scaling_factor"] == pytest.approx(1.0, rel=1e-3)
+    assert rows[1]["scaling_factor"] == pytest.approx(many / alone / 64, rel=1e-3)
+    text = run(*asked)
+    assert "64 GPUs do the work of 5.0" in text
+    assert "Small batches" in text
+    assert "on this network" not in text
+
+
+def test_stock_ddp_is_kept_for_want_of_what_was_asked_not_of_all_plans() -> None:
+    text = run("predict", RESNET, "25gbe", "-n", "64", "-s", "single", "--reduce-dtype", "bf16")
+    assert "nothing asked for here is 1 % faster" in text
+    assert "no plan is 1 % faster" not in text
+
+
+def test_what_does_not_fit_is_not_advised() -> None:
+    text = run("predict", LLAMA, "aws-p5en", "-n", "64", "--framework", "megatron,deepspeed-zero1")
+    assert "stock DDP alone" not in text
+
+
+def test_notes_on_a_plan_that_is_not_the_best_are_shown(tmp_path: Path) -> None:
+    made = bb.plan(bb.Profile.load(RESNET), bb.Network.load("10gbe").at(workers=64), "wfbp")
+    made.save(tmp_path / "mine.json")
+    text = " ".join(run("predict", RESNET, "10gbe", "-n", "8", "--plan", str(tmp_path / "mine.json")).split())
+    assert "the plan was made for 64 workers, this is 8" in text

@@ -272,3 +272,31 @@ def test_halves_measured_with_larger_messages_say_what_a_large_all_reduce_takes(
         replace(known, all_reduce=CollectiveTimes(alpha_s=1e-4, beta_s_per_byte=wrong * slope)),
     ):
         assert other.cost.isolated.link_s_per_byte == pytest.approx(wrong * slope, rel=1e-6)
+
+
+def test_an_all_gather_measured_elsewhere_is_as_slow_as_the_all_reduce_measured_here() -> None:
+    """The file says that at 512 workers the link is four times slower; all-gathers were measured on 8 only."""
+    network = Network(
+        name="n",
+        workers=8,
+        all_reduce=CollectiveTimes(alpha_s=1e-4, beta_s_per_byte=1e-9),
+        all_gather=CollectiveTimes(alpha_s=5e-5, beta_s_per_byte=5e-10),
+    )
+    slower = replace(
+        network, rows=(WorkersRow(workers=512, all_reduce=CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=4e-9)),)
+    )
+    guessed, known = (one.at(workers=512) for one in (network, slower))
+    assert guessed.all_gather is not None
+    assert known.all_gather is not None
+    factor = known.all_reduce.curve.link_s_per_byte / guessed.all_reduce.curve.link_s_per_byte
+    assert factor > 3
+    size = 1e8
+    assert known.all_gather.curve.at(size) == pytest.approx(factor * guessed.all_gather.curve.at(size))
+    assert (known.sources(), known.sources("all_gather"), known.sources("reduce_scatter")) == ((), (8,), ())
+
+
+def test_only_whole_numbers_of_workers_are_taken() -> None:
+    network = Network(name="n", workers=8, all_reduce=CollectiveTimes(alpha_s=1e-4, beta_s_per_byte=1e-9))
+    for wrong in (2.5, "8", None):
+        with pytest.raises(InputError, match="whole number"):
+            network.at(workers=wrong)  # type: ignore[arg-type]

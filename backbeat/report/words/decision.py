@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from textwrap import indent
 from typing import Literal
 
-from backbeat import api
 from backbeat.model import Plan, Prediction
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.study import STOCK, Study, StudyRow, chosen
+from backbeat.report.study import PLANNED, STOCK, Study, StudyRow, chosen, study_row
 from backbeat.report.words.commands import Settings, sharding_lines
 from backbeat.report.words.device_memory import DeviceFit
 from backbeat.report.words.numbers import SAME, capitalised, format_number, work_range
@@ -60,21 +59,31 @@ def judged(study: Study) -> tuple[Verdict, str]:
     elif len(study.curves) > 1 and stock in study.curves:
         plain = study.at_top[stock]
         worth += f"; {stock_name(stock)} {'too' if best is plain else _work(plain)}"
-    verdict, words = worth_it(study.frontier)
+    verdict, words = worth_it(study.frontier, _where(study))
     return verdict, f"{words}: {worth}."
 
 
-def worth_it(curve: Sequence[Prediction]) -> tuple[Verdict, str]:
+def worth_it(curve: Sequence[Prediction], where: str = "on this network") -> tuple[Verdict, str]:
     """Whether the largest number of GPUs on a curve is worth it, in a few words."""
-    bend, best = knee(curve), curve[-1]
+    bend, best = bend_of(curve), curve[-1]
     if bend is not None:
-        return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}"
+        return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else where}"
     good = best.scaling_factor >= _GOOD
     if good and best.on_busy.scaling_factor >= _GOOD:
         return "yes", "Worth it"
     if good or _busy_knee(curve) is not None:
         return "partly", "Worth it unless the cluster is busy"
     return "partly", "Worth it only if time matters more than cost"
+
+
+def _where(study: Study) -> str:
+    """What a verdict against more GPUs is about."""
+    return "on this network" if study.global_batch is None else "for this global batch"
+
+
+def bend_of(curve: Sequence[Prediction]) -> int | None:
+    """The knee; None where the largest number of GPUs pays, however the curve came there."""
+    return None if curve[-1].scaling_factor >= _GOOD else knee(curve)
 
 
 def stock_name(label: str) -> str:
@@ -84,7 +93,7 @@ def stock_name(label: str) -> str:
 def _decide_sending(study: Study, settings: Settings) -> str:
     """How many GPUs to rent, and what to run on them."""
     curve, stock, stock_bf16 = study.frontier, study.baseline, _stock_bf16(study)
-    best, bend = study.best, knee(curve)
+    best, bend = study.best, bend_of(curve)
     verdict, _ = judged(study)
     if verdict == "alone":
         return _ALONE
@@ -94,10 +103,11 @@ def _decide_sending(study: Study, settings: Settings) -> str:
         what = f"{counted(best.workers, 'GPU')} are worth renting" if verdict == "yes" else _partly(curve)
     elif bend > 1:
         busy = _busy_knee(curve) or bend
-        what = f"rent at most {bend} GPUs on this network" + (f", {busy} while it is busy" if busy < bend else "")
+        what = f"rent at most {bend} GPUs {_where(study)}" + (f", {busy} while it is busy" if busy < bend else "")
     else:
         better = stock_bf16 is not None and stock_bf16.scaling_factor >= _HALF
-        what = f"do not spread this job over this network{' as it is' if better else ''}"
+        over = "over this network" if study.global_batch is None else _where(study)
+        what = f"do not spread this job {over}{' as it is' if better else ''}"
     lines = [f"Decision: {what}."]
     if bend != 1 and verdict != "memory" and stock in study.curves:
         taken = best if bend is None else next((point for point in curve if point.workers == bend), best)
@@ -112,14 +122,22 @@ def _decide_sending(study: Study, settings: Settings) -> str:
 
 
 def _stock_bf16(study: Study) -> Prediction | None:
-    """Stock DDP with gradients in bf16 on the most workers; None where they are already, or where sending them is not
-    what costs."""
+    """Stock DDP with gradients in bf16 on the most workers; None where they are already, where sending them is not what
+    costs, or where it does not fit."""
     best = study.best
-    costly = best.workers > 1 and best.bottleneck in ("bandwidth", "waiting")
+    costly = best.workers > 1 and best.bottleneck in ("bandwidth", "waiting") and study.given.element_bytes > 2
     if study.reduce_dtype is not None or study.global_batch is not None or not costly:
         return None
-    there = study.network.at(workers=best.workers)
-    return api.predict(study.given, there, STOCK, accumulation=study.accumulation, reduce_dtype="bf16")
+    row = study_row(
+        STOCK,
+        {"strategy": STOCK},
+        study.given,
+        study.network.at(workers=best.workers),
+        accumulation=study.accumulation,
+        reduce_dtype="bf16",
+        budget_bytes=study.memory_budget,
+    )
+    return row.prediction if row.fits else None
 
 
 def _run(study: Study, settings: Settings, taken: StudyRow) -> str:
@@ -131,7 +149,7 @@ def _run(study: Study, settings: Settings, taken: StudyRow) -> str:
     plain = next(point for point in study.curves[stock] if point.workers == taken.workers)
     faster = gain(plain, taken.prediction)
     if not too_big and faster < SIMPLER_WITHIN:
-        return f"Keep {name}: no plan is 1 % faster."
+        return f"Keep {name}: {'no plan' if PLANNED in study.curves else 'nothing asked for here'} is 1 % faster."
     made = _command(study, settings, taken)
     what = "the plan" if made else taken.label
     why = f"; {name} does not fit" if too_big else f", {percent(faster)} faster than {name}"
@@ -193,7 +211,7 @@ def _decide_holding(study: Study, settings: Settings) -> Decision:
     else:
         each = [chosen(study.rows_at(count)) for count in study.workers]
         curve = [row.prediction for row in each if row is not None]
-        bend, (worth, verdict) = knee(curve), worth_it(curve)
+        bend, (worth, verdict) = bend_of(curve), worth_it(curve)
         if bend is not None:
             only = f": rent at most {bend} GPUs on this network"
         elif worth == "partly":

@@ -32,6 +32,11 @@ LIMITS = {
     "gather": "Gathering updated parameters, which the sharded optimizer needs before every forward. Gathering them "
     "behind it helps (Megatron's --overlap-param-gather), or an optimizer that is not sharded, where memory allows.",
 }
+SMALL_SHARES = (
+    "Small batches: a GPU computes its share of the global batch more slowly, sample by sample, than all of it. A "
+    "larger global batch helps; a faster network does not."
+)
+"""Of strong scaling, where communication is hidden."""
 _BUCKETS_HELP = 0.01
 """A plan closer to its bound than this gains nothing from other buckets."""
 _LAST = 0.02
@@ -42,6 +47,8 @@ def limit(prediction: Prediction, profile: Profile, *, reduce_dtype: str | None 
     """What holds it back and what helps; nothing that this prediction itself refutes."""
     kind = prediction.bottleneck
     sentence = LIMITS[kind]
+    if profile.element_bytes <= 2:
+        reduce_dtype = profile.gradient_dtype
     if reduce_dtype is not None:
         sentence = sentence.replace("fewer bytes (--reduce-dtype bf16)", "smaller gradients (compression)")
     if re.split("[: ]", prediction.strategy)[0] in SHARDED:
