@@ -200,7 +200,7 @@ def of_a_given_network_what_it_does_not_say_is_measured(ctx: Context) -> None:
     model = ctx.build(Chain)
     bare = msgspec.structs.replace(slow(ctx), slowdown=None)
     one = search(ctx, model, loss_of, network=bare)
-    profile, _ = one._profile()
+    profile, *_ = one._profile()
     found = one._network(profile)
     assert found.slowdown is not None or "beside communication" in one._left_out
     assert set(gathered(ctx, found)) == {found}
@@ -379,6 +379,36 @@ def stock_ddp_is_told_of_parameters_without_gradients(ctx: Context) -> None:
     assert isinstance(wrapped, TorchDDP)
     assert not isinstance(wrapped, DistributedDataParallel)
     losses(ctx, wrapped, 3)
+
+
+class Skipping(nn.Module):
+    """Each rank leaves out a layer of its own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != self.rank:
+                x = torch.tanh(layer(x))
+        return x
+
+
+@check
+def units_are_left_out_where_ranks_use_different_parameters(ctx: Context) -> None:
+    """FSDP2 would gather another unit on each rank, and abort or compute with the wrong weights."""
+    batch = torch.ones(3, 8, device=ctx.device)
+    step = ExampleStep(
+        batch=batch, loss=lambda model, x: model(x).square().sum(), optimizer="sgd", precision="fp32", device=ctx.device
+    )
+    request = ParallelRequest(example=step, budget_s=20.0, network=slow(ctx))
+    with mock.patch.object(prepare, "worth_trying", list):
+        taken = prepare.ParallelSearch(ctx.build(lambda: Skipping(ctx.rank)), "", request).run()
+    assert taken.plan.sharding is None
+    assert not any("unit" in name for name in taken.dropped), taken.dropped
+    assert "units were left out" in taken.words, taken.words
 
 
 @check

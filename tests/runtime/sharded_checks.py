@@ -568,7 +568,7 @@ def differing_plans_are_refused(ctx: Context) -> None:
         ctx,
         mine,
         mesh_of(ctx),
-        'the model or its plan differs between ranks: line 13 is \'"modules": [ "layers.0" ],\' on rank 0',
+        "the model or its plan differs between ranks: line 8 is \"units[0] of {'modules': ('layers.0',), ",
     )
 
 

@@ -98,9 +98,9 @@ class AutoSeen:
         self._kept = prepare.ParallelSearch
 
         class Search(prepare.ParallelSearch):
-            def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> Any:
+            def _candidates(self, profile: Profile, network: Network, now: Any, *, units: bool = True) -> Any:
                 seen.profile, seen.network = profile, network
-                return super()._candidates(profile, network, now)
+                return super()._candidates(profile, network, now, units=units)
 
             def run(self) -> Any:
                 seen.taken = super().run()

@@ -83,9 +83,18 @@ class Candidate:
 
 
 def predicted_candidates(
-    profile: Profile, network: Network, *, memory_bytes: int | None, compression: bool, communicators: int | None
+    profile: Profile,
+    network: Network,
+    *,
+    memory_bytes: int | None,
+    compression: bool,
+    communicators: int | None,
+    units: bool = True,
 ) -> list[Candidate]:
     """The best by prediction of each kind, stock DDP first. Raises where nothing fits the memory.
+
+    units: False where ranks use different parameters. FSDP2 gathers a unit on the ranks that call it, and ranks that
+        call different ones would wait for each other, or take each other's weights.
 
     Predictions of one kind share their errors. So one candidate of each of two kinds says more than two of one kind.
     """
@@ -104,7 +113,9 @@ def predicted_candidates(
     add("stock", "ddp", memory_bytes=memory_bytes)
     add("buckets", "best", communicators=communicators, memory_bytes=memory_bytes)
     version = _release(torch.__version__)
-    for strategy in unit_strategies(network):
+    if not units:
+        why["sharded"] = "ranks use different parameters, which FSDP2 cannot run"
+    for strategy in unit_strategies(network) if units else ():
         choices = {"memory_bytes": memory_bytes, "torch_version": version} if strategy in BUDGETED else {}
         add("units", strategy, **choices)
     if compression:

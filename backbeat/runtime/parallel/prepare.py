@@ -180,9 +180,11 @@ class ParallelSearch:
         now = conditions(self.model, self.example, self.ranks, self.network, options, kept=bool(self.path))
         if self.path and (known := self._known(now)) is not None:
             return known
-        profile, unused = self._profile()
+        profile, unused, alike = self._profile()
         network = self._network(profile)
-        candidates = self._candidates(profile, network, msgspec.structs.replace(now, unused=unused))
+        if not alike:
+            self._left_out += "; units were left out, which FSDP2 cannot run where ranks use different parameters"
+        candidates = self._candidates(profile, network, msgspec.structs.replace(now, unused=unused), units=alike)
         # A prediction that rests on small messages alone excludes nothing.
         extrapolated = self.ranks.from_rank_0(extrapolation(network, profile))
         tried = worth_trying(candidates) if extrapolated <= FARTHEST else candidates
@@ -220,7 +222,7 @@ class ParallelSearch:
                 "profile=…)"
             )
         with preserved_state(self.example.device):
-            _, unused = self._profile()
+            _, unused, _ = self._profile()
         names = tuple(name for name, one in self.model.named_parameters() if one.requires_grad)
         one = Plan(
             strategy="ddp",
@@ -247,19 +249,20 @@ class ParallelSearch:
         name = Candidate(kind="stock" if is_stock(found) else "buckets", plan=found).name
         return Taken(plan=found, words=f"{name}, as {self.path} has it", dropped={})
 
-    def _profile(self) -> tuple[Profile, bool]:
-        """Rank 0's profile with the spread of all ranks, and whether some rank's step leaves parameters without
-        gradients. Errors are raised on all ranks."""
+    def _profile(self) -> tuple[Profile, bool, bool]:
+        """Rank 0's profile with the spread of all ranks; whether some rank's step leaves parameters without gradients;
+        and whether the same have gradients on all. Errors are raised on all ranks."""
         self._say("timing steps of the example")
         profile = self.ranks.raise_on_all(self._measured, "a step of the example did not run")
         came = {gradient.name for gradient in profile.gradients}
         trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
         unused = any(self.ranks.gather(bool(trained - came)))
+        alike = len(set(self.ranks.gather(digest(sorted(came))))) == 1
         times = self.ranks.gather(profile.iteration_s)
         # A rank of which an iteration took longer at first may have timed fewer.
         if len({len(one) for one in times}) == 1:
             profile = msgspec.structs.replace(profile, iteration_s=between_ranks(times))
-        return self.ranks.document_from_rank_0(profile, Profile), unused
+        return self.ranks.document_from_rank_0(profile, Profile), unused, alike
 
     def _measured(self) -> Profile:
         try:
@@ -301,7 +304,7 @@ class ParallelSearch:
         step_s, limit_s = max(profile.forward_s + profile.backward_s, 1e-4), self.budget_s * SLOWDOWN_SHARE
         slowdown = measure_step_slowdown(self.model, self.example, self.ranks, seconds_of, step_s, limit_s)
         if isinstance(slowdown, str):
-            self._left_out = f"; steps were not timed beside communication: {slowdown}"
+            self._left_out += f"; steps were not timed beside communication: {slowdown}"
             return network
         return msgspec.structs.replace(network, slowdown=slowdown)
 
@@ -343,7 +346,7 @@ class ParallelSearch:
             brief=True,
         )
 
-    def _candidates(self, profile: Profile, network: Network, now: MadeFor) -> list[Candidate]:
+    def _candidates(self, profile: Profile, network: Network, now: MadeFor, *, units: bool = True) -> list[Candidate]:
         """Rank 0's candidates, each with what it was made for."""
 
         def planned() -> list[tuple[str, str]]:
@@ -353,6 +356,7 @@ class ParallelSearch:
                 memory_bytes=self.memory_bytes,
                 compression=self.compression,
                 communicators=1 if self.ranks.communicators.limit == 1 else None,
+                units=units,
             )
             return [(one.kind, encode(msgspec.structs.replace(one.plan, made_for=now)).decode()) for one in found]
 

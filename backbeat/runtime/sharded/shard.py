@@ -8,8 +8,8 @@ BatchNorm that is in lower precision (`torch_fsdp`) or recomputed.
     optimizer = torch.optim.AdamW(model.parameters())      # after sharding: it updates shards
 
 The model is torch's `FSDPModule` afterwards, and all that is said of FSDP2 holds: `clip_grad_norm_`, accumulation by
-`model.set_requires_gradient_sync`, distributed checkpoints, `set_reduce_scatter_unused_params` where ranks use
-different parameters.
+`model.set_requires_gradient_sync`, distributed checkpoints. Every rank must call every unit, in one order: ranks that
+leave out different ones gather each other's weights.
 
 - Weights and buffers are rank 0's on every rank, as DDP makes them. What is on the meta device is left alone: give it
   values with `load_full_state_dict`.
@@ -30,6 +30,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -44,7 +45,6 @@ from backbeat.comm.communicators import Communicators, backend_of
 from backbeat.errors import CommunicationError, InputError, first_line
 from backbeat.measure.model.chain import planned_module
 from backbeat.model import Plan, Sharding
-from backbeat.model.files import encode
 from backbeat.runtime.memory.forward_context import statistics_unchanged
 from backbeat.runtime.reduce.settings import TorchDDP, check_model
 from backbeat.runtime.sharded.torch_fsdp import check_knobs, keep_statistics_dtype, mixed_precision, set_knobs
@@ -69,6 +69,7 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
     _check(model)
     check_knobs(loaded, sharding)
     units = find_units(model, loaded, sharding)
+    _check_dtypes(model, units)
     recomputed = _recomputed(model, loaded)
     mesh = mesh_of(loaded, sharding, mesh)
     device = _device_of(mesh)
@@ -173,6 +174,22 @@ def find_units(model: nn.Module, plan: Plan, sharding: Sharding) -> list[UnitMod
     return _joined(model, units)
 
 
+def _check_dtypes(model: nn.Module, units: list[UnitModules]) -> None:
+    """FSDP2 wants one dtype in a unit, and says so only when it is used."""
+    unit_of = {id(one): unit for unit in units for module in unit.modules for one in module.parameters()}
+    first: dict[int, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            unit = unit_of.get(id(parameter))
+            other, dtype = first.setdefault(id(unit), (name, parameter.dtype))
+            if parameter.dtype != dtype:
+                where = "the root, which has what no unit has" if unit is None else f"the unit of {unit.names[0]!r}"
+                raise InputError(
+                    f"{where}, holds {other!r} in {dtype} and {name!r} in {parameter.dtype}: FSDP2 shards one dtype "
+                    "together; give the module of one of them a unit of its own, or convert it"
+                )
+
+
 def _check_once(units: list[UnitModules]) -> None:
     """A module may have several names; names that nest are refused with the plan."""
     names: dict[nn.Module, str] = {}
@@ -230,7 +247,13 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 def _compare(model: nn.Module, plan: Plan, group: Any, device: torch.device) -> None:
     """Raise where ranks have different models or plans: they would wait for each other for ever."""
-    lines = [line.strip() for line in encode(plan).decode().splitlines()]
+    sharding = _sharding(plan)
+    kept = plan.memory.segments if plan.memory is not None else ()
+    lines = [
+        *(f"{name}={value}" for name, value in _fields(sharding).items() if name != "units"),
+        *(f"units[{index}] of {_fields(unit)}" for index, unit in enumerate(sharding.units)),
+        *(f"memory.segments[{index}] of {_fields(segment)}" for index, segment in enumerate(kept)),
+    ]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} trained {parameter.requires_grad}")
     try:
@@ -243,6 +266,10 @@ def _compare(model: nn.Module, plan: Plan, group: Any, device: torch.device) -> 
             f"{first_line(error)})"
         ) from error
     communicators.close()
+
+
+def _fields(struct: msgspec.Struct) -> dict[str, Any]:
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
 def _synchronise(modules: Sequence[nn.Module], group: Any, device: torch.device) -> None:

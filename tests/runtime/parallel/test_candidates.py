@@ -224,6 +224,16 @@ def test_the_best_of_each_kind(memory_bytes: int | None) -> None:
         assert all((one.plan.predicted.peak_bytes or 0) <= memory_bytes for one in found if one.plan.predicted)
 
 
+def test_units_are_left_out_where_fsdp2_cannot_run_them() -> None:
+    profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("10gbe").at(workers=8)
+    found = predicted_candidates(
+        profile, network, memory_bytes=None, compression=False, communicators=None, units=False
+    )
+    assert {one.kind for one in found} <= {"stock", "buckets"}
+    with pytest.raises(InputError, match="ranks use different parameters, which FSDP2 cannot run"):
+        predicted_candidates(profile, network, memory_bytes=10**9, compression=False, communicators=None, units=False)
+
+
 def test_one_sharded_copy_and_several_are_both_tried() -> None:
     """Their collectives differ, and so do the errors of their predictions."""
     profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("dgx-h100").at(workers=16)

@@ -180,7 +180,7 @@ def test_the_profile_has_the_spread_between_ranks(others: list[float]) -> None:
         gather=lambda value: [list(value), others] if isinstance(value, tuple) else [value, value],
         document_from_rank_0=lambda value, kind: value,
     )
-    found, unused = search._profile()
+    found, unused, _ = search._profile()
     # The profile's gradients are none of the model's.
     assert unused
     expected = between_ranks([[3.0, 5.0], others]) if len(others) == 2 else own.iteration_s

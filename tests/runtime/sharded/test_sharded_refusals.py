@@ -46,6 +46,16 @@ def test_names_that_do_not_fit(names: tuple[tuple[str, ...], ...], message: str,
         fully_shard(Chain(), plan=plan_of(alone, names))
 
 
+def test_a_unit_of_two_dtypes_is_refused_before_anything_is_sharded(alone: Context) -> None:
+    model = Chain()
+    model.layers[1].double()
+    with pytest.raises(InputError, match=r"the root, .* in torch.float32 and .* in torch.float64"):
+        fully_shard(model, plan=plan_of(alone, (("layers.0",),)))
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    with pytest.raises(InputError, match=r"the unit of 'layers.0', holds"):
+        fully_shard(model, plan=plan_of(alone, (("layers.0", "layers.1"),)))
+
+
 def test_a_module_with_two_names_is_in_one_unit(alone: Context) -> None:
     model = Chain()
     model.last = model.layers[3]
@@ -168,6 +178,11 @@ def test_the_policy_names_only_dtypes_that_change_something(alone: Context) -> N
         ("bf16", "fp32"): (torch.bfloat16, torch.float32),
         ("bf16", "bf16"): (torch.bfloat16, None),
     }
+    whole = sharding_of(Mesh(replicate=1, shard=1), [unit], param_dtype="fp32", reduce_dtype="fp32")
+    found = torch_fsdp.mixed_precision(whole, [nn.Linear(2, 2).bfloat16()])
+    assert (found.param_dtype, found.reduce_dtype) == (None, torch.float32), "a model in bf16 stays so"
+    found = torch_fsdp.mixed_precision(whole, [nn.Linear(2, 2).double()])
+    assert (found.param_dtype, found.reduce_dtype) == (None, None)
     halved = sharding_of(Mesh(replicate=1, shard=1), [unit], param_dtype="bf16", reduce_dtype="fp32")
     found = torch_fsdp.mixed_precision(halved, [nn.Linear(2, 2).bfloat16()])
     assert (found.param_dtype, found.reduce_dtype) == (None, torch.float32)
