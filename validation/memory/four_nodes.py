@@ -47,7 +47,7 @@ from backbeat.lab.requirements import check_requirements
 from backbeat.lab.setting import Setting
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.files import write
-from backbeat.planners.max_batch import Point, growth
+from backbeat.planners.max_batch import GrownBatch, growth
 from backbeat.simulate import predict
 from backbeat.simulate.batch import at_batch
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_duration, parse_rate
@@ -108,7 +108,7 @@ class Planner:
         self._budget = budget
         self._density = density
         self._batches = batches
-        self.growths: dict[str, list[Point]] = {}
+        self.growths: dict[str, list[GrownBatch]] = {}
 
     @functools.cache  # noqa: B019 - lives as long as the script
     def planned(self, key: str) -> Planned:
@@ -145,7 +145,7 @@ class Planner:
             return _of(found, f"batch {fastest.batch_size} with everything kept is predicted to be faster")
         return _of(found)
 
-    def _points(self, strategy: str) -> list[Point]:
+    def _points(self, strategy: str) -> list[GrownBatch]:
         if strategy not in self.growths:
             self.growths[strategy] = growth(
                 self._one,
@@ -161,11 +161,11 @@ class Planner:
         return make_plan(profile, self._network, strategy, memory_bytes=memory_bytes, density=density)
 
 
-def _speed(point: Point) -> float:
+def _speed(point: GrownBatch) -> float:
     return point.prediction.samples_per_s
 
 
-def _of(point: Point, remark: str | None = None) -> Planned:
+def _of(point: GrownBatch, remark: str | None = None) -> Planned:
     return Planned(batch_size=point.batch_size, plan=point.plan, prediction=point.prediction, remark=remark)
 
 
