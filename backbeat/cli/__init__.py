@@ -6,6 +6,7 @@ itself. Verbs import torch inside functions, so that their own help does not wai
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from typing import Annotated, Any, NoReturn
@@ -55,6 +56,12 @@ def main() -> None:
         code = app(prog_name="backbeat", standalone_mode=False)
     except BackbeatError as error:
         _end(f"backbeat: {error}", error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # What the disk could not take is not tried again when Python ends.
+        sys.stdout = io.StringIO()
+        _end("backbeat: the answer could not be written: no space is left on the device it goes to", 1)
     except typer.Abort:
         _end("backbeat: interrupted", 1)
     except _REFUSED as error:

@@ -252,7 +252,10 @@ def _show_sharded(found: Study, settings: Settings, title: str) -> None:
     if decided.row is not None:
         taken = decided.row.prediction
         why = [_figures(found, settings, taken, f" with {taken.strategy}"), _limit(found, taken)]
-        why += [*way_sentences(found.rows_at(found.top)), *caveats(taken, found.network, found.given), ""]
+        why += [*way_sentences(found.rows_at(found.top)), *caveats(taken, found.network, found.given)]
+        if any(row.plan is not None and row.plan.memory and not row.plan.memory.keeps_all for row in found.rows):
+            why.append("* where blocks are recomputed, scaling is by one GPU that recomputes them, too")
+        why.append("")
     print_answer(
         title,
         "",

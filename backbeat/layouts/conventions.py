@@ -1,7 +1,7 @@
 """What a training framework does in every layout: kernels, overlap, dtypes. Presets, each by its defaults or flags.
 
 The data-parallel part of each is a `Reduction` of backbeat.model.reduction, whose sources stand in
-docs/how-to/predict.md. The rest follows the frameworks' documentation:
+docs/explanation/frameworks.md. The rest follows the frameworks' documentation:
 
 - In backward Megatron hides the reduce-scatter (or all-reduce) of a column-parallel matrix's input gradient behind its
   weight gradient, and the gather of its input behind the input gradient (`tensor_overlap="backward"`). With

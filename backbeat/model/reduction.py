@@ -2,7 +2,7 @@
 
 A plan says which gradients travel together. A `Reduction` says the rest. The presets are what frameworks do by default,
 or with the flags named; where a job differs, `replace(REDUCTIONS["megatron"], …)` says how. Sources, by
-repository and commit, stand in docs/how-to/predict.md.
+repository and commit, stand in docs/explanation/frameworks.md.
 """
 
 from __future__ import annotations

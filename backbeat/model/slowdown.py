@@ -39,7 +39,7 @@ CHANNELS: dict[str, Channels] = {
     "efa": Channels(16),
     "sockets": Channels(2),
 }
-"""As NCCL 2.28 to 2.30 opens them on GPUs of compute capability 9.0; docs/explanation/method.md has the sources."""
+"""As NCCL 2.28 to 2.30 opens them on GPUs of compute capability 9.0; validation/zoo/README.md has the sources."""
 
 
 class Slowdown(Checked, frozen=True, kw_only=True):

@@ -198,7 +198,8 @@ def _predicted(
         single_s=single,
         scaling_factor=single / iteration if iteration > 0 else 1.0,
         exposed_s=iteration - single,
-        bound_s=worker.lane.paced(step.bound_s + buffers, micro_batches) + wait,
+        # A plan that meets its bound may end a rounding error before it.
+        bound_s=min(worker.lane.paced(step.bound_s + buffers, micro_batches) + wait, iteration),
         samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,
         breakdown=breakdown,
         bottleneck="host" if host_alone else _bottleneck(breakdown, single),

@@ -310,3 +310,13 @@ def test_a_bucket_size_is_refused_where_nothing_takes_it(profile: Path) -> None:
     assert "--bucket is for ddp and horovod, not best" in refused.stderr
     assert "DDP with buckets of 1.00 MB" in " ".join(run(*words).stdout.split())
     assert "chooses its buckets itself" in run("plan", *words[1:], "-s", "best").stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_the_answer_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "backbeat", "zoo"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == "backbeat: the answer could not be written: no space is left on the device it goes to\n"
