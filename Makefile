@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Hundreds of processes import the package: it is compiled once, also where the environment asks for no bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check lint lint-ruff lint-types lint-layers test spread docs install system schemas format bench clean
+.PHONY: demo check lint lint-ruff lint-types lint-layers test docs install system schemas format bench clean
 
 demo: $(CORE)
 	$(BIN)/backbeat demo
@@ -26,12 +26,9 @@ check: lint
 	  $(QUICK:%=tests/%) $(QUICK:%=backbeat/%)
 
 # Tests marked `alone` compare measured times: they run by themselves, after the rest.
-test: $(DEV)
-	@$(MAKE) --no-print-directory -j 2 -k lint spread
-	$(PYTEST) -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
-
-spread: $(DEV)
+test: lint
 	$(PYTEST) $(SPREAD) -m "not alone"
+	$(PYTEST) -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 # All at once, and to the end, whichever fails: each keeps one core busy.
 lint: $(DEV)

@@ -148,8 +148,8 @@ def _wait(
 
 
 class RankStore:
-    """The one way in which ranks exchange values beside gradients: through the job's store, so that a rank that raised
-    holds up none of the others. Every rank makes the same calls in the same order.
+    """Ranks exchange values through the job's store, which a rank that raised can still do. Every rank makes the same
+    calls in the same order.
 
     from_rank_0, document_from_rank_0, call_on_rank_0     rank 0's value, on every rank
     gather, gather_some, collect_on_rank_0                every rank's value; of those that came in time; on rank 0
@@ -234,7 +234,7 @@ class RankStore:
         if self.communicators.sums([1.0 if difference else 0.0])[0] > 0:
             raise InputError(
                 (difference or store.get(f"{topic}/difference").decode())
-                + ". Every rank must build the same model and give the same plan"
+                + ". Every rank must build the same model and give the same plan and arguments"
             )
 
     def wait_for_all(self, what: str, advice: str) -> None:

@@ -278,7 +278,7 @@ def _fit_pair(parts: NDArray[np.float64], sharing: int) -> tuple[float, float] |
     stretch = float(np.clip(raw, 1.0, sharing))
     efficiency = _efficiency(parts, stretch, sharing)
     misfit = float(np.abs(latency * stretch + shared / efficiency - target).max())
-    known = linked.all() or (share.min() <= _MOSTLY_LATENCY and misfit <= _AGREE)
+    known = linked.all() or (share.min() <= _MOSTLY_LATENCY and misfit <= _AGREE and (len(parts) > 2 or not several))
     return (efficiency, stretch) if known else None
 
 

@@ -263,6 +263,11 @@ class Profile(Document, frozen=True, kw_only=True):
         return _AUTOCAST.get(self.precision.lower(), self.gradient_dtype)
 
     @property
+    def autocast(self) -> Dtype | None:
+        """What fp32 weights are cast to for each forward, of which backward keeps copies; None where they are not."""
+        return _AUTOCAST.get(self.precision.lower()) if self.gradient_dtype == "fp32" else None
+
+    @property
     def knows_precision(self) -> bool:
         """Otherwise it is taken for none, that is, for training without autocast."""
         return self.precision.lower() in (*_AUTOCAST, *_NO_AUTOCAST)

@@ -309,9 +309,16 @@ def _by_whole_batch(
     other: Profile | None,
 ) -> list[StudyRow]:
     """Rows of strong scaling whose scaling is by what one GPU takes for all samples, which it computes faster than its
-    share of them, sample by sample."""
-    whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation, other=other)
+    share of them, sample by sample. Where that is not known, it stays by what one GPU takes for its share."""
+    try:
+        whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation, other=other)
+    except InputError:
+        why = "scaling is by one GPU's time for its share: a second profile says what it takes for the whole batch"
+        return [_noted(row, why) for row in rows]
     alone_s = api.predict(whole, network.at(workers=1), STOCK, accumulation=accumulation).iteration_s
+    why = f"scaling is by one GPU's time for {global_batch} samples"
+    if whole is not profile and "extrapolated" in whole.notes[-1]:
+        why += f": {whole.notes[-1]}"
     found = []
     for row in rows:
         one = row.prediction
@@ -324,16 +331,20 @@ def _by_whole_batch(
                 busy_scaling_factor=band.busy_scaling_factor * by,
             )
         scaled = msgspec.structs.replace(one, scaling_factor=one.scaling_factor * by, network_band=band)
-        found.append(replace(row, prediction=scaled))
+        found.append(_noted(replace(row, prediction=scaled), why))
     return found
+
+
+def _noted(row: StudyRow, note: str) -> StudyRow:
+    found = row.prediction
+    extrapolated = found.extrapolated or "extrapolated" in note
+    moved = msgspec.structs.replace(found, notes=(*found.notes, note), extrapolated=extrapolated)
+    return replace(row, prediction=moved)
 
 
 def _at_another_batch(row: StudyRow, note: str) -> StudyRow:
     """With the note on how its batch size was reached. What it takes of memory is known of sharded rows only."""
-    found = row.prediction
-    extrapolated = found.extrapolated or "extrapolated" in note
-    moved = msgspec.structs.replace(found, notes=(*found.notes, note), extrapolated=extrapolated)
-    return replace(row, prediction=moved, fit=row.fit if found.peak_bytes is not None else None)
+    return replace(_noted(row, note), fit=row.fit if row.prediction.peak_bytes is not None else None)
 
 
 def study(

@@ -32,6 +32,8 @@ _ANALYTIC = 0.15
 """How far compute may be off that is computed from shapes. validation/published says where both come from."""
 _NEGLIGIBLE = 0.02
 """Exposed time below this share of T(1) is not called a bottleneck."""
+_ROUNDING = 1e-9
+"""A plan that meets its bound may end so little before it."""
 _UNLIKE = 2.0
 """Iterations that take this many times as long as their parts, or as much less, are noted: a unit may be wrong."""
 _HALVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
@@ -179,6 +181,7 @@ def _predicted(
         steady, issued = _at_host_pace(worker, network, plan, step, device, wrapped=not sharded and reduction is None)
     host_alone = steady > device and issued >= steady
     iteration = steady + wait
+    bound = worker.lane.paced(step.bound_s + buffers, micro_batches) + wait
     notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
     if steady > device:
         how = "sets the pace" if host_alone else "issues a backward after the last step's communication has ended"
@@ -198,8 +201,7 @@ def _predicted(
         single_s=single,
         scaling_factor=single / iteration if iteration > 0 else 1.0,
         exposed_s=iteration - single,
-        # A plan that meets its bound may end a rounding error before it.
-        bound_s=min(worker.lane.paced(step.bound_s + buffers, micro_batches) + wait, iteration),
+        bound_s=iteration if iteration < bound <= iteration * (1 + _ROUNDING) else bound,
         samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,
         breakdown=breakdown,
         bottleneck="host" if host_alone else _bottleneck(breakdown, single),
@@ -302,22 +304,24 @@ def _notes(
             notes.append(f"all-reduce times at {network.workers} workers are extrapolated from {used[0]} ({how})")
         elif used:
             notes.append(f"all-reduce times at {network.workers} workers lie between those at {used[0]} and {used[1]}")
-    if plan.sharding is not None:
+    # With several copies, parts of the job gather: `at` another number of workers than the network's.
+    one_copy = plan.sharding is not None and plan.sharding.mesh.replicate == 1
+    if one_copy:
         far = {name: from_ for name in _HALVES if len(from_ := network.sources(name)) == 1}
         extrapolated = extrapolated or bool(far)
         notes.extend(
             f"{name.replace('_', '-')} times at {network.workers} workers are extrapolated from {from_[0]}"
             for name, from_ in far.items()
         )
-    measured = [network.largest_bytes(name) for name in _HALVES] if plan.sharding is not None else []
+    measured = [network.largest_bytes(name) for name in _HALVES] if one_copy else []
     largest = min((size for size in measured if size is not None), default=network.largest_bytes())
     if largest is not None and largest_bytes > largest:
         extrapolated = True
         what = "buckets" if plan.sharding is None else "units"
         notes.append(f"{what} above {format_bytes(largest)} lie beyond the largest message measured")
-    alone_s = profile.forward_s + profile.backward_s + profile.update_s
+    alone_s = profile.accumulation * (profile.forward_s + profile.backward_s) + profile.update_s
     usual_s = fmean(profile.iteration_s) if profile.iteration_s else alone_s
-    if not alone_s / _UNLIKE <= usual_s / profile.accumulation <= alone_s * _UNLIKE:
+    if not alone_s / _UNLIKE <= usual_s <= alone_s * _UNLIKE:
         notes.append(
             f"the profile's iteration_s has a mean of {format_seconds(usual_s)}, forward, backward and update take "
             f"{format_seconds(alone_s)}: are both in seconds? The wait for the slowest worker is taken from the former"

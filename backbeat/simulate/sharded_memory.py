@@ -287,7 +287,7 @@ def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
 
 def sharded_activations(profile: Profile, chain: ShardedChain) -> Profile:
     """The profile with what its blocks take beside sharded parameters."""
-    autocast = profile.compute_dtype in _HALF
+    autocast = profile.autocast in _HALF
     native = autocast and chain.sharding.param_dtype in _HALF
     element = DTYPE_BYTES[profile.compute_dtype]
     tied = tied_block(profile, chain)

@@ -584,6 +584,14 @@ def test_strong_scaling_is_by_one_gpu_on_the_whole_batch(tmp_path: Path) -> None
     assert "on this network" not in text
 
 
+def test_a_share_of_the_profiles_own_batch_needs_no_second_profile(tmp_path: Path) -> None:
+    replace(Profile.load(RESNET), name="mine").save(tmp_path / "mine.json")
+    text = joined(run("predict", str(tmp_path / "mine.json"), "100gbe", "-n", "8", "--global-batch", "512"))
+    assert "scaling is by one GPU's time for its share" in text
+    text = joined(run("predict", RESNET, "100gbe", "-n", "128", "--global-batch", "8192"))
+    assert "batch 8192 is extrapolated from batch 64 and 128" in text
+
+
 def test_stock_ddp_is_kept_for_want_of_what_was_asked_not_of_all_plans() -> None:
     text = run("predict", RESNET, "25gbe", "-n", "64", "-s", "single", "--reduce-dtype", "bf16")
     assert "nothing asked for here is 1 % faster" in text

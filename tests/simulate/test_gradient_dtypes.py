@@ -8,6 +8,8 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.model.network import CollectiveTimes
 from backbeat.model.profile import Dtype, Gradient
+from backbeat.simulate.sharded_memory import sharded_activations
+from backbeat.simulate.sharded_units import chain_of
 
 NETWORK = bb.Network(name="n", workers=8, all_reduce=CollectiveTimes(alpha_s=1e-4, beta_s_per_byte=1e-9))
 ELEMENTS = 10_000_000
@@ -71,3 +73,29 @@ def test_iteration_times_in_another_unit_are_noted() -> None:
     seconds = replace(profile("fp32"), iteration_s=tuple(0.064 + i / 10_000 for i in range(10)))
     assert any("are both in seconds?" in note for note in bb.predict(milliseconds, NETWORK, "ddp").notes)
     assert not any("are both in seconds?" in note for note in bb.predict(seconds, NETWORK, "ddp").notes)
+
+
+def test_only_fp32_weights_under_autocast_have_copies() -> None:
+    """Copies that backward keeps are taken off a sharded step's activations; a model held in bf16 has none."""
+    assert profile("fp32", "bf16").autocast == "bf16"
+    assert profile("bf16", "bf16").autocast is None
+    assert profile("bf16", "fp32").autocast is None
+    assert profile("fp32", "fp32").autocast is None
+    held = bb.Profile.load("llama-1b-b4-bf16-adamw-h200")
+    halved = replace(
+        held, precision="fp32", gradient_dtype="bf16",
+        gradients=tuple(replace(one, bytes=one.bytes // 2) for one in held.gradients),
+    )  # fmt: skip
+    network = bb.Network.load("aws-p5en").at(workers=8)
+    for one, copies in ((held, True), (halved, False)):
+        chain = chain_of(one, bb.plan(one, network, "fsdp"))
+        saved = sum(block.saved_bytes for block in one.blocks)
+        left = sum(block.saved_bytes for block in sharded_activations(one, chain).blocks)
+        assert (left < saved) == copies
+
+
+def test_accumulated_iterations_with_a_long_update_are_not_taken_for_another_unit() -> None:
+    one = replace(profile("fp32"), accumulation=8, update_s=0.18)
+    whole = 8 * (one.forward_s + one.backward_s) + one.update_s
+    found = bb.predict(replace(one, iteration_s=(whole,) * 10), NETWORK, "ddp")
+    assert not any("are both in seconds?" in note for note in found.notes)

@@ -66,7 +66,8 @@ def profile(
     """Train `model` for some iterations on `batch` and return its profile; weights are put back afterwards.
 
     `loss(model, batch)` returns the scalar that backward starts from. The optimizer may be one of `sgd`, `adam` and
-    `adamw` by name; without one, SGD with momentum. Options are the fields of `inputs.MeasureOptions`.
+    `adamw` by name; without one, SGD with momentum. Options are the fields of
+    `backbeat.measure.model.inputs.MeasureOptions`.
     """
     return measure(model, batch, loss, MeasureOptions(optimizer=optimizer, **options)).profile
 

@@ -81,6 +81,10 @@ def _where(study: Study) -> str:
     return "on this network" if study.global_batch is None else "for this global batch"
 
 
+def _over(study: Study) -> str:
+    return "over this network" if study.global_batch is None else _where(study)
+
+
 def bend_of(curve: Sequence[Prediction]) -> int | None:
     """The knee; None where the largest number of GPUs pays, however the curve came there."""
     return None if curve[-1].scaling_factor >= _GOOD else knee(curve)
@@ -106,8 +110,7 @@ def _decide_sending(study: Study, settings: Settings) -> str:
         what = f"rent at most {bend} GPUs {_where(study)}" + (f", {busy} while it is busy" if busy < bend else "")
     else:
         better = stock_bf16 is not None and stock_bf16.scaling_factor >= _HALF
-        over = "over this network" if study.global_batch is None else _where(study)
-        what = f"do not spread this job {over}{' as it is' if better else ''}"
+        what = f"do not spread this job {_over(study)}{' as it is' if better else ''}"
     lines = [f"Decision: {what}."]
     if bend != 1 and verdict != "memory" and stock in study.curves:
         taken = best if bend is None else next((point for point in curve if point.workers == bend), best)
@@ -211,12 +214,12 @@ def _decide_holding(study: Study, settings: Settings) -> Decision:
     else:
         each = [chosen(study.rows_at(count)) for count in study.workers]
         curve = [row.prediction for row in each if row is not None]
-        bend, (worth, verdict) = bend_of(curve), worth_it(curve)
+        bend, (worth, verdict) = bend_of(curve), worth_it(curve, _where(study))
         if bend is not None:
-            only = f": rent at most {bend} GPUs on this network"
+            only = f": rent at most {bend} GPUs {_where(study)}"
         elif worth == "partly":
             only = f": {_partly(curve)}"
-        text = "Decision: do not spread this job over this network."
+        text = f"Decision: do not spread this job {_over(study)}."
         if bend != 1:
             text = _holding(study, settings, rows if bend is None else study.rows_at(bend), only)
     return Decision(headline=_work_headline(rows, taken, verdict), row=taken, text=text)

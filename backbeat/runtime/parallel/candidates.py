@@ -114,7 +114,7 @@ def predicted_candidates(
     add("buckets", "best", communicators=communicators, memory_bytes=memory_bytes)
     version = _release(torch.__version__)
     if not units:
-        why["sharded"] = "ranks use different parameters, which FSDP2 cannot run"
+        why["sharded"] = "ranks use different parameters, and FSDP2 must gather the same units on all"
     for strategy in unit_strategies(network) if units else ():
         choices = {"memory_bytes": memory_bytes, "torch_version": version} if strategy in BUDGETED else {}
         add("units", strategy, **choices)

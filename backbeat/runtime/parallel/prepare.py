@@ -183,7 +183,9 @@ class ParallelSearch:
         profile, unused, alike = self._profile()
         network = self._network(profile)
         if not alike:
-            self._left_out += "; units were left out, which FSDP2 cannot run where ranks use different parameters"
+            self._left_out += (
+                "; units were left out: ranks use different parameters, and FSDP2 must gather the same units on all"
+            )
         candidates = self._candidates(profile, network, msgspec.structs.replace(now, unused=unused), units=alike)
         # A prediction that rests on small messages alone excludes nothing.
         extrapolated = self.ranks.from_rank_0(extrapolation(network, profile))

@@ -69,23 +69,23 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
     _check(model)
     check_knobs(loaded, sharding)
     units = find_units(model, loaded, sharding)
-    _check_dtypes(model, units)
     recomputed = _recomputed(model, loaded)
     mesh = mesh_of(loaded, sharding, mesh)
     device = _device_of(mesh)
     with _all_ranks(mesh) as group:
         _compare(model, loaded, group, device)
+        _check_dtypes(model, units)
         for block in recomputed:
             checkpoint(block, context_fn=partial(_contexts, block))
         for unit in units:
             _synchronise(unit.modules, group, device)
             modules = unit.modules if len(unit.modules) > 1 else unit.modules[0]
-            policy = mixed_precision(sharding, unit.modules)
+            policy = mixed_precision(sharding, [one for module in unit.modules for one in module.parameters()])
             torch_fully_shard(modules, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy)
             keep_statistics_dtype(unit.modules, policy.param_dtype)
         # The root takes what is left.
         _synchronise([model], group, device)
-        policy = mixed_precision(sharding, [model])
+        policy = mixed_precision(sharding, [one for one in model.parameters() if not isinstance(one, DTensor)])
         torch_fully_shard(model, mesh=mesh, mp_policy=policy)
         keep_statistics_dtype([model], policy.param_dtype)
         if dist.get_rank(group) == 0:
@@ -183,9 +183,9 @@ def _check_dtypes(model: nn.Module, units: list[UnitModules]) -> None:
             unit = unit_of.get(id(parameter))
             other, dtype = first.setdefault(id(unit), (name, parameter.dtype))
             if parameter.dtype != dtype:
-                where = "the root, which has what no unit has" if unit is None else f"the unit of {unit.names[0]!r}"
+                where = "the root (what no unit has)" if unit is None else f"the unit of {unit.names[0]!r}"
                 raise InputError(
-                    f"{where}, holds {other!r} in {dtype} and {name!r} in {parameter.dtype}: FSDP2 shards one dtype "
+                    f"{where} holds {other!r} in {dtype} and {name!r} in {parameter.dtype}: FSDP2 shards one dtype "
                     "together; give the module of one of them a unit of its own, or convert it"
                 )
 

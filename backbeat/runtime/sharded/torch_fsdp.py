@@ -64,18 +64,24 @@ def set_knobs(root: nn.Module, sharding: Sharding) -> None:
             getattr(root, knob.method)(value)
 
 
-def mixed_precision(sharding: Sharding, modules: Iterable[nn.Module]) -> MixedPrecisionPolicy:
-    """The plan's dtypes, as far as they change anything: a policy that names a dtype also casts every input to it.
+def mixed_precision(sharding: Sharding, parameters: Iterable[nn.Parameter]) -> MixedPrecisionPolicy:
+    """The plan's dtypes, as far as they change anything for a unit of these parameters: a policy that names a dtype
+    also casts every input to it.
 
     As autocast does, it only narrows, and leaves fp64 alone: a model in bf16 stays so under a plan that says fp32.
     """
-    held = {one.dtype for module in modules for one in module.parameters() if one.is_floating_point()}
+    held = {one.dtype for one in parameters if one.is_floating_point()}
     param_dtype = DTYPES[sharding.param_dtype]
     reduce_dtype = DTYPES[sharding.reduce_dtype]
     gathered = param_dtype if torch.float32 in held and param_dtype != torch.float32 else None
     computed = {gathered} if gathered is not None else held
     # Without one, gradients are reduced as they are computed: in the dtype that was gathered.
-    reduced = reduce_dtype if computed - {reduce_dtype, torch.float64} else None
+    narrows = torch.float32 in computed
+    reduced = (
+        reduce_dtype
+        if computed - {reduce_dtype, torch.float64} and (narrows or reduce_dtype == torch.float32)
+        else None
+    )
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced)
 
 

@@ -49,10 +49,12 @@ def test_names_that_do_not_fit(names: tuple[tuple[str, ...], ...], message: str,
 def test_a_unit_of_two_dtypes_is_refused_before_anything_is_sharded(alone: Context) -> None:
     model = Chain()
     model.layers[1].double()
-    with pytest.raises(InputError, match=r"the root, .* in torch.float32 and .* in torch.float64"):
+    with pytest.raises(
+        InputError, match=r"the root \(what no unit has\) holds .* in torch.float32 and .* in torch.float64"
+    ):
         fully_shard(model, plan=plan_of(alone, (("layers.0",),)))
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
-    with pytest.raises(InputError, match=r"the unit of 'layers.0', holds"):
+    with pytest.raises(InputError, match=r"the unit of 'layers.0' holds"):
         fully_shard(model, plan=plan_of(alone, (("layers.0", "layers.1"),)))
 
 
@@ -171,7 +173,7 @@ def test_the_policy_names_only_dtypes_that_change_something(alone: Context) -> N
     policies = {}
     for param, reduce in (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")):
         sharding = sharding_of(Mesh(replicate=1, shard=1), [unit], param_dtype=param, reduce_dtype=reduce)
-        found = torch_fsdp.mixed_precision(sharding, [nn.Linear(2, 2)])
+        found = torch_fsdp.mixed_precision(sharding, nn.Linear(2, 2).parameters())
         policies[param, reduce] = (found.param_dtype, found.reduce_dtype)
     assert policies == {
         ("fp32", "fp32"): (None, None),
@@ -179,10 +181,10 @@ def test_the_policy_names_only_dtypes_that_change_something(alone: Context) -> N
         ("bf16", "bf16"): (torch.bfloat16, None),
     }
     whole = sharding_of(Mesh(replicate=1, shard=1), [unit], param_dtype="fp32", reduce_dtype="fp32")
-    found = torch_fsdp.mixed_precision(whole, [nn.Linear(2, 2).bfloat16()])
+    found = torch_fsdp.mixed_precision(whole, nn.Linear(2, 2).bfloat16().parameters())
     assert (found.param_dtype, found.reduce_dtype) == (None, torch.float32), "a model in bf16 stays so"
-    found = torch_fsdp.mixed_precision(whole, [nn.Linear(2, 2).double()])
+    found = torch_fsdp.mixed_precision(whole, nn.Linear(2, 2).double().parameters())
     assert (found.param_dtype, found.reduce_dtype) == (None, None)
     halved = sharding_of(Mesh(replicate=1, shard=1), [unit], param_dtype="bf16", reduce_dtype="fp32")
-    found = torch_fsdp.mixed_precision(halved, [nn.Linear(2, 2).bfloat16()])
+    found = torch_fsdp.mixed_precision(halved, nn.Linear(2, 2).bfloat16().parameters())
     assert (found.param_dtype, found.reduce_dtype) == (None, torch.float32)
