@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from backbeat.errors import InputError
+from tests.forks import run_python
 from tests.lab.cases import NEEDS_NAMESPACES
 
 pytest.importorskip("torch", reason="the lab's workers need torch")
@@ -36,11 +35,11 @@ def test_rows_are_trained_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "row_model.py").write_text(MODEL)
     out = tmp_path / "out"
     # Weights and gradients take 1.8 MB, top-k's residuals and scratch 2 MB more, and all of batch 512 would take 5 MB.
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(out), "--nodes", "2", "--bandwidth", "200mbit", "--train", "row_model:layers",
-         "--memory", "4.1MB", "--batches", "4,512,7,4", "--seconds", "0.05s", "--budget", "6s",
-         "--profile-seconds", "0.05s", "--rows", "dense,memory,compressed,both,ddp"],
-        cwd=tmp_path, timeout=240, check=False, capture_output=True, text=True,
+    done = run_python(
+        str(SCRIPT), str(out), "--nodes", "2", "--bandwidth", "200mbit", "--train", "row_model:layers",
+        "--memory", "4.1MB", "--batches", "4,512,7,4", "--seconds", "0.05s", "--budget", "6s",
+        "--profile-seconds", "0.05s", "--rows", "dense,memory,compressed,both,ddp",
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     kept = json.loads((out / "gloo-2n-200mbit.json").read_text())
