@@ -336,15 +336,14 @@ def _by_whole_batch(
 
 
 def _noted(row: StudyRow, note: str) -> StudyRow:
-    found = row.prediction
-    extrapolated = found.extrapolated or "extrapolated" in note
-    moved = msgspec.structs.replace(found, notes=(*found.notes, note), extrapolated=extrapolated)
-    return replace(row, prediction=moved)
+    return replace(row, prediction=msgspec.structs.replace(row.prediction, notes=(*row.prediction.notes, note)))
 
 
 def _at_another_batch(row: StudyRow, note: str) -> StudyRow:
     """With the note on how its batch size was reached. What it takes of memory is known of sharded rows only."""
-    return replace(_noted(row, note), fit=row.fit if row.prediction.peak_bytes is not None else None)
+    noted = _noted(row, note).prediction
+    moved = msgspec.structs.replace(noted, extrapolated=noted.extrapolated or "extrapolated" in note)
+    return replace(row, prediction=moved, fit=row.fit if moved.peak_bytes is not None else None)
 
 
 def study(
