@@ -6,8 +6,8 @@ BIN    := $(VENV)/bin
 CORE   := $(VENV)/.core
 DEV    := $(VENV)/.dev
 PYTEST := $(BIN)/python -m pytest -q
-# Two workers more than cores: many tests wait for processes, timeouts or slow links.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 2, 6))')
+# One worker more than cores: many tests wait for processes, timeouts or slow links.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 6))')
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Hundreds of processes import the package: it is compiled once, also where the environment asks for no bytecode.
