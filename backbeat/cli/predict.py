@@ -19,7 +19,8 @@ from backbeat.model.reduction import reduction_named
 from backbeat.planners import BUCKETED, BUDGETED, whole_groups
 from backbeat.report.figures import plot as plots
 from backbeat.report.figures.scaling_curve import scaling
-from backbeat.report.study import COMPARED, PLANNED, STOCK, Schedule, Study, compare, instead_of_ddp
+from backbeat.report.study import COMPARED, PLANNED, STOCK, Study, compare, instead_of_ddp
+from backbeat.report.study_row import Schedule
 from backbeat.report.tables import scaling_tables as tables
 from backbeat.report.tables.sharding_tables import strategies_table
 from backbeat.report.tables.terminal_table import natural_width

@@ -16,7 +16,8 @@ from backbeat.cli.zoo import variants
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Fabric, Gradient, Network, Profile, Topology
 from backbeat.model.prediction import Breakdown, NetworkBand, Prediction
-from backbeat.report.study import Study, StudyRow, study
+from backbeat.report.study import Study, study
+from backbeat.report.study_row import StudyRow
 from backbeat.report.words.answer import answer
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import decide, judged

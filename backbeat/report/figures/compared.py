@@ -10,7 +10,8 @@ from backbeat.model import Prediction
 from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import Drawing, axis, bar, dots, drawn, mark, ms, upright
 from backbeat.report.measured import Comparison
-from backbeat.report.study import StudyRow, chosen
+from backbeat.report.study import chosen
+from backbeat.report.study_row import StudyRow
 from backbeat.units import format_bytes, format_seconds
 
 PARTS = {

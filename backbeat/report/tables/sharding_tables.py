@@ -11,7 +11,7 @@ from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import Plan, Prediction, Profile
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.report.figures.memory_use import SHARDED_KINDS
-from backbeat.report.study import StudyRow
+from backbeat.report.study_row import StudyRow
 from backbeat.report.tables.memory_tables import moment
 from backbeat.report.tables.terminal_table import table_of
 from backbeat.report.words.numbers import format_number, scaling_range

@@ -10,7 +10,8 @@ from typing import Literal
 
 from backbeat.model import Plan, Prediction
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.study import PLANNED, STOCK, Study, StudyRow, chosen, study_row
+from backbeat.report.study import PLANNED, STOCK, Study, chosen
+from backbeat.report.study_row import StudyRow, study_row
 from backbeat.report.words.commands import Settings, sharding_lines
 from backbeat.report.words.device_memory import DeviceFit
 from backbeat.report.words.numbers import SAME, capitalised, format_number, work_range

@@ -15,7 +15,8 @@ from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.figures.memory_use import SHARDED_KINDS
 from backbeat.report.pages.report_page import report
 from backbeat.report.pages.sections import sections, step_memories
-from backbeat.report.study import Study, StudyRow, chosen, find_ways, sharded_labels, study
+from backbeat.report.study import Study, chosen, find_ways, sharded_labels, study
+from backbeat.report.study_row import StudyRow
 from backbeat.report.words.answer import answer
 from backbeat.report.words.commands import Settings, sharding_lines
 from backbeat.report.words.decision import Decision, decide, way_headline, way_sentences
