@@ -78,8 +78,11 @@ format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Those that need neither a GPU nor root, nor more than a minute or two; the docstring of each other says how to run it.
 bench: $(DEV)
-	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+	for name in help predict plan sharded serve topk_select compressed_launches; do \
+	  echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
+	$(BIN)/torchrun --nproc-per-node 1 benchmarks/runtime_overhead.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

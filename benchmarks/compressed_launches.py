@@ -4,7 +4,7 @@
 
 The gradients of a profile, in the order in which they become ready, with a model that computes next to nothing; sizes
 are cut by `--shrink` (64: 16 MiB become 256 KiB), so little that messages keep their format. Paths that a GPU takes are
-forced on the CPU: no gradient is looked at by the host, the ranks' word is read one step late, exchanges are queued
+forced on the CPU: no gradient is looked at by the host, the status message is read one step late, exchanges are queued
 whole. Counted is every operator that reaches the dispatcher in the wrapper and in the optimizer; views and allocations
 are listed apart, since they launch nothing. One operator may be several kernels (`topk`, `sort`, `_foreach_*` over many
 tensors).

@@ -45,7 +45,7 @@ WARM_STEPS, STEPS = 3, 3
 ROUNDING = 512
 """The allocator hands out memory in multiples of this."""
 CONTROL_BYTES = 64 * 2**10
-"""What the ranks' word on a step may take on the device: a few numbers for each of 16 stamps, each a tensor."""
+"""What status messages may take on the device: a few numbers for each of 16 steps, each a tensor."""
 ZEROS = ", zeroed"
 NOISE_BYTES = 2**20
 """Resident memory that moves by less over a run has not grown: the interpreter's own pools move by as much."""

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 1 benchmarks/runtime_overhead.py [--device cuda] [--tensors 50,200,1000] [--json FILE]
 
-One rank keeps the wire out of it: what is left is the work each wrapper adds to a step. Tensors are tiny, so a step is
+With one rank nothing travels: what is left is the work each wrapper adds to a step. Tensors are tiny, so a step is
 nothing but overhead: forward and backward of the bare module are timed too and taken off. With more ranks the figure
 includes their communication. On a CPU the training thread's own CPU time is printed beside: it leaves out what others
 on the machine do and what the thread only waits for, so it is host time alone on any number of ranks. On a GPU the host

@@ -270,7 +270,7 @@ class Faults:
             rank, words = self.kill()
             # On every rank, before the file is good again: ranks that read different ones would not agree.
             self._job.until(
-                lambda: len(self._job.said("plan")) >= len(self._job.agents), "every rank's word on the plan"
+                lambda: len(self._job.said("plan")) >= len(self._job.agents), "a report of every rank on its plan"
             )
             return rank, [*self._job.said("plan"), *words]
         finally:
