@@ -114,7 +114,7 @@ class Tuner:
         if self.state == "settled":
             return
         # A decision is taken by every rank or by none.
-        reducer.read_next_status_at_once(left == 1)
+        reducer.runner.status.read_at_once = left == 1
         if left > 0:
             return
         if self.state in ("measuring", "waiting"):
@@ -169,7 +169,7 @@ class Tuner:
             return
         plan: Plan = reducer.ranks.document_from_rank_0(made, Plan)
         self._base = replace(found, plan=self._present_plan(profile, network))
-        partition = plan_partition(plan, reducer.managed.names, reducer.managed.parameters, reducer.managed.sparse)
+        partition = plan_partition(plan, reducer.managed)
         if partition.buckets == reducer.partition.buckets:
             self._settle(f"{plan.strategy} chose the buckets that already run", self._base)
             return

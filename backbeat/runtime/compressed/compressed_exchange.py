@@ -108,9 +108,6 @@ class CompressedExchange(Exchange):
                 "model.attach(optimizer, max_grad_norm=None) before the first backward, or leave it out"
             )
 
-    def carries_status(self, bucket: BucketMemory) -> bool:
-        return False
-
     def send(self, index: int, bucket: BucketMemory, status: torch.Tensor | None) -> InFlight:
         step = self.context.step
         if not isinstance(bucket, CompressedBucket):
@@ -237,7 +234,7 @@ class CompressedExchange(Exchange):
             if self._receive_buffer is None or self._receive_buffer.numel() < needed:
                 self._receive_buffer = message.new_empty(needed)
             bucket.result = self._receive_buffer[:needed]
-        bucket.work = self.context.communicator(bucket.spec.communicator).all_gather(bucket.result, message)
+        bucket.work = self.context.communicators[bucket.spec.communicator].all_gather(bucket.result, message)
 
     def _wait(self, index: int, bucket: CompressedBucket) -> None:
         """Wait for the collective under way."""

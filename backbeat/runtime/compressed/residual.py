@@ -39,10 +39,6 @@ class Residual:
         if self.velocity is not None and self.masked:
             self.velocity.index_copy_(0, index, self.velocity[index].masked_fill_(sent, 0))
 
-    def add(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Add to the elements at these indices."""
-        self.values.index_add_(0, index, values.to(self.values.dtype))
-
     def clean(self) -> None:
         """Set what is not finite to zero."""
         for one in (self.values, self.velocity):
@@ -73,24 +69,19 @@ class Store:
 
 
 class HostStore(Store):
-    """Keeps a bucket's residual, and velocity, in host buffers that all buckets share."""
+    """Keeps a bucket's residual, and the velocity after it, in host buffers that all buckets share."""
 
     stays = False
 
-    def __init__(self, index: int, values: HostBuffers, velocity: HostBuffers | None, *, masked: bool = False) -> None:
-        self._index = index
-        self._masked = masked
-        self._values = values
-        self._velocity = velocity
+    def __init__(self, index: int, buffers: HostBuffers, *, parts: int, masked: bool) -> None:
+        self._index, self._buffers, self._parts, self._masked = index, buffers, parts, masked
 
     def open(self) -> Residual:
-        velocity = None if self._velocity is None else self._velocity.open(self._index)
-        return Residual(self._values.open(self._index), velocity, masked=self._masked)
+        values, *velocity = self._buffers.open(self._index).chunk(self._parts)
+        return Residual(values, velocity[0] if velocity else None, masked=self._masked)
 
     def close(self) -> None:
-        self._values.close(self._index)
-        if self._velocity is not None:
-            self._velocity.close(self._index)
+        self._buffers.close(self._index)
 
 
 class HostBuffers:
@@ -243,16 +234,14 @@ def make_stores(
             kinds.setdefault(dtype_of(spec, context), []).append(spec)
     found: dict[BucketSpec, Store] = {}
     for dtype, specs in kinds.items():
-        sizes = [numel_of(spec, context) for spec in specs]
         if host:
-            device = context.communicators.device
-            values = HostBuffers(sizes, dtype, device)
-            beside = HostBuffers(sizes, dtype, device) if velocity else None
-        for index, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
+            parts = 2 if velocity else 1
+            sizes = [parts * numel_of(spec, context) for spec in specs]
+            buffers = HostBuffers(sizes, dtype, context.communicators.device)
+            stores = [HostStore(index, buffers, parts=parts, masked=masked) for index in range(len(specs))]
+            found.update(zip(specs, stores, strict=True))
+            continue
+        for spec in specs:
             device = context.parameters[spec.members[0]].device
-            found[spec] = (
-                HostStore(index, values, beside, masked=masked)
-                if host
-                else Store(size, dtype, device, velocity=velocity, masked=masked)
-            )
+            found[spec] = Store(numel_of(spec, context), dtype, device, velocity=velocity, masked=masked)
     return found

@@ -253,7 +253,8 @@ class TopK:
     def give_back(self, residual: Residual) -> None:
         """Return the last message to the residual, once: its step failed."""
         if self._sent is not None:
-            residual.add(*self._sent)
+            indices, values = self._sent
+            residual.values.index_add_(0, indices, values.to(residual.values.dtype))
         self._sent = None
 
     def forget(self) -> None:

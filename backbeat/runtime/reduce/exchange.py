@@ -109,7 +109,7 @@ class Sender:
         self._launch(index, bucket, None)
         message = status.write_alone(told, step.number)
         exchange.add_to_status(message, status.offsets)
-        work = self._context.communicator(bucket.spec.communicator).all_reduce(message)
+        work = self._context.communicators[bucket.spec.communicator].all_reduce(message)
         step.add_status_sent(InFlight(index, bucket, message, work))
 
     def _launch(self, index: int, bucket: BucketMemory, status: torch.Tensor | None) -> None:
@@ -147,7 +147,7 @@ class Sender:
             assert isinstance(bucket, BucketBuffer)  # `absorb_late` has seen to the others
             context.late_buckets += 1
             message = bucket.late_message(self._step.arrivals.late, context.scale)
-            work = context.communicator(bucket.spec.communicator).all_reduce(message)
+            work = context.communicators[bucket.spec.communicator].all_reduce(message)
             counts = bucket.add_late(_wait(context, InFlight(index, bucket, message, work)))
             for member, count in zip(bucket.members, counts, strict=True):
                 if count > 0:
@@ -202,7 +202,7 @@ class Exchange:
         """Start the collective of a bucket that has taken its gradients."""
         context = self.context
         assert isinstance(bucket, BucketBuffer)  # others have an exchange of their own
-        message, work = bucket.launch(context.communicator(bucket.spec.communicator), context.scale, status)
+        message, work = bucket.launch(context.communicators[bucket.spec.communicator], context.scale, status)
         return InFlight(index, bucket, message, work)
 
     def absorb_late(self, late: Set[int]) -> Set[int]:

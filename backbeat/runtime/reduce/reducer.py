@@ -105,7 +105,7 @@ class Reducer:
             model_name=self.model_name,
         )
         runner.after_step = WeakCall(self.after_step)
-        runner.unreached = WeakCall(self.check_parameters)
+        runner.unreached = WeakCall(managed.check_known)
         self.recorder = Recorder(self.device)
         self.tuner: Tuner | None = None
         if settings.strategy is not None:
@@ -176,7 +176,7 @@ class Reducer:
         runner = self.runner
         timed = runner.context.recorder is not None
         if timed or not runner.status.regular:
-            self.check_parameters(thoroughly=timed)
+            self.managed.check_known(thoroughly=timed)
         if not self.ready_order_known:
             self._form_in_ready_order()
         if self.tuner is not None and self.tuner.state != "settled":
@@ -194,25 +194,6 @@ class Reducer:
         if timed and self.steps:
             self.recorder.mark_step_end()
         self.runner.context.recorder = self.recorder if timed else None
-
-    def read_next_status_at_once(self, at_once: bool) -> None:
-        """Whether the next step waits for its status, on every rank alike: something depends on it."""
-        self.runner.status.read_at_once = at_once
-
-    def divide_by(self, ranks: float) -> None:
-        """Gradients are sums over the ranks, divided by this."""
-        self.runner.context.scale = 1.0 / ranks
-
-    def check_parameters(self, *, thoroughly: bool = False) -> None:
-        """Refuse a model with other parameters than were wrapped. `thoroughly`: also where all of these came as
-        expected, and others beside them."""
-        name = self.managed.unknown(thoroughly=thoroughly)
-        if name is not None:
-            raise InputError(
-                f"parameter {name!r} came into the model after it had been wrapped (load_state_dict(assign=True), "
-                "module.weight = …), and its gradients are not reduced: wrap the model again, or write into the "
-                "parameters that were there (copy_)"
-            )
 
     def switch(self, partition: Partition) -> None:
         """Run another partition from the next step on; every rank calls it at the same step with the same partition."""
@@ -248,7 +229,7 @@ class Reducer:
         runner.read_step_before()
         count = managed.add_unfrozen()
         first = len(managed.names) - count
-        partition = with_newcomers(self.partition, range(first, len(managed.names)), managed.parameters, managed.sparse)
+        partition = with_newcomers(self.partition, range(first, len(managed.names)), managed)
         self.ranks.wait_for_all(
             f"{managed.names[first]!r} became trainable",
             "do so on every rank, before the same forward. Restart from the last checkpoint",
@@ -262,10 +243,7 @@ class Reducer:
 
     def _agree(self, partition: Partition, what: str) -> None:
         settings = self.settings
-        lines = [
-            *partition.lines(self.managed.names, self.managed.parameters),
-            f"reduce_dtype={settings.reduce_dtype}, strict={settings.strict}",
-        ]
+        lines = [*partition.lines(self.managed), f"reduce_dtype={settings.reduce_dtype}, strict={settings.strict}"]
         if partition.compressed:
             # Options decide how much travels and from where: ranks that differ in them send messages nobody expects.
             lines.append(f"compression {settings.compression}")
@@ -295,14 +273,7 @@ class Reducer:
             self._runner.set_comm_hook(state, hook)
         self._comm_hook = (state, hook)
 
-    def move_to(self, process_group: ProcessGroup) -> None:
-        """Go on with another set of ranks: new communicators, and buckets as in the first step."""
-        self.remove_hooks()
-        self.process_group = process_group
-        self.build()
-
     def remove_hooks(self) -> None:
-        """Remove the hooks from the parameters."""
         if self._runner is not None:
             self._runner.remove_hooks()
 

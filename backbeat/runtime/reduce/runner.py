@@ -34,7 +34,7 @@ from backbeat.runtime.reduce.bucket import BucketSet
 from backbeat.runtime.reduce.exchange import Exchange, Hook, HookExchange, Sender
 from backbeat.runtime.reduce.failures import LostCollectives, Monitor, RankState
 from backbeat.runtime.reduce.partition import ManagedParameters, Partition, claim, release
-from backbeat.runtime.reduce.status import StatusMessage, SummedStatus
+from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets
 from backbeat.runtime.reduce.step import ReducerContext, Step, StepState
 from backbeat.runtime.weak_call import WeakCall, nothing
 from backbeat.units import first_few
@@ -99,11 +99,9 @@ class StepRunner:
         self.read_step_before()
         context, exchange = self.context, self.exchange
         exchange.prepare(partition)
-        last = len(partition.buckets) - 1
-        length = self.status.length_for(len(partition.buckets), len(context.parameters))
-        buckets = [
-            exchange.bucket(spec, length if index == last else 0) for index, spec in enumerate(partition.buckets)
-        ]
+        *rest, last = partition.buckets
+        numbers = StatusOffsets(len(partition.buckets), context.communicators.size, len(context.parameters)).length
+        buckets = [*(exchange.bucket(spec, 0) for spec in rest), exchange.bucket(last, numbers)]
         context.bucket_set = BucketSet(partition, buckets, context.parameters)
         self._arrivals.install(context.bucket_set)
         self.status.install(context.bucket_set, context.names)
@@ -124,7 +122,7 @@ class StepRunner:
         self.context.names.extend(names)
         self.context.parameters.extend(parameters)
         self._arrivals.add(len(parameters))
-        self.status.expect_irregular()
+        self.status.regular = False
         self.install(partition)
         self._register_hooks(first)
         claim(self, names, parameters)
@@ -266,15 +264,21 @@ class StepRunner:
             if step.told is not None and step.told.regular:
                 # Most likely all will be well. This takes as long as the last bucket's thread needs to wake up.
                 placed = context.bucket_set.place_gradients()
-            summed = self._read(self._sender.wait())
+            numbers = self._sender.wait()
+            assert step.told is not None  # the last bucket has left
+            try:
+                summed = self.status.read(numbers, step.told, step.number)
+            except BaseException:
+                self.exchange.give_up()
+                raise
             context.check_not_lost()
             if summed is not None and summed.late:
                 self._sender.send_late(summed)
             self.exchange.hand_back(summed, in_place=placed)
-            self.status.learn(summed)
+            self.status.regular = summed is None
             step.learn(regular=summed is None)
         except BaseException as error:
-            self.status.expect_irregular()
+            self.status.regular = False
             if placed:
                 context.bucket_set.remove_gradients()
             if context.lost is not None and error is not context.lost:
@@ -291,15 +295,6 @@ class StepRunner:
             context.recorder.end()
         self.after_step()
 
-    def _read(self, numbers: torch.Tensor) -> SummedStatus | None:
-        step = self.step
-        assert step.told is not None  # the last bucket has left
-        try:
-            return self.status.read(numbers, step.told, step.number)
-        except BaseException:
-            self.exchange.give_up()
-            raise
-
     def _break_off(self) -> None:
         """Complete a step whose backward raised, so that the other ranks learn of it and nothing stays in flight."""
         step, context = self.step, self.context
@@ -312,7 +307,7 @@ class StepRunner:
             for parameter in context.parameters:
                 parameter.grad = None
         step.close()
-        self.status.expect_irregular()
+        self.status.regular = False
         self._backward.forget()
         logger.warning(
             "an exception broke off the backward of step %d on rank %d", step.number, context.communicators.rank

@@ -95,14 +95,11 @@ class StatusMessage:
         self.strict = strict
         """Never defer the reading; holds from the next partition on."""
         self.regular = False
-        """As far as is known, every parameter arrived once on every rank in the step before."""
+        """As far as is known, every parameter arrived once on every rank in the step before, and nothing has changed
+        since. A status that was put off counts as regular until it is read."""
         self.read_at_once = False
         """True while something depends on the next step's status, so that it is read at once, on every rank alike."""
         self._deferred: _DeferredReader | None = None
-
-    def length_for(self, buckets: int, parameters: int) -> int:
-        """Numbers that a message after the gradients takes."""
-        return StatusOffsets(buckets, self._ranks, parameters).length
 
     def install(self, bucket_set: BucketSet, names: Sequence[str]) -> None:
         """Lay the numbers out for these buckets of parameters."""
@@ -121,7 +118,7 @@ class StatusMessage:
     def write(self, told: RankStatus, step: int) -> torch.Tensor:
         """This rank's numbers."""
         if told.regular:
-            return self._expected.mine(step)
+            return self._expected.mine[step % STAMPS]
         offsets = self.offsets
         numbers = [0.0] * offsets.length
         numbers[0] = 1.0
@@ -154,14 +151,9 @@ class StatusMessage:
     def read_now(self, numbers: torch.Tensor, step: int) -> SummedStatus | None:
         """Read the sums; raises where ranks met in different steps, or broke one off."""
         numbers = numbers if numbers.is_cpu else numbers.cpu()
-        if self._expected.match(numbers, step):
+        if torch.equal(numbers, self._expected.sums[step % STAMPS]):
             return None
         summed = parse(self.offsets, numbers)
-        self._check_steps(summed, step)
-        self._check_finite(summed, step)
-        return summed
-
-    def _check_steps(self, summed: SummedStatus, step: int) -> None:
         broken = [rank for rank, found in enumerate(summed.stamps) if found < 0]
         if broken:
             raise BrokenStepError(
@@ -178,8 +170,6 @@ class StatusMessage:
                 f"({self._where}): they count different backwards; run the same number of synchronised backwards on "
                 "every rank, or use join()"
             )
-
-    def _check_finite(self, summed: SummedStatus, step: int) -> None:
         for rank, number in enumerate(summed.faults):
             if number:
                 raise NonFiniteError(
@@ -187,14 +177,7 @@ class StatusMessage:
                     "left out of the residual, where it would stay for good. Look for its cause with "
                     "torch.autograd.set_detect_anomaly(True), or lower the learning rate"
                 )
-
-    def learn(self, summed: SummedStatus | None) -> None:
-        """The step is over. A status that was put off counts as regular until it is read."""
-        self.regular = summed is None
-
-    def expect_irregular(self) -> None:
-        """Something changed or failed: the next step is not taken for regular."""
-        self.regular = False
+        return summed
 
     def read_step_before(self) -> None:
         """Read the status of the step before, where it was put off; raises where that step has failed."""
@@ -224,15 +207,10 @@ class _RegularNumbers:
         sums[:, offsets.used_at :] = float(offsets.ranks)
         sums[:, offsets.stamps_at : offsets.faults_at] = stamps[:, None]
         # On the device, so that the regular step copies nothing from the host.
-        self._mine = mine.to(device=device, dtype=dtype).unbind()
+        self.mine = mine.to(device=device, dtype=dtype).unbind()
+        """By step modulo `STAMPS`, as `sums`."""
         self.sums = sums.to(dtype).unbind()
-        """By stamp, on the host."""
-
-    def mine(self, step: int) -> torch.Tensor:
-        return self._mine[step % STAMPS]
-
-    def match(self, numbers: torch.Tensor, step: int) -> bool:
-        return torch.equal(numbers, self.sums[step % STAMPS])
+        """On the host."""
 
 
 class _DeferredReader:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from backbeat.comm.communicators import Communicator, Communicators
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import CommunicationError, InputError, first_line
 from backbeat.runtime.reduce.failures import Monitor
 from backbeat.runtime.reduce.timing import Recorder
@@ -241,9 +241,6 @@ class ReducerContext:
     lost: CommunicationError | None = None
     """A collective was lost while the host was not told; whatever it waits for now is void."""
     monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
-
-    def communicator(self, index: int) -> Communicator:
-        return self.communicators[index]
 
     def check_not_lost(self) -> None:
         """Raise if a collective has been lost."""

@@ -16,6 +16,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.report.tables.bucket_table import Report
+from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
 from backbeat.runtime.reduce.exchange import builtin_hook, profiling
@@ -182,11 +183,12 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     def save_residuals(self, folder: str | os.PathLike[str]) -> None:
         """Write this rank's residuals into a folder that all ranks share."""
-        self.reducer.residuals.save(folder)
+        checkpoint.save(self.residual_state_dict(), folder)
 
     def load_residuals(self, folder: str | os.PathLike[str]) -> None:
         """Read this rank's share of the residuals that any number of ranks wrote."""
-        self.reducer.residuals.restore(folder)
+        residuals, communicators = self.reducer.residuals, self.reducer.communicators
+        residuals.load(checkpoint.load(folder, rank=communicators.rank, ranks=communicators.size))
 
     def report(self) -> Report:
         """Predicted and measured times of every bucket; printed, a table."""
@@ -230,7 +232,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         work = Join.notify_join_context(self)
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
-            self.reducer.divide_by(float(work.get_future().value()[0].item()))
+            self.reducer.runner.context.scale = 1.0 / float(work.get_future().value()[0].item())
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -317,9 +319,10 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self.reducer.remove_hooks()
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Go on with another set of ranks."""
-        self.process_group = new_process_group
-        self.reducer.move_to(new_process_group)
+        """Go on with another set of ranks: new communicators, and buckets as in the first step."""
+        self.reducer.remove_hooks()
+        self.process_group = self.reducer.process_group = new_process_group
+        self.reducer.build()
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
@@ -355,4 +358,5 @@ class _AbsentRank(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._ddp._sync_final_model(is_last_joiner)
-        self._ddp.reducer.divide_by(self._ddp.reducer.communicators.size)
+        reducer = self._ddp.reducer
+        reducer.runner.context.scale = 1.0 / reducer.communicators.size
