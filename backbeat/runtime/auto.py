@@ -29,7 +29,7 @@ from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Prof
 from backbeat.runtime.parallel.candidates import unit_strategies
 from backbeat.runtime.reduce.partition import Partition, plan_partition
 from backbeat.runtime.reduce.reducer import Reducer
-from backbeat.runtime.reduce.timing import TimedStep, median
+from backbeat.runtime.reduce.step import TimedStep, median
 from backbeat.simulate import predict
 
 logger = logging.getLogger("backbeat.runtime")

@@ -22,15 +22,15 @@ from backbeat.comm.clock import Mark, clock_for
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
 from backbeat.runtime.reduce.settings import TorchDDP
+from backbeat.runtime.reduce.step import Recorder, median
 from backbeat.runtime.reduce.stock_wrapper import StockDistributedDataParallel
-from backbeat.runtime.reduce.timing import Recorder, median
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 from backbeat.runtime.weak_call import WeakCall
 from backbeat.simulate.schedule import covered_s
 
 if TYPE_CHECKING:
     from backbeat.model import Plan
-    from backbeat.runtime.reduce.timing import TimedStep
+    from backbeat.runtime.reduce.step import TimedStep
 
 logger = logging.getLogger("backbeat.runtime")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from backbeat.model import CollectiveTimes, Network
 from backbeat.runtime import DistributedDataParallel, auto
-from backbeat.runtime.reduce.timing import TimedStep
+from backbeat.runtime.reduce.step import TimedStep
 
 CHECKS, check = registry()
 

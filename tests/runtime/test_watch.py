@@ -24,7 +24,7 @@ from backbeat.model import Bucket, Plan, PlanPrediction
 from backbeat.report.drift import StepSample
 from backbeat.runtime import DistributedDataParallel, watched_steps
 from backbeat.runtime.integrations.watching import lightning_watch, scalars, to_tensorboard, to_wandb, watch_trainer
-from backbeat.runtime.reduce.timing import TimedStep
+from backbeat.runtime.reduce.step import TimedStep
 from backbeat.runtime.watch import Watch, _over_ranks
 from backbeat.runtime.watched_steps import HookedSteps, RankFigures, _figures, _promised
 from backbeat.simulate.schedule import covered_s

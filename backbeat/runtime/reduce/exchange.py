@@ -101,7 +101,7 @@ class Sender:
         """Send the last bucket, with the status message inside it or after it."""
         step, exchange, status = self._step, self.exchange, self._status
         if step.arrivals.late:
-            step.absorb_late(exchange.absorb_late(step.arrivals.late))
+            step.arrivals.late -= exchange.absorb_late(step.arrivals.late)
         told = step.tell()
         if exchange.carries_status(bucket):
             self._launch(index, bucket, status.write(told, step.number))

@@ -20,6 +20,8 @@ from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
+from backbeat.model import Plan, PlanPrediction
+from backbeat.report.tables.bucket_table import BucketReport, Report
 from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.memory.budget import BudgetCheck
@@ -34,12 +36,10 @@ from backbeat.runtime.reduce.partition import (
 )
 from backbeat.runtime.reduce.runner import StepRunner
 from backbeat.runtime.reduce.settings import WrapperSettings
-from backbeat.runtime.reduce.step import ReducerContext
-from backbeat.runtime.reduce.timing import Recorder
+from backbeat.runtime.reduce.step import Recorder, ReducerContext, median
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
-    from backbeat.model import Plan
     from backbeat.runtime.auto import Tuner
 
 logger = logging.getLogger("backbeat.runtime")
@@ -249,16 +249,6 @@ class Reducer:
             lines.append(f"compression {settings.compression}")
         self.ranks.agree(lines, what)
 
-    def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
-        """Hand an optimizer over to the compressed exchange."""
-        runner = self.runner
-        runner.exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
-        # Updates that follow the last bucket wait to learn whether some rank has called the step off.
-        runner.status.strict = self.settings.strict or max_grad_norm is not None
-        # Where each bucket is updated at once, decoded means need no buffers of their own.
-        with torch.no_grad():
-            runner.install(self.partition)
-
     @property
     def residuals(self) -> Residuals:
         """What this rank has not sent yet of compressed buckets."""
@@ -302,3 +292,48 @@ def _exchange_for(partition: Partition, settings: WrapperSettings) -> Callable[[
         host = memory is not None and memory.residuals == "host"
         return functools.partial(CompressedExchange, options=settings.compression, host=host)
     return Exchange
+
+
+def make_report(reducer: Reducer) -> Report:
+    """How a reducer's buckets ran: those that run now, by their own prediction and by steps that ran under them."""
+    tuner, plan, ranks = reducer.tuner, reducer.running_plan, reducer.communicators.size
+    known = tuner.running if tuner is not None else None
+    recorded = reducer.recorder.steps() or (known.timed if known is not None else ())
+    timed = [found for found in recorded if len(found.launched_s) == len(reducer.buckets)]
+    forecast, predicted, notes = PlanPrediction(), {}, []
+    if plan is not None and plan.predicted is not None:
+        forecast = plan.predicted
+        times = zip(forecast.launch_s, forecast.done_s, strict=False)
+        predicted = {frozenset(bucket.gradients): found for bucket, found in zip(plan.buckets, times, strict=False)}
+        if plan.workers not in (None, ranks):
+            notes = [f"what is predicted is for {plan.workers} ranks, as the plan was made; this job has {ranks}"]
+    buckets = []
+    for index, bucket in enumerate(reducer.buckets):
+        gradients = tuple(reducer.managed.names[member] for member in bucket.members)
+        begin, end = predicted.get(frozenset(gradients), (None, None))
+        buckets.append(
+            BucketReport(
+                gradients=gradients,
+                communicator=bucket.spec.communicator,
+                bytes=bucket.bytes,
+                predicted_launch_s=begin,
+                predicted_done_s=end,
+                launched_s=median(one.launched_s.get(index) for one in timed),
+                done_s=median(one.done_s.get(index) for one in timed),
+            )
+        )
+    exposed = median(found.exposed_s for found in timed)
+    iteration = known.iteration_s if known is not None else None
+    return Report(
+        strategy=reducer.partition.strategy,
+        state=tuner.state if tuner is not None else "running",
+        steps=reducer.steps,
+        buckets=tuple(buckets),
+        predicted_iteration_s=forecast.iteration_s,
+        predicted_exposed_s=forecast.exposed_s,
+        iteration_s=iteration if iteration is not None else median(found.iteration_s for found in timed),
+        exposed_s=exposed if exposed is not None else (known.exposed_s if known is not None else None),
+        late_buckets=reducer.runner.context.late_buckets,
+        history=tuple(tuner.history) if tuner is not None else (),
+        notes=tuple(notes),
+    )

@@ -187,19 +187,13 @@ class StepRunner:
 
     def _register_hooks(self, first: int) -> None:
         on_unusual, send_ready = WeakCall(self._arrived), WeakCall(self._sender.send_ready)
-        parameters = self.context.parameters[first:]
-        self._hooks.extend(
-            parameters,
-            [
-                register_hook(parameter, index, self._arrivals, on_unusual, send_ready)
-                for index, parameter in enumerate(parameters, start=first)
-            ],
-        )
+        for index, parameter in enumerate(self.context.parameters[first:], start=first):
+            self._hooks.add(parameter, register_hook(parameter, index, self._arrivals, on_unusual, send_ready))
 
     def _arrived(self, index: int) -> None:
         """A gradient arrived, and something about it is not ordinary."""
         arrivals, recorder = self._arrivals, self.context.recorder
-        arrivals.mark(index)
+        arrivals.arrived_since_reduce[index] = 1
         if not self._backward.running:
             ours = self._reach.unannounced()
             if not ours:

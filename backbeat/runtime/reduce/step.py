@@ -1,4 +1,5 @@
-"""One backward of one rank is one step, and this is its state machine: what it may do next, and what it knows.
+"""One backward of one rank is one step: its state machine (`Step`), when things happened in it (`Recorder`), and what
+the parts of a reducer share (`ReducerContext`).
 
 ARCHITECTURE.md draws its states. Only this module writes them: whoever packs, sends or waits for a bucket returns what
 came of it, and the runner (`runner.StepRunner`) hands that to a method here.
@@ -6,8 +7,10 @@ came of it, and the runner (`runner.StepRunner`) hands that to a method here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +20,6 @@ from torch.nn import Parameter
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import CommunicationError, InputError, first_line
 from backbeat.runtime.reduce.failures import Monitor
-from backbeat.runtime.reduce.timing import Recorder
 from backbeat.units import first_to_last, format_bytes
 
 if TYPE_CHECKING:
@@ -161,7 +163,7 @@ class Step:
         accumulated = self.state is StepState.ACCUMULATING
         self._enter(StepState.IDLE)
         if not accumulated:
-            self.arrivals.forget_arrived()
+            self.arrivals.arrived_since_reduce = bytearray(len(self.arrivals.arrived_since_reduce))
         self._reduces = False
         self.in_flight = []
         self.status_in_flight = None
@@ -186,10 +188,6 @@ class Step:
         """The status message has left on its own."""
         self.status_in_flight = sent
 
-    def absorb_late(self, indices: Set[int]) -> None:
-        """These late gradients need not be sent after their bucket."""
-        self.arrivals.late -= indices
-
     def tell(self) -> RankStatus:
         """What this rank says of the step, when its last bucket is about to leave: nothing more can happen."""
         arrivals = self.arrivals
@@ -197,19 +195,16 @@ class Step:
             self.told = _REGULAR
         else:
             late = sorted({arrivals.bucket_of[index] for index in arrivals.late})
-            self.told = RankStatus(regular=False, broken=self.broken, late=late, used=self._all_used())
+            for bucket in self._whole:
+                for index in bucket.members:
+                    self._used[index] = 1
+            self.told = RankStatus(regular=False, broken=self.broken, late=late, used=self._used)
         return self.told
 
     def learn(self, *, regular: bool) -> None:
         """The step went well: expect the same gradients next time. `regular`: every rank said so."""
         if not self.absent:
             self.arrivals.learn(regular=regular)
-
-    def _all_used(self) -> bytearray:
-        for bucket in self._whole:
-            for index in bucket.members:
-                self._used[index] = 1
-        return self._used
 
     def _begin_to_reduce(self, report_each: bool) -> None:
         self._reduces = True
@@ -220,6 +215,138 @@ class Step:
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"step {self.number} cannot go from {self.state.name} to {state.name}")
         self.state = state
+
+
+@dataclass(slots=True, kw_only=True)
+class TimedStep:
+    """One backward, in seconds from its start."""
+
+    ready_s: dict[int, float] = field(default_factory=dict)
+    """By parameter."""
+    launched_s: dict[int, float] = field(default_factory=dict)
+    """By bucket, in launch order."""
+    done_s: dict[int, float] = field(default_factory=dict)
+    computed_s: float = 0.0
+    """When the last gradient arrived."""
+    ended_s: float = 0.0
+    """When the step was over: every bucket back."""
+    iteration_s: float | None = None
+    """From the end of the step before to the end of this one, where both were seen."""
+    since_forward_s: float | None = None
+    """From the step's forward to its end, likewise."""
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication left after the last gradient."""
+        return max(self.ended_s - self.computed_s, 0.0)
+
+
+class Recorder:
+    """Times steps on the host's clock, or with events on the device's."""
+
+    def __init__(self, device: torch.device, keep: int = 64) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._keep = keep
+        self._steps: list[TimedStep | dict[str, Any]] = []
+        """Times, or the marks that they will be told from once the device has passed them."""
+        self._marks: dict[str, Any] = {}
+        self._open = False
+        self._before: Any = None
+        """The end of the step before."""
+        self._forward: Any = None
+
+    def mark_step_end(self) -> None:
+        """A step is over, and the next one will be timed."""
+        self._before, self._forward = self._now(), None
+
+    def forward_begins(self) -> None:
+        if self._forward is None:
+            self._forward = self._now()
+
+    def begin(self, sync: bool) -> None:
+        self._open = sync
+        self._marks = {"begin": self._now(), "ready": {}, "launched": {}, "done": {}}
+
+    def gradient(self, index: int) -> None:
+        if self._open:
+            self._marks["ready"][index] = self._now()
+
+    def launched(self, index: int, work: Any) -> None:
+        if not self._open:
+            return
+        self._marks["launched"][index] = self._now()
+        done = self._marks["done"]
+        if not self._cuda and hasattr(work, "get_future"):
+            # The worker thread that finished the collective writes the time down.
+            work.get_future().add_done_callback(lambda _: done.setdefault(index, time.perf_counter()))
+
+    def end(self) -> None:
+        if not self._open:
+            return
+        self._marks["end"] = self._now()
+        self._marks["before"], self._before = self._before, None
+        self._marks["forward"], self._forward = self._forward, None
+        # Marks on the device hold memory of the driver: none is kept for longer than it takes to read.
+        self._steps = [*map(self._passed, self._steps), self._marks][-self._keep :]
+        self._open = False
+
+    def steps(self) -> list[TimedStep]:
+        """Every step measured so far."""
+        if self._cuda and self._steps:
+            torch.cuda.synchronize(self._device)
+        self._steps = list(map(self._passed, self._steps))
+        return [one if isinstance(one, TimedStep) else self._resolve(one) for one in self._steps]
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+    def _passed(self, one: TimedStep | dict[str, Any]) -> TimedStep | dict[str, Any]:
+        # On the host the end of a step says nothing about buckets that are back later.
+        if isinstance(one, TimedStep) or not self._cuda or not one["end"].query():
+            return one
+        try:
+            return self._resolve(one)
+        except RuntimeError:
+            # Another stream has not passed its marks.
+            return one
+
+    def _resolve(self, marks: dict[str, Any]) -> TimedStep:
+        begin, end = marks["begin"], marks["end"]
+        ready = self._times(begin, marks["ready"])
+        ended = self._since(begin, end)
+        before, forward = marks["before"], marks["forward"]
+        return TimedStep(
+            ready_s=ready,
+            launched_s=self._times(begin, marks["launched"]),
+            done_s=self._times(begin, marks["done"]),
+            computed_s=max(ready.values(), default=ended),
+            ended_s=ended,
+            iteration_s=None if before is None else self._since(before, end),
+            since_forward_s=None if forward is None else self._since(forward, end),
+        )
+
+    def _times(self, begin: Any, marks: dict[int, Any]) -> dict[int, float]:
+        # A copy: the thread that finishes a collective may write to it at this moment.
+        return {index: self._since(begin, mark) for index, mark in dict(marks).items()}
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since(self, begin: Any, mark: Any) -> float:
+        if not self._cuda:
+            return float(mark - begin)
+        return max(float(begin.elapsed_time(mark)) * 1e-3, 0.0)
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
+    found = [value for value in values if value is not None]
+    return statistics.median(found) if found else None
 
 
 @dataclass(slots=True, kw_only=True)

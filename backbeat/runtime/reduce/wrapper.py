@@ -21,7 +21,7 @@ from backbeat.runtime.compressed.updates import check_optimizer, check_uncompres
 from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
 from backbeat.runtime.reduce.exchange import builtin_hook, profiling
 from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES
-from backbeat.runtime.reduce.reducer import Reducer
+from backbeat.runtime.reduce.reducer import Reducer, make_report
 from backbeat.runtime.reduce.settings import (
     CompressionOptions,
     TorchDDP,
@@ -33,7 +33,6 @@ from backbeat.runtime.reduce.settings import (
     settings_of,
 )
 from backbeat.runtime.reduce.stock_wrapper import StockDistributedDataParallel
-from backbeat.runtime.reduce.timing import make_report
 
 
 class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
@@ -63,7 +62,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     `StockDistributedDataParallel`.
     """
 
-    reducer: Any
+    reducer: Reducer
     bucket_bytes_cap: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +133,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     @property
     def compressed(self) -> bool:
         """Some buckets of the plan travel compressed."""
-        return bool(self.reducer.compressed)
+        return self.reducer.compressed
 
     def attach(
         self,
@@ -168,13 +167,18 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             grad_scaler=grad_scaler,
             per_parameter=per_parameter,
         )
-        self.reducer.attach(optimizer, max_grad_norm=max_grad_norm)
+        runner = self.reducer.runner
+        runner.exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
+        # Updates that follow the last bucket wait to learn whether some rank has called the step off.
+        runner.status.strict = self.reducer.settings.strict or max_grad_norm is not None
+        # Where each bucket is updated at once, decoded means need no buffers of their own.
+        with torch.no_grad():
+            runner.install(self.reducer.partition)
 
     def residual_state_dict(self) -> dict[str, Any]:
         """What this rank has not sent yet, by parameter name; save it with
         `backbeat.runtime.compressed.checkpoint.save`."""
-        found: dict[str, Any] = self.reducer.residuals.state()
-        return found
+        return self.reducer.residuals.state()
 
     def load_residual_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with residuals that were saved, under this plan or another;
