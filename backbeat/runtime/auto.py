@@ -292,27 +292,21 @@ class Tuner:
         forward = max((median(one.since_forward_s for one in timed) or ended) - ended, 0.0)
         *ready, last, forward = self._means([*ready, last, forward])
         iteration, exposed = found.iteration_s or 0.0, found.exposed_s or 0.0
-        order = sorted(range(count), key=lambda index: ready[index])
+        names, parameters = reducer.managed.names, reducer.managed.parameters
         reduce_dtype = reducer.settings.reduce_dtype
+        widest = reduce_dtype.itemsize if reduce_dtype else 16
         return Profile(
             name="measured",
             model=reducer.model_name,
             batch_size=1,
-            precision=str(reducer.managed.parameters[0].dtype).removeprefix("torch."),
+            precision=str(parameters[0].dtype).removeprefix("torch."),
             device=str(reducer.device),
             forward_s=forward,
             backward_s=max(last, max(ready)),
             update_s=max(iteration - forward - last - exposed, 0.0),
             gradients=tuple(
-                Gradient(
-                    name=reducer.managed.names[index],
-                    bytes=reducer.managed.parameters[index].numel()
-                    * min(
-                        reducer.managed.parameters[index].element_size(), reduce_dtype.itemsize if reduce_dtype else 16
-                    ),
-                    ready_s=ready[index],
-                )
-                for index in order
+                Gradient(name=name, bytes=one.numel() * min(one.element_size(), widest), ready_s=at)
+                for at, name, one in sorted(zip(ready, names, parameters, strict=True), key=lambda row: row[0])
             ),
         )
 

@@ -192,11 +192,8 @@ class Residuals:
         self._join()
         with torch.no_grad():
             for bucket in self._buckets:
-                values, velocities = bucket.held()
-                for position, index in enumerate(bucket.members):
-                    if bucket.touched[position] or position in bucket.frozen:
-                        velocity = velocities[position] if velocities else None
-                        self._held[self._context.names[index]] = (values[position], velocity)
+                for index, owed in bucket.held().items():
+                    self._held[self._context.names[index]] = owed
 
     def give_to_buckets(self, buckets: Sequence[CompressedBucket]) -> None:
         """These buckets run from now on: give them what their members are owed."""

@@ -23,7 +23,7 @@ from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
-from backbeat.runtime.compressed.residual import Scratch, dtype_of, make_stores, numel_of
+from backbeat.runtime.compressed.residual import Scratch, Store, dtype_of, make_stores, numel_of
 from backbeat.runtime.compressed.topk import CudaGraphs, TopK
 from backbeat.runtime.compressed.updates import Updates, without_modes
 from backbeat.runtime.reduce.bucket import BucketMemory
@@ -65,39 +65,38 @@ class CompressedExchange(Exchange):
                 "Call it after a synchronised backward, which applies them on every rank, or drop them with zero_grad()"
             )
 
-    def prepare(self, partition: Partition) -> None:
+    def make_buckets(self, partition: Partition, status_length: int) -> list[BucketMemory]:
         # Refuses what cannot be, while the buckets there are go on as they were.
         velocity, masked = self.updates.corrects_momentum, self.options.factor_masking
-        self._stores = make_stores(partition, self.context, host=self._host, velocity=velocity, masked=masked)
+        stores = make_stores(partition, self.context, host=self._host, velocity=velocity, masked=masked)
         self.residuals.take_from_buckets()
         self._scratch, self._gathered = Scratch(), Scratch()
         """Where one bucket is decoded; and where its gradients are widened, while another stream may be decoding."""
         self._receive_buffer: torch.Tensor | None = None
         """Where everybody's message comes in, of a bucket that is dealt with at once."""
-        self._graphs = None if self.context.communicators.device.type in topk.HOSTS else CudaGraphs()
+        graphs = None if self.context.communicators.device.type in topk.HOSTS else CudaGraphs()
+        # The status message of compressed plans needs fp32 and travels alone: no bucket has room for it.
+        buckets = [self._bucket(spec, stores.get(spec), graphs) for spec in partition.buckets]
+        self._compressed = [bucket for bucket in buckets if isinstance(bucket, CompressedBucket)]
+        self.residuals.give_to_buckets(self._compressed)
+        return buckets
 
-    def bucket(self, spec: BucketSpec, status_length: int) -> BucketMemory:
-        if spec.compression is None or not numel_of(spec, self.context):
-            # The status message of compressed plans needs fp32 and travels alone.
-            return super().bucket(spec, 0)
+    def _bucket(self, spec: BucketSpec, store: Store | None, graphs: CudaGraphs | None) -> BucketMemory:
         context = self.context
+        if spec.compression is None or store is None or not numel_of(spec, context):
+            return self._plain_bucket(spec)
         dtype = dtype_of(spec, context)
         self._scratch.reserve(numel_of(spec, context), dtype)
         return CompressedBucket(
             spec,
             context.parameters,
-            compressor=TopK(spec.compression.density, self._graphs),
-            store=self._stores[spec],
+            compressor=TopK(spec.compression.density, graphs),
+            store=store,
             dtype=dtype,
             dense=not self.updates.at_once,
             momentum_of=self.updates.momentum_of if self.updates.corrects_momentum else None,
             gathering=self._gathered,
         )
-
-    def installed(self) -> None:
-        buckets = self.context.bucket_set.buckets
-        self._compressed = [bucket for bucket in buckets if isinstance(bucket, CompressedBucket)]
-        self.residuals.give_to_buckets(self._compressed)
 
     def check_open(self) -> None:
         if self.updates:

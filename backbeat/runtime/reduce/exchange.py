@@ -4,7 +4,7 @@ The `Sender` decides *when* a bucket leaves; an `Exchange` says what then happen
 communication hook, or compressed buckets (`compressed.compressed_exchange`). Its methods are called in this order, on
 every rank alike:
 
-    prepare, bucket (each bucket), installed     a partition is taken in
+    make_buckets                                 a partition is taken in
     check_open                                   a step is about to begin
     send (each bucket)                           a bucket leaves
     absorb_late, carries_status                  the last bucket is about to leave, with the status message or without
@@ -177,19 +177,17 @@ class Exchange:
     def __init__(self, context: ReducerContext) -> None:
         self.context = context
 
-    def prepare(self, partition: Partition) -> None:
-        """Another partition is about to be taken in."""
+    def make_buckets(self, partition: Partition, status_length: int) -> list[BucketMemory]:
+        """The memory of a partition's buckets; the last one with room for a status message of this length."""
+        *others, last = partition.buckets
+        return [*map(self._plain_bucket, others), self._plain_bucket(last, status_length)]
 
-    def bucket(self, spec: BucketSpec, status_length: int) -> BucketMemory:
-        """The memory of a bucket, with room for a status message of this length after the gradients."""
+    def _plain_bucket(self, spec: BucketSpec, status_length: int = 0) -> BucketMemory:
         if spec.sparse:
             return SparseBucket(spec, self.context.parameters)
         return BucketBuffer(
             spec, self.context.parameters, reduce_dtype=self.context.reduce_dtype, status_length=status_length
         )
-
-    def installed(self) -> None:
-        """The partition's buckets are in place."""
 
     def check_open(self) -> None:
         """A step is about to begin. Raising here refuses it."""

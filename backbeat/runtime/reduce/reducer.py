@@ -95,13 +95,18 @@ class Reducer:
         partition = first_partition(settings, managed, communicators)
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
+        exchange: Callable[[ReducerContext], Exchange] = Exchange
+        if partition.compressed:
+            memory = settings.plan.memory if settings.plan is not None else None
+            host = memory is not None and memory.residuals == "host"
+            exchange = functools.partial(CompressedExchange, options=settings.compression, host=host)
         self._runner = runner = StepRunner(
             managed,
             communicators,
             partition,
             reduce_dtype=settings.reduce_dtype,
             strict=settings.strict,
-            exchange=_exchange_for(partition, settings),
+            exchange=exchange,
             model_name=self.model_name,
         )
         runner.after_step = WeakCall(self.after_step)
@@ -268,9 +273,6 @@ class Reducer:
             self._runner.remove_hooks()
 
     # Frameworks call these on the reducer they find; ours needs nothing of the kind.
-    def prepare_for_forward(self) -> None:
-        pass
-
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         pass
 
@@ -283,15 +285,6 @@ class Reducer:
             raise CommunicationError(
                 f"the backward of step {step.number} has not ended: {step.arrivals.next_bucket} buckets are sent"
             )
-
-
-def _exchange_for(partition: Partition, settings: WrapperSettings) -> Callable[[ReducerContext], Exchange]:
-    """What this kind of partition is run by."""
-    if partition.compressed:
-        memory = settings.plan.memory if settings.plan is not None else None
-        host = memory is not None and memory.residuals == "host"
-        return functools.partial(CompressedExchange, options=settings.compression, host=host)
-    return Exchange
 
 
 def make_report(reducer: Reducer) -> Report:

@@ -97,15 +97,12 @@ class StepRunner:
         """Run this partition from the next step on; gradients held now move into its buffers."""
         # A status still on its way from the device is laid out for the partition before.
         self.read_step_before()
-        context, exchange = self.context, self.exchange
-        exchange.prepare(partition)
-        *rest, last = partition.buckets
+        context = self.context
         numbers = StatusOffsets(len(partition.buckets), context.communicators.size, len(context.parameters)).length
-        buckets = [*(exchange.bucket(spec, 0) for spec in rest), exchange.bucket(last, numbers)]
+        buckets = self.exchange.make_buckets(partition, numbers)
         context.bucket_set = BucketSet(partition, buckets, context.parameters)
         self._arrivals.install(context.bucket_set)
         self.status.install(context.bucket_set, context.names)
-        exchange.installed()
         context.bucket_set.move_all_into_buffers()
 
     def read_step_before(self) -> None:

@@ -240,8 +240,8 @@ def check_model(module: Module) -> None:
                 "once"
             )
     for name, parameter in module.named_parameters():
-        kinds = [base for base in type(parameter).__mro__ if "torch.distributed" in base.__module__]
-        if any(base.__name__ == "DTensor" for base in kinds):
+        bases = type(parameter).__mro__
+        if any(base.__name__ == "DTensor" and "torch.distributed" in base.__module__ for base in bases):
             raise InputError(
                 f"parameter {name!r} is a DTensor (tensor parallel or sharded): backbeat reduces plain tensors only; "
                 "wrap a model without DTensors"

@@ -39,8 +39,7 @@ def test_a_parameter_without_elements_adds_nothing(
             parameter.grad = torch.full_like(parameter, 0.5)
         assert bucket.take_all()
         assert all(parameter.grad is None for parameter in parameters)
-    values, _ = bucket.held()
-    assert torch.cat([value.reshape(-1) for value in values]).tolist() == [1.0] * 7
+    assert torch.cat([value.reshape(-1) for value, _ in bucket.held().values()]).tolist() == [1.0] * 7
     assert bucket.take_refused() == []
 
 
