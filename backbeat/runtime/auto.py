@@ -216,20 +216,19 @@ class Tuner:
         """Unless the plan measured worse, DDP's buckets are measured once more; a strategy asked for by name stays."""
         found = self._measured(self.running.plan)
         iteration, before = found.iteration_s or 0.0, self._base.iteration_s or 0.0
-        if self._auto and iteration > before * (1 + TOLERANCE):
-            self._switch(self._base)
+        if not self._auto:
+            self._settle(f"the plan runs: {iteration * 1e3:.2f} ms an iteration, {before * 1e3:.2f} ms before", found)
+            return
+        self._switch(self._base)
+        if iteration > before * (1 + TOLERANCE):
             self._settle(
                 f"going back to {self._base_words}: the plan measured {iteration * 1e3:.2f} ms an iteration, "
                 f"they took {before * 1e3:.2f} ms",
                 self._base,
             )
             return
-        if not self._auto:
-            self._settle(f"the plan runs: {iteration * 1e3:.2f} ms an iteration, {before * 1e3:.2f} ms before", found)
-            return
         # The first steps of a job are slower than the rest: what came later would seem to gain.
         self._tried = found
-        self._switch(self._base)
         self._begin("comparing")
 
     def _compare(self) -> None:
@@ -297,7 +296,7 @@ class Tuner:
         widest = reduce_dtype.itemsize if reduce_dtype else 16
         return Profile(
             name="measured",
-            model=reducer.model_name,
+            model=reducer.managed.model_name,
             batch_size=1,
             precision=str(parameters[0].dtype).removeprefix("torch."),
             device=str(reducer.device),

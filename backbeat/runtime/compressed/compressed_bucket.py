@@ -38,7 +38,6 @@ class CompressedBucket(BucketMemory):
         *,
         compressor: TopK,
         store: Store,
-        dtype: torch.dtype,
         dense: bool,
         momentum_of: Callable[[Any], float] | None,
         gathering: Scratch,
@@ -50,7 +49,7 @@ class CompressedBucket(BucketMemory):
             torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
             for parameter in self.parameters
         ]
-        self.dtype = dtype
+        self.dtype = store.dtype
         held = self.numel if dense else 0
         self.payload = torch.zeros(held, dtype=self.parameters[0].dtype, device=self.device)
         self._dense = dense
@@ -67,7 +66,7 @@ class CompressedBucket(BucketMemory):
         self._starts: tuple[torch.Tensor, torch.Tensor] | None = None
         """Where members begin in the residual, and the numbers that stand for them."""
         self._gathered = gathering
-        gathering.reserve(self.numel, dtype)
+        gathering.reserve(self.numel, self.dtype)
         self._known_views: dict[int, list[torch.Tensor]] = {}
         self._muted = False
         self.touched = bytearray(len(self.members))

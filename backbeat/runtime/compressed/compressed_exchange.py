@@ -23,7 +23,7 @@ from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
-from backbeat.runtime.compressed.residual import Scratch, Store, dtype_of, make_stores, numel_of
+from backbeat.runtime.compressed.residual import Scratch, Store, make_stores
 from backbeat.runtime.compressed.topk import CudaGraphs, TopK
 from backbeat.runtime.compressed.updates import Updates, without_modes
 from backbeat.runtime.reduce.bucket import BucketMemory
@@ -82,21 +82,19 @@ class CompressedExchange(Exchange):
         return buckets
 
     def _bucket(self, spec: BucketSpec, store: Store | None, graphs: CudaGraphs | None) -> BucketMemory:
-        context = self.context
-        if spec.compression is None or store is None or not numel_of(spec, context):
+        if spec.compression is None or store is None:
             return self._plain_bucket(spec)
-        dtype = dtype_of(spec, context)
-        self._scratch.reserve(numel_of(spec, context), dtype)
-        return CompressedBucket(
+        bucket = CompressedBucket(
             spec,
-            context.parameters,
+            self.context.parameters,
             compressor=TopK(spec.compression.density, graphs),
             store=store,
-            dtype=dtype,
             dense=not self.updates.at_once,
             momentum_of=self.updates.momentum_of if self.updates.corrects_momentum else None,
             gathering=self._gathered,
         )
+        self._scratch.reserve(bucket.numel, bucket.dtype)
+        return bucket
 
     def check_open(self) -> None:
         if self.updates:
@@ -205,12 +203,6 @@ class CompressedExchange(Exchange):
                     bucket.give_back()
                 bucket.clean()
 
-    def check_hook(self) -> None:
-        raise InputError(
-            "a communication hook reduces whole buckets, and this plan compresses some: leave the hook out, or run "
-            "a plan without compression"
-        )
-
     def absorb_late(self, late: Set[int]) -> Set[int]:
         """A gradient that its compressed bucket left without waits in the residual for the next step."""
         bucket_of, buckets = self.context.bucket_set.bucket_of, self.context.bucket_set.buckets
@@ -236,7 +228,6 @@ class CompressedExchange(Exchange):
         bucket.work = self.context.communicators[bucket.spec.communicator].all_gather(bucket.result, message)
 
     def _wait(self, index: int, bucket: CompressedBucket) -> None:
-        """Wait for the collective under way."""
         try:
             bucket.work.wait()
         except RuntimeError as error:
@@ -269,8 +260,6 @@ class CompressedExchange(Exchange):
                     self._deliver(index, bucket)
 
     def _apply(self, bucket: CompressedBucket, used: Sequence[bool] | None) -> None:
-        if bucket.gathered is None:
-            return
         parameters = bucket.expose(self._scratch.buffer(bucket.dtype, bucket.device), used)
         if parameters:
             self.updates.apply(parameters, without_momentum=self.options.momentum_correction)

@@ -55,6 +55,7 @@ class Store:
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, velocity: bool, masked: bool = False
     ) -> None:
+        self.dtype = dtype
         self._residual = Residual(
             torch.zeros(numel, dtype=dtype, device=device),
             torch.zeros(numel, dtype=dtype, device=device) if velocity else None,
@@ -74,6 +75,7 @@ class HostStore(Store):
     stays = False
 
     def __init__(self, index: int, buffers: HostBuffers, *, parts: int, masked: bool) -> None:
+        self.dtype = buffers.dtype
         self._index, self._buffers, self._parts, self._masked = index, buffers, parts, masked
 
     def open(self) -> Residual:
@@ -92,6 +94,7 @@ class HostBuffers:
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self._sizes = list(sizes)
+        self.dtype = dtype
         self._cuda = device.type == "cuda"
         self._device = device
         self._host = [torch.zeros(size, dtype=dtype, device="cpu", pin_memory=self._cuda) for size in sizes]
@@ -206,42 +209,36 @@ def drop_infinite(values: torch.Tensor) -> None:
     values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def dtype_of(spec: BucketSpec, context: ReducerContext) -> torch.dtype:
-    """The residual's dtype: fp32 for 16-bit gradients, since small ones would vanish in a 16-bit sum."""
-    dtype = context.parameters[spec.members[0]].dtype
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-def numel_of(spec: BucketSpec, context: ReducerContext) -> int:
-    return sum(context.parameters[index].numel() for index in spec.members)
-
-
 def make_stores(
     partition: Partition, context: ReducerContext, *, host: bool, velocity: bool, masked: bool
 ) -> dict[BucketSpec, Store]:
-    """Where the residual of each compressed bucket lives; on the host, buckets of a dtype share their room on the
-    device. Raises where a bucket cannot be compressed."""
-    kinds: dict[torch.dtype, list[BucketSpec]] = {}
+    """Where the residual of each compressed bucket that has elements lives; on the host, buckets of a dtype share their
+    room on the device. Raises where a bucket cannot be compressed."""
+    kinds: dict[torch.dtype, dict[BucketSpec, int]] = {}
     for spec in partition.buckets:
-        if spec.compression is not None:
-            for member in spec.members:
-                dtype = context.parameters[member].dtype
-                if not dtype.is_floating_point:
-                    raise InputError(
-                        f"parameter {context.names[member]!r} is {dtype}, and its bucket is compressed: only "
-                        "real floating-point gradients can be; leave the compression out of its bucket"
-                    )
-            kinds.setdefault(dtype_of(spec, context), []).append(spec)
+        if spec.compression is None:
+            continue
+        for member in spec.members:
+            dtype = context.parameters[member].dtype
+            if not dtype.is_floating_point:
+                raise InputError(
+                    f"parameter {context.names[member]!r} is {dtype}, and its bucket is compressed: only "
+                    "real floating-point gradients can be; leave the compression out of its bucket"
+                )
+        numel = sum(context.parameters[member].numel() for member in spec.members)
+        if numel:
+            # 16-bit gradients are kept in fp32, since small ones would vanish in a 16-bit sum.
+            kinds.setdefault(torch.float32 if dtype.itemsize < 4 else dtype, {})[spec] = numel
     found: dict[BucketSpec, Store] = {}
-    for dtype, specs in kinds.items():
+    for dtype, numels in kinds.items():
         if host:
             parts = 2 if velocity else 1
-            sizes = [parts * numel_of(spec, context) for spec in specs]
+            sizes = [parts * numel for numel in numels.values()]
             buffers = HostBuffers(sizes, dtype, context.communicators.device)
-            stores = [HostStore(index, buffers, parts=parts, masked=masked) for index in range(len(specs))]
-            found.update(zip(specs, stores, strict=True))
+            for index, spec in enumerate(numels):
+                found[spec] = HostStore(index, buffers, parts=parts, masked=masked)
             continue
-        for spec in specs:
+        for spec, numel in numels.items():
             device = context.parameters[spec.members[0]].device
-            found[spec] = Store(numel_of(spec, context), dtype, device, velocity=velocity, masked=masked)
+            found[spec] = Store(numel, dtype, device, velocity=velocity, masked=masked)
     return found

@@ -38,8 +38,6 @@ _cuda: Any = torch.cuda
 _FEWEST_ELEMENTS = 2**20
 _SMALL_ELEMENTS = 2**17
 """A small bucket whose message still has the format of a large one's."""
-_MOST_ELEMENTS = {"cpu": 2**22}
-_MOST_ELEMENTS_ELSEWHERE = 2**24
 _WARMUP, _REPEATS = 3, 7
 _HEAD_START_S = 4e-3
 """The device spins so long before each sample, so that the host is ahead and the device's own time is measured."""
@@ -335,7 +333,7 @@ class TopKSpeed(NamedTuple):
 
 def measure_topk(training: Training, gradient_bytes: int) -> TopKSpeed | None:
     """Measure top-k on the training's device, on buckets of up to `gradient_bytes`; None where memory runs out."""
-    most = _MOST_ELEMENTS.get(training.device.type, _MOST_ELEMENTS_ELSEWHERE)
+    most = 2**22 if training.device.type == "cpu" else 2**24
     elements = min(max(gradient_bytes // 4, _FEWEST_ELEMENTS), most)
     try:
         # With a head start the device alone is timed, without one the host, which launches the kernels.

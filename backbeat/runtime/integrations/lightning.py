@@ -16,11 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from backbeat.errors import InputError
 from backbeat.runtime.compressed.checkpoint import load_residuals, remove_residuals, residual_states, save_residuals

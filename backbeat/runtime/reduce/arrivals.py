@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from backbeat.runtime.reduce.bucket import BucketSet
+from backbeat.runtime.weak_call import nothing
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -33,10 +34,6 @@ _LET_GO_S = 1.0
 """So long a thread of autograd's may take to let go of a backward that raised."""
 
 
-def gone() -> None:
-    """A weak reference to nothing."""
-
-
 class Backward:
     """The last one that was begun, if any.
 
@@ -45,7 +42,7 @@ class Backward:
     """
 
     def __init__(self) -> None:
-        self._token: Callable[[], Any] = gone
+        self._token: Callable[[], Any] = nothing
         self._thread = threading.get_ident()
         """The thread that began it."""
 
@@ -64,7 +61,7 @@ class Backward:
 
     def forget(self) -> None:
         """It is over, however it ended."""
-        self._token = gone
+        self._token = nothing
 
     def ended(self) -> bool:
         """Whether it is over. On a GPU a thread of autograd's own runs it, and may hold on to it for a moment after
@@ -304,66 +301,62 @@ class Arrivals:
             self._expected_members = self._buckets.expected_members(self._expected)
 
 
-def register_hook(
-    parameter: Parameter,
-    index: int,
-    arrivals: Arrivals,
-    on_unusual: Callable[[int], None],
-    send_ready: Callable[[], None],
-) -> Any:
-    """Count the parameter's gradients down; returns the hook's handle.
+class GradientHooks:
+    """A hook on each parameter counts its gradients down. It is behind the user's own: ours may take the gradient away.
 
     `on_unusual` hears of arrivals that are not ordinary, `send_ready` when a bucket is complete. Both hold their object
     weakly: a wrapper that is dropped must stop communicating, though its model lives on.
     """
 
-    def arrived(_: torch.Tensor) -> None:
-        # This runs once a gradient and is most of what the wrapper costs: `Arrivals.count` is written out here.
-        if arrivals.report_each or graph_task() != arrivals.root:
-            on_unusual(index)
-            return
-        arrivals.arrived_since_reduce[index] = 1
-        bucket = arrivals.bucket_of[index]
-        if arrivals.streams is not None:
-            arrivals.streams.note(bucket)
-        counts = arrivals.outstanding
-        outstanding = counts[index] - 1
-        counts[index] = outstanding
-        if outstanding:
-            if outstanding < 0 and bucket < arrivals.next_bucket:
-                arrivals.late.add(index)
-            return
-        missing = arrivals.missing
-        left = missing[bucket] - 1
-        missing[bucket] = left
-        if not left and bucket == arrivals.next_bucket:
-            send_ready()
-
-    return parameter.register_post_accumulate_grad_hook(arrived)
-
-
-class HookOrder:
-    """Our hook on each parameter, behind the user's own: ours may take the gradient away."""
-
-    def __init__(self) -> None:
-        self.handles: list[Any] = []
+    def __init__(self, arrivals: Arrivals, on_unusual: Callable[[int], None], send_ready: Callable[[], None]) -> None:
+        self._calls = (arrivals, on_unusual, send_ready)
+        self._handles: list[Any] = []
         self._hooks: list[Any] = []
         """Of each parameter, all of them; torch's own dictionary."""
 
-    def add(self, parameter: Any, handle: Any) -> None:
-        self.handles.append(handle)
-        self._hooks.append(parameter._post_accumulate_grad_hooks)
+    def extend(self, parameters: Sequence[Any]) -> None:
+        """Parameters that come after those there are."""
+        for parameter in parameters:
+            self._handles.append(self._register(parameter, len(self._handles)))
+            self._hooks.append(parameter._post_accumulate_grad_hooks)
+
+    def _register(self, parameter: Parameter, index: int) -> Any:
+        arrivals, on_unusual, send_ready = self._calls
+
+        def arrived(_: torch.Tensor) -> None:
+            # This runs once a gradient and is most of what the wrapper costs: `Arrivals.count` is written out here.
+            if arrivals.report_each or graph_task() != arrivals.root:
+                on_unusual(index)
+                return
+            arrivals.arrived_since_reduce[index] = 1
+            bucket = arrivals.bucket_of[index]
+            if arrivals.streams is not None:
+                arrivals.streams.note(bucket)
+            counts = arrivals.outstanding
+            outstanding = counts[index] - 1
+            counts[index] = outstanding
+            if outstanding:
+                if outstanding < 0 and bucket < arrivals.next_bucket:
+                    arrivals.late.add(index)
+                return
+            missing = arrivals.missing
+            left = missing[bucket] - 1
+            missing[bucket] = left
+            if not left and bucket == arrivals.next_bucket:
+                send_ready()
+
+        return parameter.register_post_accumulate_grad_hook(arrived)
 
     def restore(self) -> None:
         """Cheap where nobody else has a hook: a user may register one at any time."""
         if max(map(len, self._hooks), default=0) <= 1:
             return
-        for hooks, handle in zip(self._hooks, self.handles, strict=True):
+        for hooks, handle in zip(self._hooks, self._handles, strict=True):
             if handle.id in hooks and next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)
 
     def remove(self) -> None:
-        for handle in self.handles:
+        for handle in self._handles:
             handle.remove()
-        self.handles.clear()
+        self._handles.clear()
         self._hooks.clear()

@@ -239,9 +239,6 @@ class Exchange:
     def undo(self) -> None:
         """The step before, taken for good until now, had failed on some rank."""
 
-    def check_hook(self) -> None:
-        """Raise where no communication hook may take over."""
-
 
 Hook = Callable[[Any, Any], Any]
 

@@ -92,7 +92,6 @@ class Monitor:
         _monitors.add(self)
 
     def start(self) -> None:
-        """Begin to listen."""
         if self._size == 1:
             return
         try:

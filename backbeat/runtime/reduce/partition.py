@@ -38,6 +38,7 @@ class ManagedParameters:
             for parameter in child.parameters(recurse=False)
         }
         managed = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        self.model_name = type(module).__name__
         self._module = weakref.ref(module)
         self._ignored = ignored
         self._slots: list[tuple[dict[str, Parameter | None], str, Parameter]] = []
@@ -262,10 +263,10 @@ def first_partition(settings: WrapperSettings, managed: ManagedParameters, commu
     """The buckets of the first step."""
     if settings.plan is not None:
         # On the communicators that were asked for and can be had.
-        plan, wanted = settings.plan, settings.communicators
-        plan = plan if wanted is None else reassign_communicators(plan, wanted)
-        allowed = communicators.allowed(plan.communicators)
-        plan = reassign_communicators(plan, allowed) if allowed < plan.communicators else plan
+        plan = settings.plan
+        count = communicators.allowed(settings.communicators or plan.communicators)
+        if settings.communicators is not None or count < plan.communicators:
+            plan = reassign_communicators(plan, count)
         return plan_partition(plan, managed)
     indices = range(len(managed.names))
     if settings.find_unused:

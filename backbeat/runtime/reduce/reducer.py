@@ -7,9 +7,8 @@ that trains.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,7 @@ from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.memory.budget import BudgetCheck
 from backbeat.runtime.reduce.bucket import BucketMemory
-from backbeat.runtime.reduce.exchange import Exchange, Hook
+from backbeat.runtime.reduce.exchange import Hook
 from backbeat.runtime.reduce.partition import (
     ManagedParameters,
     Partition,
@@ -36,7 +35,7 @@ from backbeat.runtime.reduce.partition import (
 )
 from backbeat.runtime.reduce.runner import StepRunner
 from backbeat.runtime.reduce.settings import WrapperSettings
-from backbeat.runtime.reduce.step import Recorder, ReducerContext, median
+from backbeat.runtime.reduce.step import Recorder, median
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
@@ -73,7 +72,6 @@ class Reducer:
     def bind_model(self, module: Module, ignored: Set[str], process_group: ProcessGroup, device: torch.device) -> None:
         """Reduce this model's gradients over these ranks, once built."""
         self.managed = ManagedParameters(module, ignored)
-        self.model_name = type(module).__name__
         self.process_group = process_group
         self.device = device
 
@@ -95,20 +93,7 @@ class Reducer:
         partition = first_partition(settings, managed, communicators)
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
-        exchange: Callable[[ReducerContext], Exchange] = Exchange
-        if partition.compressed:
-            memory = settings.plan.memory if settings.plan is not None else None
-            host = memory is not None and memory.residuals == "host"
-            exchange = functools.partial(CompressedExchange, options=settings.compression, host=host)
-        self._runner = runner = StepRunner(
-            managed,
-            communicators,
-            partition,
-            reduce_dtype=settings.reduce_dtype,
-            strict=settings.strict,
-            exchange=exchange,
-            model_name=self.model_name,
-        )
+        self._runner = runner = StepRunner(managed, communicators, partition, settings)
         runner.after_step = WeakCall(self.after_step)
         runner.unreached = WeakCall(managed.check_known)
         self.recorder = Recorder(self.device)
@@ -264,6 +249,11 @@ class Reducer:
 
     def set_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let a hook reduce the buckets from now on."""
+        if self.compressed:
+            raise InputError(
+                "a communication hook reduces whole buckets, and this plan compresses some: leave the hook out, or run "
+                "a plan without compression"
+            )
         if self._runner is not None:
             self._runner.set_comm_hook(state, hook)
         self._comm_hook = (state, hook)

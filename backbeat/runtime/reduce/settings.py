@@ -199,9 +199,7 @@ def bind(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
         bound = TORCH_SIGNATURE.bind(None, module, *args, **kwargs)
     except TypeError as error:
         raise TypeError(f"DistributedDataParallel: {error}") from None
-    arguments = dict(bound.arguments)
-    arguments.pop("self")
-    return arguments
+    return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
 def process_group_of(arguments: dict[str, Any]) -> Any:

@@ -250,8 +250,8 @@ class Recorder:
         self._keep = keep
         self._steps: list[TimedStep | dict[str, Any]] = []
         """Times, or the marks that they will be told from once the device has passed them."""
-        self._marks: dict[str, Any] = {}
-        self._open = False
+        self._marks: dict[str, Any] | None = None
+        """Of the step under way, if it is timed."""
         self._before: Any = None
         """The end of the step before."""
         self._forward: Any = None
@@ -265,15 +265,14 @@ class Recorder:
             self._forward = self._now()
 
     def begin(self, sync: bool) -> None:
-        self._open = sync
-        self._marks = {"begin": self._now(), "ready": {}, "launched": {}, "done": {}}
+        self._marks = {"begin": self._now(), "ready": {}, "launched": {}, "done": {}} if sync else None
 
     def gradient(self, index: int) -> None:
-        if self._open:
+        if self._marks is not None:
             self._marks["ready"][index] = self._now()
 
     def launched(self, index: int, work: Any) -> None:
-        if not self._open:
+        if self._marks is None:
             return
         self._marks["launched"][index] = self._now()
         done = self._marks["done"]
@@ -282,14 +281,12 @@ class Recorder:
             work.get_future().add_done_callback(lambda _: done.setdefault(index, time.perf_counter()))
 
     def end(self) -> None:
-        if not self._open:
+        if self._marks is None:
             return
-        self._marks["end"] = self._now()
-        self._marks["before"], self._before = self._before, None
-        self._marks["forward"], self._forward = self._forward, None
+        self._marks.update(end=self._now(), before=self._before, forward=self._forward)
         # Marks on the device hold memory of the driver: none is kept for longer than it takes to read.
         self._steps = [*map(self._passed, self._steps), self._marks][-self._keep :]
-        self._open = False
+        self._marks = self._before = self._forward = None
 
     def steps(self) -> list[TimedStep]:
         """Every step measured so far."""

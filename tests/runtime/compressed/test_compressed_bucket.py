@@ -29,7 +29,6 @@ def test_a_parameter_without_elements_adds_nothing(
         parameters,
         compressor=TopK(0.5),
         store=Store(7, torch.float32, torch.device("cpu"), velocity=False),
-        dtype=torch.float32,
         dense=True,
         momentum_of=None,
         gathering=Scratch(),
