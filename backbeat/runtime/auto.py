@@ -82,7 +82,7 @@ class Tuner:
         self._auto = strategy == "auto"
         self._strategy = "best" if self._auto else strategy
         self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
-        self._given = network is not None
+        """As given; measured where it was not."""
         self._communicators = reducer.settings.communicators
         self._watch_every = WATCH_EVERY
         self._plans = 0
@@ -111,8 +111,6 @@ class Tuner:
         left = self._left()
         if left >= MEASURED_STEPS or not measuring:
             reducer.recorder.clear()
-        if self.state == "settled":
-            return
         # A decision is taken by every rank or by none.
         reducer.runner.status.read_at_once = left == 1
         if left > 0:
@@ -147,7 +145,8 @@ class Tuner:
             self._settle("one worker: there is nothing to send", found)
             return
         iteration = found.iteration_s or 0.0
-        if self._auto and not self._given and self.state == "measuring" and (more := self._too_early(iteration)) > 0:
+        measures = self._auto and self._network is None
+        if measures and self.state == "measuring" and (more := self._too_early(iteration)) > 0:
             self.running = found
             self._say(
                 f"planning in {more} steps: measuring the network takes {self._pause_s(iteration):.1f} s, which is "
@@ -311,20 +310,18 @@ class Tuner:
 
     def _measure_network(self, profile: Profile, iteration: float) -> Network:
         communicators = self._reducer.communicators
-        if self._network is not None and self._given:
+        if self._network is not None:
             fits = self._network.workers == communicators.size
             return self._network if fits else self._network.at(workers=communicators.size)
-        counts = tuple(sorted({1, self._most_communicators}))
-        self._network = calibrate(
+        return calibrate(
             group=communicators.process_group,
             device=communicators.device,
             budget_s=self._calibrate_s(iteration),
             sizes=message_sizes(profile.total_bytes),
-            communicators=counts,
+            communicators=tuple(sorted({1, self._most_communicators})),
             collectives=("all_reduce",),
             brief=True,
         )
-        return self._network
 
     def _make(self, profile: Profile, network: Network) -> tuple[Plan | None, str]:
         """On rank 0 a plan, or what went wrong."""
