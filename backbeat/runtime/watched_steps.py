@@ -129,8 +129,8 @@ class HookedSteps:
         self._opened: dict[tuple[str, int], Mark] = {}
         """When waits began, by their kind and module."""
         self._hooks: list[Any] = []
-        handle = register_optimizer_step_post_hook(WeakCall(self._stepped))
-        weakref.finalize(self, _remove, handle, self._hooks)
+        weakref.finalize(self, register_optimizer_step_post_hook(WeakCall(self._stepped)).remove)
+        weakref.finalize(self, _unhook, self._hooks)
 
     def predicted(self) -> dict[str, float | None]:
         return _promised(_plan_of(self._model()), self.communicators.size)
@@ -316,11 +316,6 @@ def _promised(plan: Plan | None, ranks: int) -> dict[str, float | None]:
     if plan is None or plan.predicted is None or plan.workers not in (None, ranks):
         return {}
     return {"predicted_iteration_s": plan.predicted.iteration_s, "predicted_exposed_s": plan.predicted.exposed_s}
-
-
-def _remove(handle: Any, hooks: list[Any]) -> None:
-    handle.remove()
-    _unhook(hooks)
 
 
 def _unhook(hooks: list[Any]) -> None:

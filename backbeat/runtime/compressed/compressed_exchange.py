@@ -145,7 +145,8 @@ class CompressedExchange(Exchange):
         if bucket.work is not None or (decodes and bucket.gathered is not None):
             with self._beside():
                 if bucket.work is not None:
-                    self._wait(sent.bucket_index, bucket)
+                    self.wait(sent.bucket_index, bucket.work)
+                    bucket.arrive()
                 if decodes:
                     bucket.decode()
         if bucket is self._compressed[-1]:
@@ -227,13 +228,6 @@ class CompressedExchange(Exchange):
             bucket.result = self._receive_buffer[:needed]
         bucket.work = self.context.communicators[bucket.spec.communicator].all_gather(bucket.result, message)
 
-    def _wait(self, index: int, bucket: CompressedBucket) -> None:
-        try:
-            bucket.work.wait()
-        except RuntimeError as error:
-            raise self.context.failure(index, error) from error
-        bucket.arrive()
-
     def _may_deliver(self, bucket: CompressedBucket) -> bool:
         """A bucket may be updated while backward goes on only where this rank saw every member's gradient. Then some
         rank used each member, which is all that an update must know. A gradient that came late is in `.grad`, which an
@@ -242,7 +236,8 @@ class CompressedExchange(Exchange):
         return bucket.whole and not step.absent and step.arrivals.late.isdisjoint(bucket.members)
 
     def _deliver(self, index: int, bucket: CompressedBucket) -> None:
-        self._wait(index, bucket)
+        self.wait(index, bucket.work)
+        bucket.arrive()
         if self.updates.at_once:
             self._apply(bucket, None)
         else:

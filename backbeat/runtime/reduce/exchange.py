@@ -135,7 +135,8 @@ class Sender:
                 message = receive(sent)
             numbers = sent.bucket.arrived(message)
         if step.status_in_flight is not None:
-            numbers = _wait(self._context, step.status_in_flight)
+            index, _, numbers, work = step.status_in_flight
+            self.exchange.wait(index, work)
         assert numbers is not None  # after the last bucket's gradients, or on their own
         return numbers
 
@@ -148,8 +149,8 @@ class Sender:
             context.late_buckets += 1
             message = bucket.late_message(self._step.arrivals.late, context.scale)
             work = context.communicators[bucket.spec.communicator].all_reduce(message)
-            counts = bucket.add_late(_wait(context, InFlight(index, bucket, message, work)))
-            for member, count in zip(bucket.members, counts, strict=True):
+            self.exchange.wait(index, work)
+            for member, count in zip(bucket.members, bucket.add_late(message), strict=True):
                 if count > 0:
                     summed.used[member] = True
 
@@ -161,14 +162,6 @@ class Sender:
         return torch.profiler.record_function(
             f"backbeat::{what} {index} communicator {bucket.spec.communicator} {bucket.bytes} bytes {first}"
         )
-
-
-def _wait(context: ReducerContext, sent: InFlight) -> torch.Tensor:
-    try:
-        sent.work.wait()
-    except RuntimeError as error:
-        raise context.failure(sent.bucket_index, error) from error
-    return sent.message
 
 
 class Exchange:
@@ -220,7 +213,15 @@ class Exchange:
 
     def receive(self, sent: InFlight) -> torch.Tensor:
         """Wait for a bucket's sum."""
-        return _wait(self.context, sent)
+        self.wait(sent.bucket_index, sent.work)
+        return sent.message
+
+    def wait(self, index: int, work: Any) -> None:
+        """Wait for a collective of this bucket."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.context.failure(index, error) from error
 
     def hand_back(self, summed: SummedStatus | None, *, in_place: bool) -> None:
         """Give every parameter that some rank used its mean; the others keep what they had. None: all were used.

@@ -37,7 +37,6 @@ class ManagedParameters:
             if getattr(child, "sparse", False) and isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
             for parameter in child.parameters(recurse=False)
         }
-        managed = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
         self.model_name = type(module).__name__
         self._module = weakref.ref(module)
         self._ignored = ignored
@@ -47,8 +46,8 @@ class ManagedParameters:
         self.parameters: list[Parameter] = []
         self.sparse: list[bool] = []
         """Whether each one has sparse gradients."""
-        self._extend([(name, parameter) for name, parameter in managed if parameter.requires_grad])
-        self.frozen = [(name, parameter) for name, parameter in managed if not parameter.requires_grad]
+        self.frozen = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        self.add_unfrozen()
 
     def check_known(self, *, thoroughly: bool = False) -> None:
         """Refuse a trainable parameter that has taken the place of one that is managed, or come beside them and has a
@@ -84,16 +83,13 @@ class ManagedParameters:
         ]
 
     def add_unfrozen(self) -> int:
-        """Take in parameters that became trainable; returns how many."""
+        """Take in parameters that are trainable and were not; returns how many."""
         unfrozen = [(name, parameter) for name, parameter in self.frozen if parameter.requires_grad]
         self.frozen = [(name, parameter) for name, parameter in self.frozen if not parameter.requires_grad]
-        self._extend(unfrozen)
+        self.names.extend(name for name, _ in unfrozen)
+        self.parameters.extend(parameter for _, parameter in unfrozen)
+        self.sparse.extend(id(parameter) in self._sparse_ids for _, parameter in unfrozen)
         return len(unfrozen)
-
-    def _extend(self, named: list[tuple[str, Parameter]]) -> None:
-        self.names.extend(name for name, _ in named)
-        self.parameters.extend(parameter for _, parameter in named)
-        self.sparse.extend(id(parameter) in self._sparse_ids for _, parameter in named)
 
 
 def claim(owner: object, names: Sequence[str], parameters: Sequence[Parameter]) -> None:
