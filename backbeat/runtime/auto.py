@@ -82,7 +82,7 @@ class Tuner:
         self._auto = strategy == "auto"
         self._strategy = "best" if self._auto else strategy
         self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
-        self._given = network is not None
+        """As given; measured where it was not."""
         self._communicators = reducer.settings.communicators
         self._watch_every = WATCH_EVERY
         self._plans = 0
@@ -111,10 +111,8 @@ class Tuner:
         left = self._left()
         if left >= MEASURED_STEPS or not measuring:
             reducer.recorder.clear()
-        if self.state == "settled":
-            return
         # A decision is taken by every rank or by none.
-        reducer.read_next_status_at_once(left == 1)
+        reducer.runner.status.read_at_once = left == 1
         if left > 0:
             return
         if self.state in ("measuring", "waiting"):
@@ -147,7 +145,8 @@ class Tuner:
             self._settle("one worker: there is nothing to send", found)
             return
         iteration = found.iteration_s or 0.0
-        if self._auto and not self._given and self.state == "measuring" and (more := self._too_early(iteration)) > 0:
+        measures = self._auto and self._network is None
+        if measures and self.state == "measuring" and (more := self._too_early(iteration)) > 0:
             self.running = found
             self._say(
                 f"planning in {more} steps: measuring the network takes {self._pause_s(iteration):.1f} s, which is "
@@ -169,7 +168,7 @@ class Tuner:
             return
         plan: Plan = reducer.ranks.document_from_rank_0(made, Plan)
         self._base = replace(found, plan=self._present_plan(profile, network))
-        partition = plan_partition(plan, reducer.managed.names, reducer.managed.parameters, reducer.managed.sparse)
+        partition = plan_partition(plan, reducer.managed)
         if partition.buckets == reducer.partition.buckets:
             self._settle(f"{plan.strategy} chose the buckets that already run", self._base)
             return
@@ -216,20 +215,19 @@ class Tuner:
         """Unless the plan measured worse, DDP's buckets are measured once more; a strategy asked for by name stays."""
         found = self._measured(self.running.plan)
         iteration, before = found.iteration_s or 0.0, self._base.iteration_s or 0.0
-        if self._auto and iteration > before * (1 + TOLERANCE):
-            self._switch(self._base)
+        if not self._auto:
+            self._settle(f"the plan runs: {iteration * 1e3:.2f} ms an iteration, {before * 1e3:.2f} ms before", found)
+            return
+        self._switch(self._base)
+        if iteration > before * (1 + TOLERANCE):
             self._settle(
                 f"going back to {self._base_words}: the plan measured {iteration * 1e3:.2f} ms an iteration, "
                 f"they took {before * 1e3:.2f} ms",
                 self._base,
             )
             return
-        if not self._auto:
-            self._settle(f"the plan runs: {iteration * 1e3:.2f} ms an iteration, {before * 1e3:.2f} ms before", found)
-            return
         # The first steps of a job are slower than the rest: what came later would seem to gain.
         self._tried = found
-        self._switch(self._base)
         self._begin("comparing")
 
     def _compare(self) -> None:
@@ -292,46 +290,38 @@ class Tuner:
         forward = max((median(one.since_forward_s for one in timed) or ended) - ended, 0.0)
         *ready, last, forward = self._means([*ready, last, forward])
         iteration, exposed = found.iteration_s or 0.0, found.exposed_s or 0.0
-        order = sorted(range(count), key=lambda index: ready[index])
+        names, parameters = reducer.managed.names, reducer.managed.parameters
         reduce_dtype = reducer.settings.reduce_dtype
+        widest = reduce_dtype.itemsize if reduce_dtype else 16
         return Profile(
             name="measured",
-            model=reducer.model_name,
+            model=reducer.managed.model_name,
             batch_size=1,
-            precision=str(reducer.managed.parameters[0].dtype).removeprefix("torch."),
+            precision=str(parameters[0].dtype).removeprefix("torch."),
             device=str(reducer.device),
             forward_s=forward,
             backward_s=max(last, max(ready)),
             update_s=max(iteration - forward - last - exposed, 0.0),
             gradients=tuple(
-                Gradient(
-                    name=reducer.managed.names[index],
-                    bytes=reducer.managed.parameters[index].numel()
-                    * min(
-                        reducer.managed.parameters[index].element_size(), reduce_dtype.itemsize if reduce_dtype else 16
-                    ),
-                    ready_s=ready[index],
-                )
-                for index in order
+                Gradient(name=name, bytes=one.numel() * min(one.element_size(), widest), ready_s=at)
+                for at, name, one in sorted(zip(ready, names, parameters, strict=True), key=lambda row: row[0])
             ),
         )
 
     def _measure_network(self, profile: Profile, iteration: float) -> Network:
         communicators = self._reducer.communicators
-        if self._network is not None and self._given:
+        if self._network is not None:
             fits = self._network.workers == communicators.size
             return self._network if fits else self._network.at(workers=communicators.size)
-        counts = tuple(sorted({1, self._most_communicators}))
-        self._network = calibrate(
+        return calibrate(
             group=communicators.process_group,
             device=communicators.device,
             budget_s=self._calibrate_s(iteration),
             sizes=message_sizes(profile.total_bytes),
-            communicators=counts,
+            communicators=tuple(sorted({1, self._most_communicators})),
             collectives=("all_reduce",),
             brief=True,
         )
-        return self._network
 
     def _make(self, profile: Profile, network: Network) -> tuple[Plan | None, str]:
         """On rank 0 a plan, or what went wrong."""

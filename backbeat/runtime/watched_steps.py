@@ -113,7 +113,9 @@ class HookedSteps:
     def __init__(self, model: Any, every: int, sample: Sample) -> None:
         self._model = weakref.ref(model)
         self._every, self._sample = every, WeakCall(sample)
-        _reshard(model)
+        # After a forward without gradients, units may hold whole parameters, which are not those of the optimizer.
+        for unit in _units(model):
+            unit.reshard()
         parameters = list(model.parameters())
         self._parameters = {id(one) for one in parameters}
         self.communicators = Communicators(_group_of(model), parameters[0].device, 1)
@@ -127,8 +129,8 @@ class HookedSteps:
         self._opened: dict[tuple[str, int], Mark] = {}
         """When waits began, by their kind and module."""
         self._hooks: list[Any] = []
-        handle = register_optimizer_step_post_hook(WeakCall(self._stepped))
-        weakref.finalize(self, _remove, handle, self._hooks)
+        weakref.finalize(self, register_optimizer_step_post_hook(WeakCall(self._stepped)).remove)
+        weakref.finalize(self, _unhook, self._hooks)
 
     def predicted(self) -> dict[str, float | None]:
         return _promised(_plan_of(self._model()), self.communicators.size)
@@ -174,12 +176,9 @@ class HookedSteps:
 
     def _hook(self, model: Any) -> None:
         """FSDP2 puts its own hook before all others in front of a forward, and after those there are behind it."""
-        from torch.distributed.fsdp import FSDPModule
-
         add = self._hooks.append
         add(model.register_forward_hook(WeakCall(self._forward_done), prepend=True))
-        units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in units:
+        for module in _units(model):
             # What is compiled would be compiled anew for a hook: its waits count as its own time.
             if module._compiled_call_impl is None:
                 add(module.register_forward_pre_hook(WeakCall(self._before_unit), prepend=True, with_kwargs=True))
@@ -266,13 +265,10 @@ def _plan_of(model: Any) -> Plan | None:
     return plan_of(model)
 
 
-def _reshard(model: Any) -> None:
-    """After a forward without gradients, units may hold whole parameters, which are not those of the optimizer."""
+def _units(model: Any) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _group_of(model: Any) -> Any:
@@ -320,11 +316,6 @@ def _promised(plan: Plan | None, ranks: int) -> dict[str, float | None]:
     if plan is None or plan.predicted is None or plan.workers not in (None, ranks):
         return {}
     return {"predicted_iteration_s": plan.predicted.iteration_s, "predicted_exposed_s": plan.predicted.exposed_s}
-
-
-def _remove(handle: Any, hooks: list[Any]) -> None:
-    handle.remove()
-    _unhook(hooks)
 
 
 def _unhook(hooks: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +24,8 @@ class WeakCall:
         return None if method is None else method(*arguments)
 
     def __reduce__(self) -> Any:
-        return _made_nothing, ()
+        return functools.partial, (nothing,)
 
 
 def nothing(*_: Any) -> None:
     """In place of a call that nobody has asked for."""
-
-
-def _made_nothing() -> Callable[..., None]:
-    return nothing

@@ -29,7 +29,7 @@ from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
 from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.integrations import lightning_residuals as residual_files
+from backbeat.runtime.compressed import checkpoint as residual_files
 from backbeat.runtime.reduce.partition import plan_partition
 
 CHECKS, check = registry("compressed_")
@@ -346,12 +346,10 @@ def plans_change_and_residuals_stay(ctx: Context) -> None:
         backward(ctx, wrapped, step)
     wrapped.zero_grad()
     before = owed(ctx, wrapped)
-    names = [name for name, _ in wrapped.module.named_parameters()]
-    parameters = list(wrapped.module.parameters())
     model = wrapped.module
     plan = compressed(model, Compression(density=0.3))
     plan = replace(plan, buckets=(plan.buckets[0], *(replace(g, compression=None) for g in plan.buckets[1:])))
-    wrapped.reducer.switch(plan_partition(plan, names, parameters, [False] * len(names)))
+    wrapped.reducer.switch(plan_partition(plan, wrapped.reducer.managed))
     for name, value in owed(ctx, wrapped).items():
         torch.testing.assert_close(value, before[name])
     gradients = local_gradients(ctx, model, 2)

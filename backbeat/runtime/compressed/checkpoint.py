@@ -10,8 +10,10 @@ the whole stays the same.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,22 +24,19 @@ from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.reduce.bucket import BucketMemory
+from backbeat.runtime.reduce.settings import TorchDDP
 from backbeat.runtime.reduce.step import ReducerContext
 from backbeat.runtime.weak_call import WeakCall
+
+logger = logging.getLogger("backbeat.runtime")
 
 SCHEMA = "backbeat.residuals/1"
 _FILE = re.compile(r"rank-(\d+)-of-(\d+)\.pt")
 _KINDS = ("residuals", "velocities")
 _PARTS = ("rank", "ranks", "step", *_KINDS)
-
-
-def state_of(
-    residuals: Mapping[str, torch.Tensor], velocities: Mapping[str, torch.Tensor], *, rank: int, ranks: int, step: int
-) -> dict[str, Any]:
-    """One rank's state, copied to the host."""
-    kinds = zip(_KINDS, (residuals, velocities), strict=True)
-    copies = {kind: {name: one.detach().cpu().clone() for name, one in tensors.items()} for kind, tensors in kinds}
-    return {"schema": SCHEMA, "rank": rank, "ranks": ranks, "step": step, **copies}
+KEY = "backbeat_residuals"
+"""In a framework's checkpoint: the step of each wrapped model's residuals, by the model's name."""
+_LOST = "what ranks had not sent yet is lost, and a warm-up of the density begins anew"
 
 
 def check(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -154,16 +153,23 @@ class Residuals:
         return self._context.step.number + self._steps_before
 
     def state(self) -> dict[str, Any]:
-        """This rank's residuals by name."""
+        """This rank's residuals by name, copied to the host."""
         self.take_from_buckets()
         held = {name: self._held[name] for name in self._context.names if name in self._held}
-        residuals = {name: values for name, (values, _) in held.items()}
-        velocities = {name: velocity for name, (_, velocity) in held.items() if velocity is not None}
+        residuals = {name: values.cpu().clone() for name, (values, _) in held.items()}
+        velocities = {name: velocity.cpu().clone() for name, (_, velocity) in held.items() if velocity is not None}
         for bucket in self._buckets:
             for index in bucket.members:
                 self._held.pop(self._context.names[index], None)
         communicators = self._context.communicators
-        return state_of(residuals, velocities, rank=communicators.rank, ranks=communicators.size, step=self.step)
+        return {
+            "schema": SCHEMA,
+            "rank": communicators.rank,
+            "ranks": communicators.size,
+            "step": self.step,
+            "residuals": residuals,
+            "velocities": velocities,
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Replace this rank's residuals."""
@@ -175,32 +181,19 @@ class Residuals:
             for bucket in self._buckets:
                 bucket.forget()
             device = context.communicators.device
-            residuals, velocities = (
-                {name: values.to(device) for name, values in state[kind].items()} for kind in _KINDS
-            )
-            self._held = {name: (values, velocities.get(name)) for name, values in residuals.items()}
+            velocities = {name: values.to(device) for name, values in state["velocities"].items()}
+            residuals = state["residuals"].items()
+            self._held = {name: (values.to(device), velocities.get(name)) for name, values in residuals}
             self._steps_before = int(state["step"]) - context.step.number
             self.give_to_buckets(self._buckets)
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write this rank's residuals into a folder that all ranks share."""
-        save(self.state(), folder)
-
-    def restore(self, folder: str | os.PathLike[str]) -> None:
-        """Read this rank's share of the residuals that any number of ranks wrote."""
-        communicators = self._context.communicators
-        self.load(load(folder, rank=communicators.rank, ranks=communicators.size))
 
     def take_from_buckets(self) -> None:
         """Hold copies of every residual in the buckets, which are about to change."""
         self._join()
         with torch.no_grad():
             for bucket in self._buckets:
-                values, velocities = bucket.held()
-                for position, index in enumerate(bucket.members):
-                    if bucket.touched[position] or position in bucket.frozen:
-                        velocity = velocities[position] if velocities else None
-                        self._held[self._context.names[index]] = (values[position], velocity)
+                for index, owed in bucket.held().items():
+                    self._held[self._context.names[index]] = owed
 
     def give_to_buckets(self, buckets: Sequence[CompressedBucket]) -> None:
         """These buckets run from now on: give them what their members are owed."""
@@ -220,3 +213,74 @@ class Residuals:
                 found = self._held.pop(self._context.names[index], None)
                 if found is not None:
                     view.add_(found[0].to(view))
+
+
+def residual_states(model: Any) -> dict[str, dict[str, Any]]:
+    """This rank's residuals in each wrapped model with compressed buckets, by the model's name."""
+    return {name: wrapped.residual_state_dict() for name, wrapped in _compressed(model).items()}
+
+
+def save_residuals(
+    states: Mapping[str, dict[str, Any]], checkpoint: dict[str, Any], path: str | os.PathLike[str]
+) -> None:
+    """Every rank, before the checkpoint is written to `path`."""
+    if not states:
+        return
+    if "://" in str(path):
+        logger.warning(
+            "the checkpoint %s is saved without the residuals of compressed buckets, which need a folder that all "
+            "ranks share: call model.save_residuals(folder) beside it, and load_residuals after resuming; otherwise %s",
+            path,
+            _LOST,
+        )
+        return
+    checkpoint[KEY] = {}
+    for name, state in states.items():
+        written = save(state, _folder(path) / name)
+        # A checkpoint of the same name may be from another number of ranks.
+        for other in written.parent.glob("rank-*-of-*.pt"):
+            if other.name.rpartition("-of-")[2] != written.name.rpartition("-of-")[2]:
+                other.unlink(missing_ok=True)
+        checkpoint[KEY][name] = state["step"]
+
+
+def load_residuals(model: Any, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Every rank, after the checkpoint was read from `path` and optimizers are attached. Says what is not there."""
+    steps: Mapping[str, int] = checkpoint.get(KEY, {})
+    wrappers = _compressed(model)
+    for name, wrapped in wrappers.items():
+        # A framework may keep the last checkpoint as a link to another.
+        folder = _folder(os.path.realpath(path)) / name
+        if name not in steps or not folder.is_dir():
+            what = f"{folder} is not there" if name in steps else f"{path} has no residuals of compressed buckets"
+            logger.warning("%s: training begins without; if there were any, %s", what, _LOST)
+            continue
+        communicators = wrapped.reducer.communicators
+        state = load(folder, rank=communicators.rank, ranks=communicators.size)
+        if state["step"] != steps[name]:
+            raise InputError(
+                f"{folder} has residuals after step {state['step']}, the checkpoint is of step {steps[name]}: the job "
+                "ended while they were written; use an earlier checkpoint, or delete the folder to begin without"
+            )
+        wrapped.load_residual_state_dict(state)
+    if set(steps) - set(wrappers):
+        logger.warning("%s has residuals of compressed buckets, and this plan has no such: %s", path, _LOST)
+
+
+def remove_residuals(path: str | os.PathLike[str]) -> None:
+    """One rank, when the checkpoint at `path` is removed."""
+    shutil.rmtree(_folder(path), ignore_errors=True)
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    """Beside the checkpoint, which residuals are many times as large as."""
+    return Path(f"{os.fspath(path)}.residuals")
+
+
+def _compressed(model: Any) -> dict[str, Any]:
+    """Wrapped models with compressed buckets, by name."""
+    return {
+        name or "model": module
+        for name, module in model.named_modules()
+        if isinstance(module, TorchDDP) and getattr(module, "compressed", False)
+    }

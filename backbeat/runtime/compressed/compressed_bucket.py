@@ -38,7 +38,6 @@ class CompressedBucket(BucketMemory):
         *,
         compressor: TopK,
         store: Store,
-        dtype: torch.dtype,
         dense: bool,
         momentum_of: Callable[[Any], float] | None,
         gathering: Scratch,
@@ -50,7 +49,7 @@ class CompressedBucket(BucketMemory):
             torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
             for parameter in self.parameters
         ]
-        self.dtype = dtype
+        self.dtype = store.dtype
         held = self.numel if dense else 0
         self.payload = torch.zeros(held, dtype=self.parameters[0].dtype, device=self.device)
         self._dense = dense
@@ -67,7 +66,7 @@ class CompressedBucket(BucketMemory):
         self._starts: tuple[torch.Tensor, torch.Tensor] | None = None
         """Where members begin in the residual, and the numbers that stand for them."""
         self._gathered = gathering
-        gathering.reserve(self.numel, dtype)
+        gathering.reserve(self.numel, self.dtype)
         self._known_views: dict[int, list[torch.Tensor]] = {}
         self._muted = False
         self.touched = bytearray(len(self.members))
@@ -186,17 +185,16 @@ class CompressedBucket(BucketMemory):
             faulty = accumulate(targets, gradients)
             self._refused += [self.members[index] for index, bad in zip(positions, faulty, strict=True) if bad]
         else:
-            flat = residual.values if residual.velocity is None else residual.velocity
-            add_all(flat, targets, gradients, None if alike else self._gathering(positions, whole))
+            widened = None
+            if not alike:
+                # Room for all gradients in the residual's format, shared by buckets that take turns.
+                room = self._gathered.buffer(self.dtype, self.device)[: self.numel]
+                if not whole:
+                    room.zero_()
+                widened = (room, _at(self._views_on(room), positions, whole))
+            add_all(residual.values if residual.velocity is None else residual.velocity, targets, gradients, widened)
         if velocities:
             torch._foreach_add_(_at(values, positions, whole), _at(velocities, positions, whole))
-
-    def _gathering(self, positions: Sequence[int], whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Room for all gradients in the residual's format, shared by buckets that take turns."""
-        flat = self._gathered.buffer(self.dtype, self.device)[: self.numel]
-        if not whole:
-            flat.zero_()
-        return flat, _at(self._views_on(flat), positions, whole)
 
     def _views_on(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The members' slices of the memory that buckets share, which is mostly the same from step to step."""
@@ -300,20 +298,20 @@ class CompressedBucket(BucketMemory):
         self._wanted = False
         self.gathered = None
 
-    def held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Copies of every member's residual and velocity, shaped like it."""
+    def held(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+        """What each member is owed, by its index: residual and velocity, shaped like it."""
         opened = self._views is not None
         _, values, velocities = self._opened()
-        copies = [value.clone() for value in values], [value.clone() for value in velocities]
-        for copy in (*copies[0], *copies[1]):
-            drop_infinite(copy)
-        for position, (value, velocity) in self.frozen.items():
-            copies[0][position].copy_(value)
-            if velocity is not None:
-                copies[1][position].copy_(velocity)
+        found = {self.members[position]: owed for position, owed in self.frozen.items()}
+        for position, index in enumerate(self.members):
+            if self.touched[position]:
+                copies = [one[position].clone() for one in (values, velocities) if one]
+                for copy in copies:
+                    drop_infinite(copy)
+                found[index] = (copies[0], copies[1] if velocities else None)
         if not opened:
             self._closed()
-        return copies
+        return found
 
     def put(self, index: int, values: torch.Tensor, velocity: torch.Tensor | None) -> None:
         """Add to a member's residual and velocity."""
@@ -345,9 +343,6 @@ class CompressedBucket(BucketMemory):
                 self.touched[position] = parameter.requires_grad
             else:
                 parameter.grad = unused_grads.get(index)
-
-    def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
-        return None
 
 
 def _at(tensors: list[torch.Tensor], positions: Sequence[int], whole: bool) -> list[torch.Tensor]:

@@ -23,9 +23,8 @@ from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
-from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
-from backbeat.runtime.compressed.residual import Scratch, dtype_of, make_stores, numel_of
-from backbeat.runtime.compressed.topk import TopK
+from backbeat.runtime.compressed.residual import Scratch, Store, make_stores
+from backbeat.runtime.compressed.topk import CudaGraphs, TopK
 from backbeat.runtime.compressed.updates import Updates, without_modes
 from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.exchange import Exchange
@@ -66,39 +65,36 @@ class CompressedExchange(Exchange):
                 "Call it after a synchronised backward, which applies them on every rank, or drop them with zero_grad()"
             )
 
-    def prepare(self, partition: Partition) -> None:
+    def make_buckets(self, partition: Partition, status_length: int) -> list[BucketMemory]:
         # Refuses what cannot be, while the buckets there are go on as they were.
         velocity, masked = self.updates.corrects_momentum, self.options.factor_masking
-        self._stores = make_stores(partition, self.context, host=self._host, velocity=velocity, masked=masked)
+        stores = make_stores(partition, self.context, host=self._host, velocity=velocity, masked=masked)
         self.residuals.take_from_buckets()
         self._scratch, self._gathered = Scratch(), Scratch()
         """Where one bucket is decoded; and where its gradients are widened, while another stream may be decoding."""
         self._receive_buffer: torch.Tensor | None = None
         """Where everybody's message comes in, of a bucket that is dealt with at once."""
-        self._graphs = None if self.context.communicators.device.type in topk.HOSTS else CudaGraphs()
+        graphs = None if self.context.communicators.device.type in topk.HOSTS else CudaGraphs()
+        # The status message of compressed plans needs fp32 and travels alone: no bucket has room for it.
+        buckets = [self._bucket(spec, stores.get(spec), graphs) for spec in partition.buckets]
+        self._compressed = [bucket for bucket in buckets if isinstance(bucket, CompressedBucket)]
+        self.residuals.give_to_buckets(self._compressed)
+        return buckets
 
-    def bucket(self, spec: BucketSpec, status_length: int) -> BucketMemory:
-        if spec.compression is None or not numel_of(spec, self.context):
-            # The status message of compressed plans needs fp32 and travels alone.
-            return super().bucket(spec, 0)
-        context = self.context
-        dtype = dtype_of(spec, context)
-        self._scratch.reserve(numel_of(spec, context), dtype)
-        return CompressedBucket(
+    def _bucket(self, spec: BucketSpec, store: Store | None, graphs: CudaGraphs | None) -> BucketMemory:
+        if spec.compression is None or store is None:
+            return self._plain_bucket(spec)
+        bucket = CompressedBucket(
             spec,
-            context.parameters,
-            compressor=TopK(spec.compression.density, self._graphs),
-            store=self._stores[spec],
-            dtype=dtype,
+            self.context.parameters,
+            compressor=TopK(spec.compression.density, graphs),
+            store=store,
             dense=not self.updates.at_once,
             momentum_of=self.updates.momentum_of if self.updates.corrects_momentum else None,
             gathering=self._gathered,
         )
-
-    def installed(self) -> None:
-        buckets = self.context.bucket_set.buckets
-        self._compressed = [bucket for bucket in buckets if isinstance(bucket, CompressedBucket)]
-        self.residuals.give_to_buckets(self._compressed)
+        self._scratch.reserve(bucket.numel, bucket.dtype)
+        return bucket
 
     def check_open(self) -> None:
         if self.updates:
@@ -108,9 +104,6 @@ class CompressedExchange(Exchange):
                 "momentum_correction keeps the optimizer's momentum in its place: hand the optimizer over with "
                 "model.attach(optimizer, max_grad_norm=None) before the first backward, or leave it out"
             )
-
-    def carries_status(self, bucket: BucketMemory) -> bool:
-        return False
 
     def send(self, index: int, bucket: BucketMemory, status: torch.Tensor | None) -> InFlight:
         step = self.context.step
@@ -152,7 +145,8 @@ class CompressedExchange(Exchange):
         if bucket.work is not None or (decodes and bucket.gathered is not None):
             with self._beside():
                 if bucket.work is not None:
-                    self._wait(sent.bucket_index, bucket)
+                    self.wait(sent.bucket_index, bucket.work)
+                    bucket.arrive()
                 if decodes:
                     bucket.decode()
         if bucket is self._compressed[-1]:
@@ -210,12 +204,6 @@ class CompressedExchange(Exchange):
                     bucket.give_back()
                 bucket.clean()
 
-    def check_hook(self) -> None:
-        raise InputError(
-            "a communication hook reduces whole buckets, and this plan compresses some: leave the hook out, or run "
-            "a plan without compression"
-        )
-
     def absorb_late(self, late: Set[int]) -> Set[int]:
         """A gradient that its compressed bucket left without waits in the residual for the next step."""
         bucket_of, buckets = self.context.bucket_set.bucket_of, self.context.bucket_set.buckets
@@ -238,15 +226,7 @@ class CompressedExchange(Exchange):
             if self._receive_buffer is None or self._receive_buffer.numel() < needed:
                 self._receive_buffer = message.new_empty(needed)
             bucket.result = self._receive_buffer[:needed]
-        bucket.work = self.context.communicator(bucket.spec.communicator).all_gather(bucket.result, message)
-
-    def _wait(self, index: int, bucket: CompressedBucket) -> None:
-        """Wait for the collective under way."""
-        try:
-            bucket.work.wait()
-        except RuntimeError as error:
-            raise self.context.failure(index, error) from error
-        bucket.arrive()
+        bucket.work = self.context.communicators[bucket.spec.communicator].all_gather(bucket.result, message)
 
     def _may_deliver(self, bucket: CompressedBucket) -> bool:
         """A bucket may be updated while backward goes on only where this rank saw every member's gradient. Then some
@@ -256,7 +236,8 @@ class CompressedExchange(Exchange):
         return bucket.whole and not step.absent and step.arrivals.late.isdisjoint(bucket.members)
 
     def _deliver(self, index: int, bucket: CompressedBucket) -> None:
-        self._wait(index, bucket)
+        self.wait(index, bucket.work)
+        bucket.arrive()
         if self.updates.at_once:
             self._apply(bucket, None)
         else:
@@ -274,8 +255,6 @@ class CompressedExchange(Exchange):
                     self._deliver(index, bucket)
 
     def _apply(self, bucket: CompressedBucket, used: Sequence[bool] | None) -> None:
-        if bucket.gathered is None:
-            return
         parameters = bucket.expose(self._scratch.buffer(bucket.dtype, bucket.device), used)
         if parameters:
             self.updates.apply(parameters, without_momentum=self.options.momentum_correction)

@@ -39,10 +39,6 @@ class Residual:
         if self.velocity is not None and self.masked:
             self.velocity.index_copy_(0, index, self.velocity[index].masked_fill_(sent, 0))
 
-    def add(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Add to the elements at these indices."""
-        self.values.index_add_(0, index, values.to(self.values.dtype))
-
     def clean(self) -> None:
         """Set what is not finite to zero."""
         for one in (self.values, self.velocity):
@@ -59,6 +55,7 @@ class Store:
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, velocity: bool, masked: bool = False
     ) -> None:
+        self.dtype = dtype
         self._residual = Residual(
             torch.zeros(numel, dtype=dtype, device=device),
             torch.zeros(numel, dtype=dtype, device=device) if velocity else None,
@@ -73,24 +70,20 @@ class Store:
 
 
 class HostStore(Store):
-    """Keeps a bucket's residual, and velocity, in host buffers that all buckets share."""
+    """Keeps a bucket's residual, and the velocity after it, in host buffers that all buckets share."""
 
     stays = False
 
-    def __init__(self, index: int, values: HostBuffers, velocity: HostBuffers | None, *, masked: bool = False) -> None:
-        self._index = index
-        self._masked = masked
-        self._values = values
-        self._velocity = velocity
+    def __init__(self, index: int, buffers: HostBuffers, *, parts: int, masked: bool) -> None:
+        self.dtype = buffers.dtype
+        self._index, self._buffers, self._parts, self._masked = index, buffers, parts, masked
 
     def open(self) -> Residual:
-        velocity = None if self._velocity is None else self._velocity.open(self._index)
-        return Residual(self._values.open(self._index), velocity, masked=self._masked)
+        values, *velocity = self._buffers.open(self._index).chunk(self._parts)
+        return Residual(values, velocity[0] if velocity else None, masked=self._masked)
 
     def close(self) -> None:
-        self._values.close(self._index)
-        if self._velocity is not None:
-            self._velocity.close(self._index)
+        self._buffers.close(self._index)
 
 
 class HostBuffers:
@@ -101,6 +94,7 @@ class HostBuffers:
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self._sizes = list(sizes)
+        self.dtype = dtype
         self._cuda = device.type == "cuda"
         self._device = device
         self._host = [torch.zeros(size, dtype=dtype, device="cpu", pin_memory=self._cuda) for size in sizes]
@@ -215,44 +209,36 @@ def drop_infinite(values: torch.Tensor) -> None:
     values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def dtype_of(spec: BucketSpec, context: ReducerContext) -> torch.dtype:
-    """The residual's dtype: fp32 for 16-bit gradients, since small ones would vanish in a 16-bit sum."""
-    dtype = context.parameters[spec.members[0]].dtype
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-def numel_of(spec: BucketSpec, context: ReducerContext) -> int:
-    return sum(context.parameters[index].numel() for index in spec.members)
-
-
 def make_stores(
     partition: Partition, context: ReducerContext, *, host: bool, velocity: bool, masked: bool
 ) -> dict[BucketSpec, Store]:
-    """Where the residual of each compressed bucket lives; on the host, buckets of a dtype share their room on the
-    device. Raises where a bucket cannot be compressed."""
-    kinds: dict[torch.dtype, list[BucketSpec]] = {}
+    """Where the residual of each compressed bucket that has elements lives; on the host, buckets of a dtype share their
+    room on the device. Raises where a bucket cannot be compressed."""
+    kinds: dict[torch.dtype, dict[BucketSpec, int]] = {}
     for spec in partition.buckets:
-        if spec.compression is not None:
-            for member in spec.members:
-                dtype = context.parameters[member].dtype
-                if not dtype.is_floating_point:
-                    raise InputError(
-                        f"parameter {context.names[member]!r} is {dtype}, and its bucket is compressed: only "
-                        "real floating-point gradients can be; leave the compression out of its bucket"
-                    )
-            kinds.setdefault(dtype_of(spec, context), []).append(spec)
+        if spec.compression is None:
+            continue
+        for member in spec.members:
+            dtype = context.parameters[member].dtype
+            if not dtype.is_floating_point:
+                raise InputError(
+                    f"parameter {context.names[member]!r} is {dtype}, and its bucket is compressed: only "
+                    "real floating-point gradients can be; leave the compression out of its bucket"
+                )
+        numel = sum(context.parameters[member].numel() for member in spec.members)
+        if numel:
+            # 16-bit gradients are kept in fp32, since small ones would vanish in a 16-bit sum.
+            kinds.setdefault(torch.float32 if dtype.itemsize < 4 else dtype, {})[spec] = numel
     found: dict[BucketSpec, Store] = {}
-    for dtype, specs in kinds.items():
-        sizes = [numel_of(spec, context) for spec in specs]
+    for dtype, numels in kinds.items():
         if host:
-            device = context.communicators.device
-            values = HostBuffers(sizes, dtype, device)
-            beside = HostBuffers(sizes, dtype, device) if velocity else None
-        for index, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
+            parts = 2 if velocity else 1
+            sizes = [parts * numel for numel in numels.values()]
+            buffers = HostBuffers(sizes, dtype, context.communicators.device)
+            for index, spec in enumerate(numels):
+                found[spec] = HostStore(index, buffers, parts=parts, masked=masked)
+            continue
+        for spec, numel in numels.items():
             device = context.parameters[spec.members[0]].device
-            found[spec] = (
-                HostStore(index, values, beside, masked=masked)
-                if host
-                else Store(size, dtype, device, velocity=velocity, masked=masked)
-            )
+            found[spec] = Store(numel, dtype, device, velocity=velocity, masked=masked)
     return found

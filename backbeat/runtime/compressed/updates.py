@@ -148,7 +148,12 @@ class Updates:
         if shares is None:
             if len(self._shares) >= _MOST_SHARES:
                 self._shares.clear()
-            shares = self._shares[key] = self._shared(parameters)
+            by_group: dict[tuple[int, int], _Share] = {}
+            for parameter in parameters:
+                if id(parameter) in self._owners:
+                    optimizer, index = self._owners[id(parameter)]
+                    by_group.setdefault((id(optimizer), index), (optimizer, index, []))[2].append(parameter)
+            shares = self._shares[key] = list(by_group.values())
         self.running = True
         try:
             for optimizer, index, members in shares:
@@ -160,14 +165,6 @@ class Updates:
             self.running = False
         for parameter in parameters:
             parameter.grad = None
-
-    def _shared(self, parameters: Sequence[Parameter]) -> list[_Share]:
-        shares: dict[tuple[int, int], _Share] = {}
-        for parameter in parameters:
-            if id(parameter) in self._owners:
-                optimizer, index = self._owners[id(parameter)]
-                shares.setdefault((id(optimizer), index), (optimizer, index, []))[2].append(parameter)
-        return list(shares.values())
 
 
 def check_optimizer(

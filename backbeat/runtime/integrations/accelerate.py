@@ -25,17 +25,7 @@ def planned(**options: Any) -> Iterator[type[DistributedDataParallel]]:
     It is a class, because the frameworks call `isinstance` with it. Models that torch's own class wrapped before still
     count as instances.
     """
-    configured = _with_options(options)
-    parallel: Any = torch.nn.parallel
-    before = parallel.DistributedDataParallel
-    parallel.DistributedDataParallel = configured
-    try:
-        yield configured
-    finally:
-        parallel.DistributedDataParallel = before
 
-
-def _with_options(options: dict[str, Any]) -> type[DistributedDataParallel]:
     class AcceptsTorch(type(DistributedDataParallel)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, TorchDDP)
@@ -48,4 +38,10 @@ def _with_options(options: dict[str, Any]) -> type[DistributedDataParallel]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             pass
 
-    return Configured
+    parallel: Any = torch.nn.parallel
+    before = parallel.DistributedDataParallel
+    parallel.DistributedDataParallel = Configured
+    try:
+        yield Configured
+    finally:
+        parallel.DistributedDataParallel = before

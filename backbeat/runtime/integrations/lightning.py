@@ -10,19 +10,16 @@ strategies.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from backbeat.errors import InputError
-from backbeat.runtime.integrations.lightning_residuals import KeepsResiduals, load_residuals, residual_states
+from backbeat.runtime.compressed.checkpoint import load_residuals, remove_residuals, residual_states, save_residuals
 from backbeat.runtime.integrations.watching import lightning_packages
 from backbeat.runtime.parallel.any_plan import load_full_state_dict, no_sync
 from backbeat.runtime.reduce.settings import split_options
@@ -30,6 +27,24 @@ from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+class KeepsResiduals:
+    """For a strategy: residuals of compressed buckets come and go with its checkpoints."""
+
+    _left: Mapping[str, dict[str, Any]] = MappingProxyType({})
+    """Residuals of a model that is no longer wrapped: a checkpoint may be saved after training."""
+
+    def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        # A checkpoint of weights alone needs none.
+        if "optimizer_states" in checkpoint:
+            save_residuals(residual_states(self.model) or self._left, checkpoint, self.broadcast(filepath))
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    def remove_checkpoint(self: Any, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        if self.is_global_zero:
+            remove_residuals(filepath)
 
 
 def strategy_class(package: str) -> type[Any]:
@@ -70,11 +85,7 @@ def strategy_class(package: str) -> type[Any]:
             super().load_optimizer_state_dict(checkpoint)
             load_residuals(self.model, checkpoint, self._resumed_from)
 
-        @classmethod
-        def register_strategies(cls, registry: Any) -> None:
-            registry.register(cls.strategy_name, cls, description="DDP with backbeat's planned gradient buckets")
-
-    _register(BackbeatStrategy, strategies)
+    _register(BackbeatStrategy, strategies, "DDP with backbeat's planned gradient buckets")
     return BackbeatStrategy
 
 
@@ -122,11 +133,7 @@ def parallelize_strategy_class(package: str) -> type[Any]:
             with no_sync(self.model):
                 yield
 
-        @classmethod
-        def register_strategies(cls, registry: Any) -> None:
-            registry.register(cls.strategy_name, cls, description="for a model that backbeat's parallelize prepares")
-
-    _register(ParallelizeStrategy, strategies)
+    _register(ParallelizeStrategy, strategies, "for a model that backbeat's parallelize prepares")
     return ParallelizeStrategy
 
 
@@ -145,9 +152,9 @@ def _load_optimizer(model: Any, optimizer: Any, state: dict[str, Any], *, rank_0
     set_optimizer_state_dict(model, optimizer, state if rank_0 else {}, options=_SPREAD)
 
 
-def _register(strategy: Any, strategies: Any) -> None:
+def _register(strategy: Any, strategies: Any, description: str) -> None:
     if strategy.strategy_name not in strategies.StrategyRegistry:
-        strategy.register_strategies(strategies.StrategyRegistry)
+        strategies.StrategyRegistry.register(strategy.strategy_name, strategy, description=description)
 
 
 _found = [(strategy_class(name), parallelize_strategy_class(name)) for name in lightning_packages()]

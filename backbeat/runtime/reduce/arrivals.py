@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from backbeat.runtime.reduce.bucket import BucketSet
+from backbeat.runtime.weak_call import nothing
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -33,10 +34,6 @@ _LET_GO_S = 1.0
 """So long a thread of autograd's may take to let go of a backward that raised."""
 
 
-def gone() -> None:
-    """A weak reference to nothing."""
-
-
 class Backward:
     """The last one that was begun, if any.
 
@@ -45,7 +42,7 @@ class Backward:
     """
 
     def __init__(self) -> None:
-        self._token: Callable[[], Any] = gone
+        self._token: Callable[[], Any] = nothing
         self._thread = threading.get_ident()
         """The thread that began it."""
 
@@ -64,7 +61,7 @@ class Backward:
 
     def forget(self) -> None:
         """It is over, however it ended."""
-        self._token = gone
+        self._token = nothing
 
     def ended(self) -> bool:
         """Whether it is over. On a GPU a thread of autograd's own runs it, and may hold on to it for a moment after
@@ -184,45 +181,51 @@ PATIENCE = 4
 
 
 class Arrivals:
-    """Which gradients of the present backward have arrived. One object serves every step: the hooks hold it."""
+    """Which gradients of the present backward have arrived, and how often each is expected. One object serves every
+    step: the hooks hold it."""
 
     __slots__ = (
-        "_all_once", "_buckets", "_expected_members", "_known", "arrived_since_reduce", "bucket_of", "expectation",
-        "late", "missing", "nested", "next_bucket", "outstanding", "report_each", "root", "streams",
+        "_all_came", "_all_once", "_buckets", "_expected", "_expected_members", "_known", "_missed", "_patience",
+        "arrived_since_reduce", "bucket_of", "late", "missing", "nested", "next_bucket", "outstanding", "report_each",
+        "root", "streams",
     )  # fmt: skip
 
     def __init__(self, parameters: int, streams: Streams | None = None) -> None:
-        self.expectation = Expectation(parameters)
-        self.arrived_since_reduce = bytearray(parameters)
+        self._expected: list[int] = []
+        """How often each parameter is expected to arrive."""
+        self._known = False
+        """That was learned from a step."""
+        self._all_once = True
+        self._all_came = False
+        """A step came in between in which nothing was missing."""
+        self._missed: list[int] = []
+        self._patience: list[int] = []
+        self.arrived_since_reduce = bytearray()
         """Parameters that got a gradient since the last step that reduced; outlives backwards that only accumulate."""
+        self.add(parameters)
         self.streams = streams
-        self._buckets: BucketSet | None = None
-        self.bucket_of: list[int] = []
-        """The bucket of each parameter."""
-        self._expected_members: list[int] = []
-        self.reset()
 
     def install(self, buckets: BucketSet) -> None:
         """Count for these buckets from the next backward on."""
         self._buckets = buckets
         self.bucket_of = buckets.bucket_of
-        self._expected_members = buckets.expected_members(self.expectation.counts)
+        """The bucket of each parameter."""
+        self._expected_members = buckets.expected_members(self._expected)
         self.reset()
 
     def add(self, count: int) -> None:
-        """More parameters."""
-        self.expectation.add(count)
+        """More parameters, expected once each."""
+        self._expected.extend([1] * count)
+        self._missed.extend([0] * count)
+        self._patience.extend([PATIENCE] * count)
         self.arrived_since_reduce.extend(bytes(count))
 
     def reset(self) -> None:
         """A backward begins: nothing has arrived."""
-        expectation = self.expectation
-        self.outstanding = expectation.counts.copy()
+        self.outstanding = self._expected.copy()
         """Arrivals outstanding of each parameter; negative where more came than were expected."""
         self.missing = self._expected_members.copy()
         """Members of each bucket that are outstanding."""
-        self._known = expectation.learned
-        self._all_once = expectation.all_once
         self.next_bucket = 0
         """The bucket that leaves next: those before it have left."""
         self.report_each = True
@@ -239,10 +242,6 @@ class Arrivals:
     def allow_sending(self, *, report_each: bool) -> None:
         """Complete buckets may leave from now on, where it is known how often each parameter arrives."""
         self.report_each = report_each or not self._known
-
-    def mark(self, index: int) -> None:
-        """The parameter has got a gradient."""
-        self.arrived_since_reduce[index] = 1
 
     def count(self, index: int, bucket: int) -> bool:
         """Count one arrival of a parameter; True if its bucket is complete."""
@@ -276,124 +275,88 @@ class Arrivals:
 
     def learn(self, *, regular: bool) -> None:
         """After a step: expect what came. `regular`: every parameter came once on every rank."""
-        expectation = self.expectation
-        if regular and expectation.learned:
-            expectation.all_came = True
-        elif not self.nested and expectation.learn(self.outstanding) and self._buckets is not None:
-            self._expected_members = self._buckets.expected_members(expectation.counts)
-
-    def forget_arrived(self) -> None:
-        """What arrived so far has been dealt with."""
-        self.arrived_since_reduce = bytearray(len(self.arrived_since_reduce))
-
-
-class Expectation:
-    """How often each parameter is expected to arrive."""
-
-    def __init__(self, count: int) -> None:
-        self.counts = [1] * count
-        self.all_once = True
-        self.learned = False
-        self.all_came = False
-        """A step came in between in which nothing was missing."""
-        self._missed = [0] * count
-        self._patience = [PATIENCE] * count
-
-    def add(self, count: int) -> None:
-        """More parameters, expected once each."""
-        self.counts.extend([1] * count)
-        self._missed.extend([0] * count)
-        self._patience.extend([PATIENCE] * count)
-
-    def learn(self, missing: list[int]) -> bool:
-        """After a step that left these arrivals outstanding (negative: too many); True if anything changed."""
-        changed = False
-        if self.all_came:
+        if regular and self._known:
+            self._all_came = True
+            return
+        if self.nested:
+            return
+        if self._all_came:
             self._missed = [0] * len(self._missed)
-            self.all_came = False
-        for index, outstanding in enumerate(missing):
-            expected = self.counts[index]
-            seen = expected - outstanding
-            if seen > expected:
-                if self.learned:
-                    self._patience[index] *= 2
-                self._missed[index] = 0
-                self.counts[index] = seen
-                changed = True
-            elif seen < expected:
+            self._all_came = False
+        changed = False
+        for index, outstanding in enumerate(self.outstanding):
+            if outstanding < 0 and self._known:
+                self._patience[index] *= 2
+            elif outstanding > 0:
                 self._missed[index] += 1
-                if not self.learned or self._missed[index] >= self._patience[index]:
-                    self._missed[index] = 0
-                    self.counts[index] = seen
-                    changed = True
-            else:
-                self._missed[index] = 0
-        self.learned = True
+                if self._known and self._missed[index] < self._patience[index]:
+                    continue
+            self._missed[index] = 0
+            if outstanding:
+                self._expected[index] -= outstanding
+                changed = True
+        self._known = True
         if changed:
-            self.all_once = all(count == 1 for count in self.counts)
-        return changed
+            self._all_once = all(count == 1 for count in self._expected)
+            self._expected_members = self._buckets.expected_members(self._expected)
 
 
-def register_hook(
-    parameter: Parameter,
-    index: int,
-    arrivals: Arrivals,
-    on_unusual: Callable[[int], None],
-    send_ready: Callable[[], None],
-) -> Any:
-    """Count the parameter's gradients down; returns the hook's handle.
+class GradientHooks:
+    """A hook on each parameter counts its gradients down. It is behind the user's own: ours may take the gradient away.
 
     `on_unusual` hears of arrivals that are not ordinary, `send_ready` when a bucket is complete. Both hold their object
     weakly: a wrapper that is dropped must stop communicating, though its model lives on.
     """
 
-    def arrived(_: torch.Tensor) -> None:
-        # This runs once a gradient and is most of what the wrapper costs: `Arrivals.count` is written out here.
-        if arrivals.report_each or graph_task() != arrivals.root:
-            on_unusual(index)
-            return
-        arrivals.arrived_since_reduce[index] = 1
-        bucket = arrivals.bucket_of[index]
-        if arrivals.streams is not None:
-            arrivals.streams.note(bucket)
-        counts = arrivals.outstanding
-        outstanding = counts[index] - 1
-        counts[index] = outstanding
-        if outstanding:
-            if outstanding < 0 and bucket < arrivals.next_bucket:
-                arrivals.late.add(index)
-            return
-        missing = arrivals.missing
-        left = missing[bucket] - 1
-        missing[bucket] = left
-        if not left and bucket == arrivals.next_bucket:
-            send_ready()
-
-    return parameter.register_post_accumulate_grad_hook(arrived)
-
-
-class HookOrder:
-    """Our hook on each parameter, behind the user's own: ours may take the gradient away."""
-
-    def __init__(self) -> None:
-        self.handles: list[Any] = []
+    def __init__(self, arrivals: Arrivals, on_unusual: Callable[[int], None], send_ready: Callable[[], None]) -> None:
+        self._calls = (arrivals, on_unusual, send_ready)
+        self._handles: list[Any] = []
         self._hooks: list[Any] = []
         """Of each parameter, all of them; torch's own dictionary."""
 
-    def extend(self, parameters: Sequence[Parameter], handles: Sequence[Any]) -> None:
-        self.handles.extend(handles)
-        self._hooks.extend(parameter._post_accumulate_grad_hooks for parameter in parameters)
+    def extend(self, parameters: Sequence[Any]) -> None:
+        """Parameters that come after those there are."""
+        for parameter in parameters:
+            self._handles.append(self._register(parameter, len(self._handles)))
+            self._hooks.append(parameter._post_accumulate_grad_hooks)
+
+    def _register(self, parameter: Parameter, index: int) -> Any:
+        arrivals, on_unusual, send_ready = self._calls
+
+        def arrived(_: torch.Tensor) -> None:
+            # This runs once a gradient and is most of what the wrapper costs: `Arrivals.count` is written out here.
+            if arrivals.report_each or graph_task() != arrivals.root:
+                on_unusual(index)
+                return
+            arrivals.arrived_since_reduce[index] = 1
+            bucket = arrivals.bucket_of[index]
+            if arrivals.streams is not None:
+                arrivals.streams.note(bucket)
+            counts = arrivals.outstanding
+            outstanding = counts[index] - 1
+            counts[index] = outstanding
+            if outstanding:
+                if outstanding < 0 and bucket < arrivals.next_bucket:
+                    arrivals.late.add(index)
+                return
+            missing = arrivals.missing
+            left = missing[bucket] - 1
+            missing[bucket] = left
+            if not left and bucket == arrivals.next_bucket:
+                send_ready()
+
+        return parameter.register_post_accumulate_grad_hook(arrived)
 
     def restore(self) -> None:
         """Cheap where nobody else has a hook: a user may register one at any time."""
         if max(map(len, self._hooks), default=0) <= 1:
             return
-        for hooks, handle in zip(self._hooks, self.handles, strict=True):
+        for hooks, handle in zip(self._hooks, self._handles, strict=True):
             if handle.id in hooks and next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)
 
     def remove(self) -> None:
-        for handle in self.handles:
+        for handle in self._handles:
             handle.remove()
-        self.handles.clear()
+        self._handles.clear()
         self._hooks.clear()

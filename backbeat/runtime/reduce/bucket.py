@@ -54,7 +54,7 @@ class BucketMemory:
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
         """Take the sum in; returns the status message, where it carries one."""
-        raise NotImplementedError
+        return None
 
     def hand_back(self, used: Sequence[bool] | None, unused_grads: Mapping[int, torch.Tensor]) -> None:
         """`.grad` of each member that some rank used becomes its mean; None: all were used. A member that no rank used
@@ -174,12 +174,8 @@ class BucketBuffer(BucketMemory):
         return TakenGradients(used, unused_grads, removed)
 
     def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-        """Begin to sum what was taken; returns the tensor that will hold the sum, and the work."""
-        message = self.message(scale, status)
-        return message, communicator.all_reduce(message)
-
-    def message(self, scale: float, status: torch.Tensor | None) -> torch.Tensor:
-        """What goes in flight: the scaled gradients, in the reduce dtype, with the status message at the end."""
+        """Begin to sum what was taken, scaled, in the reduce dtype, with the status message at the end; returns the
+        tensor that will hold the sum, and the work."""
         if self.reduce_dtype is None:
             if scale != 1.0:
                 self.payload.mul_(self._factor_of(scale))
@@ -189,7 +185,7 @@ class BucketBuffer(BucketMemory):
             torch.mul(self.payload, scale, out=out[: self.numel])
         if status is not None:
             (self._tail_view if out is self.flat else out[self.numel :]).copy_(status)
-        return out
+        return out, communicator.all_reduce(out)
 
     def _factor_of(self, scale: float) -> torch.Tensor | float:
         if scale != self._scale:
@@ -222,8 +218,7 @@ class BucketBuffer(BucketMemory):
     def add_late(self, message: torch.Tensor) -> list[float]:
         """Add the sum of what came late to what arrived; returns how many ranks sent each member."""
         self.payload.add_(message[: self.numel])
-        found: list[float] = message[self.numel :].float().tolist()
-        return found
+        return list(message[self.numel :].float().tolist())
 
 
 def addresses_of(views: Sequence[torch.Tensor]) -> list[int]:

@@ -4,7 +4,7 @@ The `Sender` decides *when* a bucket leaves; an `Exchange` says what then happen
 communication hook, or compressed buckets (`compressed.compressed_exchange`). Its methods are called in this order, on
 every rank alike:
 
-    prepare, bucket (each bucket), installed     a partition is taken in
+    make_buckets                                 a partition is taken in
     check_open                                   a step is about to begin
     send (each bucket)                           a bucket leaves
     absorb_late, carries_status                  the last bucket is about to leave, with the status message or without
@@ -101,7 +101,7 @@ class Sender:
         """Send the last bucket, with the status message inside it or after it."""
         step, exchange, status = self._step, self.exchange, self._status
         if step.arrivals.late:
-            step.absorb_late(exchange.absorb_late(step.arrivals.late))
+            step.arrivals.late -= exchange.absorb_late(step.arrivals.late)
         told = step.tell()
         if exchange.carries_status(bucket):
             self._launch(index, bucket, status.write(told, step.number))
@@ -109,7 +109,7 @@ class Sender:
         self._launch(index, bucket, None)
         message = status.write_alone(told, step.number)
         exchange.add_to_status(message, status.offsets)
-        work = self._context.communicator(bucket.spec.communicator).all_reduce(message)
+        work = self._context.communicators[bucket.spec.communicator].all_reduce(message)
         step.add_status_sent(InFlight(index, bucket, message, work))
 
     def _launch(self, index: int, bucket: BucketMemory, status: torch.Tensor | None) -> None:
@@ -135,7 +135,8 @@ class Sender:
                 message = receive(sent)
             numbers = sent.bucket.arrived(message)
         if step.status_in_flight is not None:
-            numbers = _wait(self._context, step.status_in_flight)
+            index, _, numbers, work = step.status_in_flight
+            self.exchange.wait(index, work)
         assert numbers is not None  # after the last bucket's gradients, or on their own
         return numbers
 
@@ -147,9 +148,9 @@ class Sender:
             assert isinstance(bucket, BucketBuffer)  # `absorb_late` has seen to the others
             context.late_buckets += 1
             message = bucket.late_message(self._step.arrivals.late, context.scale)
-            work = context.communicator(bucket.spec.communicator).all_reduce(message)
-            counts = bucket.add_late(_wait(context, InFlight(index, bucket, message, work)))
-            for member, count in zip(bucket.members, counts, strict=True):
+            work = context.communicators[bucket.spec.communicator].all_reduce(message)
+            self.exchange.wait(index, work)
+            for member, count in zip(bucket.members, bucket.add_late(message), strict=True):
                 if count > 0:
                     summed.used[member] = True
 
@@ -163,33 +164,23 @@ class Sender:
         )
 
 
-def _wait(context: ReducerContext, sent: InFlight) -> torch.Tensor:
-    try:
-        sent.work.wait()
-    except RuntimeError as error:
-        raise context.failure(sent.bucket_index, error) from error
-    return sent.message
-
-
 class Exchange:
     """All-reduce: each bucket is summed by one collective, and its gradients are back when the step ends."""
 
     def __init__(self, context: ReducerContext) -> None:
         self.context = context
 
-    def prepare(self, partition: Partition) -> None:
-        """Another partition is about to be taken in."""
+    def make_buckets(self, partition: Partition, status_length: int) -> list[BucketMemory]:
+        """The memory of a partition's buckets; the last one with room for a status message of this length."""
+        *others, last = partition.buckets
+        return [*map(self._plain_bucket, others), self._plain_bucket(last, status_length)]
 
-    def bucket(self, spec: BucketSpec, status_length: int) -> BucketMemory:
-        """The memory of a bucket, with room for a status message of this length after the gradients."""
+    def _plain_bucket(self, spec: BucketSpec, status_length: int = 0) -> BucketMemory:
         if spec.sparse:
             return SparseBucket(spec, self.context.parameters)
         return BucketBuffer(
             spec, self.context.parameters, reduce_dtype=self.context.reduce_dtype, status_length=status_length
         )
-
-    def installed(self) -> None:
-        """The partition's buckets are in place."""
 
     def check_open(self) -> None:
         """A step is about to begin. Raising here refuses it."""
@@ -202,7 +193,7 @@ class Exchange:
         """Start the collective of a bucket that has taken its gradients."""
         context = self.context
         assert isinstance(bucket, BucketBuffer)  # others have an exchange of their own
-        message, work = bucket.launch(context.communicator(bucket.spec.communicator), context.scale, status)
+        message, work = bucket.launch(context.communicators[bucket.spec.communicator], context.scale, status)
         return InFlight(index, bucket, message, work)
 
     def absorb_late(self, late: Set[int]) -> Set[int]:
@@ -222,7 +213,15 @@ class Exchange:
 
     def receive(self, sent: InFlight) -> torch.Tensor:
         """Wait for a bucket's sum."""
-        return _wait(self.context, sent)
+        self.wait(sent.bucket_index, sent.work)
+        return sent.message
+
+    def wait(self, index: int, work: Any) -> None:
+        """Wait for a collective of this bucket."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.context.failure(index, error) from error
 
     def hand_back(self, summed: SummedStatus | None, *, in_place: bool) -> None:
         """Give every parameter that some rank used its mean; the others keep what they had. None: all were used.
@@ -240,9 +239,6 @@ class Exchange:
 
     def undo(self) -> None:
         """The step before, taken for good until now, had failed on some rank."""
-
-    def check_hook(self) -> None:
-        """Raise where no communication hook may take over."""
 
 
 Hook = Callable[[Any, Any], Any]

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
@@ -92,7 +92,6 @@ class Monitor:
         _monitors.add(self)
 
     def start(self) -> None:
-        """Begin to listen."""
         if self._size == 1:
             return
         try:
@@ -127,13 +126,6 @@ class Monitor:
         if state is not None:
             store.set(f"fault/status/{self._rank}", json.dumps(state))
 
-    def _answer_for_others(self) -> None:
-        """Answer for this process's other wrappers too: it may end with the error, and a rank that waits in one of them
-        must not take it for silent."""
-        for other in list(_monitors):
-            if other is not self and other._own is not None:
-                other._answer(other._own)
-
     def state(self) -> RankState | None:
         """Where this rank stands, and in which other wrapper's backward if it is in one; None where the wrapper is
         gone."""
@@ -163,7 +155,11 @@ class Monitor:
         try:
             store.set("fault/asked", str(self._rank))
             self._answer(store)
-            self._answer_for_others()
+            # For this process's other wrappers too: it may end with the error, and a rank that waits in one of them
+            # must not take it for silent.
+            for other in list(_monitors):
+                if other is not self and other._own is not None:
+                    other._answer(other._own)
             states = self._collect(store)
         except Exception as error:
             return f"the job's store does not answer either ({first_line(error)}): the rank that keeps it is gone"
@@ -287,7 +283,10 @@ class LostCollectives:
         step = context.step
         present = _Sent(step.number, [(one.bucket_index, one.work) for one in tuple(step.in_flight)], None)
         steps = [*self._steps, present]
-        why = self._watchdog_error(steps)
+        found = (_error_of(backend) for backend in context.communicators.backends())
+        fates = (work_result(work) for sent in steps for _, work in sent.works)
+        failed = (fate for fate in fates if fate not in (IN_FLIGHT, DONE))
+        why = next((error for error in found if error), "") or next(failed, "")
         if not why:
             return False
         missing = ((sent.step, index) for sent in steps if (index := sent.first_missing()) is not None)
@@ -299,15 +298,6 @@ class LostCollectives:
         sys.stderr.flush()
         abort(context.communicators.backends(), in_one_call=True)
         return True
-
-    def _watchdog_error(self, steps: Sequence[_Sent]) -> str:
-        """What the watchdog has found, or nothing."""
-        for backend in self._context.communicators.backends():
-            found = _error_of(backend)
-            if found:
-                return found
-        fates = (work_result(work) for sent in steps for _, work in sent.works)
-        return next((fate for fate in fates if fate not in (IN_FLIGHT, DONE)), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class ManagedParameters:
             if getattr(child, "sparse", False) and isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
             for parameter in child.parameters(recurse=False)
         }
-        managed = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        self.model_name = type(module).__name__
         self._module = weakref.ref(module)
         self._ignored = ignored
         self._slots: list[tuple[dict[str, Parameter | None], str, Parameter]] = []
@@ -46,17 +46,17 @@ class ManagedParameters:
         self.parameters: list[Parameter] = []
         self.sparse: list[bool] = []
         """Whether each one has sparse gradients."""
-        self._extend([(name, parameter) for name, parameter in managed if parameter.requires_grad])
-        self.frozen = [(name, parameter) for name, parameter in managed if not parameter.requires_grad]
+        self.frozen = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        self.add_unfrozen()
 
-    def unknown(self, *, thoroughly: bool) -> str | None:
-        """The name of a trainable parameter that has taken the place of one that is managed, or come beside them and
-        has a gradient, where there is any. Unless `thoroughly`, only the former are looked for once all were known."""
+    def check_known(self, *, thoroughly: bool = False) -> None:
+        """Refuse a trainable parameter that has taken the place of one that is managed, or come beside them and has a
+        gradient. Unless `thoroughly`, only the former are looked for once all were known."""
         if not thoroughly and self._slots and all(held.get(name) is parameter for held, name, parameter in self._slots):
-            return None
+            return
         module = self._module()
         if module is None:
-            return None
+            return
         known = {id(parameter) for parameter in self.parameters} | {id(parameter) for _, parameter in self.frozen}
         present = dict(module.named_parameters())
         others = {
@@ -67,9 +67,13 @@ class ManagedParameters:
         gone = bool(others) and not known.issubset(map(id, present.values()))
         for name, parameter in others.items():
             if gone or parameter.grad is not None:
-                return name
+                raise InputError(
+                    f"parameter {name!r} came into the model after it had been wrapped (load_state_dict(assign=True), "
+                    "module.weight = …), and its gradients are not reduced: wrap the model again, or write into the "
+                    "parameters that were there (copy_)"
+                )
         if others:
-            return None
+            return
         # Moved at most, as parametrizations and pruning do with a parameter that stays the same.
         self._slots = [
             (child._parameters, name, parameter)
@@ -77,20 +81,15 @@ class ManagedParameters:
             for name, parameter in child._parameters.items()
             if parameter is not None and id(parameter) in known
         ]
-        return None
 
     def add_unfrozen(self) -> int:
-        """Take in parameters that became trainable; returns how many."""
+        """Take in parameters that are trainable and were not; returns how many."""
         unfrozen = [(name, parameter) for name, parameter in self.frozen if parameter.requires_grad]
-        if unfrozen:
-            self.frozen = [(name, parameter) for name, parameter in self.frozen if not parameter.requires_grad]
-            self._extend(unfrozen)
+        self.frozen = [(name, parameter) for name, parameter in self.frozen if not parameter.requires_grad]
+        self.names.extend(name for name, _ in unfrozen)
+        self.parameters.extend(parameter for _, parameter in unfrozen)
+        self.sparse.extend(id(parameter) in self._sparse_ids for _, parameter in unfrozen)
         return len(unfrozen)
-
-    def _extend(self, named: list[tuple[str, Parameter]]) -> None:
-        self.names.extend(name for name, _ in named)
-        self.parameters.extend(parameter for _, parameter in named)
-        self.sparse.extend(id(parameter) in self._sparse_ids for _, parameter in named)
 
 
 def claim(owner: object, names: Sequence[str], parameters: Sequence[Parameter]) -> None:
@@ -150,46 +149,41 @@ class Partition:
         """Some buckets travel compressed."""
         return any(bucket.compression is not None for bucket in self.buckets)
 
-    def lines(self, names: Sequence[str], parameters: Sequence[Parameter]) -> list[str]:
+    def lines(self, managed: ManagedParameters) -> list[str]:
         """The partition in words, one line a bucket: what the ranks compare with each other."""
         found = [f"communicators {self.communicators}"]
+        described = [
+            f"{name} {tuple(parameter.shape)} {parameter.dtype}"
+            for name, parameter in zip(managed.names, managed.parameters, strict=True)
+        ]
         for bucket in self.buckets:
-            members = ", ".join(
-                f"{names[index]} {tuple(parameters[index].shape)} {parameters[index].dtype}" for index in bucket.members
-            )
+            members = ", ".join(described[index] for index in bucket.members)
             kind = f" topk {bucket.compression.density:g}" if bucket.compression is not None else ""
             found.append(f"communicator {bucket.communicator}{' sparse' if bucket.sparse else ''}{kind}: {members}")
         return found
 
 
-def plan_partition(
-    plan: Plan,
-    names: Sequence[str],
-    parameters: Sequence[Parameter],
-    sparse: Sequence[bool],
-    *,
-    frozen: Iterable[str] = (),
-) -> Partition:
+def plan_partition(plan: Plan, managed: ManagedParameters) -> Partition:
     """The plan's buckets, split where they mix dtypes or devices, and what it does not name in trailing buckets."""
-    indices = {name: index for index, name in enumerate(names)}
-    check_fits(plan, {*indices, *frozen})
+    indices = {name: index for index, name in enumerate(managed.names)}
+    check_fits(plan, {*indices, *(name for name, _ in managed.frozen)})
     specs: list[BucketSpec] = []
     named: set[int] = set()
     for bucket in plan.buckets:
         members = [indices[name] for name in bucket.gradients if name in indices]
         named.update(members)
-        found = _split(members, bucket.communicator, parameters, sparse)
+        found = _split(members, bucket.communicator, managed)
         if bucket.compression is not None:
             for index in members:
-                if sparse[index]:
+                if managed.sparse[index]:
                     raise InputError(
-                        f"parameter {names[index]!r} has sparse gradients (nn.Embedding(sparse=True)), and its bucket "
-                        "is compressed: use sparse=False, or leave the compression out of its bucket"
+                        f"parameter {managed.names[index]!r} has sparse gradients (nn.Embedding(sparse=True)), and its "
+                        "bucket is compressed: use sparse=False, or leave the compression out of its bucket"
                     )
             found = [replace(spec, compression=bucket.compression) for spec in found]
         specs.extend(found)
-    rest = [index for index in reversed(range(len(names))) if index not in named]
-    _fill(specs, rest, parameters, sparse, [DDP_BUCKET_BYTES], plan.communicators)
+    rest = [index for index in reversed(range(len(indices))) if index not in named]
+    _fill(specs, rest, managed, [DDP_BUCKET_BYTES], plan.communicators)
     return Partition(buckets=tuple(specs), communicators=plan.communicators, strategy=plan.strategy)
 
 
@@ -205,9 +199,7 @@ def check_fits(plan: Plan, everything: Set[str]) -> None:
                 )
 
 
-def fill_buckets(
-    order: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool], limits: Sequence[int]
-) -> list[list[int]]:
+def fill_buckets(order: Iterable[int], managed: ManagedParameters, limits: Sequence[int]) -> list[list[int]]:
     """Stock DDP's rule. Each dtype and device has one open bucket, which closes once it has *reached* its limit; the
     last limit repeats. A sparse gradient travels alone. Buckets still open at the end go last.
 
@@ -217,8 +209,8 @@ def fill_buckets(
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     used: dict[tuple[torch.dtype, torch.device], int] = {}
     for index in order:
-        parameter = parameters[index]
-        if sparse[index]:
+        parameter = managed.parameters[index]
+        if managed.sparse[index]:
             closed.append([index])
             continue
         kind = (parameter.dtype, parameter.device)
@@ -234,65 +226,54 @@ def fill_buckets(
     return closed + [members for members, _ in open_buckets.values()]
 
 
-def with_newcomers(
-    partition: Partition, newcomers: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool]
-) -> Partition:
+def with_newcomers(partition: Partition, newcomers: Sequence[int], managed: ManagedParameters) -> Partition:
     """The partition with parameters that became trainable in trailing buckets."""
     specs = list(partition.buckets)
-    _fill(specs, list(reversed(newcomers)), parameters, sparse, [DDP_BUCKET_BYTES], partition.communicators)
+    _fill(specs, reversed(newcomers), managed, [DDP_BUCKET_BYTES], partition.communicators)
     return replace(partition, buckets=tuple(specs))
 
 
 def _fill(
-    specs: list[BucketSpec],
-    order: Sequence[int],
-    parameters: Sequence[Parameter],
-    sparse: Sequence[bool],
-    limits: Sequence[int],
-    communicators: int,
+    specs: list[BucketSpec], order: Iterable[int], managed: ManagedParameters, limits: Sequence[int], communicators: int
 ) -> None:
     """Add buckets of these parameters, round robin over the communicators."""
-    for members in fill_buckets(order, parameters, sparse, limits):
-        spec = BucketSpec(members=tuple(members), communicator=len(specs) % communicators, sparse=sparse[members[0]])
-        specs.append(spec)
+    for members in fill_buckets(order, managed, limits):
+        turn, sparse = len(specs) % communicators, managed.sparse[members[0]]
+        specs.append(BucketSpec(members=tuple(members), communicator=turn, sparse=sparse))
 
 
-def _split(
-    members: Sequence[int], communicator: int, parameters: Sequence[Parameter], sparse: Sequence[bool]
-) -> list[BucketSpec]:
+def _split(members: Sequence[int], communicator: int, managed: ManagedParameters) -> list[BucketSpec]:
     """One spec for each (dtype, device), in order of first appearance; sparse gradients travel alone."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     alone: list[BucketSpec] = []
     for index in members:
-        if sparse[index]:
+        parameter = managed.parameters[index]
+        if managed.sparse[index]:
             alone.append(BucketSpec(members=(index,), communicator=communicator, sparse=True))
         else:
-            kinds.setdefault((parameters[index].dtype, parameters[index].device), []).append(index)
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
     return [BucketSpec(members=tuple(indices), communicator=communicator) for indices in kinds.values()] + alone
 
 
-def first_partition(
-    settings: WrapperSettings, parameters: ManagedParameters, communicators: Communicators
-) -> Partition:
+def first_partition(settings: WrapperSettings, managed: ManagedParameters, communicators: Communicators) -> Partition:
     """The buckets of the first step."""
     if settings.plan is not None:
         # On the communicators that were asked for and can be had.
-        plan, wanted = settings.plan, settings.communicators
-        plan = plan if wanted is None else reassign_communicators(plan, wanted)
-        allowed = communicators.allowed(plan.communicators)
-        plan = reassign_communicators(plan, allowed) if allowed < plan.communicators else plan
-        frozen = [name for name, _ in parameters.frozen]
-        return plan_partition(plan, parameters.names, parameters.parameters, parameters.sparse, frozen=frozen)
-    indices = range(len(parameters.names))
+        plan = settings.plan
+        count = communicators.allowed(settings.communicators or plan.communicators)
+        if settings.communicators is not None or count < plan.communicators:
+            plan = reassign_communicators(plan, count)
+        return plan_partition(plan, managed)
+    indices = range(len(managed.names))
     if settings.find_unused:
         # Stock DDP keeps these for good: filled in registration order and sent in reverse, the small one last.
-        found = stock_partition(indices, settings, parameters, communicators)
+        found = stock_partition(indices, settings, managed, communicators)
         return replace(found, buckets=tuple(reversed(found.buckets)))
-    return stock_partition(reversed(indices), settings, parameters, communicators)
+    return stock_partition(reversed(indices), settings, managed, communicators)
 
 
 def stock_partition(
-    order: Iterable[int], settings: WrapperSettings, parameters: ManagedParameters, communicators: Communicators
+    order: Iterable[int], settings: WrapperSettings, managed: ManagedParameters, communicators: Communicators
 ) -> Partition:
     """Stock DDP's buckets over parameters in this (ready) order: a small first one unless the cap was chosen."""
     # Stock DDP on gloo is two communicators: its process group has two worker threads. A rank alone has nothing to
@@ -301,7 +282,7 @@ def stock_partition(
     count = communicators.allowed(count)
     limits = [FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES] if settings.cap_bytes is None else [settings.cap_bytes]
     specs: list[BucketSpec] = []
-    _fill(specs, list(order), parameters.parameters, parameters.sparse, limits, count)
+    _fill(specs, order, managed, limits, count)
     return Partition(buckets=tuple(specs), communicators=count, strategy="ddp")
 
 

@@ -7,9 +7,8 @@ that trains.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +19,13 @@ from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
+from backbeat.model import Plan, PlanPrediction
+from backbeat.report.tables.bucket_table import BucketReport, Report
 from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.memory.budget import BudgetCheck
 from backbeat.runtime.reduce.bucket import BucketMemory
-from backbeat.runtime.reduce.exchange import Exchange, Hook
+from backbeat.runtime.reduce.exchange import Hook
 from backbeat.runtime.reduce.partition import (
     ManagedParameters,
     Partition,
@@ -34,12 +35,10 @@ from backbeat.runtime.reduce.partition import (
 )
 from backbeat.runtime.reduce.runner import StepRunner
 from backbeat.runtime.reduce.settings import WrapperSettings
-from backbeat.runtime.reduce.step import ReducerContext
-from backbeat.runtime.reduce.timing import Recorder
+from backbeat.runtime.reduce.timing import Recorder, median
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
-    from backbeat.model import Plan
     from backbeat.runtime.auto import Tuner
 
 logger = logging.getLogger("backbeat.runtime")
@@ -73,7 +72,6 @@ class Reducer:
     def bind_model(self, module: Module, ignored: Set[str], process_group: ProcessGroup, device: torch.device) -> None:
         """Reduce this model's gradients over these ranks, once built."""
         self.managed = ManagedParameters(module, ignored)
-        self.model_name = type(module).__name__
         self.process_group = process_group
         self.device = device
 
@@ -95,17 +93,9 @@ class Reducer:
         partition = first_partition(settings, managed, communicators)
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
-        self._runner = runner = StepRunner(
-            managed,
-            communicators,
-            partition,
-            reduce_dtype=settings.reduce_dtype,
-            strict=settings.strict,
-            exchange=_exchange_for(partition, settings),
-            model_name=self.model_name,
-        )
+        self._runner = runner = StepRunner(managed, communicators, partition, settings)
         runner.after_step = WeakCall(self.after_step)
-        runner.unreached = WeakCall(self.check_parameters)
+        runner.unreached = WeakCall(managed.check_known)
         self.recorder = Recorder(self.device)
         self.tuner: Tuner | None = None
         if settings.strategy is not None:
@@ -176,7 +166,7 @@ class Reducer:
         runner = self.runner
         timed = runner.context.recorder is not None
         if timed or not runner.status.regular:
-            self.check_parameters(thoroughly=timed)
+            self.managed.check_known(thoroughly=timed)
         if not self.ready_order_known:
             self._form_in_ready_order()
         if self.tuner is not None and self.tuner.state != "settled":
@@ -194,25 +184,6 @@ class Reducer:
         if timed and self.steps:
             self.recorder.mark_step_end()
         self.runner.context.recorder = self.recorder if timed else None
-
-    def read_next_status_at_once(self, at_once: bool) -> None:
-        """Whether the next step waits for its status, on every rank alike: something depends on it."""
-        self.runner.status.read_at_once = at_once
-
-    def divide_by(self, ranks: float) -> None:
-        """Gradients are sums over the ranks, divided by this."""
-        self.runner.context.scale = 1.0 / ranks
-
-    def check_parameters(self, *, thoroughly: bool = False) -> None:
-        """Refuse a model with other parameters than were wrapped. `thoroughly`: also where all of these came as
-        expected, and others beside them."""
-        name = self.managed.unknown(thoroughly=thoroughly)
-        if name is not None:
-            raise InputError(
-                f"parameter {name!r} came into the model after it had been wrapped (load_state_dict(assign=True), "
-                "module.weight = …), and its gradients are not reduced: wrap the model again, or write into the "
-                "parameters that were there (copy_)"
-            )
 
     def switch(self, partition: Partition) -> None:
         """Run another partition from the next step on; every rank calls it at the same step with the same partition."""
@@ -248,7 +219,7 @@ class Reducer:
         runner.read_step_before()
         count = managed.add_unfrozen()
         first = len(managed.names) - count
-        partition = with_newcomers(self.partition, range(first, len(managed.names)), managed.parameters, managed.sparse)
+        partition = with_newcomers(self.partition, range(first, len(managed.names)), managed)
         self.ranks.wait_for_all(
             f"{managed.names[first]!r} became trainable",
             "do so on every rank, before the same forward. Restart from the last checkpoint",
@@ -262,24 +233,11 @@ class Reducer:
 
     def _agree(self, partition: Partition, what: str) -> None:
         settings = self.settings
-        lines = [
-            *partition.lines(self.managed.names, self.managed.parameters),
-            f"reduce_dtype={settings.reduce_dtype}, strict={settings.strict}",
-        ]
+        lines = [*partition.lines(self.managed), f"reduce_dtype={settings.reduce_dtype}, strict={settings.strict}"]
         if partition.compressed:
             # Options decide how much travels and from where: ranks that differ in them send messages nobody expects.
             lines.append(f"compression {settings.compression}")
         self.ranks.agree(lines, what)
-
-    def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
-        """Hand an optimizer over to the compressed exchange."""
-        runner = self.runner
-        runner.exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
-        # Updates that follow the last bucket wait to learn whether some rank has called the step off.
-        runner.status.strict = self.settings.strict or max_grad_norm is not None
-        # Where each bucket is updated at once, decoded means need no buffers of their own.
-        with torch.no_grad():
-            runner.install(self.partition)
 
     @property
     def residuals(self) -> Residuals:
@@ -291,25 +249,20 @@ class Reducer:
 
     def set_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let a hook reduce the buckets from now on."""
+        if self.compressed:
+            raise InputError(
+                "a communication hook reduces whole buckets, and this plan compresses some: leave the hook out, or run "
+                "a plan without compression"
+            )
         if self._runner is not None:
             self._runner.set_comm_hook(state, hook)
         self._comm_hook = (state, hook)
 
-    def move_to(self, process_group: ProcessGroup) -> None:
-        """Go on with another set of ranks: new communicators, and buckets as in the first step."""
-        self.remove_hooks()
-        self.process_group = process_group
-        self.build()
-
     def remove_hooks(self) -> None:
-        """Remove the hooks from the parameters."""
         if self._runner is not None:
             self._runner.remove_hooks()
 
     # Frameworks call these on the reducer they find; ours needs nothing of the kind.
-    def prepare_for_forward(self) -> None:
-        pass
-
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         pass
 
@@ -324,10 +277,46 @@ class Reducer:
             )
 
 
-def _exchange_for(partition: Partition, settings: WrapperSettings) -> Callable[[ReducerContext], Exchange]:
-    """What this kind of partition is run by."""
-    if partition.compressed:
-        memory = settings.plan.memory if settings.plan is not None else None
-        host = memory is not None and memory.residuals == "host"
-        return functools.partial(CompressedExchange, options=settings.compression, host=host)
-    return Exchange
+def make_report(reducer: Reducer) -> Report:
+    """How a reducer's buckets ran: those that run now, by their own prediction and by steps that ran under them."""
+    tuner, plan, ranks = reducer.tuner, reducer.running_plan, reducer.communicators.size
+    known = tuner.running if tuner is not None else None
+    recorded = reducer.recorder.steps() or (known.timed if known is not None else ())
+    timed = [found for found in recorded if len(found.launched_s) == len(reducer.buckets)]
+    forecast, predicted, notes = PlanPrediction(), {}, []
+    if plan is not None and plan.predicted is not None:
+        forecast = plan.predicted
+        times = zip(forecast.launch_s, forecast.done_s, strict=False)
+        predicted = {frozenset(bucket.gradients): found for bucket, found in zip(plan.buckets, times, strict=False)}
+        if plan.workers not in (None, ranks):
+            notes = [f"what is predicted is for {plan.workers} ranks, as the plan was made; this job has {ranks}"]
+    buckets = []
+    for index, bucket in enumerate(reducer.buckets):
+        gradients = tuple(reducer.managed.names[member] for member in bucket.members)
+        begin, end = predicted.get(frozenset(gradients), (None, None))
+        buckets.append(
+            BucketReport(
+                gradients=gradients,
+                communicator=bucket.spec.communicator,
+                bytes=bucket.bytes,
+                predicted_launch_s=begin,
+                predicted_done_s=end,
+                launched_s=median(one.launched_s.get(index) for one in timed),
+                done_s=median(one.done_s.get(index) for one in timed),
+            )
+        )
+    exposed = median(found.exposed_s for found in timed)
+    iteration = known.iteration_s if known is not None else None
+    return Report(
+        strategy=reducer.partition.strategy,
+        state=tuner.state if tuner is not None else "running",
+        steps=reducer.steps,
+        buckets=tuple(buckets),
+        predicted_iteration_s=forecast.iteration_s,
+        predicted_exposed_s=forecast.exposed_s,
+        iteration_s=iteration if iteration is not None else median(found.iteration_s for found in timed),
+        exposed_s=exposed if exposed is not None else (known.exposed_s if known is not None else None),
+        late_buckets=reducer.runner.context.late_buckets,
+        history=tuple(tuner.history) if tuner is not None else (),
+        notes=tuple(notes),
+    )

@@ -21,20 +21,21 @@ import torch
 from torch.nn import Parameter
 
 from backbeat.comm.communicators import Communicators
+from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.reduce.arrivals import (
     Arrivals,
     Backward,
+    GradientHooks,
     GraphReach,
-    HookOrder,
     Streams,
     graph_task,
-    register_hook,
 )
 from backbeat.runtime.reduce.bucket import BucketSet
 from backbeat.runtime.reduce.exchange import Exchange, Hook, HookExchange, Sender
 from backbeat.runtime.reduce.failures import LostCollectives, Monitor, RankState
 from backbeat.runtime.reduce.partition import ManagedParameters, Partition, claim, release
-from backbeat.runtime.reduce.status import StatusMessage, SummedStatus
+from backbeat.runtime.reduce.settings import WrapperSettings
+from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets
 from backbeat.runtime.reduce.step import ReducerContext, Step, StepState
 from backbeat.runtime.weak_call import WeakCall, nothing
 from backbeat.units import first_few
@@ -47,15 +48,7 @@ class StepRunner:
     needs."""
 
     def __init__(
-        self,
-        managed: ManagedParameters,
-        communicators: Communicators,
-        partition: Partition,
-        *,
-        reduce_dtype: torch.dtype | None,
-        strict: bool,
-        exchange: Callable[[ReducerContext], Exchange],
-        model_name: str,
+        self, managed: ManagedParameters, communicators: Communicators, partition: Partition, settings: WrapperSettings
     ) -> None:
         device = communicators.device
         self._arrivals = Arrivals(len(managed.names), Streams(device) if device.type == "cuda" else None)
@@ -64,7 +57,7 @@ class StepRunner:
             names=list(managed.names),
             parameters=list(managed.parameters),
             communicators=communicators,
-            reduce_dtype=reduce_dtype,
+            reduce_dtype=settings.reduce_dtype,
             step=self.step,
             scale=1.0 / communicators.size,
         )
@@ -72,21 +65,26 @@ class StepRunner:
         """What the reducer does at the end of a step, held weakly."""
         self.unreached: Callable[[], None] = nothing
         """What it does when a backward reaches an output and no parameter, held weakly too."""
-        self.status = StatusMessage(communicators.rank, communicators.size, strict=strict)
-        self._sender = Sender(self.context, exchange(self.context), self.status)
+        self.status = StatusMessage(communicators.rank, communicators.size, strict=settings.strict)
+        exchange = Exchange(self.context)
+        if partition.compressed:
+            memory = settings.plan.memory if settings.plan is not None else None
+            on_host = memory is not None and memory.residuals == "host"
+            exchange = CompressedExchange(self.context, settings.compression, host=on_host)
+        self._sender = Sender(self.context, exchange, self.status)
         self._reach = GraphReach()
         self._default_sync = True
         self._told_local = False
         self._backward = Backward()
         self.weak_output_reached = WeakCall(self.output_reached)
         self.install(partition)
-        self._hooks = HookOrder()
-        self._register_hooks(0)
+        self._hooks = GradientHooks(self._arrivals, WeakCall(self._arrived), WeakCall(self._sender.send_ready))
+        self._hooks.extend(self.context.parameters)
         claim(self, self.context.names, self.context.parameters)
         weakref.finalize(self, self._hooks.remove)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
         look = None if self._lost is None else self._lost.look
-        self.context.monitor = Monitor(communicators, self.rank_state, model_name=model_name, look=look)
+        self.context.monitor = Monitor(communicators, self.rank_state, model_name=managed.model_name, look=look)
         self.context.monitor.start()
 
     @property
@@ -97,17 +95,12 @@ class StepRunner:
         """Run this partition from the next step on; gradients held now move into its buffers."""
         # A status still on its way from the device is laid out for the partition before.
         self.read_step_before()
-        context, exchange = self.context, self.exchange
-        exchange.prepare(partition)
-        last = len(partition.buckets) - 1
-        length = self.status.length_for(len(partition.buckets), len(context.parameters))
-        buckets = [
-            exchange.bucket(spec, length if index == last else 0) for index, spec in enumerate(partition.buckets)
-        ]
+        context = self.context
+        numbers = StatusOffsets(len(partition.buckets), context.communicators.size, len(context.parameters)).length
+        buckets = self.exchange.make_buckets(partition, numbers)
         context.bucket_set = BucketSet(partition, buckets, context.parameters)
         self._arrivals.install(context.bucket_set)
         self.status.install(context.bucket_set, context.names)
-        exchange.installed()
         context.bucket_set.move_all_into_buffers()
 
     def read_step_before(self) -> None:
@@ -120,22 +113,18 @@ class StepRunner:
 
     def add_parameters(self, names: Sequence[str], parameters: Sequence[Parameter], partition: Partition) -> None:
         """Take in parameters that became trainable, with the partition that holds them."""
-        first = len(self.context.parameters)
         self.context.names.extend(names)
         self.context.parameters.extend(parameters)
         self._arrivals.add(len(parameters))
-        self.status.expect_irregular()
+        self.status.regular = False
         self.install(partition)
-        self._register_hooks(first)
+        self._hooks.extend(parameters)
         claim(self, names, parameters)
 
     def set_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Let a hook reduce the buckets from now on."""
-        self.exchange.check_hook()
         self._sender.exchange = HookExchange(self.context, state, hook)
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the parameters."""
         self._hooks.remove()
         release(self, self.context.parameters)
         self.context.monitor.stop()
@@ -148,15 +137,8 @@ class StepRunner:
         waiting = ""
         if not step.idle and sent < len(buckets):
             outstanding = self._arrivals.outstanding
-            missing = [context.names[index] for index in buckets[sent].members if outstanding[index] > 0]
-            waiting = first_few(missing)
-        return {
-            "step": step.number,
-            "in_backward": not step.idle,
-            "sent": sent,
-            "buckets": len(buckets),
-            "waiting": waiting,
-        }
+            waiting = first_few([context.names[index] for index in buckets[sent].members if outstanding[index] > 0])
+        return RankState(step=step.number, in_backward=not step.idle, sent=sent, buckets=len(buckets), waiting=waiting)
 
     def forward_begins(self, sync: bool) -> None:
         """Called at the start of every forward: ends a step whose backward raised."""
@@ -187,21 +169,10 @@ class StepRunner:
         self.read_step_before()
         self._finish()
 
-    def _register_hooks(self, first: int) -> None:
-        on_unusual, send_ready = WeakCall(self._arrived), WeakCall(self._sender.send_ready)
-        parameters = self.context.parameters[first:]
-        self._hooks.extend(
-            parameters,
-            [
-                register_hook(parameter, index, self._arrivals, on_unusual, send_ready)
-                for index, parameter in enumerate(parameters, start=first)
-            ],
-        )
-
     def _arrived(self, index: int) -> None:
         """A gradient arrived, and something about it is not ordinary."""
         arrivals, recorder = self._arrivals, self.context.recorder
-        arrivals.mark(index)
+        arrivals.arrived_since_reduce[index] = 1
         if not self._backward.running:
             ours = self._reach.unannounced()
             if not ours:
@@ -266,15 +237,21 @@ class StepRunner:
             if step.told is not None and step.told.regular:
                 # Most likely all will be well. This takes as long as the last bucket's thread needs to wake up.
                 placed = context.bucket_set.place_gradients()
-            summed = self._read(self._sender.wait())
+            numbers = self._sender.wait()
+            assert step.told is not None  # the last bucket has left
+            try:
+                summed = self.status.read(numbers, step.told, step.number)
+            except BaseException:
+                self.exchange.give_up()
+                raise
             context.check_not_lost()
             if summed is not None and summed.late:
                 self._sender.send_late(summed)
             self.exchange.hand_back(summed, in_place=placed)
-            self.status.learn(summed)
+            self.status.regular = summed is None
             step.learn(regular=summed is None)
         except BaseException as error:
-            self.status.expect_irregular()
+            self.status.regular = False
             if placed:
                 context.bucket_set.remove_gradients()
             if context.lost is not None and error is not context.lost:
@@ -291,15 +268,6 @@ class StepRunner:
             context.recorder.end()
         self.after_step()
 
-    def _read(self, numbers: torch.Tensor) -> SummedStatus | None:
-        step = self.step
-        assert step.told is not None  # the last bucket has left
-        try:
-            return self.status.read(numbers, step.told, step.number)
-        except BaseException:
-            self.exchange.give_up()
-            raise
-
     def _break_off(self) -> None:
         """Complete a step whose backward raised, so that the other ranks learn of it and nothing stays in flight."""
         step, context = self.step, self.context
@@ -312,7 +280,7 @@ class StepRunner:
             for parameter in context.parameters:
                 parameter.grad = None
         step.close()
-        self.status.expect_irregular()
+        self.status.regular = False
         self._backward.forget()
         logger.warning(
             "an exception broke off the backward of step %d on rank %d", step.number, context.communicators.rank

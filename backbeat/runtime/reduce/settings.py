@@ -160,37 +160,34 @@ def split_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | None, str | None]:
     """A plan to run at once, or the name of a strategy to plan with once the model is measured."""
-    found: Plan | None
-    strategy: str | None
-    if plan is None or isinstance(plan, Plan):
-        found, strategy = plan, None
-    elif plan == "compressed":
+    if plan is None:
+        return None, None
+    if plan == "compressed":
         raise InputError(
             "plan='compressed' cannot be chosen while training runs, since it changes what the optimizer sees: make "
             "the plan first (`backbeat plan … --strategy compressed -o plan.json`) and give plan='plan.json'"
         )
-    elif isinstance(plan, str) and is_sharded(plan):
+    if isinstance(plan, str) and is_sharded(plan):
         raise InputError(
             f"plan={plan!r} shards parameters, and DistributedDataParallel sends gradients in buckets: make the plan "
             f"(`backbeat plan … --strategy {plan} -o plan.json`) and run it with "
             "`fully_shard(model, plan='plan.json', mesh=mesh)` of backbeat.runtime"
         )
-    elif isinstance(plan, str) and (plan == "auto" or plan in FIXED_BUCKETS):
-        found, strategy = None, plan
-    else:
+    if isinstance(plan, str) and (plan == "auto" or plan in FIXED_BUCKETS):
+        return None, plan
+    if not isinstance(plan, Plan):
         text = os.fspath(plan) if isinstance(plan, (str, os.PathLike)) else ""
         close = difflib.get_close_matches(text, sorted({"auto", *FIXED_BUCKETS}), n=1, cutoff=0.7)
         if close and not os.path.exists(text):
             raise InputError(f"plan={text!r} is neither a file nor a strategy: did you mean {close[0]!r}?")
-        found, strategy = Plan.load(plan), None
-    if found is not None:
-        found.need_buckets("DistributedDataParallel")
-    if found is not None and found.dynamic is not None:
+        plan = Plan.load(plan)
+    plan.need_buckets("DistributedDataParallel")
+    if plan.dynamic is not None:
         raise InputError(
-            f"the plan's strategy {found.strategy!r} forms buckets at run time, which fixed buckets cannot run: "
+            f"the plan's strategy {plan.strategy!r} forms buckets at run time, which fixed buckets cannot run: "
             "plan with another strategy"
         )
-    return found, strategy
+    return plan, None
 
 
 def bind(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -199,9 +196,7 @@ def bind(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
         bound = TORCH_SIGNATURE.bind(None, module, *args, **kwargs)
     except TypeError as error:
         raise TypeError(f"DistributedDataParallel: {error}") from None
-    arguments = dict(bound.arguments)
-    arguments.pop("self")
-    return arguments
+    return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
 def process_group_of(arguments: dict[str, Any]) -> Any:
@@ -240,8 +235,8 @@ def check_model(module: Module) -> None:
                 "once"
             )
     for name, parameter in module.named_parameters():
-        kinds = [base for base in type(parameter).__mro__ if "torch.distributed" in base.__module__]
-        if any(base.__name__ == "DTensor" for base in kinds):
+        bases = type(parameter).__mro__
+        if any(base.__name__ == "DTensor" and "torch.distributed" in base.__module__ for base in bases):
             raise InputError(
                 f"parameter {name!r} is a DTensor (tensor parallel or sharded): backbeat reduces plain tensors only; "
                 "wrap a model without DTensors"

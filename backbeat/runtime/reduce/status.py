@@ -95,14 +95,11 @@ class StatusMessage:
         self.strict = strict
         """Never defer the reading; holds from the next partition on."""
         self.regular = False
-        """As far as is known, every parameter arrived once on every rank in the step before."""
+        """As far as is known, every parameter arrived once on every rank in the step before, and nothing has changed
+        since. A status that was put off counts as regular until it is read."""
         self.read_at_once = False
         """True while something depends on the next step's status, so that it is read at once, on every rank alike."""
         self._deferred: _DeferredReader | None = None
-
-    def length_for(self, buckets: int, parameters: int) -> int:
-        """Numbers that a message after the gradients takes."""
-        return StatusOffsets(buckets, self._ranks, parameters).length
 
     def install(self, bucket_set: BucketSet, names: Sequence[str]) -> None:
         """Lay the numbers out for these buckets of parameters."""
@@ -111,17 +108,33 @@ class StatusMessage:
         faults = self._ranks if compressed else 0
         self.offsets = StatusOffsets(len(buckets), self._ranks, len(bucket_set.bucket_of), faults)
         last = buckets[-1]
-        dtype = torch.float32 if compressed else last.reduce_dtype or last.dtype
-        self._expected = _RegularNumbers(self.offsets, self._rank, dtype, last.device)
+        self._device = last.device
+        self._dtype = torch.float32 if compressed else last.reduce_dtype or last.dtype
+        self._lay_out_regular(self.offsets)
         defers = last.device.type in DEFER_ON and not self.strict and not any(b.sparse for b in buckets)
-        self._deferred = _DeferredReader(self._expected, [bucket.payload for bucket in buckets]) if defers else None
+        payloads = [bucket.payload for bucket in buckets]
+        self._deferred = _DeferredReader(self.offsets, self._sums, payloads) if defers else None
         self._names = names
         self._where = f"bucket {len(buckets) - 1}, {names[last.members[-1]]}"
+
+    def _lay_out_regular(self, offsets: StatusOffsets) -> None:
+        """What this rank writes in a step that is regular, and what the sums are if it was so on every rank."""
+        stamps = torch.arange(1, STAMPS + 1, dtype=torch.float32, device="cpu")
+        mine = torch.zeros(STAMPS, offsets.length, device="cpu")
+        sums = torch.zeros_like(mine)
+        mine[:, offsets.used_at :] = 1.0
+        mine[:, offsets.stamps_at + self._rank] = stamps
+        sums[:, offsets.used_at :] = float(offsets.ranks)
+        sums[:, offsets.stamps_at : offsets.faults_at] = stamps[:, None]
+        # By step modulo `STAMPS`. On the device, so that the regular step copies nothing from the host.
+        self._mine = mine.to(device=self._device, dtype=self._dtype).unbind()
+        self._sums = sums.to(self._dtype).unbind()
+        """On the host."""
 
     def write(self, told: RankStatus, step: int) -> torch.Tensor:
         """This rank's numbers."""
         if told.regular:
-            return self._expected.mine(step)
+            return self._mine[step % STAMPS]
         offsets = self.offsets
         numbers = [0.0] * offsets.length
         numbers[0] = 1.0
@@ -133,7 +146,7 @@ class StatusMessage:
 
     def write_alone(self, told: RankStatus, step: int) -> torch.Tensor:
         """As a message of its own."""
-        return self.write(told, step).to(device=self._expected.device, dtype=self._expected.dtype, copy=True)
+        return self.write(told, step).to(device=self._device, dtype=self._dtype, copy=True)
 
     def defers(self) -> bool:
         """Whether a rank whose own step was regular goes on without waiting for the others' status. The same on every
@@ -154,19 +167,14 @@ class StatusMessage:
     def read_now(self, numbers: torch.Tensor, step: int) -> SummedStatus | None:
         """Read the sums; raises where ranks met in different steps, or broke one off."""
         numbers = numbers if numbers.is_cpu else numbers.cpu()
-        if self._expected.match(numbers, step):
+        if torch.equal(numbers, self._sums[step % STAMPS]):
             return None
         summed = parse(self.offsets, numbers)
-        self._check_steps(summed, step)
-        self._check_finite(summed, step)
-        return summed
-
-    def _check_steps(self, summed: SummedStatus, step: int) -> None:
         broken = [rank for rank, found in enumerate(summed.stamps) if found < 0]
         if broken:
             raise BrokenStepError(
-                f"rank {_listed(broken)} broke off its backward in step {step} with an exception: no rank has "
-                "gradients for this step; skip it on every rank, or stop"
+                f"rank {', '.join(map(str, broken))} broke off its backward in step {step} with an exception: no rank "
+                "has gradients for this step; skip it on every rank, or stop"
             )
         stamp = stamp_of(step)
         others = [rank for rank, found in enumerate(summed.stamps) if found != stamp]
@@ -174,12 +182,10 @@ class StatusMessage:
             away = (summed.stamps[others[0]] - stamp) % STAMPS
             off = f"{away} ahead" if away <= STAMPS // 2 else f"{STAMPS - away} behind"
             raise StepMismatchError(
-                f"rank {self._rank} is in its backward number {step}, but rank {_listed(others)} is {off} "
+                f"rank {self._rank} is in its backward number {step}, but rank {', '.join(map(str, others))} is {off} "
                 f"({self._where}): they count different backwards; run the same number of synchronised backwards on "
                 "every rank, or use join()"
             )
-
-    def _check_finite(self, summed: SummedStatus, step: int) -> None:
         for rank, number in enumerate(summed.faults):
             if number:
                 raise NonFiniteError(
@@ -187,14 +193,7 @@ class StatusMessage:
                     "left out of the residual, where it would stay for good. Look for its cause with "
                     "torch.autograd.set_detect_anomaly(True), or lower the learning rate"
                 )
-
-    def learn(self, summed: SummedStatus | None) -> None:
-        """The step is over. A status that was put off counts as regular until it is read."""
-        self.regular = summed is None
-
-    def expect_irregular(self) -> None:
-        """Something changed or failed: the next step is not taken for regular."""
-        self.regular = False
+        return summed
 
     def read_step_before(self) -> None:
         """Read the status of the step before, where it was put off; raises where that step has failed."""
@@ -209,45 +208,20 @@ class StatusMessage:
         self.regular = summed is None or not summed.irregular
 
 
-class _RegularNumbers:
-    """What this rank writes in a step that is regular, and what the sums are if it was so on every rank."""
-
-    def __init__(self, offsets: StatusOffsets, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.offsets = offsets
-        self.dtype = dtype
-        self.device = device
-        stamps = torch.arange(1, STAMPS + 1, dtype=torch.float32, device="cpu")
-        mine = torch.zeros(STAMPS, offsets.length, device="cpu")
-        mine[:, offsets.used_at :] = 1.0
-        mine[:, offsets.stamps_at + rank] = stamps
-        sums = torch.zeros(STAMPS, offsets.length, device="cpu")
-        sums[:, offsets.used_at :] = float(offsets.ranks)
-        sums[:, offsets.stamps_at : offsets.faults_at] = stamps[:, None]
-        # On the device, so that the regular step copies nothing from the host.
-        self._mine = mine.to(device=device, dtype=dtype).unbind()
-        self.sums = sums.to(dtype).unbind()
-        """By stamp, on the host."""
-
-    def mine(self, step: int) -> torch.Tensor:
-        return self._mine[step % STAMPS]
-
-    def match(self, numbers: torch.Tensor, step: int) -> bool:
-        return torch.equal(numbers, self.sums[step % STAMPS])
-
-
 class _DeferredReader:
     """The status of one step on its way to the host, and the guard that stands for it."""
 
-    def __init__(self, regular: _RegularNumbers, sums: Sequence[torch.Tensor]) -> None:
-        device, offsets = regular.device, regular.offsets
+    def __init__(self, offsets: StatusOffsets, regular: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
+        """regular: what the numbers are after a regular step, by its stamp. sums: what is guarded."""
+        device = sums[-1].device
         # Late gradients and stamps must be as expected. That another rank did not use a parameter is no fault: its
         # share was zero, and since this rank used it the mean is right.
         self._told = slice(1, offsets.used_at)
-        self._expected = [row[self._told].to(device) for row in regular.sums]
+        self._expected = [row[self._told].to(device) for row in regular]
         kinds = {(tensor.dtype, tensor.device) for tensor in sums}
         self._sums = [(*kind, [t for t in sums if (t.dtype, t.device) == kind]) for kind in sorted(kinds, key=str)]
         self._cuda = device.type == "cuda"
-        self._host = torch.empty(offsets.length, dtype=regular.dtype, device="cpu", pin_memory=self._cuda)
+        self._host = torch.empty(offsets.length, dtype=regular[0].dtype, device="cpu", pin_memory=self._cuda)
         self._event: Any = torch.cuda.Event() if self._cuda else None
         self._step: int | None = None
 
@@ -271,10 +245,6 @@ class _DeferredReader:
         if self._cuda:
             self._event.synchronize()
         return step, self._host
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
 
 
 def _came_late(summed: SummedStatus, step: int) -> CommunicationError:

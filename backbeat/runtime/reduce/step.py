@@ -1,4 +1,5 @@
-"""One backward of one rank is one step, and this is its state machine: what it may do next, and what it knows.
+"""One backward of one rank is one step: its state machine (`Step`), and what the parts of a reducer share
+(`ReducerContext`).
 
 ARCHITECTURE.md draws its states. Only this module writes them: whoever packs, sends or waits for a bucket returns what
 came of it, and the runner (`runner.StepRunner`) hands that to a method here.
@@ -6,7 +7,7 @@ came of it, and the runner (`runner.StepRunner`) hands that to a method here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from backbeat.comm.communicators import Communicator, Communicators
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import CommunicationError, InputError, first_line
 from backbeat.runtime.reduce.failures import Monitor
 from backbeat.runtime.reduce.timing import Recorder
@@ -161,7 +162,7 @@ class Step:
         accumulated = self.state is StepState.ACCUMULATING
         self._enter(StepState.IDLE)
         if not accumulated:
-            self.arrivals.forget_arrived()
+            self.arrivals.arrived_since_reduce = bytearray(len(self.arrivals.arrived_since_reduce))
         self._reduces = False
         self.in_flight = []
         self.status_in_flight = None
@@ -186,10 +187,6 @@ class Step:
         """The status message has left on its own."""
         self.status_in_flight = sent
 
-    def absorb_late(self, indices: Set[int]) -> None:
-        """These late gradients need not be sent after their bucket."""
-        self.arrivals.late -= indices
-
     def tell(self) -> RankStatus:
         """What this rank says of the step, when its last bucket is about to leave: nothing more can happen."""
         arrivals = self.arrivals
@@ -197,19 +194,16 @@ class Step:
             self.told = _REGULAR
         else:
             late = sorted({arrivals.bucket_of[index] for index in arrivals.late})
-            self.told = RankStatus(regular=False, broken=self.broken, late=late, used=self._all_used())
+            for bucket in self._whole:
+                for index in bucket.members:
+                    self._used[index] = 1
+            self.told = RankStatus(regular=False, broken=self.broken, late=late, used=self._used)
         return self.told
 
     def learn(self, *, regular: bool) -> None:
         """The step went well: expect the same gradients next time. `regular`: every rank said so."""
         if not self.absent:
             self.arrivals.learn(regular=regular)
-
-    def _all_used(self) -> bytearray:
-        for bucket in self._whole:
-            for index in bucket.members:
-                self._used[index] = 1
-        return self._used
 
     def _begin_to_reduce(self, report_each: bool) -> None:
         self._reduces = True
@@ -241,9 +235,6 @@ class ReducerContext:
     lost: CommunicationError | None = None
     """A collective was lost while the host was not told; whatever it waits for now is void."""
     monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
-
-    def communicator(self, index: int) -> Communicator:
-        return self.communicators[index]
 
     def check_not_lost(self) -> None:
         """Raise if a collective has been lost."""

@@ -16,11 +16,12 @@ from torch.nn.parallel.distributed import _find_tensors
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.report.tables.bucket_table import Report
+from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
 from backbeat.runtime.reduce.exchange import builtin_hook, profiling
 from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES
-from backbeat.runtime.reduce.reducer import Reducer
+from backbeat.runtime.reduce.reducer import Reducer, make_report
 from backbeat.runtime.reduce.settings import (
     CompressionOptions,
     TorchDDP,
@@ -32,7 +33,6 @@ from backbeat.runtime.reduce.settings import (
     settings_of,
 )
 from backbeat.runtime.reduce.stock_wrapper import StockDistributedDataParallel
-from backbeat.runtime.reduce.timing import make_report
 
 
 class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
@@ -62,7 +62,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     `StockDistributedDataParallel`.
     """
 
-    reducer: Any
+    reducer: Reducer
     bucket_bytes_cap: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     @property
     def compressed(self) -> bool:
         """Some buckets of the plan travel compressed."""
-        return bool(self.reducer.compressed)
+        return self.reducer.compressed
 
     def attach(
         self,
@@ -167,13 +167,18 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             grad_scaler=grad_scaler,
             per_parameter=per_parameter,
         )
-        self.reducer.attach(optimizer, max_grad_norm=max_grad_norm)
+        runner = self.reducer.runner
+        runner.exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
+        # Updates that follow the last bucket wait to learn whether some rank has called the step off.
+        runner.status.strict = self.reducer.settings.strict or max_grad_norm is not None
+        # Where each bucket is updated at once, decoded means need no buffers of their own.
+        with torch.no_grad():
+            runner.install(self.reducer.partition)
 
     def residual_state_dict(self) -> dict[str, Any]:
         """What this rank has not sent yet, by parameter name; save it with
         `backbeat.runtime.compressed.checkpoint.save`."""
-        found: dict[str, Any] = self.reducer.residuals.state()
-        return found
+        return self.reducer.residuals.state()
 
     def load_residual_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with residuals that were saved, under this plan or another;
@@ -182,11 +187,12 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     def save_residuals(self, folder: str | os.PathLike[str]) -> None:
         """Write this rank's residuals into a folder that all ranks share."""
-        self.reducer.residuals.save(folder)
+        checkpoint.save(self.residual_state_dict(), folder)
 
     def load_residuals(self, folder: str | os.PathLike[str]) -> None:
         """Read this rank's share of the residuals that any number of ranks wrote."""
-        self.reducer.residuals.restore(folder)
+        residuals, communicators = self.reducer.residuals, self.reducer.communicators
+        residuals.load(checkpoint.load(folder, rank=communicators.rank, ranks=communicators.size))
 
     def report(self) -> Report:
         """Predicted and measured times of every bucket; printed, a table."""
@@ -230,7 +236,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         work = Join.notify_join_context(self)
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
-            self.reducer.divide_by(float(work.get_future().value()[0].item()))
+            self.reducer.runner.context.scale = 1.0 / float(work.get_future().value()[0].item())
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -317,9 +323,10 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self.reducer.remove_hooks()
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Go on with another set of ranks."""
-        self.process_group = new_process_group
-        self.reducer.move_to(new_process_group)
+        """Go on with another set of ranks: new communicators, and buckets as in the first step."""
+        self.reducer.remove_hooks()
+        self.process_group = self.reducer.process_group = new_process_group
+        self.reducer.build()
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
@@ -355,4 +362,5 @@ class _AbsentRank(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._ddp._sync_final_model(is_last_joiner)
-        self._ddp.reducer.divide_by(self._ddp.reducer.communicators.size)
+        reducer = self._ddp.reducer
+        reducer.runner.context.scale = 1.0 / reducer.communicators.size

@@ -18,7 +18,8 @@ SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b": (1,)}
 def state(rank: int, ranks: int, seed: int = 0) -> dict[str, object]:
     source = torch.Generator().manual_seed(100 * seed + rank)
     tensors = {name: torch.randn(shape, generator=source) for name, shape in SHAPES.items()}
-    return checkpoint.state_of(tensors, {"b": torch.ones(1)}, rank=rank, ranks=ranks, step=7)
+    parts = {"rank": rank, "ranks": ranks, "step": 7, "residuals": tensors, "velocities": {"b": torch.ones(1)}}
+    return {"schema": checkpoint.SCHEMA, **parts}
 
 
 def owed(states: list[dict[str, object]], name: str) -> torch.Tensor:

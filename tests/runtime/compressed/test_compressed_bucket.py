@@ -29,7 +29,6 @@ def test_a_parameter_without_elements_adds_nothing(
         parameters,
         compressor=TopK(0.5),
         store=Store(7, torch.float32, torch.device("cpu"), velocity=False),
-        dtype=torch.float32,
         dense=True,
         momentum_of=None,
         gathering=Scratch(),
@@ -39,8 +38,7 @@ def test_a_parameter_without_elements_adds_nothing(
             parameter.grad = torch.full_like(parameter, 0.5)
         assert bucket.take_all()
         assert all(parameter.grad is None for parameter in parameters)
-    values, _ = bucket.held()
-    assert torch.cat([value.reshape(-1) for value in values]).tolist() == [1.0] * 7
+    assert torch.cat([value.reshape(-1) for value, _ in bucket.held().values()]).tolist() == [1.0] * 7
     assert bucket.take_refused() == []
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from backbeat.runtime.compressed import cuda_graphs, topk
-from backbeat.runtime.compressed.cuda_graphs import CALLS_BEFORE_CAPTURE, MOST_KEYS, CudaGraphs
+from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.residual import Residual
-from backbeat.runtime.compressed.topk import TopK
+from backbeat.runtime.compressed.topk import CALLS_BEFORE_CAPTURE, MOST_KEYS, CudaGraphs, TopK
 
 
 class Graph:
@@ -28,7 +27,7 @@ class Graph:
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     Graph.captured = 0
-    monkeypatch.setattr(cuda_graphs, "_can_capture", lambda: True)
+    monkeypatch.setattr(topk, "_can_capture", lambda: True)
     monkeypatch.setattr(CudaGraphs, "_capture", lambda self, function: Graph(function))
 
 
@@ -71,10 +70,8 @@ def test_what_cannot_be_captured_is_launched_one_by_one(monkeypatch: pytest.Monk
         def capture_begin(self, **_: Any) -> None:
             raise RuntimeError("planted")
 
-    monkeypatch.setattr(cuda_graphs, "_can_capture", lambda: True)
-    monkeypatch.setattr(
-        cuda_graphs, "_cuda", type("Cuda", (), {"CUDAGraph": Refusing, "graph_pool_handle": lambda: None})
-    )
+    monkeypatch.setattr(topk, "_can_capture", lambda: True)
+    monkeypatch.setattr(topk, "_cuda", type("Cuda", (), {"CUDAGraph": Refusing, "graph_pool_handle": lambda: None}))
     graphs, calls = CudaGraphs(), []
     for number in range(CALLS_BEFORE_CAPTURE + 3):
         graphs.run("key", lambda number=number: calls.append(number))

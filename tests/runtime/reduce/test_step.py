@@ -63,7 +63,7 @@ class Rank:
 
     def gradient(self, index: int) -> None:
         arrivals = self.step.arrivals
-        arrivals.mark(index)
+        arrivals.arrived_since_reduce[index] = 1
         if not self.running:
             self.begin(self.sync)
         bucket = BUCKET_OF[index]
