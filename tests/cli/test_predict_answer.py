@@ -257,7 +257,7 @@ def test_a_plan_that_keeps_less_fits() -> None:
     less = bb.plan(model, network, memory_bytes=16 * 10**9)
     assert kept.verdict == "memory"
     found = study(model, network, [8], strategies=[], plans={"less": less})
-    from backbeat.report.words.device_memory import device_fit
+    from backbeat.report.study_row import device_fit
 
     fit = device_fit(model, found.plans["less"], 8)
     assert fit is not None
@@ -471,7 +471,7 @@ def test_the_decision_takes_a_busy_cluster_into_account(
     curve = [edges(*point, workers=16 * (index + 1)) for index, point in enumerate(points)]
     profile, network = Profile.load(RESNET), Network.load("100gbe")
     rows = tuple(StudyRow(label="ddp", plan=None, prediction=point, fit=None) for point in curve)
-    compared = Study(given=profile, profile=profile, network=network, rows=rows)
+    compared = Study(given=profile, network=network, rows=rows)
     found, headline = judged(compared)
     assert found == verdict
     assert "depending on how busy the cluster is" in headline

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from backbeat.model import Source
-from backbeat.report import perfetto
-from backbeat.report.figures.timeline import Timeline, by_collective, timeline, timeline_parts
+from backbeat.report.figures.timeline import Timeline, by_collective, chrome_trace, timeline, timeline_parts
 from backbeat.report.pages.sections import sections
 from backbeat.report.study import STOCK, Study
 from backbeat.report.words.answer import Answer, answer
@@ -106,7 +105,7 @@ def _page(study: Study, settings: Settings, bars: int) -> str:
         pair=pair,
         tiles=_tiles(study, answered, settings),
         data=script_json({"figures": drawings, "timelines": shown, "pair": pair}),
-        trace=script_json(trace) if len(perfetto.encode(trace).decode()) <= _MOST_TRACE_BYTES else "",
+        trace=script_json(trace) if len(msgspec.json.encode(trace).decode()) < _MOST_TRACE_BYTES else "",
         trace_command=settings.trace_command(study.top),
         stock=STOCK,
     )
@@ -114,7 +113,7 @@ def _page(study: Study, settings: Settings, bars: int) -> str:
 
 def full_trace(study: Study) -> dict[str, Any]:
     """Stock DDP and the best plan, and what was measured, bar by bar."""
-    return perfetto.trace(study.iterations(dict.fromkeys([STOCK, study.best_label])))
+    return chrome_trace(study.iterations(dict.fromkeys([STOCK, study.best_label])))
 
 
 def _pair(labels: Sequence[str], study: Study) -> tuple[str, str]:
@@ -133,7 +132,7 @@ def _tiles(study: Study, answered: Answer, settings: Settings) -> list[tuple[str
     """(what, figure, small print) of the numbers that stand out."""
     best, stock, fits = study.best, study.stock, STOCK in study.fitting
     rate = tokens_per_s(best, study.profile) or best.samples_per_s
-    cheapest = answered.worth[-1]
+    hours = answered.gpu_hours[-1]
     run = f"for what takes {'stock DDP' if fits else study.best_label} a day"
     if settings.samples:
         run = f"for {answered.samples:,} samples"
@@ -146,10 +145,10 @@ def _tiles(study: Study, answered: Answer, settings: Settings) -> list[tuple[str
         ("of perfect scaling", f"{best.scaling_factor:.0%}", where),
         ("per iteration", format_seconds(best.iteration_s), f"alone {format_seconds(best.single_s)}{speed}"),
         (f"{unit(study.profile)} a second", format_count(rate), f"{format_count(rate / study.top)} on each GPU"),
-        ("GPU-hours", f"{cheapest.gpu_hours:,.1f}", run),
+        ("GPU-hours", f"{hours:,.1f}", run),
     ]
-    if cheapest.money is not None:
-        tiles.append(("dollars", f"{cheapest.money:,.0f}", run))
+    if settings.price is not None:
+        tiles.append(("dollars", f"{hours * settings.price:,.0f}", run))
     return tiles
 
 
