@@ -171,6 +171,12 @@ def test_numbers_of_workers_without_whole_groups_of_shards_are_left_out(tmp_path
         run("predict", *words, "-n", "8,12")
 
 
+def test_where_nothing_that_fits_is_left_at_a_number_of_workers_the_others_are_answered() -> None:
+    words = ("llama-8b-b1-bf16-adamw-h200", "dgx-h100", "-n", "4,16", "--framework", "megatron", "-s", "hsdp:8")
+    said = joined(run("predict", *words))
+    assert "Decision: 16 GPUs are worth renting. Run the plan; megatron does not fit" in said
+
+
 def test_sharding_keeps_a_budget_and_uses_the_torch_that_is_named() -> None:
     words = ("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64")
     text = joined(run(*words, "--memory", "40GB", "--torch", "2.13"))

@@ -145,10 +145,6 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
         "memories": {one.label: draw_step_memory(one) for one in memories},
         "way": taken.label if taken is not None and taken.sharded else memories[0].label if memories else "",
         "pair": [STOCK, found.best_label if found.best_label != STOCK else shown[-1].label],
-        "curves": {
-            label: [[point.workers, point.iteration_s, point.scaling_factor] for point in curve]
-            for label, curve in found.curves.items()
-        },
         "readings": readings(found),
         "notes": [*words.caveats, *(note for note in found.profile.notes if note not in original.notes)],
         "thorough": thorough,
