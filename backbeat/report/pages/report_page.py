@@ -15,8 +15,8 @@ from backbeat.report.pages.sections import sections
 from backbeat.report.study import STOCK, Study
 from backbeat.report.words.answer import Answer, answer
 from backbeat.report.words.commands import Settings
-from backbeat.report.words.numbers import format_count, tokens_per_s, unit
-from backbeat.units import format_bytes, format_seconds
+from backbeat.report.words.numbers import describe, format_count, tokens_per_s, unit
+from backbeat.units import format_seconds
 
 MOST_BYTES = 6_000_000
 _MOST_TRACE_BYTES = 400_000
@@ -162,14 +162,8 @@ def _facts(study: Study) -> list[tuple[str, str]]:
         return source or "origin not stated"
 
     return [
-        ("model", f"{profile.model}, batch {profile.batch_size} per GPU, {profile.precision} on {profile.device}"),
+        ("job", f"{describe(study.given, network, reduce_dtype=study.reduce_dtype)}."),
         ("profile", f"{profile.name}: {origin(profile.source)}"),
-        (
-            "gradients",
-            f"{len(profile.gradients)}, {format_bytes(profile.total_bytes)}; "
-            f"forward {format_seconds(profile.forward_s)}, "
-            f"backward {format_seconds(profile.backward_s)}, update {format_seconds(profile.update_s)}",
-        ),
         ("network", f"{network.name}, given for {network.workers} workers: {origin(network.source)}"),
         ("scaling", "weak: every GPU keeps its batch, so more GPUs train on more samples at a time"),
     ]

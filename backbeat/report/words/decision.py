@@ -217,7 +217,7 @@ def _holding(study: Study, settings: Settings, rows: Sequence[StudyRow], only: s
     taken = chosen(rows)
     assert taken is not None  # there is a chosen row wherever the curve has a point
     stock = next((row for row in rows if row.label == "fsdp" and row.fits), None)
-    more = 0.0 if stock is None else _slower(stock, taken)
+    more = 0.0 if stock is None else gain(stock.prediction, taken.prediction)
     faster = f", {more:.1%} faster than FSDP with a unit for each block" if more >= SAME else ""
     if taken.label == STOCK:
         return f"Decision: no need to shard: keep stock DDP{faster}{only}."
@@ -273,14 +273,10 @@ def _against(row: StudyRow, taken: StudyRow | None) -> str:
     name = capitalised(row.name)
     if taken is None or not row.fits:
         return f"{name} needs{_memory(row).removeprefix(' in')}: too much."
-    slower = _slower(row, taken)
+    slower = gain(row.prediction, taken.prediction)
     pace = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster, for more to set up'}"
     fits = "" if row.fit is None else "fits and "
     return f"{name} {fits}is {'as fast' if abs(slower) < SAME else pace} ({_step(row)})."
-
-
-def _slower(row: StudyRow, than: StudyRow) -> float:
-    return row.prediction.iteration_s / than.prediction.iteration_s - 1
 
 
 def _step(row: StudyRow) -> str:
