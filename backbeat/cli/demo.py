@@ -16,6 +16,7 @@ from backbeat.cli.predict import content, predict
 from backbeat.cli.report import report
 from backbeat.model import Network, Profile
 from backbeat.report.study import PLANNED, STOCK, by_name, compare
+from backbeat.report.study_row import Question
 from backbeat.report.words.commands import Settings
 from backbeat.units import parse_workers
 
@@ -54,8 +55,8 @@ def _as_data(output: Path, page: Path) -> None:
     """The same predictions, plan and files, with one JSON object in place of the tables."""
     tables = []
     for model, cluster, counts in QUESTIONS:
-        profile, network = Profile.load(model), Network.load(cluster)
-        found = compare(profile, network, parse_workers(counts), by_name((STOCK, PLANNED)))
+        question = Question(given=Profile.load(model), network=Network.load(cluster))
+        found = compare(question, parse_workers(counts), by_name((STOCK, PLANNED)))
         tables.append(content(found, Settings()))
     made = api.plan(Profile.load(MODEL), Network.load(NETWORK).at(workers=64))
     made.save(output)

@@ -10,7 +10,7 @@ import typer
 from backbeat.cli.common import print_answer, say
 from backbeat.importers import chakra, kineto, nccl_tests
 from backbeat.model import Network, Profile
-from backbeat.report.tables.sharding_tables import measured_units_table
+from backbeat.report.tables.plan_tables import measured_units_table
 
 app = typer.Typer(help="Read files of other tools.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -118,41 +118,30 @@ def lab(
             raise InputError("--layout runs a model's layouts: leave --profile, --train and --strategy out")
         cases = _cases(layout, setting, model, global_batch, sequence, accelerator)
         check_requirements(backend)
-        found = _run_layouts(setting, cases, seconds_each, budget_s)
-        _tell(found, output, json)
-        return
-    choices = parse(
-        split(strategy) or _STRATEGIES, [] if communicators is None else communicator_counts(communicators, most=8)
-    )
-    if train is not None:
-        _check_training(setting, choices, profile)
-    elif profile is None:
-        raise InputError(
-            "what should the nodes compute? Give --profile, a file or a bundled name (`backbeat zoo`), "
-            "--train PACKAGE.MODULE:FACTORY, or --layout with --model"
-        )
-    replayed = Profile.load(profile) if profile is not None else None
-    check_requirements(backend)
-    _tell(_run_plans(setting, choices, replayed, train or "", batch_size, seconds_each, budget_s), output, json)
-
-
-class _Found(NamedTuple):
-    """What one lab found."""
-
-    answer: dict[str, Any]
-    """As data: the lab, the machine, and a row for each plan or layout."""
-    file: dict[str, Any]
-    """The same with everything measured."""
-    shown: list[Table | str]
-
-
-def _tell(found: _Found, output: Path | None, json: bool) -> None:
-    if output is not None:
-        write_json(output, found.file)
-    if json:
-        print_json(found.answer)
+        answer, file, shown = _run_layouts(setting, cases, seconds_each, budget_s)
     else:
-        print_answer(*found.shown)
+        counts = [] if communicators is None else communicator_counts(communicators, most=8)
+        choices = parse(split(strategy) or _STRATEGIES, counts)
+        if train is not None:
+            _check_training(setting, choices, profile)
+        elif profile is None:
+            raise InputError(
+                "what should the nodes compute? Give --profile, a file or a bundled name (`backbeat zoo`), "
+                "--train PACKAGE.MODULE:FACTORY, or --layout with --model"
+            )
+        replayed = Profile.load(profile) if profile is not None else None
+        check_requirements(backend)
+        answer, file, shown = _run_plans(setting, choices, replayed, train or "", batch_size, seconds_each, budget_s)
+    if output is not None:
+        write_json(output, file)
+    if json:
+        print_json(answer)
+    else:
+        print_answer(*shown)
+
+
+_Found = tuple[dict[str, Any], dict[str, Any], list[Table | str]]
+"""What a lab found: as data, with a row for each plan or layout; the same with everything measured; and as shown."""
 
 
 def _run_plans(
@@ -210,11 +199,9 @@ def _run_plans(
         "rows": rows,
         **facts,
     }
-    return _Found(
-        answer,
-        {"schema": "backbeat.lab/1", **answer, "rows": whole, "timings": calibrated.timings},
-        [_table(setting, profile, results, losses), *(f"* {note}" for note in network.notes), conclusion(rows)],
-    )
+    file = {"schema": "backbeat.lab/1", **answer, "rows": whole, "timings": calibrated.timings}
+    table = _table(setting, profile, results, losses)
+    return answer, file, [table, *(f"* {note}" for note in network.notes), conclusion(rows)]
 
 
 def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | None) -> None:
@@ -230,7 +217,6 @@ def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | 
 
 
 def _row(result: MeasuredPlan) -> dict[str, Any]:
-    """One plan as data."""
     return {
         "strategy": result.choice.strategy,
         "plan": result.choice.name,
@@ -301,7 +287,6 @@ def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
 def _cases(
     texts: Sequence[str], setting: Setting, model: str | None, global_batch: int, sequence: int, accelerator: str
 ) -> list[LayoutCase]:
-    """What the options ask for."""
     from backbeat.lab.layout_lab import LayoutCase
 
     if model is None:
@@ -350,7 +335,7 @@ def _run_layouts(setting: Setting, cases: Sequence[LayoutCase], seconds_each: fl
         **facts,
     }
     file = {"schema": "backbeat.lab-layouts/1", **answer, "transfers": timed}
-    return _Found(answer, file, [_layouts_table(setting, results)])
+    return answer, file, [_layouts_table(setting, results)]
 
 
 def _layouts_table(setting: Setting, results: Sequence[ExecutedLayout]) -> Table:

@@ -16,18 +16,7 @@ from backbeat.layouts import LayoutPrediction, transformer
 from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.model import Network
 from backbeat.report.pages.layout_page import layout_content, layout_report
-from backbeat.report.tables.layout_tables import (
-    breakdown_table,
-    cheapest,
-    compared,
-    drawn_batch,
-    layout_answer,
-    layout_memory_table,
-    nothing_fits,
-    ranked_table,
-    stage_lines,
-)
-from backbeat.report.words.framework_flags import flag_lines, megatron_flags
+from backbeat.report.tables import layout_tables as tables
 from backbeat.units import counted, format_seconds, parse_workers
 
 
@@ -90,14 +79,17 @@ def layout(
         "stragglers": slow_ranks(straggler or [], network.topology.gpus_per_node),
         "contention": contention,
     }
+    counts = parse_workers(gpus, "GPUs") if gpus is not None else []
     if layout_text is not None:
-        count = None if gpus is None else _one(gpus, parse_workers(gpus, "GPUs"))
+        if len(counts) > 1:
+            raise InputError(f"--gpus {gpus} with --layout: one layout has one number of GPUs; leave --gpus out")
+        count = counts[0] if counts else None
         found = layouts.predict(model, network, layout_text, gpus=count, family=family, **job)  # type: ignore[arg-type]
         if json:
             print_json(found.data())
             return
         if output is None:
-            drawn = layouts.predict(model, network, found.layout, **{**job, "global_batch": drawn_batch(found)})
+            drawn = layouts.predict(model, network, found.layout, **{**job, "global_batch": tables.drawn_batch(found)})
             _show(model, found, drawn, framework)
         else:
             _write(output, model, network, {found.gpus: [found]}, job)
@@ -105,7 +97,6 @@ def layout(
     if gpus is None:
         raise InputError("--gpus is missing: say how many, like --gpus 64, or give one --layout")
     stages = _stages(zero)
-    counts = parse_workers(gpus, "GPUs")
     ranked = [layouts.search(model, network, gpus=count, zero=stages, most=most, **job) for count in counts]
     if json:
         answers = [[one.data() for one in rows] for rows in ranked]
@@ -118,18 +109,17 @@ def layout(
     shown = [rows[0] for rows in ranked if rows] if several else ranked[0]
     if shown:
         title = f"{shown[0].model} on {shown[0].cluster}: {global_batch} x {sequence} tokens, {precision}, {framework}"
-        print_answer(ranked_table(shown, title=title, counts=several))
+        print_answer(tables.ranked_table(shown, title=title, counts=several))
     missing = [count for count, rows in zip(counts, ranked, strict=True) if not rows]
-    print_answer(*(nothing_fits(model, network, count, job, stages)[1] for count in missing))
+    print_answer(*(tables.nothing_fits(model, network, count, job, stages)[1] for count in missing))
     if shown:
-        best = cheapest(shown) if several else shown[0]
-        print_answer(layout_answer(best), *(compared(best, shown) if several else ()), _flags(model, best, framework))
-
-
-def _one(text: str, counts: list[int]) -> int:
-    if len(counts) > 1:
-        raise InputError(f"--gpus {text} with --layout: one layout has one number of GPUs; leave --gpus out")
-    return counts[0]
+        # Of several numbers of GPUs the one that takes least GPU time a step.
+        best = min(shown, key=lambda one: one.step_s * one.gpus) if several else shown[0]
+        print_answer(
+            tables.layout_answer(best),
+            *(tables.compared(best, shown) if several else ()),
+            _flags(model, best, framework),
+        )
 
 
 def slow_ranks(texts: list[str], per_node: int) -> dict[int, float]:
@@ -170,8 +160,8 @@ def _write(
 
 
 def _flags(model: str, found: LayoutPrediction, framework: str) -> str | None:
-    flags = megatron_flags(transformer(model), found.layout, found.job, framework)
-    return f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}" if flags else None
+    flags = tables.megatron_flags(transformer(model), found.layout, found.job, framework)
+    return f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{tables.flag_lines(flags)}" if flags else None
 
 
 def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framework: str) -> None:
@@ -181,14 +171,14 @@ def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framewor
         low, high = (format_seconds(edge) for edge in found.spread_s)
         spread = f"Single steps vary from {low} to {high} (10th to 90th percentile)."
     print_answer(
-        breakdown_table(found),
-        layout_memory_table(found),
+        tables.breakdown_table(found),
+        tables.layout_memory_table(found),
         f"The stages in a step of {count} micro-batches:" if drawn.job != found.job else None,
-        *stage_lines(drawn.timeline),
+        *tables.stage_lines(drawn.timeline),
         *(f"* {note}" for note in found.notes),
         spread,
     )
     if found.fits:
-        print_answer(layout_answer(found), _flags(model, found, framework))
+        print_answer(tables.layout_answer(found), _flags(model, found, framework))
     else:
         print_answer("It does not fit: recompute more, shard more (zero), or add stages.")

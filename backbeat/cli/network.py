@@ -82,7 +82,10 @@ def network(
     if hop_s >= _LONGEST_HOP_S:
         raise InputError(f"--latency {latency} is {format_seconds(hop_s)} from node to node: did you mean {hop_s:g}us?")
     named = name or (output.name.removesuffix(".gz").removesuffix(".json") if output is not None else "network")
-    joined = _fabric(fabric, oversubscription)
+    if fabric is None and oversubscription > 1:
+        raise InputError("--oversubscription needs --fabric: fat-tree, rail-optimised or cloud")
+    kind = _one_of("--fabric", fabric, get_args(Kind)) if fabric is not None else None
+    joined = Fabric(kind=kind, oversubscription=oversubscription) if kind is not None else None
     if nic is not None and across:
         raise InputError("--nic and --across both say what joins the nodes: keep one of them")
     if nic is not None:
@@ -125,14 +128,6 @@ def network(
 
 def _noted(network: Network, note: str) -> Network:
     return replace(network, notes=(*network.notes, note))
-
-
-def _fabric(kind: str | None, oversubscription: float) -> Fabric | None:
-    if kind is None:
-        if oversubscription > 1:
-            raise InputError("--oversubscription needs --fabric: fat-tree, rail-optimised or cloud")
-        return None
-    return Fabric(kind=_one_of("--fabric", kind, get_args(Kind)), oversubscription=oversubscription)
 
 
 def _one_of(option: str, given: str, known: tuple[str, ...]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 import msgspec
 import typer
@@ -18,16 +18,13 @@ from backbeat.cli.common import console, load_network, one_count, print_answer, 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile, Sharding
 from backbeat.planners import STRATEGIES, is_sharded
-from backbeat.planners.max_batch import GrownBatch, growth, largest_looked_at
+from backbeat.planners.max_batch import growth, largest_looked_at
 from backbeat.planners.memory_moves import uniform
-from backbeat.report.tables.memory_tables import growth_table, mixture, peak_line, policies_table, segments_table
-from backbeat.report.tables.scaling_tables import plan_table
-from backbeat.report.tables.sharding_tables import memory_table, units_table
-from backbeat.report.words.answer import caveats
+from backbeat.report.study_row import device_fit
+from backbeat.report.tables import plan_tables as tables
+from backbeat.report.words.answer import above_linear, caveats
 from backbeat.report.words.commands import sharding_lines, wrapping_lines
 from backbeat.report.words.decision import decide_on_plan
-from backbeat.report.words.device_memory import device_fit
-from backbeat.report.words.limits import above_linear
 from backbeat.report.words.numbers import capitalised, describe, over_bound, scaling_range
 from backbeat.simulate.actions import segments_of
 from backbeat.simulate.batch import same_blocks, sibling
@@ -167,7 +164,7 @@ def _show(
     elif made.sharding is not None:
         shown = _sharding(one, made, made.sharding, accumulation)
     else:
-        shown = [plan_table(made, result, console().width)]
+        shown = [tables.plan_table(made, result, console().width)]
     if made.memory is not None and one.blocks and made.sharding is None:
         shown += _memory(sent, cluster, made, made.memory, result, accumulation)
     edges = scaling_range(result)
@@ -209,9 +206,9 @@ def _sharding(one: Profile, made: Plan, sharding: Sharding, accumulation: int | 
         *(["reduce-scatters on their own communicator"] if sharding.separate_reduce_scatter else []),
         *(["gradients are reduced with the last micro-batch"] if sharding.gradient_sync == "last" else []),
     ]
-    shown: list[Table | str] = [units_table(one, made)]
+    shown: list[Table | str] = [tables.units_table(one, made)]
     if held is not None:
-        shown.append(memory_table(held))
+        shown.append(tables.memory_table(held))
     shown += ["", f"{capitalised('; '.join(knobs))}."]
     if held is not None and made.memory is not None and made.memory.budget_bytes is not None:
         shown.append(f"Budget: {format_bytes(held.peak_bytes)} of {format_bytes(made.memory.budget_bytes)}.")
@@ -230,15 +227,15 @@ def _memory(
     budget, residuals = memory.budget_bytes, memory.residuals
     shown: list[Table | str] = ["", "Everything is kept: it fits."]
     if memory.segments:
-        shown = ["", segments_table(one, memory, console().width), ""]
+        shown = ["", tables.segments_table(one, memory, console().width), ""]
     if budget is not None:
         policies = {"this plan": result}
         chain = Chain(one, ResidentMemory.of(one, made, residuals, cluster.workers))
         for name, ranges in uniform(chain).items():
             alike = replace(made, memory=MemoryPlan(segments=segments_of(one, ranges), residuals=residuals))
             policies[f"{name}, every block"] = predict(one, cluster, alike, accumulation=accumulation)
-        shown.append(policies_table(policies, budget))
-    return [*shown, "", peak_line(memory_timeline(one, memory, made, workers=cluster.workers), budget)]
+        shown.append(tables.policies_table(policies, budget))
+    return [*shown, "", tables.peak_line(memory_timeline(one, memory, made, workers=cluster.workers), budget)]
 
 
 def _show_growth(
@@ -256,6 +253,21 @@ def _show_growth(
     points = growth(one, cluster, memory_bytes, make, two, reserve)
     capped = points[-1].batch_size >= largest_looked_at(one)
     if json:
+        rows = []
+        for point in points:
+            kept, recomputed, offloaded = tables.mixture(point.plan.memory)
+            rows.append(
+                {
+                    "batch_size": point.batch_size,
+                    "everything_kept": point.kept,
+                    "blocks_kept": len(one.blocks) if point.kept else kept,
+                    "blocks_recomputed": recomputed,
+                    "offloaded": offloaded,
+                    "peak_bytes": point.prediction.peak_bytes,
+                    "iteration_s": point.prediction.iteration_s,
+                    "samples_per_s": point.prediction.samples_per_s,
+                }
+            )
         print_json(
             {
                 "profile": one.name,
@@ -264,7 +276,7 @@ def _show_growth(
                 "memory_bytes": memory_bytes,
                 "extrapolated_from": [one.batch_size] + ([two.batch_size] if two else []),
                 "search_ended_at_its_limit": capped,
-                "rows": [_growth_row(one, point) for point in points],
+                "rows": rows,
             }
         )
         return
@@ -287,22 +299,8 @@ def _show_growth(
     print_answer(
         describe(one, cluster),
         "",
-        growth_table(points),
+        tables.growth_table(points),
         line,
         further if capped else None,
         f"* sizes and times of other batches are extrapolated from {basis}",
     )
-
-
-def _growth_row(profile: Profile, point: GrownBatch) -> dict[str, Any]:
-    kept, recomputed, offloaded = mixture(point.plan.memory)
-    return {
-        "batch_size": point.batch_size,
-        "everything_kept": point.kept,
-        "blocks_kept": len(profile.blocks) if point.kept else kept,
-        "blocks_recomputed": recomputed,
-        "offloaded": offloaded,
-        "peak_bytes": point.prediction.peak_bytes,
-        "iteration_s": point.prediction.iteration_s,
-        "samples_per_s": point.prediction.samples_per_s,
-    }

@@ -3,7 +3,6 @@ sharded the screen says what fits, how fast it is, and the lines to write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,37 +13,23 @@ from msgspec.structs import replace
 from backbeat.cli import options
 from backbeat.cli.common import console, load_network, plan_options, print_answer, print_json, say, size, split
 from backbeat.errors import InputError
-from backbeat.model import Plan, Prediction, Profile
+from backbeat.model import Plan, Profile
 from backbeat.model.reduction import reduction_named
 from backbeat.planners import BUCKETED, BUDGETED, whole_groups
 from backbeat.report.figures import plot as plots
-from backbeat.report.figures.scaling_curve import scaling
+from backbeat.report.figures.scaling_curve import Scaling
 from backbeat.report.study import COMPARED, PLANNED, STOCK, Study, compare, instead_of_ddp
-from backbeat.report.study_row import Schedule
+from backbeat.report.study_row import Question, Schedule
 from backbeat.report.tables import scaling_tables as tables
-from backbeat.report.tables.sharding_tables import strategies_table
 from backbeat.report.tables.terminal_table import natural_width
-from backbeat.report.words.answer import caveats, unmeasured
+from backbeat.report.words import numbers
+from backbeat.report.words.answer import above_linear, caveats, knee_sentence, limit_of, unmeasured
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import decide, stock_name, way_sentences
-from backbeat.report.words.limits import SMALL_SHARES, above_linear, knee_sentence, limit
-from backbeat.report.words.numbers import (
-    costs,
-    describe,
-    format_money,
-    gpu_hours,
-    per_billion,
-    tokens_per_s,
-    unit,
-    units_line,
-    utilisation,
-)
 from backbeat.simulate.predict import knee
-from backbeat.units import SCREEN, counted, format_bytes, parse_price, parse_workers
+from backbeat.units import SCREEN, format_bytes, parse_price, parse_workers
 
 _SAMPLES = 1_000_000
-_GOOD_SHARE = 0.95
-"""Of the whole batch's speed; below it small shares are what limits a job that waits for nothing else."""
 
 
 def predict(
@@ -135,34 +120,28 @@ def predict(
     }
     for note in partial_groups.values():
         say(note)
-    found = compare(
-        one,
-        cluster,
-        counts,
-        {**frameworks, **{name: asked(name) for name in names}, **{made.strategy: made for made in plans}},
+    question = Question(
+        given=one,
+        network=cluster,
         baseline=next(iter(frameworks), STOCK),
-        unasked=set(offered),
-        left_out=set(partial_groups),
-        files=settings.plan_files,
+        memory_budget=memory_bytes,
+        reduce_dtype=reduce_dtype,
         accumulation=accumulation,
         global_batch=global_batch,
         other=Profile.load(other_batch) if other_batch is not None else None,
-        reduce_dtype=reduce_dtype,
-        memory_budget=memory_bytes,
     )
+    schedules = {**frameworks, **{name: asked(name) for name in names}, **{made.strategy: made for made in plans}}
+    left_out = set(partial_groups)
+    found = compare(question, counts, schedules, unasked=set(offered), left_out=left_out, files=settings.plan_files)
     if plot is not None:
-        plots.save_scaling(scaling(found.curves), plot, title=f"{one.name} on {cluster.name}")
+        curves = {label: sorted(curve, key=lambda point: point.workers) for label, curve in found.curves.items()}
+        plots.save_scaling(Scaling(curves), plot, title=f"{one.name} on {cluster.name}")
         say(f"wrote {plot}")
     if json:
         print_json(content(found, settings))
         return
-    title = describe(
-        one,
-        cluster,
-        accumulation=accumulation,
-        reduce_dtype=None if frameworks else reduce_dtype,
-        global_batch=global_batch,
-    )
+    sent = None if frameworks else reduce_dtype
+    title = numbers.describe(one, cluster, accumulation=accumulation, reduce_dtype=sent, global_batch=global_batch)
     if bucket_bytes is not None:
         title += f"; DDP with buckets of {format_bytes(bucket_bytes)}"
     if frameworks and reduce_dtype is not None:
@@ -188,20 +167,20 @@ def content(found: Study, settings: Settings) -> dict[str, Any]:
     data = []
     for row in found.rows:
         one, fit = row.prediction, found.fits[row.label]
-        share = utilisation(one, profile)
+        share = numbers.utilisation(one, profile)
         fields: dict[str, Any] = msgspec.to_builtins(one)
         del fields["timeline"]
         fields |= {
             "gap": one.gap,
-            "gpu_hours": gpu_hours(one, samples),
-            "tokens_per_s": tokens_per_s(one, profile),
+            "gpu_hours": numbers.gpu_hours(one, samples),
+            "tokens_per_s": numbers.tokens_per_s(one, profile),
             "mfu": share if isinstance(share, float) else None,
             "memory": None
             if fit is None
             else {"peak_bytes": fit.peak_bytes, "device_bytes": fit.device_bytes, "fits": fit.fits},
         }
         if settings.price is not None:
-            fields["cost"] = costs(one, profile, settings.price, settings.epoch_samples)
+            fields["cost"] = numbers.costs(one, profile, settings.price, settings.epoch_samples)
         data.append(fields)
     return {
         "profile": profile.name,
@@ -219,8 +198,8 @@ def _show(found: Study, settings: Settings, title: str, *, wide: bool) -> None:
     """The answer in 80 columns, which ends in a decision. With `wide`, or where strategies beside each other take more
     columns, each has a row of its own with every figure."""
     decided, best, curves = decide(found, settings, holding=False), found.best, found.curves
-    fit, cost = found.fits[found.best_label], _cost_column(found, settings)
-    shown = [tables.answer_table(curves, stock=found.baseline, cost=cost, too_big=found.too_big)] if not wide else []
+    fit = found.fits[found.best_label]
+    shown = [tables.answer_table(found, settings.price)] if not wide else []
     if wide or natural_width(shown[0]) > SCREEN:
         wide = True
         rows = [row.prediction for row in found.rows]
@@ -233,8 +212,8 @@ def _show(found: Study, settings: Settings, title: str, *, wide: bool) -> None:
         decided.headline,
         "",
         *(part for table in shown for part in (table, "")),
-        _figures(found, settings, best, f" with {best.strategy}" if wide and len(curves) > 1 else ""),
-        _limit(found, best) if best.workers > 1 else None,
+        numbers.figures_line(best, found.given, settings, f" with {best.strategy}" if wide and len(curves) > 1 else ""),
+        f"Limit: {limit_of(found, best)}" if best.workers > 1 else None,
         knee_sentence(curves[found.best_label]) if wide else None,
         f"Memory: {fit}." if fit is not None and fit.fits else None,
         *(f"Too big: {words}, {format_bytes(sizes[name])}." for name, words in large.items()),
@@ -252,8 +231,12 @@ def _show_sharded(found: Study, settings: Settings, title: str) -> None:
     why: list[str] = []
     if decided.row is not None:
         taken = decided.row.prediction
-        why = [_figures(found, settings, taken, f" with {taken.strategy}"), _limit(found, taken)]
-        why += [*way_sentences(found.rows_at(found.top)), *caveats(taken, found.network, found.given)]
+        why = [
+            numbers.figures_line(taken, found.given, settings, f" with {taken.strategy}"),
+            f"Limit: {limit_of(found, taken)}",
+            *way_sentences(found.rows_at(found.top)),
+            *caveats(taken, found.network, found.given),
+        ]
         if any(row.plan is not None and row.plan.memory and not row.plan.memory.keeps_all for row in found.rows):
             why.append("* where blocks are recomputed, scaling is by one GPU that recomputes them, too")
         why.append("")
@@ -262,31 +245,12 @@ def _show_sharded(found: Study, settings: Settings, title: str) -> None:
         "",
         decided.headline,
         "",
-        strategies_table(found.rows, _cost_column(found, settings)),
+        tables.strategies_table(found, settings.price),
         "",
         above_linear(row.prediction for row in found.rows) or None,
         *why,
         decided.text,
     )
-
-
-def _figures(found: Study, settings: Settings, row: Prediction, which: str) -> str:
-    """Speed, utilisation and money of a row."""
-    figures = units_line(row, found.given, price=settings.price, epoch_samples=settings.epoch_samples)
-    return f"At {counted(row.workers, 'GPU')}{which}: {figures}."
-
-
-def _limit(found: Study, row: Prediction) -> str:
-    small = found.global_batch is not None and row.bottleneck == "compute" and row.scaling_factor < _GOOD_SHARE
-    return f"Limit: {SMALL_SHARES if small else limit(row, found.profile, reduce_dtype=found.reduce_dtype)}"
-
-
-def _cost_column(found: Study, settings: Settings) -> tuple[str, Callable[[Prediction], str]] | None:
-    """The column of costs: its heading, and the cell of a row. None without a price."""
-    profile, price = found.given, settings.price
-    if price is None:
-        return None
-    return f"$/B {unit(profile)}", lambda row: format_money(per_billion(row, profile, price)).removeprefix("$")
 
 
 def _plan_notes(found: Study, settings: Settings) -> list[str]:

@@ -177,23 +177,16 @@ def summary(profile: Profile) -> str:
         activations = format_bytes(memory.activation_bytes)
         rows.append(("memory", f"peak {peak}, between iterations {steady}, activations {activations}"))
     if profile.blocks:
-        rows.append(("blocks", _blocks(profile)))
+        saved = format_bytes(sum(block.saved_bytes for block in profile.blocks))
+        text = f"{len(profile.blocks)}, {saved} saved inside them"
+        if (link := profile.host_link) is not None:
+            out, back = (format_bytes(round(rate)) for rate in (link.to_host_bytes_per_s, link.to_device_bytes_per_s))
+            text += f"; host link {out}/s out, {back}/s in"
+        rows.append(("blocks", text))
     rows += [("note", note if len(note) <= 300 else note[:299] + "…") for note in profile.notes]
     width = max(len(label) for label, _ in rows) + 2
     title = f"{profile.name}: {profile.model}, batch {profile.batch_size}, {profile.precision}, {profile.device}"
     hanging = " " * (width + 2)
     return "\n".join(
         [title, *(fill(f"  {label:<{width}}{text}", SCREEN, subsequent_indent=hanging) for label, text in rows)]
-    )
-
-
-def _blocks(profile: Profile) -> str:
-    saved = sum(block.saved_bytes for block in profile.blocks)
-    text = f"{len(profile.blocks)}, {format_bytes(saved)} saved inside them"
-    if profile.host_link is None:
-        return text
-    link = profile.host_link
-    return (
-        f"{text}; host link {format_bytes(round(link.to_host_bytes_per_s))}/s out, "
-        f"{format_bytes(round(link.to_device_bytes_per_s))}/s in"
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from backbeat.cli import options
 from backbeat.cli.common import one_count, say, split
 from backbeat.cli.report import gather
 from backbeat.model import Network, Profile, files
-from backbeat.report import perfetto
+from backbeat.report.figures.timeline import chrome_trace
 from backbeat.report.study import STOCK
 
 
@@ -42,5 +43,5 @@ def trace(
     )
     # The study adds stock DDP to compare with; a trace holds what was asked for.
     iterations = made.iterations(label for label in made.curves if label != STOCK or STOCK in chosen)
-    files.write(output, perfetto.encode(perfetto.trace(iterations)))
+    files.write(output, msgspec.json.encode(chrome_trace(iterations)) + b"\n")
     say(f"wrote {output} ({len(iterations)} iterations): open it at ui.perfetto.dev")

@@ -1,14 +1,24 @@
-"""`backbeat watch`: a running job in the terminal."""
+"""`backbeat watch`: the samples of a running job as a table of 80 columns, with its alerts in words."""
 
 from __future__ import annotations
 
+import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from backbeat.cli.common import console
+from backbeat.errors import InputError
+from backbeat.report.drift import LEARNT, StepSample
+from backbeat.units import SCREEN, format_seconds, printable
+
+_ROWS, _ALERTS = 12, 6
+_HEADING = "     step  iteration  predicted    exposed  predicted  overlap  straggler"
+_decoder = msgspec.json.Decoder(StepSample)
 
 
 def watch(
@@ -23,8 +33,6 @@ def watch(
     from rich.live import Live
     from rich.text import Text
 
-    from backbeat.report.tables.watch_table import read_samples, watch_table
-
     out = console()
     shown = watch_table(read_samples(log))
     if once or not out.is_terminal:
@@ -37,3 +45,50 @@ def watch(
                 live.update(Text(watch_table(read_samples(log))), refresh=True)
         except KeyboardInterrupt:
             return
+
+
+def read_samples(file: Path) -> list[StepSample]:
+    """The lines of a `watch.jsonl`; a last one that is still being written is left for later."""
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}. Give the file that the job writes: Watch(model, log=…)") from error
+    lines = text.split(b"\n")[:-1]
+    try:
+        return [_decoder.decode(line) for line in lines if line]
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is no log of a watched job: {error}. Give the file of Watch(model, log=…)") from error
+
+
+def watch_table(samples: Sequence[StepSample]) -> str:
+    """The newest samples, the last at the bottom, and the newest alerts of all."""
+    if not samples:
+        return "no sample yet: the first comes after as many steps as Watch(every=…) says"
+    lines = [_HEADING, *(_row(sample) for sample in samples[-_ROWS:])]
+    told = [f"step {sample.step}: {alert}" for sample in samples for alert in sample.alerts]
+    if len(told) > _ALERTS:
+        lines.append(f"{len(told) - _ALERTS} earlier alerts")
+    for alert in told[-_ALERTS:]:
+        lines += textwrap.wrap(printable(alert), SCREEN - 2, initial_indent="! ", subsequent_indent="  ")
+    # Of the last job: one that starts again appends to its log, and counts steps anew.
+    starts = [at for at in range(1, len(samples)) if samples[at].step <= samples[at - 1].step]
+    learnt = len(samples) - (starts[-1] if starts else 0)
+    if learnt < LEARNT:
+        lines.append(f"still learning what is usual: {learnt} of {LEARNT} samples")
+    elif not told:
+        lines.append("no drift")
+    return "\n".join(lines)
+
+
+def _row(sample: StepSample) -> str:
+    behind = f"{sample.behind * 100:+.0f} %" if sample.behind < 10 else f"×{sample.behind + 1:.0f}"
+    straggler = f"rank {sample.straggler} {behind}" if len(sample.own_s) > 1 else "one rank"
+    overlap = "–" if sample.overlap is None else f"{sample.overlap * 100:.0f} %"
+    return (
+        f"{sample.step:9d}  {_time(sample.iteration_s)}  {_time(sample.predicted_iteration_s)}  "
+        f"{_time(sample.exposed_s)}  {_time(sample.predicted_exposed_s)}  {overlap:>7s}  {straggler}"
+    )
+
+
+def _time(seconds: float | None) -> str:
+    return f"{'–' if seconds is None else format_seconds(seconds):>9s}"

@@ -16,7 +16,7 @@ from backbeat.errors import InputError
 from backbeat.importers.fsdp_units import unit_collectives
 from backbeat.importers.trace_clock import arrays, union
 from backbeat.importers.trace_events import TraceReader
-from backbeat.importers.trace_facts import Mark, Transfer, collect
+from backbeat.importers.trace_facts import Transfer, collect
 from backbeat.model import Network, Plan, Profile, Span
 from backbeat.model import files as model_files
 from backbeat.planners.draft import Draft
@@ -28,36 +28,28 @@ _JOIN_S = 20e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Iterations as measured beside what was predicted of them."""
-
-    predicted_s: float
-    measured_s: float
-    """The median."""
-    low_s: float
-    high_s: float
-    """The 10th and the 90th percentile; the median where single iterations were not kept."""
-    iterations: int
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less one."""
-        return self.predicted_s / self.measured_s - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One plan or run, as measured."""
+    """One plan or run, as measured, beside what was predicted of it."""
 
     label: str
     origin: str
     """`lab` or `trace`."""
     workers: int
-    comparison: Comparison | None = None
-    """None for a trace, which nobody predicted."""
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    """The median iteration; 0 for a trace, which nobody predicted."""
+    low_s: float = 0.0
+    high_s: float = 0.0
+    """The 10th and the 90th percentile; the median where single iterations were not kept."""
+    iterations: int = 0
     measured_spans: tuple[Span, ...] = ()
     predicted_spans: tuple[Span, ...] = ()
     buckets: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_s / self.measured_s - 1
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -100,7 +92,9 @@ def read_trace(path: str | Path) -> Measured:
     """One iteration of a trace that torch.profiler exported: the last whole one."""
     where = model_files.existing(path, "a trace that torch.profiler exported")
     facts = collect(TraceReader(where))
-    steps = _steps(facts.marks)
+    # The iterations: profiler steps, or from the end of one optimizer step to the end of the next.
+    steps = sorted((mark.start, mark.end) for mark in facts.marks if mark.name.startswith("ProfilerStep#"))
+    steps = steps or list(pairwise(sorted(mark.end for mark in facts.marks if mark.name.startswith("Optimizer.step#"))))
     computing = facts.kernels if len(facts.kernels.start) else facts.operators
     busy = np.stack(arrays(computing.start, computing.end), axis=1)
     if not busy.size:
@@ -130,12 +124,6 @@ def read_trace(path: str | Path) -> Measured:
     )
 
 
-def _steps(marks: Sequence[Mark]) -> list[tuple[float, float]]:
-    """The iterations: profiler steps, or from the end of one optimizer step to the end of the next."""
-    steps = sorted((mark.start, mark.end) for mark in marks if mark.name.startswith("ProfilerStep#"))
-    return steps or list(pairwise(sorted(mark.end for mark in marks if mark.name.startswith("Optimizer.step#"))))
-
-
 def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measured:
     samples = sorted(sample for series in row.series_s for sample in series)
     low_s, high_s = (samples[len(samples) * tenths // 10] if samples else row.measured_s for tenths in (1, 9))
@@ -146,11 +134,11 @@ def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measure
         label=row.plan,
         origin="lab",
         workers=lab.nodes,
-        comparison=Comparison(
-            predicted_s=row.predicted_s, measured_s=row.measured_s, low_s=low_s, high_s=high_s, iterations=len(samples)
-        )
-        if row.measured_s
-        else None,
+        predicted_s=row.predicted_s,
+        measured_s=row.measured_s,
+        low_s=low_s,
+        high_s=high_s,
+        iterations=len(samples),
         measured_spans=finished_spans(replayed, plan, row.finishes_s) if plan else (),
         predicted_spans=predict(replayed, network, plan, broadcast_buffers=False).timeline if plan else (),
         buckets=tuple(bucket.gradients for bucket in plan.buckets) if plan else (),

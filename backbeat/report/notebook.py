@@ -37,7 +37,6 @@ def prediction_html(prediction: Prediction) -> str:
 
 
 def prediction_figure(prediction: Prediction) -> Any:
-    """The iteration as a plotly figure."""
     label = f"{prediction.strategy}, {prediction.workers} workers"
     return canvas.figure(draw_timeline(timeline(label, prediction.timeline, most=_MOST_BARS)))
 

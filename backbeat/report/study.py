@@ -14,11 +14,9 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
 from backbeat.planners import is_sharded
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
+from backbeat.report.figures.timeline import MOST_BARS, Timeline, TracedIteration, by_collective, timeline
 from backbeat.report.measured import Measured
-from backbeat.report.perfetto import TracedIteration
-from backbeat.report.study_row import Schedule, StudyRow, at_another_batch, by_whole_batch, study_row
-from backbeat.report.words.device_memory import DeviceFit, device_fit
+from backbeat.report.study_row import DeviceFit, Question, Schedule, StudyRow, by_whole_batch, device_fit, study_row
 from backbeat.report.words.numbers import fastest
 from backbeat.simulate import predict, strong_scaling
 from backbeat.simulate.sharded_units import ModelPieces, repeated
@@ -33,30 +31,19 @@ _MOST_PLANNED = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
-    given: Profile
-    """With its gradients as they are on the device."""
-    profile: Profile
-    """With its gradients as they are sent."""
-    network: Network
-    """As given; each prediction has moved it to its own number of workers."""
+class Study(Question):
     rows: tuple[StudyRow, ...]
     """By number of workers; all strategies are there at the largest, which is what the question is about."""
-    baseline: str = STOCK
-    """Label of what everything else is compared with."""
     buckets: tuple[tuple[int, Prediction], ...] = ()
     """(bucket_cap_mb, stock DDP with it) at the largest number of workers."""
     ways: tuple[StudyRow, ...] = ()
     """The ways to hold the model, DDP, FSDP, HSDP, …, at the largest number of workers."""
     measured: tuple[Measured, ...] = ()
-    memory_budget: int | None = None
-    """Bytes of the device to stay within, in place of what it has."""
-    reduce_dtype: str | None = None
-    """What fp32 gradients are sent in, where that is something else."""
-    accumulation: int | None = None
-    """Micro-batches; None for the profile's."""
-    global_batch: int | None = None
-    """Strong scaling: samples that all workers share."""
+
+    @cached_property
+    def profile(self) -> Profile:
+        """With its gradients as they are sent."""
+        return self.given if self.reduce_dtype is None else self.given.with_reduce_dtype(self.reduce_dtype)
 
     @cached_property
     def workers(self) -> tuple[int, ...]:
@@ -102,7 +89,8 @@ class Study:
     @cached_property
     def frontier(self) -> list[Prediction]:
         """The fastest that can be chosen at each number of workers, in their order."""
-        return frontier(self.curves, self.too_big)
+        found = fastest([one for label, curve in self.curves.items() if label not in self.too_big for one in curve])
+        return [found[number] for number in sorted(found)]
 
     @property
     def best(self) -> Prediction:
@@ -155,63 +143,37 @@ class Study:
 
 
 def compare(
-    profile: Profile,
-    network: Network,
+    question: Question,
     workers: Sequence[int],
     schedules: Mapping[str, Schedule],
     *,
-    baseline: str = STOCK,
     unasked: Set[str] = frozenset(),
     left_out: Set[tuple[str, int]] = frozenset(),
     files: Mapping[str, str] | None = None,
-    accumulation: int | None = None,
-    global_batch: int | None = None,
-    other: Profile | None = None,
-    reduce_dtype: str | None = None,
-    memory_budget: int | None = None,
 ) -> Study:
     """Every schedule, by its label, at each number of workers. Of the labels that are `unasked` those go that find
     nothing that fits. Some are `left_out` at some numbers of workers. What is wrong with a plan is said of its file.
-    With `global_batch` the profile is moved as in `strong_scaling`, which says what `other` is."""
+    With a global batch the profile is moved as in `strong_scaling`."""
+    profile, batch, accumulation = question.given, question.global_batch, question.accumulation
     # Refused before anything is planned: the largest number of workers is where a network ends.
-    clusters = {count: network.at(workers=count) for count in workers}
+    clusters = {count: question.network.at(workers=count) for count in workers}
     possible, rows = dict(schedules), list[StudyRow]()
     for number, there in clusters.items():
         here = profile
-        if global_batch is not None:
-            here = strong_scaling(profile, global_batch, number, accumulation=accumulation, other=other)
+        if batch is not None:
+            here = strong_scaling(profile, batch, number, accumulation=accumulation, other=question.other)
         for label in [one for one in possible if (one, number) not in left_out]:
             try:
-                row = study_row(
-                    label,
-                    possible[label],
-                    here,
-                    there,
-                    accumulation=accumulation,
-                    reduce_dtype=reduce_dtype,
-                    budget_bytes=memory_budget,
-                )
+                rows.append(study_row(label, possible[label], here, there, question))
             except InputError as error:
                 if label in (files or ()):
                     raise InputError(f"{(files or {})[label]}: {error}") from None
                 if label not in unasked:
                     raise
                 del possible[label]
-                continue
-            rows.append(row if here is profile else at_another_batch(row, here.notes[-1]))
-    if global_batch is not None:
-        rows = by_whole_batch(rows, profile, network, global_batch, accumulation, other)
-    return Study(
-        given=profile,
-        profile=profile if reduce_dtype is None else profile.with_reduce_dtype(reduce_dtype),
-        network=network,
-        rows=tuple(row for row in rows if row.label in possible),
-        baseline=baseline,
-        memory_budget=memory_budget,
-        reduce_dtype=reduce_dtype,
-        accumulation=accumulation,
-        global_batch=global_batch,
-    )
+    if batch is not None:
+        rows = by_whole_batch(rows, question, batch)
+    return Study(**vars(question), rows=tuple(row for row in rows if row.label in possible))
 
 
 def study(
@@ -250,22 +212,22 @@ def study(
             )
     for label, plan in (plans or {}).items():
         asked[_free(label, asked)] = plan
-    found = compare(profile, network, workers, asked, memory_budget=memory_budget, reduce_dtype=reduce_dtype)
+    question = Question(given=profile, network=network, memory_budget=memory_budget, reduce_dtype=reduce_dtype)
     last = network.at(workers=workers[-1])
     weighed = sharded_labels(profile, network, workers[-1:]) if reduce_dtype is None else []
     if not sweep and "sharded" in weighed:
         weighed.remove("sharded")
     return replace(
-        found,
+        compare(question, workers, asked),
         buckets=bucket_sweep(profile, last, reduce_dtype) if sweep else (),
         ways=find_ways(profile, last, [STOCK, *weighed] if weighed else [], budget_bytes=memory_budget),
         measured=tuple(measured),
     )
 
 
-def by_name(strategies: Iterable[str], **choices: Any) -> dict[str, Mapping[str, Any]]:
+def by_name(strategies: Iterable[str]) -> dict[str, Mapping[str, Any]]:
     """Strategies as `compare` takes them."""
-    return {name: {"strategy": name, **choices} for name in strategies}
+    return {name: {"strategy": name} for name in strategies}
 
 
 def bucket_sweep(profile: Profile, network: Network, reduce_dtype: str | None) -> tuple[tuple[int, Prediction], ...]:
@@ -308,8 +270,8 @@ def find_ways(
     place of the device's memory."""
     if network.workers == 1:
         return ()
-    asked = by_name(labels)
-    found = compare(profile, network, [network.workers], asked, unasked=set(labels), memory_budget=budget_bytes)
+    question = Question(given=profile, network=network, memory_budget=budget_bytes)
+    found = compare(question, [network.workers], by_name(labels), unasked=set(labels))
     return tuple(replace(row, names_groups=True) for row in found.rows)
 
 
@@ -319,12 +281,6 @@ def chosen(rows: Iterable[StudyRow]) -> StudyRow | None:
     limit = min((row.prediction.iteration_s for row in fitting), default=0.0) * (1 + SIMPLER_WITHIN)
     close = [row for row in fitting if row.prediction.iteration_s <= limit]
     return min(close, key=lambda row: (row.simplicity, row.prediction.iteration_s), default=None)
-
-
-def frontier(curves: Mapping[str, Sequence[Prediction]], without: Set[str] = frozenset()) -> list[Prediction]:
-    """The fastest at each number of workers, in their order; curves that are `without` do not count."""
-    found = fastest([point for label, curve in curves.items() if label not in without for point in curve])
-    return [found[number] for number in sorted(found)]
 
 
 def buckets_of(plan: Plan, profile: Profile) -> list[tuple[str, ...]]:

@@ -1,23 +1,82 @@
-"""One row of an answer: a strategy, plan or framework at one number of workers; and rows of strong scaling."""
+"""One row of an answer: a strategy, plan or framework at one number of workers, and whether it fits the device; rows of
+strong scaling."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from backbeat import api
+from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Prediction, Profile, Reduction
+from backbeat.model import Memory, MemoryPlan, Network, Plan, Prediction, Profile, Reduction
 from backbeat.planners import KNOWN_AS, SHARDED
-from backbeat.report.words.device_memory import DeviceFit, device_fit
 from backbeat.simulate import predict, strong_scaling
+from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_memory import sharded_memory
+from backbeat.units import format_bytes
 
 Schedule = Mapping[str, Any] | Plan | Reduction
 """What to compare: a `strategy` with its choices, proposed anew at each number of workers; a plan, followed as it is;
 or what a framework does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What an answer is asked about."""
+
+    given: Profile
+    """With its gradients as they are on the device."""
+    network: Network
+    """As given; each prediction has moved it to its own number of workers."""
+    baseline: str = "ddp"
+    """Label of what everything else is compared with."""
+    memory_budget: int | None = None
+    """Bytes of the device to stay within, in place of what it has."""
+    reduce_dtype: str | None = None
+    """What fp32 gradients are sent in, where that is something else."""
+    accumulation: int | None = None
+    """Micro-batches; None for the profile's."""
+    global_batch: int | None = None
+    """Strong scaling: samples that all workers share."""
+    other: Profile | None = None
+    """A second profile of the model, at another batch size, for `strong_scaling`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFit:
+    """Whether one worker's iteration fits the device it is to run on."""
+
+    peak_bytes: int
+    device: str
+    device_bytes: int
+    optimizer: str | None = None
+    """What the profile's memory was measured with."""
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.device_bytes
+
+    def __str__(self) -> str:
+        if self.fits:
+            whole = format_bytes(self.device_bytes)
+            return f"{format_bytes(self.peak_bytes)} of the {whole} of one {self.device}: fits{self._given}"
+        return self.too_much(": does not fit")
+
+    def too_much(self, why: str = "") -> str:
+        """For what does not fit: what it needs, and what to do."""
+        peak, whole = format_bytes(self.peak_bytes), format_bytes(self.device_bytes)
+        advice = "shard it (FSDP), or keep less (plan --memory)"
+        return f"{peak} on one {self.device} of {whole}{why}{self._given}; {advice}"
+
+    @property
+    def _given(self) -> str:
+        return f" (optimizer: {self.optimizer})" if self.optimizer else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +131,9 @@ class StudyRow:
         return self.label.partition(":")[0]
 
 
-def study_row(
-    label: str,
-    schedule: Schedule,
-    profile: Profile,
-    network: Network,
-    *,
-    accumulation: int | None,
-    reduce_dtype: str | None,
-    budget_bytes: int | None,
-) -> StudyRow:
+def study_row(label: str, schedule: Schedule, profile: Profile, network: Network, question: Question) -> StudyRow:
     """One schedule on the network's workers."""
+    accumulation = question.accumulation
     if isinstance(schedule, Reduction):
         plan = None
         prediction = api.predict(profile, network, framework=schedule, accumulation=accumulation)
@@ -90,58 +141,77 @@ def study_row(
         held = schedule.on_device(profile, network.workers)
     else:
         choices: dict[str, Any] = {"strategy": schedule} if isinstance(schedule, Plan) else {**schedule}
-        held, plan = api.resolve(
-            profile, network, choices.pop("strategy"), accumulation=accumulation, reduce_dtype=reduce_dtype, **choices
-        )
+        choices |= {"accumulation": accumulation, "reduce_dtype": question.reduce_dtype}
+        held, plan = api.resolve(profile, network, choices.pop("strategy"), **choices)
         prediction = predict(held, network, plan, accumulation=accumulation)
-    fit = device_fit(held, plan, network.workers, budget_bytes=budget_bytes)
+    fit = device_fit(held, plan, network.workers, budget_bytes=question.memory_budget)
     if fit is not None and prediction.peak_bytes is not None:
         fit = replace(fit, peak_bytes=prediction.peak_bytes)
-    given = isinstance(schedule, Plan)
-    return StudyRow(label=label, plan=plan, prediction=prediction, fit=fit, names_groups=given)
+    if profile is not question.given:
+        # Moved to another batch size, with a note on how. What that takes of memory is known of sharded plans only.
+        note = profile.notes[-1]
+        extrapolated = prediction.extrapolated or "extrapolated" in note
+        prediction = msgspec.structs.replace(prediction, notes=(*prediction.notes, note), extrapolated=extrapolated)
+        fit = fit if prediction.peak_bytes is not None else None
+    return StudyRow(label=label, plan=plan, prediction=prediction, fit=fit, names_groups=isinstance(schedule, Plan))
 
 
-def by_whole_batch(
-    rows: Sequence[StudyRow],
-    profile: Profile,
-    network: Network,
-    global_batch: int,
-    accumulation: int | None,
-    other: Profile | None,
-) -> list[StudyRow]:
+def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: int) -> list[StudyRow]:
     """Rows of strong scaling whose scaling is by what one GPU takes for all samples, which it computes faster than its
     share of them, sample by sample. Where that is not known, it stays by what one GPU takes for its share."""
-    try:
-        whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation, other=other)
-    except InputError:
-        why = "scaling is by one GPU's time for its share: a second profile says what it takes for the whole batch"
-        return [_noted(row, why) for row in rows]
-    alone_s = api.predict(whole, network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
-    why = f"scaling is by one GPU's time for {global_batch} samples"
-    if whole is not profile and "extrapolated" in whole.notes[-1]:
-        why += f": {whole.notes[-1]}"
+    profile, accumulation = question.given, question.accumulation
+    whole = alone_s = None
+    why = "scaling is by one GPU's time for its share: a second profile says what it takes for the whole batch"
+    with suppress(InputError):
+        whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation, other=question.other)
+    if whole is not None:
+        alone_s = api.predict(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
+        why = f"scaling is by one GPU's time for {global_batch} samples"
+        if whole is not profile and "extrapolated" in whole.notes[-1]:
+            why += f": {whole.notes[-1]}"
     found = []
     for row in rows:
-        one = row.prediction
-        by = alone_s / (one.workers * one.single_s) if one.single_s > 0 else 1.0
-        band = one.network_band
+        one, band = row.prediction, row.prediction.network_band
+        by = alone_s / (one.workers * one.single_s) if alone_s is not None and one.single_s > 0 else 1.0
         if band is not None:
             band = msgspec.structs.replace(
                 band,
                 quiet_scaling_factor=band.quiet_scaling_factor * by,
                 busy_scaling_factor=band.busy_scaling_factor * by,
             )
-        scaled = msgspec.structs.replace(one, scaling_factor=one.scaling_factor * by, network_band=band)
-        found.append(_noted(replace(row, prediction=scaled), why))
+        scaled = {"scaling_factor": one.scaling_factor * by, "network_band": band, "notes": (*one.notes, why)}
+        found.append(replace(row, prediction=msgspec.structs.replace(one, **scaled)))
     return found
 
 
-def _noted(row: StudyRow, note: str) -> StudyRow:
-    return replace(row, prediction=msgspec.structs.replace(row.prediction, notes=(*row.prediction.notes, note)))
+def device_fit(
+    profile: Profile, plan: Plan | None = None, workers: int | None = None, *, budget_bytes: int | None = None
+) -> DeviceFit | None:
+    """The peak against the device's memory, or a budget of it; None where the profile or the table of accelerators does
+    not say.
+
+    Without a memory plan all is kept, and gradients are held as stock DDP does: in buckets, and beside them until the
+    step ends.
+    """
+    device = accelerator(profile.device)
+    if profile.memory is None or device is None:
+        return None
+    return DeviceFit(
+        peak_bytes=_peak(profile, profile.memory, plan, workers),
+        device=device.name if budget_bytes is None else f"{device.name} (as budgeted)",
+        device_bytes=device.memory_bytes if budget_bytes is None else budget_bytes,
+        optimizer=profile.optimizer,
+    )
 
 
-def at_another_batch(row: StudyRow, note: str) -> StudyRow:
-    """With the note on how its batch size was reached. What it takes of memory is known of sharded rows only."""
-    noted = _noted(row, note).prediction
-    moved = msgspec.structs.replace(noted, extrapolated=noted.extrapolated or "extrapolated" in note)
-    return replace(row, prediction=moved, fit=row.fit if moved.peak_bytes is not None else None)
+def _peak(profile: Profile, measured: Memory, plan: Plan | None, workers: int | None) -> int:
+    if plan is not None and plan.sharding is not None and (held := sharded_memory(profile, plan)) is not None:
+        return held.peak_bytes
+    memory = plan.memory if plan is not None else None
+    resident = ResidentMemory.of(profile, plan, memory.residuals if memory else "device", workers).total_bytes
+    if profile.blocks:
+        peak = memory_timeline(profile, memory or MemoryPlan(), plan, workers=workers).peak_bytes
+    else:
+        whole = measured.peak_bytes + profile.total_bytes if measured.peak_bytes else 0
+        peak = max(resident + measured.activation_bytes, whole)
+    return peak if memory is not None else max(peak, resident + profile.total_bytes)

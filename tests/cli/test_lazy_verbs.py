@@ -8,8 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from backbeat.cli import app
-from backbeat.cli.verbs import VERBS, load
+from backbeat.cli import VERBS, app, load
 
 
 @pytest.mark.parametrize("name", VERBS)

@@ -171,6 +171,12 @@ def test_numbers_of_workers_without_whole_groups_of_shards_are_left_out(tmp_path
         run("predict", *words, "-n", "8,12")
 
 
+def test_where_nothing_that_fits_is_left_at_a_number_of_workers_the_others_are_answered() -> None:
+    words = ("llama-8b-b1-bf16-adamw-h200", "dgx-h100", "-n", "4,16", "--framework", "megatron", "-s", "hsdp:8")
+    said = joined(run("predict", *words))
+    assert "Decision: 16 GPUs are worth renting. Run the plan; megatron does not fit" in said
+
+
 def test_sharding_keeps_a_budget_and_uses_the_torch_that_is_named() -> None:
     words = ("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64")
     text = joined(run(*words, "--memory", "40GB", "--torch", "2.13"))
@@ -257,7 +263,7 @@ def test_a_plan_that_keeps_less_fits() -> None:
     less = bb.plan(model, network, memory_bytes=16 * 10**9)
     assert kept.verdict == "memory"
     found = study(model, network, [8], strategies=[], plans={"less": less})
-    from backbeat.report.words.device_memory import device_fit
+    from backbeat.report.study_row import device_fit
 
     fit = device_fit(model, found.plans["less"], 8)
     assert fit is not None
@@ -471,7 +477,7 @@ def test_the_decision_takes_a_busy_cluster_into_account(
     curve = [edges(*point, workers=16 * (index + 1)) for index, point in enumerate(points)]
     profile, network = Profile.load(RESNET), Network.load("100gbe")
     rows = tuple(StudyRow(label="ddp", plan=None, prediction=point, fit=None) for point in curve)
-    compared = Study(given=profile, profile=profile, network=network, rows=rows)
+    compared = Study(given=profile, network=network, rows=rows)
     found, headline = judged(compared)
     assert found == verdict
     assert "depending on how busy the cluster is" in headline

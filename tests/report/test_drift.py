@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from backbeat.cli.watch import read_samples, watch_table
 from backbeat.errors import InputError
 from backbeat.report.drift import IN_A_ROW, LEARNT, Drift, StepSample
-from backbeat.report.tables.watch_table import read_samples, watch_table
 
 NOISE = st.floats(0.0, 0.02)
 EVERY = 50

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 from hypothesis import given
 
 import backbeat as bb
-from backbeat.report import perfetto
+from backbeat.report.figures.timeline import chrome_trace
 from backbeat.report.study import buckets_of, study
 from tests.problems import networks, profiles
 
@@ -17,7 +18,7 @@ def test_a_trace_holds_every_span_and_every_gradient(profile: bb.Profile, networ
     plan = bb.plan(profile, network, "optimal")
     result = bb.predict(profile, network, plan)
     document = json.loads(
-        perfetto.encode(perfetto.trace([("one", result.timeline, buckets_of(plan, profile)), ("two", (), ())]))
+        msgspec.json.encode(chrome_trace([("one", result.timeline, buckets_of(plan, profile)), ("two", (), ())]))
     )
     bars = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert len(bars) == len(result.timeline)
@@ -35,7 +36,7 @@ def test_lanes_are_threads_with_names() -> None:
     spans = bb.predict(
         bb.Profile.load("vgg16-b64-bf16-h200"), bb.Network.load("10gbe"), bb.plan(*_pair(), "wfbp", communicators=2)
     ).timeline
-    document = perfetto.trace([("vgg", spans, [])])
+    document = chrome_trace([("vgg", spans, [])])
     names = {event["tid"]: event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
     assert set(names.values()) == {"compute", "communicator 0", "communicator 1"}
     assert {event["tid"] for event in document["traceEvents"] if event["ph"] == "X"} == set(names)
@@ -44,7 +45,7 @@ def test_lanes_are_threads_with_names() -> None:
 def test_the_collectives_of_a_sharded_step_are_threads_and_its_units_bars() -> None:
     profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("dgx-h100").at(workers=16)
     made = study(profile, network, [16], strategies=["hsdp:8"], sweep=False)
-    document = perfetto.trace(made.iterations(["hsdp:8"]))
+    document = chrome_trace(made.iterations(["hsdp:8"]))
     names = {event["tid"]: event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
     assert [names[thread] for thread in sorted(names)] == ["compute", "all-gather", "reduce-scatter", "all-reduce"]
     gathers = [event for event in document["traceEvents"] if event["ph"] == "X" and names[event["tid"]] == "all-gather"]

@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import CheckpointError
 
+from backbeat.cli.watch import watch_table
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, PlanPrediction, Segment
 from backbeat.model.plan import MadeFor
 from backbeat.report.drift import StepSample
-from backbeat.report.tables.watch_table import watch_table
 from backbeat.runtime import Watch, full_state_dict, load_full_state_dict, no_sync, parallelize
 from backbeat.runtime import watch as watching
 from backbeat.runtime.parallel.apply_plan import apply_plan

@@ -11,7 +11,7 @@ import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import Memory, Network, Profile, Reduction
 from backbeat.model.reduction import REDUCTIONS
-from backbeat.report.words.device_memory import device_fit
+from backbeat.report.study_row import device_fit
 from backbeat.simulate.framework_step import gather_before
 from tests.problems import affine, make_profile, networks, profiles
 

@@ -1,2 +1,1 @@
-"""One module a figure: what it shows, computed into a small frozen structure, and that drawn by plotly. `plot` draws
-some by matplotlib."""
+"""What a figure shows is computed first, then drawn by plotly. `plot` draws some by matplotlib."""

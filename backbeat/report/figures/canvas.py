@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 Drawing = dict[str, Any]
 
 GREY, BLUE, ORANGE, GREEN, PURPLE, ROSE = "#7d8590", "#2f81c7", "#d9822b", "#17926b", "#a35bb5", "#c94f6d"
@@ -18,7 +20,6 @@ SIZES = ("#8fd0c4", "#3aa0b8", "#2f62a8", "#4a3d9e")
 
 
 def figure(drawing: Drawing) -> Any:
-    """The drawing as a plotly figure."""
     import plotly.graph_objects as go
 
     return go.Figure(drawing)
@@ -26,11 +27,7 @@ def figure(drawing: Drawing) -> Any:
 
 def drawn(traces: Sequence[Drawing], **layout: Any) -> Drawing:
     """Traces on axes, with the layout that all figures share."""
-    common = {
-        "margin": {"l": 64, "r": 24, "t": 24, "b": 56},
-        "legend": legend(1.02),
-        "hoverlabel": {"align": "left"},
-    }
+    common = {"margin": {"l": 64, "r": 24, "t": 24, "b": 56}, "legend": legend(1.02), "hoverlabel": {"align": "left"}}
     return {"data": list(traces), "layout": {**common, **layout}}
 
 
@@ -86,13 +83,9 @@ def mark(x: float, text: str) -> Drawing:
 
 def shade(share: float) -> str:
     """The colour of a bucket at this share of the way from the smallest to the largest."""
-    position = min(max(share, 0.0), 1.0) * (len(SIZES) - 1)
-    below = min(int(position), len(SIZES) - 2)
-    part = position - below
-    mixed = [
-        round(one + part * (two - one)) for one, two in zip(_rgb(SIZES[below]), _rgb(SIZES[below + 1]), strict=True)
-    ]
-    return "#" + "".join(f"{value:02x}" for value in mixed)
+    stops = np.linspace(0, 1, len(SIZES))
+    channels = zip(*map(_rgb, SIZES), strict=True)
+    return "#" + "".join(f"{round(float(np.interp(share, stops, channel))):02x}" for channel in channels)
 
 
 def _rgb(colour: str) -> list[int]:

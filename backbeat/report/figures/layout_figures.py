@@ -55,8 +55,8 @@ def stage_timeline(one: LayoutPrediction) -> Drawing:
                 "type": "bar",
                 "orientation": "h",
                 "name": work,
-                "base": [_short(span.start_s * scale) for span in spans],
-                "x": [_short((span.end_s - span.start_s) * scale) for span in spans],
+                "base": [round(span.start_s * scale, 4) for span in spans],
+                "x": [round((span.end_s - span.start_s) * scale, 4) for span in spans],
                 "y": [int(span.lane.removeprefix("stage ")) for span in spans],
                 "width": 0.8,
                 "customdata": which,
@@ -149,7 +149,3 @@ def _waits(timeline: Sequence[Span], end: float) -> list[Span]:
             if after.start_s - before.end_s > _SHOWN * end
         ]
     return found
-
-
-def _short(value: float) -> float:
-    return round(value, 4)

@@ -15,6 +15,7 @@ from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import COLOURS, GREY, shade
 from backbeat.report.figures.scaling_curve import Scaling, draw_scaling
 from backbeat.report.figures.timeline import Timeline, size_scale
+from backbeat.simulate.predict import knee
 from backbeat.units import format_seconds, printable
 
 IMAGES = (".png", ".svg", ".pdf")
@@ -81,23 +82,24 @@ def scaling(figure: Any, data: Scaling, *, title: str = "") -> None:
     axes.yaxis.set_major_formatter("{x:.0f} %")
     axes.grid(axis="y")
     lines = []
-    for index, line in enumerate(data.lines):
+    for index, (label, points) in enumerate(data.curves.items()):
         colour = COLOURS[index % len(COLOURS)]
-        percent = [100 * point.scaling_factor for point in line.points]
-        lines += axes.plot(line.workers, percent, color=colour, marker="o", markersize=4.5, linewidth=2)
-        if line is not data.best:
+        workers = [point.workers for point in points]
+        percent = [100 * point.scaling_factor for point in points]
+        lines += axes.plot(workers, percent, color=colour, marker="o", markersize=4.5, linewidth=2)
+        if label != data.best:
             continue
-        counts, slow, fast = ([point[column] for point in line.band] for column in range(3))
+        counts, slow, fast = ([point[column] for point in data.band] for column in range(3))
         axes.fill_between(
             counts, [100 * one for one in slow], [100 * one for one in fast], color=colour, alpha=0.18, linewidth=0
         )
-        if line.knee in line.workers:
-            at = line.knee, percent[line.workers.index(line.knee)]
+        if (bend := knee(points)) in workers:
+            at = bend, percent[workers.index(bend)]
             axes.plot(*at, color=colour, marker="D", markersize=9, markeredgecolor="white", zorder=3)
             axes.annotate("knee", at, xytext=(8, 8), textcoords="offset points")
     axes.set_ylim(data.range_percent)
     # matplotlib leaves names with an underscore in front out of a legend.
-    names = [f" {name}" if name.startswith("_") else name for name in (printable(line.label) for line in data.lines)]
+    names = [f" {name}" if name.startswith("_") else name for name in map(printable, data.curves)]
     figure.legend(lines, names, loc="outside lower center", ncols=min(len(names), 4))
 
 

@@ -1,4 +1,5 @@
-"""One iteration in time: the compute lane and a lane for each communicator, with no more bars than can be looked at.
+"""One iteration in time: the compute lane and a lane for each communicator, with no more bars than can be looked at; or
+with all of them, as Chrome trace events, which Perfetto and chrome://tracing open.
 
 Of a sharded step each collective has a lane of its own, whichever communicator carries it, and a bar is a unit.
 """
@@ -10,6 +11,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from backbeat.model import Plan, Span
 from backbeat.report.figures.canvas import GREY, Drawing, axis, drawn, shade
@@ -25,17 +27,13 @@ _MOST_NAMED = 12
 """Computations that have their names inside their bars; of more, each is too short for its name."""
 _COMPUTE_COLOURS = {"forward": "#a3a9b2", "copy": "#4f7f8b"}
 """Of a sharded step, whose computation is one bar a unit; backward and the update are grey."""
+TracedIteration = tuple[str, Sequence[Span], Sequence[Sequence[str]]]
+"""A title, spans, and the gradients of each communication span in order, or nothing where they are not known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class Bar(Span, frozen=True):
     """One piece of computation or one bucket; several buckets where they were merged to keep the figure readable."""
 
-    lane: str
-    name: str
-    start_s: float
-    end_s: float
-    bytes: int = 0
     gradients: int = 0
     """0 where it is not known how many."""
     buckets: int = 1
@@ -52,8 +50,11 @@ class Timeline:
     """`compute` first, then the communicators or the collectives of a sharded step."""
     bars: tuple[Bar, ...]
     end_s: float
-    merged: int
-    """How many buckets are drawn together with others, because there are too many to draw one by one."""
+
+    @property
+    def merged(self) -> int:
+        """How many buckets are drawn together with others, because there are too many to draw one by one."""
+        return sum(bar.buckets for bar in self.transfers if bar.buckets > 1)
 
     @property
     def compute(self) -> tuple[Bar, ...]:
@@ -89,26 +90,22 @@ def timeline(
 ) -> Timeline:
     """The spans as bars. `buckets` names the gradients of each communication span that is not the buffers', in
     order."""
-    named = _named(spans, buckets)
+    named = []
+    for span, gradients in with_gradients(spans, buckets):
+        name = first_few(gradients, _NAMES_SHOWN) if gradients else span.name
+        named.append(Bar(span.lane, name, span.start_s, span.end_s, span.bytes, gradients=len(gradients)))
     lanes = tuple(sorted({span.lane for span in spans}, key=lane_order))
     computing = sum(bar.lane == "compute" for bar in named)
     drawn: list[Bar] = []
-    merged = 0
     for lane in lanes:
         mine = sorted((bar for bar in named if bar.lane == lane), key=lambda bar: (bar.start_s, bar.end_s))
         count = computing if lane == "compute" else len(named) - computing
         stride = -(-count // max(most, _LEAST_COMPUTE if lane == "compute" else 1))
         for first in range(0, len(mine), max(stride, 1)):
             run = mine[first : first + stride]
-            merged += len(run) if len(run) > 1 and lane != "compute" else 0
             drawn.append(run[0] if len(run) == 1 else _merge(run))
-    return Timeline(
-        label=label,
-        lanes=lanes,
-        bars=tuple(drawn),
-        end_s=max((span.end_s for span in spans), default=0.0),
-        merged=merged,
-    )
+    end_s = max((span.end_s for span in spans), default=0.0)
+    return Timeline(label=label, lanes=lanes, bars=tuple(drawn), end_s=end_s)
 
 
 def by_collective(spans: Sequence[Span], plan: Plan) -> Sequence[Span]:
@@ -141,20 +138,6 @@ def with_gradients(spans: Sequence[Span], buckets: Sequence[Sequence[str]]) -> I
         yield span, next(names, ()) if span.carries_gradients else ()
 
 
-def _named(spans: Sequence[Span], buckets: Sequence[Sequence[str]]) -> list[Bar]:
-    return [
-        Bar(
-            lane=span.lane,
-            name=first_few(gradients, _NAMES_SHOWN) if gradients else span.name,
-            start_s=span.start_s,
-            end_s=span.end_s,
-            bytes=span.bytes,
-            gradients=len(gradients),
-        )
-        for span, gradients in with_gradients(spans, buckets)
-    ]
-
-
 def _merge(run: Sequence[Bar]) -> Bar:
     return Bar(
         lane=run[0].lane,
@@ -177,7 +160,6 @@ def timeline_parts(timelines: Sequence[Timeline]) -> dict[str, Drawing]:
 
 
 def draw_timeline(data: Timeline) -> Drawing:
-    """One iteration."""
     return drawn(
         _bars(data, size_scale([data])),
         barmode="overlay",
@@ -267,3 +249,35 @@ def _contents(bar: Bar) -> str:
     if bar.gradients:
         parts.append(counted(bar.gradients, "gradient"))
     return ", ".join([*parts, format_bytes(bar.bytes)])
+
+
+def chrome_trace(iterations: Sequence[TracedIteration]) -> dict[str, Any]:
+    """One process for each iteration, with a thread for every lane. Times are microseconds."""
+    events: list[dict[str, Any]] = []
+    for process, (title, spans, buckets) in enumerate(iterations, start=1):
+        events.append(_about("process_name", process, 0, name=title))
+        events.append(_about("process_sort_index", process, 0, sort_index=process))
+        lanes = sorted({span.lane for span in spans}, key=lane_order)
+        threads = {lane: thread for thread, lane in enumerate(lanes, start=1)}
+        for lane, thread in threads.items():
+            events.append(_about("thread_name", process, thread, name=lane))
+            events.append(_about("thread_sort_index", process, thread, sort_index=thread))
+        for span, gradients in with_gradients(spans, buckets):
+            computing = span.lane == "compute"
+            event: dict[str, Any] = {
+                "name": span.name,
+                "cat": "compute" if computing else "communication",
+                "ph": "X",
+                "pid": process,
+                "tid": threads[span.lane],
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+            }
+            if not computing:
+                event["args"] = {"bytes": span.bytes, **({"gradients": list(gradients)} if gradients else {})}
+            events.append(event)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _about(kind: str, process: int, thread: int, **facts: object) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": facts}

@@ -136,7 +136,6 @@ def _row(rank: int, one: LayoutPrediction) -> list[Cell]:
 
 
 def _said(one: LayoutPrediction, drawn: LayoutPrediction) -> str:
-    """What the drawing of a step shows."""
     count, whole = (each.job.global_batch // (one.layout.dp * one.layout.micro_batch) for each in (drawn, one))
     few = f"{count} of {whole} micro-batches are drawn: its middle is all alike." if count < whole else ""
     idle = f"Stages wait for {one.bubble_share:.1%} of the pipeline's time." if one.layout.pp > 1 else ""

@@ -10,14 +10,13 @@ from typing import Any
 import msgspec
 
 from backbeat.model import Source
-from backbeat.report import perfetto
-from backbeat.report.figures.timeline import Timeline, by_collective, timeline, timeline_parts
+from backbeat.report.figures.timeline import Timeline, by_collective, chrome_trace, timeline, timeline_parts
 from backbeat.report.pages.sections import sections
 from backbeat.report.study import STOCK, Study
 from backbeat.report.words.answer import Answer, answer
 from backbeat.report.words.commands import Settings
-from backbeat.report.words.numbers import format_count, tokens_per_s, unit
-from backbeat.units import format_bytes, format_seconds
+from backbeat.report.words.numbers import describe, format_count, tokens_per_s, unit
+from backbeat.units import format_seconds
 
 MOST_BYTES = 6_000_000
 _MOST_TRACE_BYTES = 400_000
@@ -106,7 +105,7 @@ def _page(study: Study, settings: Settings, bars: int) -> str:
         pair=pair,
         tiles=_tiles(study, answered, settings),
         data=script_json({"figures": drawings, "timelines": shown, "pair": pair}),
-        trace=script_json(trace) if len(perfetto.encode(trace).decode()) <= _MOST_TRACE_BYTES else "",
+        trace=script_json(trace) if len(msgspec.json.encode(trace).decode()) < _MOST_TRACE_BYTES else "",
         trace_command=settings.trace_command(study.top),
         stock=STOCK,
     )
@@ -114,7 +113,7 @@ def _page(study: Study, settings: Settings, bars: int) -> str:
 
 def full_trace(study: Study) -> dict[str, Any]:
     """Stock DDP and the best plan, and what was measured, bar by bar."""
-    return perfetto.trace(study.iterations(dict.fromkeys([STOCK, study.best_label])))
+    return chrome_trace(study.iterations(dict.fromkeys([STOCK, study.best_label])))
 
 
 def _pair(labels: Sequence[str], study: Study) -> tuple[str, str]:
@@ -133,7 +132,7 @@ def _tiles(study: Study, answered: Answer, settings: Settings) -> list[tuple[str
     """(what, figure, small print) of the numbers that stand out."""
     best, stock, fits = study.best, study.stock, STOCK in study.fitting
     rate = tokens_per_s(best, study.profile) or best.samples_per_s
-    cheapest = answered.worth[-1]
+    hours = answered.gpu_hours[-1]
     run = f"for what takes {'stock DDP' if fits else study.best_label} a day"
     if settings.samples:
         run = f"for {answered.samples:,} samples"
@@ -146,10 +145,10 @@ def _tiles(study: Study, answered: Answer, settings: Settings) -> list[tuple[str
         ("of perfect scaling", f"{best.scaling_factor:.0%}", where),
         ("per iteration", format_seconds(best.iteration_s), f"alone {format_seconds(best.single_s)}{speed}"),
         (f"{unit(study.profile)} a second", format_count(rate), f"{format_count(rate / study.top)} on each GPU"),
-        ("GPU-hours", f"{cheapest.gpu_hours:,.1f}", run),
+        ("GPU-hours", f"{hours:,.1f}", run),
     ]
-    if cheapest.money is not None:
-        tiles.append(("dollars", f"{cheapest.money:,.0f}", run))
+    if settings.price is not None:
+        tiles.append(("dollars", f"{hours * settings.price:,.0f}", run))
     return tiles
 
 
@@ -163,14 +162,8 @@ def _facts(study: Study) -> list[tuple[str, str]]:
         return source or "origin not stated"
 
     return [
-        ("model", f"{profile.model}, batch {profile.batch_size} per GPU, {profile.precision} on {profile.device}"),
+        ("job", f"{describe(study.given, network, reduce_dtype=study.reduce_dtype)}."),
         ("profile", f"{profile.name}: {origin(profile.source)}"),
-        (
-            "gradients",
-            f"{len(profile.gradients)}, {format_bytes(profile.total_bytes)}; "
-            f"forward {format_seconds(profile.forward_s)}, "
-            f"backward {format_seconds(profile.backward_s)}, update {format_seconds(profile.update_s)}",
-        ),
         ("network", f"{network.name}, given for {network.workers} workers: {origin(network.source)}"),
         ("scaling", "weak: every GPU keeps its batch, so more GPUs train on more samples at a time"),
     ]

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from backbeat.report.figures import compared
 from backbeat.report.figures.canvas import Drawing
-from backbeat.report.figures.compared import PARTS, draw_exposed, draw_measured, draw_ways, exposed_by_part
-from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
-from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
-from backbeat.report.figures.memory_use import StepMemory, draw_memory_use, draw_step_memory, memory_kinds
-from backbeat.report.figures.scaling_curve import draw_scaling, scaling
+from backbeat.report.figures.given import cost_curve, draw_cost_curve, draw_gradient_sizes, largest_gradients
+from backbeat.report.figures.scaling_curve import Scaling, draw_scaling
 from backbeat.report.figures.timeline import Timeline
-from backbeat.report.study import STOCK, Study, frontier
+from backbeat.report.study import STOCK, Study
+from backbeat.report.words.answer import knee_sentence
 from backbeat.report.words.decision import way_headline, way_sentences
-from backbeat.report.words.limits import knee_sentence
 from backbeat.report.words.numbers import format_number, gpu_hours, over_bound, scaling_range
 from backbeat.simulate.sharded_levels import memory_levels
 from backbeat.units import format_bytes, format_seconds
@@ -64,15 +62,15 @@ def sections(study: Study, *, samples: int) -> list[Section]:
 
 
 def scaling_section(study: Study, samples: int) -> Section:
-    data = scaling(study.curves)
+    data = Scaling(study.curves)
     curve = study.curves[study.best_label]
-    knee = knee_sentence(frontier(study.curves))
+    knee = knee_sentence(study.frontier)
     rows = [
         (
             _number(point.workers),
             label,
             (f"{point.scaling_factor:.1%}", point.scaling_factor),
-            *([(scaling_range(point, 1), point.on_busy.scaling_factor)] if data.best.load_band else []),
+            *([(scaling_range(point, 1), point.on_busy.scaling_factor)] if data.load_band else []),
             (format_number(point.samples_per_s), point.samples_per_s),
             (f"{gpu_hours(point, samples):,.2f}", gpu_hours(point, samples)),
             _seconds(point.iteration_s),
@@ -83,7 +81,7 @@ def scaling_section(study: Study, samples: int) -> Section:
         for label, points in study.curves.items()
         for point in points
     ]
-    headings = ["GPUs", "strategy", "scaling", *(["busy–quiet"] if data.best.load_band else []), "samples/s"]
+    headings = ["GPUs", "strategy", "scaling", *(["busy–quiet"] if data.load_band else []), "samples/s"]
     headings += [f"GPU-hours / {samples:,}", "iteration", "exposed"]
     return Section(
         anchor="scaling",
@@ -93,7 +91,7 @@ def scaling_section(study: Study, samples: int) -> Section:
         f"{f' ({edges} from a busy to a quiet cluster)' if (edges := scaling_range(curve[-1])) else ''}. {knee}",
         how="100 % means that N GPUs do the work of N. Each line is one way to send gradients, or to shard; grey is "
         "stock PyTorch DDP. Where a line falls, GPUs wait for communication instead of computing. The shaded band is "
-        + ("a busy to a quiet cluster" if data.best.load_band else "how much single iterations differ")
+        + ("a busy to a quiet cluster" if data.load_band else "how much single iterations differ")
         + ". The diamond marks the knee: beyond it, an added GPU brings less than half "
         "of what it could do alone.",
         views=[("share of perfect", draw_scaling(data)), ("samples a second", draw_scaling(data, view="throughput"))],
@@ -177,7 +175,7 @@ def ways_section(study: Study) -> Section | None:
         "backward. `sharded` is what the planner chooses of all that. The upper bars are the time of one iteration, "
         "the lower ones the highest memory of one GPU, with the device's limit as a line. Of those that fit take the "
         "fastest; where two are within 1 %, the simpler.",
-        views=[("", draw_ways(study.ways))],
+        views=[("", compared.draw_ways(study.ways))],
         tables=[Table("ways", headings, rows)],
         note=words,
     )
@@ -201,12 +199,12 @@ def step_memory_section(study: Study) -> Section | None:
         "the time. Activations pile up in forward and go in backward. Gathered parameters, whole gradients and buffers "
         "come and go unit by unit; without resharding (ZeRO-2) gathered parameters stay until their backward. The "
         "dashed line is what the device has, or the budget.",
-        views=[(one.label, draw_step_memory(one)) for one in found],
+        views=[(one.label, compared.draw_step_memory(one)) for one in found],
         note=summary,
     )
 
 
-def step_memories(study: Study) -> list[StepMemory]:
+def step_memories(study: Study) -> list[compared.StepMemory]:
     """Of every sharded way, the fastest first, in no more corners than can be looked at."""
     network, micro_batches = study.network.at(workers=study.top), study.profile.accumulation
     found = []
@@ -216,14 +214,14 @@ def step_memories(study: Study) -> list[StepMemory]:
         levels = memory_levels(study.profile, network, way.plan, micro_batches=micro_batches)
         limit = study.memory_budget or (way.fit.device_bytes if way.fit is not None else None)
         if levels:
-            found.append(StepMemory(way.label, levels, limit))
+            found.append(compared.StepMemory(way.label, levels, limit))
     return found
 
 
 def exposed_section(study: Study) -> Section | None:
     if study.top == 1:
         return None
-    parts = exposed_by_part(study.at_top.values())
+    parts = compared.exposed_by_part(study.at_top.values())
     rows = [
         (
             label,
@@ -238,48 +236,48 @@ def exposed_section(study: Study) -> Section | None:
         anchor="exposed",
         title="Where the lost time goes",
         summary=f"With {study.best_label}, {format_seconds(study.best.exposed_s)} of each iteration are lost: "
-        + ", ".join(f"{format_seconds(values[index])} {PARTS[part][0]}" for part, values in parts.items())
+        + ", ".join(f"{format_seconds(values[index])} {compared.PARTS[part][0]}" for part, values in parts.items())
         + ".",
         how="Every iteration takes longer on many GPUs than on one; the bar is how much longer, split by cause. "
         "Blue (bandwidth) shrinks with a faster network or fewer bytes, orange (latency) with fewer and larger "
         "messages, purple (waiting) with smaller buckets at the end. Grey is the slowest worker of all: no schedule "
         "changes it.",
-        views=[("", draw_exposed(study.at_top))],
+        views=[("", compared.draw_exposed(study.at_top))],
         tables=[Table("exposed time", ["strategy", *parts, "all", "of one iteration alone"], rows)],
     )
 
 
 def measured_section(study: Study) -> Section | None:
-    pairs = [(one, beside) for one in study.measured if (beside := one.comparison) is not None]
-    if not pairs:
+    found = [one for one in study.measured if one.measured_s]
+    if not found:
         return None
-    errors = sorted(abs(beside.error) for _, beside in pairs)
+    errors = sorted(abs(one.error) for one in found)
     rows = [
         (
             one.label,
             _number(one.workers),
-            _seconds(beside.measured_s),
-            _seconds(beside.predicted_s),
-            (f"{beside.error:+.1%}", beside.error),
-            _number(beside.iterations),
+            _seconds(one.measured_s),
+            _seconds(one.predicted_s),
+            (f"{one.error:+.1%}", one.error),
+            _number(one.iterations),
         )
-        for one, beside in pairs
+        for one in found
     ]
     return Section(
         anchor="measured",
         title="Predicted against measured",
-        summary=f"{len(pairs)} plans were measured; the median error of the prediction is "
+        summary=f"{len(found)} plans were measured; the median error of the prediction is "
         f"{errors[len(errors) // 2]:.1%}, the largest {errors[-1]:.1%}.",
         how="The dot is what was measured, with the range of most iterations; the upright tick is what was predicted "
         "before. The closer the two, the more the rest of this report can be trusted for this kind of network.",
-        views=[("", draw_measured([(one.label, beside) for one, beside in pairs]))],
+        views=[("", compared.draw_measured(found))],
         tables=[Table("measured", ["plan", "nodes", "measured", "predicted", "error", "iterations"], rows)],
     )
 
 
 def gradients_section(study: Study) -> Section:
     profile = study.profile
-    data = gradient_sizes(profile, study.timeline(study.best_label))
+    shown = largest_gradients(profile)
     largest = sorted(profile.gradients, key=lambda gradient: -gradient.bytes)[:_MOST_ROWS]
     count = len(profile.gradients)
     cut = count - len(largest)
@@ -291,7 +289,7 @@ def gradients_section(study: Study) -> Section:
         how="Each dot is the gradient of one parameter, at the moment backward has finished it. Below, orange is how "
         "many bytes are ready to travel, green how many have arrived. The gap between the two is waiting to be sent; "
         "what green still lacks when backward ends is exposed.",
-        views=[("", draw_gradient_sizes(data))],
+        views=[("", draw_gradient_sizes(profile, study.timeline(study.best_label)))],
         tables=[
             Table(
                 "gradients",
@@ -300,9 +298,10 @@ def gradients_section(study: Study) -> Section:
                 f"The {cut} smallest are left out." if cut else "",
             )
         ],
-        note=f"The {data.left_out} smallest of {count} gradients ({format_bytes(data.left_out_bytes)} together) "
+        note=f"The {count - len(shown)} smallest of {count} gradients "
+        f"({format_bytes(profile.total_bytes - sum(one.bytes for one in shown))} together) "
         "are not drawn as dots; the lines count all."
-        if data.left_out
+        if len(shown) < count
         else "",
     )
 
@@ -336,7 +335,7 @@ def cost_section(study: Study) -> Section:
 def memory_section(study: Study) -> Section | None:
     budget = study.memory_budget
     memory = study.profile.memory
-    if memory is None or not (kinds := memory_kinds(memory)):
+    if memory is None or not (kinds := compared.memory_kinds(memory)):
         return None
     peak = memory.peak_bytes or sum(kinds.values())
     more = ""
@@ -352,7 +351,7 @@ def memory_section(study: Study) -> Section | None:
         summary=summary,
         how="What fills the GPU's memory during an iteration, by kind. Workspace is what the peak holds beyond the "
         "kinds that were counted. Under DDP more GPUs do not change it: every worker holds the whole model.",
-        views=[("", draw_memory_use(memory, budget))],
+        views=[("", compared.draw_memory_use(memory, budget))],
         tables=[Table("memory", ["kind", "bytes"], [(kind, _bytes(size)) for kind, size in kinds.items()])],
         note=summary,
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -20,7 +19,6 @@ from starlette.routing import Route
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Network, Profile
 from backbeat.model.files import bundled, decode
-from backbeat.report import perfetto
 from backbeat.report.pages.layout_page import LayoutState, layout_tab, respond_layouts
 from backbeat.report.pages.report_page import full_trace, plotly_source, rendered, script_json
 from backbeat.report.pages.whatif import MOST_GRADIENTS, Library, State, respond, study_of
@@ -44,32 +42,32 @@ def make_app() -> Starlette:
     library = Library({}, {})
     plotly = plotly_source()
 
-    async def page(request: Request) -> Response:
+    # Starlette runs what is not async in a thread: others are answered meanwhile.
+    def page(request: Request) -> Response:
         names = {"profiles": list(bundled(Profile)), "networks": list(bundled(Network))}
         data = script_json(msgspec.to_builtins(State()))
         return HTMLResponse(rendered("serve.html.j2", served="/", **names, data=data))
 
-    async def plotly_js(request: Request) -> Response:
+    def plotly_js(request: Request) -> Response:
         return Response(plotly, media_type="text/javascript", headers={"Cache-Control": "max-age=86400"})
 
-    async def reply(request: Request) -> Response:
+    def reply(request: Request) -> Response:
         fields = dict(request.query_params)
         thorough = fields.pop("thorough", "") == "1"
-        state = State.parse(fields)
-        return _json(await run_in_threadpool(respond, state, library, thorough=thorough))
+        return _json(respond(State.parse(fields), library, thorough=thorough))
 
-    async def tab(request: Request) -> Response:
-        return HTMLResponse(await run_in_threadpool(layout_tab))
+    def tab(request: Request) -> Response:
+        return HTMLResponse(layout_tab())
 
-    async def reply_layouts(request: Request) -> Response:
+    def reply_layouts(request: Request) -> Response:
         state = LayoutState.parse(dict(request.query_params))
-        return _json(await run_in_threadpool(respond_layouts, state, library.network(state.cluster)))
+        return _json(respond_layouts(state, library.network(state.cluster)))
 
-    async def trace(request: Request) -> Response:
-        state = State.parse(dict(request.query_params))
-        study = await run_in_threadpool(study_of, state, library, thorough=True)
-        headers = {"Content-Disposition": 'attachment; filename="trace.json"'}
-        return Response(perfetto.encode(full_trace(study)), media_type="application/json", headers=headers)
+    def trace(request: Request) -> Response:
+        study = study_of(State.parse(dict(request.query_params)), library, thorough=True)
+        response = _json(full_trace(study))
+        response.headers["Content-Disposition"] = 'attachment; filename="trace.json"'
+        return response
 
     async def upload(request: Request) -> Response:
         if _OWN_HEADER not in request.headers:

@@ -19,10 +19,9 @@ from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network, Profile
 from backbeat.model.files import bundled
 from backbeat.planners import is_sharded, propose
-from backbeat.report.figures.compared import draw_exposed, draw_ways
-from backbeat.report.figures.cost_curve import cost_curve
-from backbeat.report.figures.memory_use import draw_memory_use, draw_step_memory
-from backbeat.report.figures.scaling_curve import draw_scaling, scaling
+from backbeat.report.figures.compared import draw_exposed, draw_memory_use, draw_step_memory, draw_ways
+from backbeat.report.figures.given import cost_curve
+from backbeat.report.figures.scaling_curve import Scaling, draw_scaling
 from backbeat.report.figures.timeline import timeline_parts
 from backbeat.report.pages.report_page import timelines
 from backbeat.report.pages.sections import step_memories
@@ -126,7 +125,7 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
     shown = timelines(found, most=200)
     memories = step_memories(found)
     taken = chosen(found.ways)
-    drawings = {"scaling": draw_scaling(scaling(found.curves)), "exposed": draw_exposed(found.at_top)}
+    drawings = {"scaling": draw_scaling(Scaling(found.curves)), "exposed": draw_exposed(found.at_top)}
     # At another batch size than the profile's, memory is not known.
     if found.profile.memory is not None:
         drawings["memory"] = draw_memory_use(found.profile.memory, found.memory_budget)
@@ -146,10 +145,6 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
         "memories": {one.label: draw_step_memory(one) for one in memories},
         "way": taken.label if taken is not None and taken.sharded else memories[0].label if memories else "",
         "pair": [STOCK, found.best_label if found.best_label != STOCK else shown[-1].label],
-        "curves": {
-            label: [[point.workers, point.iteration_s, point.scaling_factor] for point in curve]
-            for label, curve in found.curves.items()
-        },
         "readings": readings(found),
         "notes": [*words.caveats, *(note for note in found.profile.notes if note not in original.notes)],
         "thorough": thorough,

@@ -22,8 +22,6 @@ class BucketReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How the buckets run, predicted against measured."""
-
     strategy: str
     state: str
     steps: int

@@ -1,20 +1,23 @@
-"""Layouts in words and tables of 80 columns: ranked, or one in full."""
+"""Layouts in words and tables of 80 columns: ranked, or one in full, with the flags of Megatron-LM that run it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.table import Table
 
-from backbeat.layouts.layout import Layout, job_of
+from backbeat.layouts.layout import Job, Layout, job_of
 from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import least_memory
 from backbeat.layouts.predict_layout import predictor_of
+from backbeat.layouts.stage_times import split_layers
+from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network, Span
 from backbeat.report.tables.terminal_table import table_of
-from backbeat.report.words.framework_flags import folded
 from backbeat.report.words.numbers import lowered
 from backbeat.units import counted, format_bytes, format_seconds
 
@@ -61,6 +64,15 @@ HELP = {
     "update": "The update of parameters: sharding it (zero=1) helps.",
     "gather": "Gathering updated parameters: gathering them behind the next forward helps.",
     "stragglers": "Ranks that compute more slowly than others: everybody waits for them. Replacing them helps.",
+}
+_FLAG_COLUMNS = 76
+_OVERLAPS = ("megatron", "megatron-tp-overlap")
+_FRAMEWORKS = (*_OVERLAPS, "megatron-no-overlap")
+_PRECISION = {"bf16": ["--bf16"], "fp16": ["--fp16"], "fp8": ["--bf16", "--fp8-format hybrid"]}
+_RECOMPUTE = {
+    "none": [],
+    "selective": ["--recompute-granularity selective"],
+    "full": ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"],
 }
 
 
@@ -121,23 +133,18 @@ def stage_lines(timeline: Sequence[Span]) -> list[str]:
     if not timeline:
         return []
     end = max(span.end_s for span in timeline)
-    lanes = list(dict.fromkeys(sorted((span.lane for span in timeline), key=lambda lane: int(lane.split()[-1]))))
+    edges, letters = np.linspace(0.0, 1.0, _COLUMNS + 1), "." + "".join(_LETTERS.values())
     lines = []
-    for lane in lanes:
-        done = [dict.fromkeys("." + "".join(_LETTERS.values()), 0.0) for _ in range(_COLUMNS)]
+    for lane in sorted({span.lane for span in timeline}, key=lambda lane: int(lane.split()[-1])):
+        done = {letter: np.zeros(_COLUMNS) for letter in letters}
         for span in timeline:
             if span.lane == lane:
-                _spread(done, _LETTERS[span.name.split()[0]], span.start_s / end, span.end_s / end)
-        for each in done:
-            each["."] = 1 / _COLUMNS - sum(each.values())
-        lines.append(f"  {lane:<9} " + "".join(max(each, key=lambda letter: each[letter]) for each in done))
+                inside = np.minimum(span.end_s / end, edges[1:]) - np.maximum(span.start_s / end, edges[:-1])
+                done[_LETTERS[span.name.split()[0]]] += np.maximum(inside, 0.0)
+        done["."] = 1 / _COLUMNS - np.sum(list(done.values()), axis=0)
+        most = np.argmax(list(done.values()), axis=0)
+        lines.append(f"  {lane:<9} " + "".join(letters[index] for index in most))
     return [*lines, "  F forward, B backward, W weight gradient, r reduce, u update, g gather, . idle"]
-
-
-def _spread(done: list[dict[str, float]], letter: str, start: float, end: float) -> None:
-    for column in range(int(start * _COLUMNS), min(int(end * _COLUMNS) + 1, _COLUMNS)):
-        low, high = column / _COLUMNS, (column + 1) / _COLUMNS
-        done[column][letter] += max(0.0, min(end, high) - max(start, low))
 
 
 def drawn_batch(one: LayoutPrediction) -> int:
@@ -164,11 +171,6 @@ def nothing_fits(
     )
 
 
-def cheapest(found: Sequence[LayoutPrediction]) -> LayoutPrediction:
-    """Of several numbers of GPUs: the one that takes least GPU time a step."""
-    return min(found, key=lambda one: one.step_s * one.gpus)
-
-
 def compared(best: LayoutPrediction, found: Sequence[LayoutPrediction]) -> list[str]:
     """What other numbers of GPUs give."""
     return [
@@ -191,3 +193,74 @@ def layout_answer(best: LayoutPrediction) -> str:
 def limit_line(one: LayoutPrediction) -> str:
     """What holds it back and what helps."""
     return f"Limited by {lowered(HELP[one.limited_by])}"
+
+
+def megatron_flags(model: Transformer, layout: Layout, job: Job, framework: str) -> list[str]:
+    """What runs the layout; empty where the framework is another, or Megatron-LM has no such schedule or sharding.
+
+    >>> from backbeat.layouts.architectures import transformer
+    >>> layout, job = Layout(dp=2, tp=4), Job(global_batch=64, sequence=4096)
+    >>> megatron_flags(transformer("llama-3-8b"), layout, job, "megatron-no-overlap")[:2]
+    ['--tensor-model-parallel-size 4', '--sequence-parallel']
+    """
+    if framework not in _FRAMEWORKS or layout.zero > 1 or layout.schedule not in ("1f1b", "interleaved"):
+        return []
+    stages = layout.pp * layout.chunks
+    uneven = model.layers % stages > 0
+    sizes = {
+        "--tensor-model-parallel-size": layout.tp,
+        "--pipeline-model-parallel-size": layout.pp,
+        "--num-virtual-stages-per-pipeline-rank": 1 if uneven else layout.chunks,
+        "--context-parallel-size": layout.cp,
+        "--expert-model-parallel-size": layout.ep,
+    }
+    flags = [f"{flag} {count}" for flag, count in sizes.items() if count > 1]
+    if layout.shards_sequence:
+        flags.insert(1, "--sequence-parallel")
+    if uneven:
+        # It says how many stages there are, too.
+        counts = [stage.layers for stage in split_layers(model, layout)]
+        flags.append(f'--pipeline-model-parallel-layout "{_pipeline_layout(counts)}"')
+    if model.experts and layout.tp > 1:
+        # Megatron-LM's own choice would be tp; a layout shares whole experts.
+        flags.append("--expert-tensor-parallel-size 1")
+    flags += [f"--micro-batch-size {layout.micro_batch}", f"--global-batch-size {job.global_batch}"]
+    flags += [f"--seq-length {job.sequence}", *_PRECISION[job.precision]]
+    if layout.zero == 1:
+        flags.append("--use-distributed-optimizer")
+    if framework in _OVERLAPS:
+        flags += ["--overlap-grad-reduce", *(["--overlap-param-gather"] if layout.zero == 1 else [])]
+    if framework == "megatron-tp-overlap" and layout.shards_sequence:
+        flags.append("--tp-comm-overlap")
+    return flags + _RECOMPUTE[layout.recompute]
+
+
+def _pipeline_layout(layers: list[int]) -> str:
+    """Stages of different lengths, as Megatron-LM writes them: E is the embedding, t a layer, L the loss.
+
+    >>> _pipeline_layout([31, 32, 32, 31])
+    'Et*31|(t*32|)*2,t*31,L'
+    """
+    first, *middle, last = layers
+    runs = [(count, len(list(same))) for count, same in groupby(middle)]
+    return f"Et*{first}|" + "".join(f"(t*{count}|)*{times}," for count, times in runs) + f"t*{last},L"
+
+
+def flag_lines(flags: list[str]) -> str:
+    """To copy into a shell: lines that end in a backslash."""
+    return " \\\n".join(f"  {line}" for line in folded(flags, _FLAG_COLUMNS, " "))
+
+
+def folded(parts: list[str], width: int, between: str = "") -> list[str]:
+    """Parts on as few lines as they take, none of them broken.
+
+    >>> folded(["dp=8,", "tp=4,", "pp=2,"], 10)
+    ['dp=8,tp=4,', 'pp=2,']
+    """
+    lines = parts[:1]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(between) + len(part) > width:
+            lines.append(part)
+        else:
+            lines[-1] += between + part
+    return lines

@@ -1,18 +1,19 @@
-"""Tables of how a job scales, of a plan's buckets, and of networks."""
+"""Tables of how a job scales, and of networks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from rich.table import Table
 
 from backbeat.cost.collectives import bus_bandwidth
-from backbeat.model import Network, Plan, Prediction
-from backbeat.report.tables.terminal_table import WINNER, fitted_table, natural_width, plain_table, table_of
-from backbeat.report.words.numbers import SAME, fastest, format_number, gpu_hours, over_bound, scaling_range
-from backbeat.units import SCREEN, counted, format_bytes, format_seconds, printable
+from backbeat.model import Network, Prediction, Profile
+from backbeat.report.study import Study
+from backbeat.report.tables.terminal_table import WINNER, natural_width, plain_table, table_of
+from backbeat.report.words import numbers
+from backbeat.units import SCREEN, format_bytes, format_seconds, printable
 
 _SHOWN_BYTES = 2**28
 _LATENCY_BYTES = 8
@@ -51,7 +52,7 @@ def _scaling_table(alike: _Alike, headings: Sequence[str], first: int = 0) -> Ta
         left = heading in ("strategy", "limited by")
         table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "strategy", overflow="fold")
     for count, rows in alike.items():
-        best = fastest([one for ones in rows.values() for one in ones])[count]
+        best = numbers.fastest([one for ones in rows.values() for one in ones])[count]
         for row_index, (cells, ones) in enumerate(rows.items()):
             # Where all are equal nobody has won.
             winner = len(rows) > 1 and best in ones
@@ -67,13 +68,13 @@ def _cells(prediction: Prediction, samples: int) -> tuple[str, ...]:
     band = prediction.band
     return (
         f"{prediction.scaling_factor:.1%}",
-        scaling_range(prediction, 1),
+        numbers.scaling_range(prediction, 1),
         format_seconds(prediction.iteration_s) + ("*" if prediction.extrapolated else ""),
         f"{band.p10_s * 1e3:.1f}–{band.p90_s * 1e3:.1f} ms" if band else "",
         format_seconds(prediction.exposed_s),
-        f"{over_bound(prediction):+.1%}",
-        _three_figures(gpu_hours(prediction, samples)),
-        format_number(prediction.samples_per_s),
+        f"{numbers.over_bound(prediction):+.1%}",
+        _three_figures(numbers.gpu_hours(prediction, samples)),
+        numbers.format_number(prediction.samples_per_s),
         prediction.bottleneck,
     )
 
@@ -82,72 +83,79 @@ _LONG_NAME = 10
 """Headings above this many letters are broken."""
 
 
-def answer_table(
-    curves: Mapping[str, Sequence[Prediction]],
-    *,
-    stock: str,
-    cost: tuple[str, Callable[[Prediction], str]] | None,
-    too_big: Set[str] = frozenset(),
-) -> Table:
+def answer_table(study: Study, price: float | None) -> Table:
     """One row for each number of GPUs: stock DDP or what the job runs today, the others beside it, and what limits the
     fastest.
 
-    `best` alone is headed as planned. The gain is that of the fastest of them, and negative where `stock` is faster.
-    What is `too_big` for the device's memory shows no figure. Where the network has a band, the fastest's scaling is
+    `best` alone is headed as planned. The gain is that of the fastest of them, and negative where stock DDP is faster.
+    What is too big for the device's memory shows no figure. Where the network has a band, the fastest's scaling is
     shown from a busy cluster to a quiet one, too. Neighbouring rows that print alike share one.
     """
-    others = [label for label in curves if label != stock]
+    stock, too_big = study.baseline, study.too_big
+    others = [label for label in study.curves if label != stock]
     compared = stock not in too_big and not too_big >= set(others)
-    at = {label: {point.workers: point for point in curve} for label, curve in curves.items()}
-    best = fastest([point for label, curve in curves.items() for point in curve if label not in too_big])
+    at = {label: {point.workers: point for point in curve} for label, curve in study.curves.items()}
+    best = {point.workers: point for point in study.frontier}
 
     def cells_at(count: int) -> tuple[str, ...]:
         winner, gain = best[count], ""
         if compared:
             shortest = min(at[label][count].iteration_s for label in others if label not in too_big)
             more = at[stock][count].iteration_s / shortest - 1 if shortest > 0 else 0.0
-            gain = "none" if abs(more) < SAME else f"{more:+.1%}"
+            gain = "none" if abs(more) < numbers.SAME else f"{more:+.1%}"
         shares = (
             "too big" if label in too_big else f"{at[label][count].scaling_factor:.1%}" for label in (stock, *others)
         )
-        mark = "*" if winner.extrapolated else ""
-        return (mark, *shares, gain, scaling_range(winner), cost[1](winner) if cost else "", winner.bottleneck)
+        mark, cost = "*" if winner.extrapolated else "", _cost(winner, study.given, price)
+        return (mark, *shares, gain, numbers.scaling_range(winner), cost, winner.bottleneck)
 
     rows = []
-    for (mark, *cells), alike in groupby(sorted(best), key=cells_at):
+    for (mark, *cells), alike in groupby(best, key=cells_at):
         counts = list(alike)
         rows.append((("" if len(counts) == 1 else f"{counts[0]}..") + f"{counts[-1]}{mark}", *cells))
     names = ["planned"] if others == ["best"] else [_broken(printable(label)) for label in others]
     headings = ["GPUs", "DDP" if stock == "ddp" else _broken(stock), *names, "gain", "busy–quiet"]
-    table = table_of([*headings, cost[0] if cost else "", "limited by"], rows, left={"limited by"})
+    table = table_of([*headings, f"$/B {numbers.unit(study.given)}", "limited by"], rows, left={"limited by"})
     for column in table.columns:
         column.vertical = "bottom"
     return table
 
 
+def strategies_table(study: Study, price: float | None) -> Table:
+    """One row for each strategy and number of GPUs. Where the network has a band, it takes the place of samples/s; with
+    a price, cost takes that of the limit."""
+    ranged = any(numbers.scaling_range(row.prediction) for row in study.rows)
+    cells = []
+    before = None
+    for row in study.rows:
+        found, peak = row.prediction, row.peak_bytes
+        cells.append(
+            (
+                "" if row.workers == before else f"{row.workers}{'*' if found.extrapolated else ''}",
+                printable(row.label),
+                format_seconds(found.iteration_s),
+                f"{found.scaling_factor:.1%}",
+                numbers.scaling_range(found) if ranged else numbers.format_number(found.samples_per_s),
+                "" if peak is None else format_bytes(peak),
+                "" if peak is None else "yes" if row.fits else "no",
+                _cost(found, study.given, price) or found.bottleneck,
+            )
+        )
+        before = row.workers
+    rate = "busy–quiet" if ranged else "samples/s"
+    last = "limited by" if price is None else f"$/B {numbers.unit(study.given)}"
+    headings = ("GPUs", "strategy", "step", "scaling", rate, "memory", "fits", last)
+    return table_of(headings, cells, left={"strategy", "fits", "limited by"})
+
+
+def _cost(row: Prediction, profile: Profile, price: float | None) -> str:
+    """Money for a billion tokens or samples; empty without a price."""
+    return "" if price is None else numbers.format_money(numbers.per_billion(row, profile, price)).removeprefix("$")
+
+
 def _broken(name: str) -> str:
     """A long name over several lines."""
     return name if len(name) <= _LONG_NAME else name.replace("-", "-\n")
-
-
-def plan_table(plan: Plan, result: Prediction, width: int | None = None) -> Table:
-    """The buckets of a plan with when they travel; where they need more columns than `width`, without their last
-    gradients."""
-    spans = [span for span in result.timeline if span.carries_gradients]
-    rows = [
-        (
-            str(number),
-            span.lane.removeprefix("communicator ") if plan.communicators > 1 else "",
-            printable(span.name),
-            format_bytes(span.bytes),
-            format_seconds(span.start_s),
-            format_seconds(span.end_s),
-        )
-        for number, span in enumerate(spans)
-    ]
-    headings = ("bucket", "comm.", "gradients", "bytes", "starts", "ends")
-    title = f"{counted(len(plan.buckets), 'bucket')} in launch order"
-    return fitted_table(headings, rows, title, left={"gradients"}, names=2, width=width)
 
 
 def every_row(network: Network) -> list[dict[str, Any]]:

@@ -40,13 +40,7 @@ def plain_table(title: str | None = None, **style: Any) -> Table:
 
 
 def fitted_table(
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    title: str,
-    *,
-    left: Set[str],
-    names: int,
-    width: int | None,
+    headings: Sequence[str], rows: Sequence[Sequence[str]], title: str, *, left: Set[str], names: int, width: int | None
 ) -> Table:
     """As `table_of`; where it takes more columns than `width`, cells of the column `names` leave out the last name of
     several, and the end of the first: `a … z (26)` is then `a … (26)`."""

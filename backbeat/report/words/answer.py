@@ -1,43 +1,59 @@
-"""The answer in words, for the page: how it scales, what limits it, what to do, and what that is worth."""
+"""The answer in words: how it scales, what limits it, what to do, and what that is worth. The page shows all of it, the
+terminal parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from backbeat.model import Network, Prediction, Profile, Source
+from backbeat.model import Gradient, Network, Prediction, Profile, Source
+from backbeat.planners import SHARDED
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.study import STOCK, Study, chosen, frontier
+from backbeat.report.study import STOCK, Study, chosen
 from backbeat.report.words.commands import Settings, sharding_lines, wrapping_lines
-from backbeat.report.words.decision import (
-    Verdict,
-    gain,
-    judged,
-    percent,
-    stock_name,
-    way_headline,
-    way_sentences,
-)
-from backbeat.report.words.limits import limit
-from backbeat.report.words.numbers import SAME, format_number, gpu_hours, lowered, over_bound, scaling_range, units_line
+from backbeat.report.words.decision import Verdict, gain, judged, percent, stock_name, way_headline, way_sentences
+from backbeat.report.words.numbers import figures_line, format_number, gpu_hours, lowered, over_bound
 from backbeat.simulate.predict import knee
-from backbeat.units import counted, format_seconds
+from backbeat.units import format_bytes, format_seconds
 
 _WORTH_SAYING = 1e-3
 """Savings below this share of a run are not called savings."""
-
 _DAY_S = 86400
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worth:
-    """One strategy's cost of a run."""
-
-    label: str
-    hours: float
-    gpu_hours: float
-    money: float | None
+LIMITS = {
+    "compute": "Nothing: communication is hidden behind computation. A faster network would not help.",
+    "bandwidth": "The network's bandwidth: there are more bytes to send than fit behind the backward pass. "
+    "A faster network, fewer bytes (--reduce-dtype bf16) or more computation per step (larger batch, accumulation) "
+    "help; other buckets help little.",
+    "latency": "The latency of messages: too many small ones in a row. "
+    "Fewer, larger buckets help, or several communicators.",
+    "waiting": "Late gradients: communication is held back until the last gradients are ready. "
+    "Smaller buckets at the end help, or hiding it behind the next forward pass.",
+    "stragglers": "The slowest worker: in every step all others wait for it. Steadier workers help, "
+    "a schedule does not.",
+    "copies": "Copying parameters out of gathered buffers and gradients into those to reduce. Larger units do "
+    "not help; keeping parameters after forward (zero2) copies them out once instead of twice.",
+    "buffers": "Broadcasting buffers before every forward pass. `broadcast_buffers=False` removes it, "
+    "where the statistics in them may differ between workers.",
+    "host": "The host, which issues work slower than the GPU does it. Compiling (torch.compile), a larger batch or a "
+    "faster CPU help; a faster network or other buckets do not.",
+    "contention": "Communication slows computation down: it takes multiprocessors and memory bandwidth from it. What "
+    "helps is fewer bytes (--reduce-dtype bf16) or fewer channels (NCCL_MAX_CTAS); other buckets help little.",
+    "gather": "Gathering updated parameters, which the sharded optimizer needs before every forward. Gathering them "
+    "behind it helps (Megatron's --overlap-param-gather), or an optimizer that is not sharded, where memory allows.",
+}
+_SMALL_SHARES = (
+    "Small batches: a GPU computes its share of the global batch more slowly, sample by sample, than all of it. A "
+    "larger global batch helps; a faster network does not."
+)
+"""Of strong scaling, where communication is hidden."""
+_GOOD_SHARE = 0.95
+"""Of the whole batch's speed; below it small shares are what limits a job that waits for nothing else."""
+_BUCKETS_HELP = 0.01
+"""A plan closer to its bound than this gains nothing from other buckets."""
+_LAST = 0.02
+"""Gradients that are ready in this last share of backward are called last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +65,6 @@ class Action:
     code: str = ""
 
 
-_KEEP = Action(
-    title="Keep stock DDP as it is",
-    text="No schedule compared here is at least 1 % faster. What is left to gain lies elsewhere: see what limits it.",
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     verdict: Verdict
@@ -64,43 +74,33 @@ class Answer:
     memory: str
     """Whether it fits the device; empty where nobody knows."""
     actions: tuple[Action, ...]
-    worth: tuple[Worth, ...]
+    gpu_hours: tuple[float, float]
+    """Of a run of `samples`: with stock DDP, or the best where that does not fit, and with the best."""
     worth_text: str
     samples: int
-    """The run that `worth` is about."""
     caveats: tuple[str, ...]
 
 
 def answer(study: Study, settings: Settings | None = None, *, command: Callable[[str], str] | None = None) -> Answer:
     """`command` makes the plan of a label, and is empty where none can; without it, the one in the settings does."""
     asked = settings or Settings()
-    price, samples = asked.price, asked.samples
     best = study.best
     # Where stock DDP does not fit, nothing can be compared with it.
     base = STOCK if STOCK in study.fitting else study.best_label
-    count = samples or max(round(study.at_top[base].samples_per_s * _DAY_S), 1)
+    count = asked.samples or max(round(study.at_top[base].samples_per_s * _DAY_S), 1)
     fit = study.fits[study.best_label]
     verdict, headline = judged(study)
     inside = [f"the network {study.network.name} was measured inside one node"] if study.network.one_node else []
-    worth = tuple(
-        Worth(
-            label=label,
-            hours=gpu_hours(prediction, count) / prediction.workers,
-            gpu_hours=gpu_hours(prediction, count),
-            money=None if price is None else gpu_hours(prediction, count) * price,
-        )
-        for label, prediction in {base: study.at_top[base], study.best_label: best}.items()
-    )
+    worth = gpu_hours(study.at_top[base], count), gpu_hours(best, count)
     return Answer(
         verdict=verdict,
         headline=headline,
-        scales=_scales(study),
+        scales=_scales(study, asked),
         limit=_limit(study),
         memory=f"One GPU needs {fit}." if fit is not None else "",
-        actions=_all_actions(study, asked, command or partial(asked.plan_command, workers=study.top)),
-        worth=worth,
-        worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {counted(study.top, 'GPU')}: "
-        f"{units_line(best, study.profile, price=price, epoch_samples=asked.epoch_samples)}.",
+        actions=_actions(study, asked, command or partial(asked.plan_command, workers=study.top)),
+        gpu_hours=worth,
+        worth_text=_worth_text(study, base, count, worth, asked),
         samples=count,
         caveats=tuple(
             dict.fromkeys([*unmeasured(study.profile, study.network), *inside, *best.notes, *study.stock.notes])
@@ -138,34 +138,16 @@ def caveats(
     return lines if every or len(lines) <= 4 else [*lines[:3], f"* and {len(lines) - 3} more: {shown_by} shows them"]
 
 
-def _scales(study: Study) -> str:
-    stock, best = study.stock, study.best
-    if study.top == 1:
-        return f"An iteration takes {format_seconds(best.iteration_s)}."
-    digits = 0 if f"{stock.scaling_factor:.0%}" != f"{best.scaling_factor:.0%}" else 1
-    text = (
-        f"One iteration takes {format_seconds(best.single_s)} on one GPU. On {study.top} it takes "
-        f"{format_seconds(stock.iteration_s)} with stock DDP, {stock.scaling_factor:.{digits}%} of perfect scaling"
-        f"{'' if STOCK in study.fitting else ', if it fitted'}"
-    )
-    if study.best_label == STOCK or gain(stock, best) < SAME:
-        text += ", and no strategy compared here is faster."
-    else:
-        text += (
-            f", and {format_seconds(best.iteration_s)} with the plan {study.best_label!r}, "
-            f"{best.scaling_factor:.{digits}%}."
-        )
-    if edges := scaling_range(best):
-        text += f" From a busy to a quiet cluster it is {edges.replace('–', ' to ').replace('%', ' %')}."
-    bend = knee(frontier(study.curves))
-    if bend is not None:
-        where = f"Beyond {bend} GPUs an added" if bend > 1 else "Every added"
-        text += f" {where} one brings less than half of its own throughput."
+def _scales(study: Study, settings: Settings) -> str:
+    best = study.best
+    which = f" with {study.best_label}" if len(study.curves) > 1 else ""
+    said = [figures_line(best, study.given, settings, which)]
+    if study.top > 1:
+        said.append(knee_sentence(study.frontier))
     if best.band is not None:
         low, high = format_seconds(best.band.p10_s), format_seconds(best.band.p90_s)
-        if low != high:
-            text += f" Single iterations vary from {low} to {high} (10th to 90th percentile)."
-    return text
+        said += [f"Single iterations vary from {low} to {high} (10th to 90th percentile)."] if low != high else []
+    return " ".join(said)
 
 
 def _limit(study: Study) -> str:
@@ -173,33 +155,30 @@ def _limit(study: Study) -> str:
     stock, best = study.stock, study.best
     if study.top == 1:
         return "One worker has nobody to talk to."
-    own, other = (limit(one, study.profile, reduce_dtype=study.reduce_dtype) for one in (best, stock))
+    own, other = (limit_of(study, one) for one in (best, stock))
     if stock.bottleneck == best.bottleneck:
         return own
     return f"With stock DDP: {lowered(other)} With {study.best_label!r}: {lowered(own)}"
 
 
-def _all_actions(study: Study, settings: Settings, command: Callable[[str], str]) -> tuple[Action, ...]:
-    """What to do with the gradients, unless DDP does not fit, then how to hold the model."""
-    taken = chosen(study.ways)
-    fits = not study.ways or study.ways[0].fits
-    gradients = _actions(study, settings, command) if fits else ()
-    code = ""
-    if taken is not None and taken.sharded:
-        code = _script(command(taken.label), sharding_lines("plan.json", study.profile.optimizer))
-    elif study.top > 1 and fits and not gradients:
-        gradients = (_KEEP,)
-    if not study.ways:
-        return gradients
-    holding = Action(
-        title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}", text=" ".join(way_sentences(study.ways)), code=code
-    )
-    return (*gradients, holding)
-
-
 def _actions(study: Study, settings: Settings, command: Callable[[str], str]) -> tuple[Action, ...]:
-    if study.top == 1:
-        return ()
+    """What to do with the gradients, unless DDP does not fit, then how to hold the model."""
+    taken, found = chosen(study.ways), list[Action]()
+    shards = taken is not None and taken.sharded
+    if study.top > 1 and (not study.ways or study.ways[0].fits):
+        found += _sending(study, settings, command)
+        if not found and not shards:
+            text = "No schedule compared here is at least 1 % faster. What is left to gain lies elsewhere: see what "
+            found.append(Action(title="Keep stock DDP as it is", text=f"{text}limits it."))
+    if study.ways:
+        title = f"DDP, FSDP or HSDP? {way_headline(study.ways)}"
+        lines = sharding_lines("plan.json", study.profile.optimizer)
+        code = _script(command(taken.label), lines) if taken is not None and shards else ""
+        found.append(Action(title=title, text=" ".join(way_sentences(study.ways)), code=code))
+    return tuple(found)
+
+
+def _sending(study: Study, settings: Settings, command: Callable[[str], str]) -> list[Action]:
     stock, best, found = study.stock, study.best, []
     faster = gain(stock, best)
     if study.best_label != STOCK and study.plans[study.best_label].sharding is None and faster >= SIMPLER_WITHIN:
@@ -226,7 +205,7 @@ def _actions(study: Study, settings: Settings, command: Callable[[str], str]) ->
                 code=f"model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})",
             )
         )
-    return tuple(found)
+    return found
 
 
 def _script(command: str, lines: str) -> str:
@@ -235,25 +214,25 @@ def _script(command: str, lines: str) -> str:
     return f"{once}# in the training script:\n{lines}"
 
 
-def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:
-    stock, best = worth[0], worth[-1]
-    name = stock_name(stock.label)
-    money = f", ${format_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
-    cost = f"{format_number(stock.gpu_hours)} GPU-hours{money}"
+def _worth_text(study: Study, base: str, samples: int, worth: tuple[float, float], settings: Settings) -> str:
+    stock, best = worth
+    name, price, a_day = stock_name(base), settings.price, settings.samples is None
+    money = f", ${format_number(stock * price)} at ${price:,.2f} each" if price is not None else ""
+    cost = f"{format_number(stock)} GPU-hours{money}"
     text = (
         f"What {name} trains in a day ({cost})"
         if a_day
-        else f"Training on {samples:,} samples takes {name} {_hours(stock.hours)} ({cost})"
+        else f"Training on {samples:,} samples takes {name} {_hours(stock / study.top)} ({cost})"
     )
-    if best.gpu_hours >= stock.gpu_hours * (1 - _WORTH_SAYING):
+    if best >= stock * (1 - _WORTH_SAYING):
         return f"{text}{f' is {samples:,} samples' if a_day else ''}; no plan compared here takes less."
     text += (
-        f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and "
-        f"{format_number(best.gpu_hours)} GPU-hours. That saves {_hours(stock.hours - best.hours)} and "
-        f"{format_number(stock.gpu_hours - best.gpu_hours)} GPU-hours"
+        f"{' takes' if a_day else '; it takes'} {study.best_label!r} {_hours(best / study.top)} and "
+        f"{format_number(best)} GPU-hours. That saves {_hours((stock - best) / study.top)} and "
+        f"{format_number(stock - best)} GPU-hours"
     )
-    if stock.money is not None and best.money is not None:
-        text += f", ${format_number(stock.money - best.money)}"
+    if price is not None:
+        text += f", ${format_number((stock - best) * price)}"
     return f"{text}{' every day' if a_day else ''}."
 
 
@@ -265,3 +244,63 @@ def _hours(hours: float) -> str:
     if hours >= 1:
         return f"{format_number(hours)} hours"
     return f"{format_number(hours * 60)} minutes" if hours * 60 >= 1 else f"{format_number(hours * 3600)} seconds"
+
+
+def limit_of(study: Study, row: Prediction) -> str:
+    """What holds one of its rows back and what helps."""
+    small = study.global_batch is not None and row.bottleneck == "compute" and row.scaling_factor < _GOOD_SHARE
+    return _SMALL_SHARES if small else limit(row, study.profile, reduce_dtype=study.reduce_dtype)
+
+
+def limit(prediction: Prediction, profile: Profile, *, reduce_dtype: str | None = None) -> str:
+    """What holds it back and what helps; nothing that this prediction itself refutes."""
+    kind = prediction.bottleneck
+    sentence = LIMITS[kind]
+    if profile.element_bytes <= 2:
+        reduce_dtype = profile.gradient_dtype
+    if reduce_dtype is not None:
+        sentence = sentence.replace("fewer bytes (--reduce-dtype bf16)", "smaller gradients (compression)")
+    if re.split("[: ]", prediction.strategy)[0] in SHARDED:
+        return sentence.replace("; other buckets help little", "").replace("buckets", "units")
+    if kind not in ("latency", "waiting") or prediction.gap >= _BUCKETS_HELP:
+        return sentence
+    fewer = "fewer bytes (--reduce-dtype bf16)" if reduce_dtype is None else "a faster network"
+    late = late_tensor(prediction, profile) if kind == "waiting" else None
+    if late is not None:
+        return (
+            f"Late gradients: {late.name} ({format_bytes(late.bytes)}) is ready last, and nothing is left to hide it "
+            f"behind. Other buckets do not help; {fewer} or more computation per step (accumulation) do."
+        )
+    cause = (
+        "The latency of messages" if kind == "latency" else "Late gradients: the last ones have nothing to hide behind"
+    )
+    return f"{cause}. No other buckets help: these are as good as any; {fewer} or more computation per step do."
+
+
+def late_tensor(prediction: Prediction, profile: Profile) -> Gradient | None:
+    """The one gradient that is ready last and makes up most of what is sent last."""
+    sent = [span for span in prediction.timeline if span.carries_gradients]
+    if not sent:
+        return None
+    after = (1 - _LAST) * profile.gradients[-1].ready_s
+    largest = max((one for one in profile.gradients if one.ready_s >= after), key=lambda one: one.bytes)
+    return largest if 2 * largest.bytes > max(sent, key=lambda span: span.end_s).bytes else None
+
+
+def above_linear(predictions: Iterable[Prediction]) -> str:
+    """Why some scale by more than 100 %, where one does; otherwise empty."""
+    for one in predictions:
+        quiet = one.network_band.quiet_scaling_factor if one.network_band else 0.0
+        if max(one.scaling_factor, quiet) >= 1.0005:  # as printed
+            return "Above 100%: a sharded GPU updates its share of the parameters, one GPU alone all of them."
+    return ""
+
+
+def knee_sentence(curve: Sequence[Prediction]) -> str:
+    """How far added GPUs pay, counted from one."""
+    bend, top = knee(curve), max(point.workers for point in curve)
+    if bend is None:
+        return f"There is no knee up to {top} GPUs: each added one still brings more than half of its own work."
+    if bend == 1:
+        return "There is no knee: from the first GPU on, an added one brings less than half of its own work."
+    return f"The knee lies at {bend} GPUs: beyond, an added one brings less than half of its own work."

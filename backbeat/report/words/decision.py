@@ -4,17 +4,16 @@ of every answer."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import indent
 from typing import Literal
 
 from backbeat.model import Plan, Prediction
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.study import PLANNED, STOCK, Study, chosen
-from backbeat.report.study_row import StudyRow, study_row
+from backbeat.report.study_row import DeviceFit, StudyRow, study_row
 from backbeat.report.words.commands import Settings, sharding_lines
-from backbeat.report.words.device_memory import DeviceFit
-from backbeat.report.words.numbers import SAME, capitalised, format_number, work_range
+from backbeat.report.words.numbers import SAME, capitalised, format_number, load_range
 from backbeat.simulate.predict import knee
 from backbeat.units import counted, format_bytes, format_seconds
 
@@ -53,8 +52,7 @@ def judged(study: Study) -> tuple[Verdict, str]:
     if study.top == 1:
         return "alone", "One GPU works alone: nothing is communicated."
     worth = f"{counted(study.top, 'GPU')} do the work of {_work(best)}"
-    if " to " in _work(best):
-        worth += ", depending on how busy the cluster is"
+    worth += ", depending on how busy the cluster is" if " to " in worth else ""
     if stock in study.too_big:
         worth += f"; {stock_name(stock)} does not fit the memory"
     elif len(study.curves) > 1 and stock in study.curves:
@@ -77,13 +75,9 @@ def worth_it(curve: Sequence[Prediction], where: str = "on this network") -> tup
     return "partly", "Worth it only if time matters more than cost"
 
 
-def _where(study: Study) -> str:
+def _where(study: Study, on: str = "on") -> str:
     """What a verdict against more GPUs is about."""
-    return "on this network" if study.global_batch is None else "for this global batch"
-
-
-def _over(study: Study) -> str:
-    return "over this network" if study.global_batch is None else _where(study)
+    return f"{on} this network" if study.global_batch is None else "for this global batch"
 
 
 def bend_of(curve: Sequence[Prediction]) -> int | None:
@@ -111,7 +105,7 @@ def _decide_sending(study: Study, settings: Settings) -> str:
         what = f"rent at most {bend} GPUs {_where(study)}" + (f", {busy} while it is busy" if busy < bend else "")
     else:
         better = stock_bf16 is not None and stock_bf16.scaling_factor >= _HALF
-        what = f"do not spread this job {_over(study)}{' as it is' if better else ''}"
+        what = f"do not spread this job {_where(study, 'over')}{' as it is' if better else ''}"
     lines = [f"Decision: {what}."]
     if bend != 1 and verdict != "memory" and stock in study.curves:
         taken = best if bend is None else next((point for point in curve if point.workers == bend), best)
@@ -132,15 +126,8 @@ def _stock_bf16(study: Study) -> Prediction | None:
     costly = best.workers > 1 and best.bottleneck in ("bandwidth", "waiting") and study.given.element_bytes > 2
     if study.reduce_dtype is not None or study.global_batch is not None or not costly:
         return None
-    row = study_row(
-        STOCK,
-        {"strategy": STOCK},
-        study.given,
-        study.network.at(workers=best.workers),
-        accumulation=study.accumulation,
-        reduce_dtype="bf16",
-        budget_bytes=study.memory_budget,
-    )
+    network = study.network.at(workers=best.workers)
+    row = study_row(STOCK, {"strategy": STOCK}, study.given, network, replace(study, reduce_dtype="bf16"))
     return row.prediction if row.fits else None
 
 
@@ -186,7 +173,6 @@ def _partly(curve: Sequence[Prediction]) -> str:
 
 
 def _busy_knee(curve: Sequence[Prediction]) -> int | None:
-    """The knee on a busy cluster."""
     return knee([point.on_busy for point in curve])
 
 
@@ -200,7 +186,7 @@ def percent(share: float) -> str:
 
 def _work(prediction: Prediction) -> str:
     """How many GPUs' work it does: one number, or from a busy cluster to a quiet one where these print apart."""
-    low, high = work_range(prediction)
+    low, high = (format_number(prediction.workers * share) for share in load_range(prediction))
     return f"{low} to {high}" if low != high else format_number(prediction.workers * prediction.scaling_factor)
 
 
@@ -220,7 +206,7 @@ def _decide_holding(study: Study, settings: Settings) -> Decision:
             only = f": rent at most {bend} GPUs {_where(study)}"
         elif worth == "partly":
             only = f": {_partly(curve)}"
-        text = f"Decision: do not spread this job {_over(study)}."
+        text = f"Decision: do not spread this job {_where(study, 'over')}."
         if bend != 1:
             text = _holding(study, settings, rows if bend is None else study.rows_at(bend), only)
     return Decision(headline=_work_headline(rows, taken, verdict), row=taken, text=text)
@@ -231,7 +217,7 @@ def _holding(study: Study, settings: Settings, rows: Sequence[StudyRow], only: s
     taken = chosen(rows)
     assert taken is not None  # there is a chosen row wherever the curve has a point
     stock = next((row for row in rows if row.label == "fsdp" and row.fits), None)
-    more = 0.0 if stock is None else _slower(stock, taken)
+    more = 0.0 if stock is None else gain(stock.prediction, taken.prediction)
     faster = f", {more:.1%} faster than FSDP with a unit for each block" if more >= SAME else ""
     if taken.label == STOCK:
         return f"Decision: no need to shard: keep stock DDP{faster}{only}."
@@ -240,9 +226,9 @@ def _holding(study: Study, settings: Settings, rows: Sequence[StudyRow], only: s
         return f"Decision: no need to shard: run {taken.name}{faster}{only}.\n{made}"
     file = settings.plan_files.get(taken.label)
     first = f"Write the plan, then in the training script:\n{made}" if file is None else "In the training script:"
-    what = f"{taken.name}{'' if only else f' on {_gpus(taken)}'}{faster}{only}"
+    where = "" if only else f" on {counted(taken.workers, 'GPU')}"
     lines = sharding_lines(file or "plan.json", study.given.optimizer)
-    return f"Decision: {what}. {first}\n{indent(lines, '  ')}"
+    return f"Decision: {taken.name}{where}{faster}{only}. {first}\n{indent(lines, '  ')}"
 
 
 def _work_headline(rows: Sequence[StudyRow], taken: StudyRow, verdict: str) -> str:
@@ -250,12 +236,12 @@ def _work_headline(rows: Sequence[StudyRow], taken: StudyRow, verdict: str) -> s
     large = [row.name for row in rows if not row.fits]
     listed = " and ".join([", ".join(large[:-1]), large[-1]]) if len(large) > 1 else "".join(large)
     said = f" {listed} {'do' if len(large) > 1 else 'does'} not fit." if large else ""
-    low, high = work_range(taken.prediction)
-    work = f"{low} to {high}, from a busy cluster to a quiet one" if low != high else low
+    work = _work(taken.prediction)
+    work += ", from a busy cluster to a quiet one" if " to " in work else ""
     do = "does" if taken.workers == 1 else "do"
     memory = f",{_memory(taken)}" if taken.peak_bytes else ""
     first = f"{verdict}: with" if verdict else "With"
-    return f"{first} {taken.name}, {_gpus(taken)} {do} the work of {work}{memory}.{said}"
+    return f"{first} {taken.name}, {counted(taken.workers, 'GPU')} {do} the work of {work}{memory}.{said}"
 
 
 def way_headline(rows: Sequence[StudyRow]) -> str:
@@ -287,14 +273,10 @@ def _against(row: StudyRow, taken: StudyRow | None) -> str:
     name = capitalised(row.name)
     if taken is None or not row.fits:
         return f"{name} needs{_memory(row).removeprefix(' in')}: too much."
-    slower = _slower(row, taken)
+    slower = gain(row.prediction, taken.prediction)
     pace = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster, for more to set up'}"
     fits = "" if row.fit is None else "fits and "
     return f"{name} {fits}is {'as fast' if abs(slower) < SAME else pace} ({_step(row)})."
-
-
-def _slower(row: StudyRow, than: StudyRow) -> float:
-    return row.prediction.iteration_s / than.prediction.iteration_s - 1
 
 
 def _step(row: StudyRow) -> str:
@@ -304,10 +286,6 @@ def _step(row: StudyRow) -> str:
 def _memory(row: StudyRow) -> str:
     whole = "" if row.fit is None else f" of the {format_bytes(row.fit.device_bytes)} of one {row.fit.device}"
     return f" in {format_bytes(row.peak_bytes)}{whole}" if row.peak_bytes else ""
-
-
-def _gpus(row: StudyRow) -> str:
-    return counted(row.workers, "GPU")
 
 
 def decide_on_plan(

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Prediction, Profile
 from backbeat.model.files import Source
-from backbeat.units import format_bytes, format_seconds
+from backbeat.report.words.commands import Settings
+from backbeat.units import counted, format_bytes, format_seconds
 
 SAME = 5e-4
 """Two times closer than this share are called equal: they print alike, and no measurement tells them apart."""
@@ -38,12 +39,6 @@ def scaling_range(prediction: Prediction, digits: int = 0) -> str:
     """Scaling from a busy cluster to a quiet one; empty where the network has no band, or it does not show."""
     low, high = (f"{100 * share:.{digits}f}" for share in load_range(prediction))
     return f"{low}–{high}%" if low != high else ""
-
-
-def work_range(prediction: Prediction) -> tuple[str, str]:
-    """How many GPUs' work it does, on a busy cluster and on a quiet one; the same twice without a band."""
-    low, high = (format_number(prediction.workers * share) for share in load_range(prediction))
-    return low, high
 
 
 def tokens_per_s(prediction: Prediction, profile: Profile) -> float | None:
@@ -82,23 +77,18 @@ def costs(prediction: Prediction, profile: Profile, price: float, epoch_samples:
     return found
 
 
-def units_line(
-    prediction: Prediction, profile: Profile, *, price: float | None = None, epoch_samples: int | None = None
-) -> str:
-    """Speed, utilisation and money of one prediction, in one sentence."""
-    tokens = tokens_per_s(prediction, profile)
-    rate = f"{format_count(prediction.samples_per_s)} samples/s"
-    if tokens is not None:
-        rate = f"{format_count(tokens)} tokens/s"
-    share = utilisation(prediction, profile)
-    band = prediction.network_band
+def figures_line(row: Prediction, profile: Profile, settings: Settings, which: str) -> str:
+    """Speed, utilisation and money of one prediction, in one sentence; `which` says of which."""
+    band = row.network_band
+    tokens, share = tokens_per_s(row, profile), utilisation(row, profile)
     reach = f" ({format_seconds(band.shortest_s)} to {format_seconds(band.longest_s)})" if band is not None else ""
-    parts = [f"{format_seconds(prediction.iteration_s)} a step{reach}", rate]
-    if price is not None:
-        prices = costs(prediction, profile, price, epoch_samples)
-        parts.extend(f"{format_money(money)} per {name}" for name, money in prices.items())
+    rate = f"{format_count(row.samples_per_s)} samples/s" if tokens is None else f"{format_count(tokens)} tokens/s"
+    parts = [f"{format_seconds(row.iteration_s)} a step{reach}", rate]
+    if settings.price is not None:
+        prices = costs(row, profile, settings.price, settings.epoch_samples)
+        parts += [f"{format_money(money)} per {name}" for name, money in prices.items()]
     parts.append(f"MFU {share:.1%}" if isinstance(share, float) else f"no MFU ({share})")
-    return ", ".join(parts)
+    return f"At {counted(row.workers, 'GPU')}{which}: {', '.join(parts)}."
 
 
 def format_number(value: float) -> str:

@@ -11,13 +11,18 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import LoadBand, Memory, Span
 from backbeat.report.figures import canvas
-from backbeat.report.figures.compared import draw_exposed, draw_measured, exposed_by_part
-from backbeat.report.figures.cost_curve import cost_curve, draw_cost_curve
-from backbeat.report.figures.gradients import draw_gradient_sizes, gradient_sizes
-from backbeat.report.figures.memory_use import draw_memory_use, memory_kinds
-from backbeat.report.figures.scaling_curve import draw_scaling, scaling
+from backbeat.report.figures.compared import draw_exposed, draw_measured, draw_memory_use, exposed_by_part, memory_kinds
+from backbeat.report.figures.given import (
+    bytes_arrived,
+    bytes_ready,
+    cost_curve,
+    draw_cost_curve,
+    draw_gradient_sizes,
+    largest_gradients,
+)
+from backbeat.report.figures.scaling_curve import Scaling, draw_scaling
 from backbeat.report.figures.timeline import draw_timeline, timeline
-from backbeat.report.measured import Comparison
+from backbeat.report.measured import Measured
 from backbeat.report.notebook import prediction_figure
 from backbeat.report.study import buckets_of, curve_workers, study
 from backbeat.simulate.predict import knee
@@ -32,35 +37,37 @@ def small() -> bb.Profile:
 
 def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
     made = study(small(), affine(1e-3, 1e-9), [4, 64, 16], strategies=["optimal"])
-    data = scaling(made.curves)
-    assert [line.label for line in data.lines] == ["ddp", "optimal"]
-    for line, points in zip(data.lines, made.curves.values(), strict=True):
-        assert line.workers == [4, 16, 64]
-        assert line.points == points
-        assert line.knee == knee(points)
-        for point, (workers, slow, fast) in zip(points, line.band, strict=True):
-            assert workers == point.workers
-            assert slow <= point.scaling_factor * (1 + 1e-9)
-            assert slow <= fast
-    assert data.alone_per_s == pytest.approx(1 / small().single_s)
+    data = Scaling(made.curves)
+    assert list(data.curves) == ["ddp", "optimal"]
+    assert data.counts == [4, 16, 64]
+    points = data.curves[data.best]
+    for point, (workers, slow, fast) in zip(points, data.band, strict=True):
+        assert workers == point.workers
+        assert slow <= point.scaling_factor * (1 + 1e-9)
+        assert slow <= fast
+    perfect, *lines = draw_scaling(data, view="throughput")["data"]
+    assert perfect["y"] == pytest.approx([count / small().single_s for count in (4, 16, 64)])
+    drawn = {line["name"]: line["x"] for line in lines}
+    assert drawn["ddp"] == drawn["optimal"] == [4, 16, 64]
+    assert drawn.get("knee", [None]) == [knee(points)]
 
 
 def test_a_network_with_a_band_draws_it_instead_of_single_iterations() -> None:
     network = affine(1e-3, 1e-9, band=LoadBand(quiet=2.0, busy=0.5))
-    data = scaling(study(small(), network, [1, 4, 64], strategies=[]).curves)
-    assert data.best.load_band
-    alone, *others = data.best.band
+    data = Scaling(study(small(), network, [1, 4, 64], strategies=[]).curves)
+    assert data.load_band
+    alone, *others = data.band
     assert alone[1] == alone[2]
-    for (_, slow, fast), point in zip(others, data.best.points[1:], strict=True):
+    for (_, slow, fast), point in zip(others, data.curves[data.best][1:], strict=True):
         assert slow < point.scaling_factor < fast
-    assert data.range_percent[0] <= 100 * min(slow for _, slow, _ in data.best.band)
+    assert data.range_percent[0] <= 100 * min(slow for _, slow, _ in data.band)
     names = [trace["name"] for trace in draw_scaling(data)["data"]]
     assert "ddp: busy to quiet cluster" in names
 
 
 def test_without_iteration_times_there_is_no_band() -> None:
     made = study(make_profile([10**6], [1e-3]), affine(1e-3, 1e-9), [4, 8], strategies=[])
-    assert scaling(made.curves).lines[0].band == []
+    assert Scaling(made.curves).band == []
 
 
 @given(profiles(), networks(), st.integers(1, 12))
@@ -110,22 +117,20 @@ def test_exposed_parts_add_up_to_what_is_exposed(profile: bb.Profile, network: b
 
 @given(profiles(), st.integers(2, 10))
 def test_gradients_left_out_are_counted(profile: bb.Profile, most: int) -> None:
-    data = gradient_sizes(profile, most=most)
-    assert len(data.drawn) + data.left_out == len(profile.gradients)
-    assert sum(one.bytes for one in data.drawn) + data.left_out_bytes == profile.total_bytes
-    ready = [size for _, size in data.ready]
+    drawn = largest_gradients(profile, most)
+    assert len(drawn) == min(most, len(profile.gradients))
+    ready = [size for _, size in bytes_ready(profile, most)]
     assert ready[-1] == profile.total_bytes
     assert ready == sorted(ready)
-    if data.left_out:
-        others = [one.bytes for one in profile.gradients if one not in data.drawn]
-        assert min(one.bytes for one in data.drawn) >= max(others, default=0)
+    others = [one.bytes for one in profile.gradients if one not in drawn]
+    assert min(one.bytes for one in drawn) >= max(others, default=0)
 
 
 def test_arrived_bytes_reach_the_total() -> None:
     made = study(small(), affine(1e-3, 1e-9), [8], strategies=["optimal"])
-    data = gradient_sizes(small(), made.timeline("optimal"))
-    assert data.sent[-1][1] == small().total_bytes
-    assert list(data.sent) == sorted(data.sent)
+    arrived = bytes_arrived(made.timeline("optimal"))
+    assert arrived[-1][1] == small().total_bytes
+    assert arrived == sorted(arrived)
 
 
 def test_cost_curve_shows_measured_points_with_residuals_and_the_moved_line() -> None:
@@ -160,14 +165,14 @@ def test_every_drawing_is_a_plotly_figure() -> None:
     made = study(small(), curve([(1024, 1e-3), (2**20, 2e-3)]), [4, 8, 64], strategies=["optimal", "best"])
     best = made.timeline("best")
     drawings = [
-        draw_scaling(scaling(made.curves)),
-        draw_scaling(scaling(made.curves), view="throughput"),
+        draw_scaling(Scaling(made.curves)),
+        draw_scaling(Scaling(made.curves), view="throughput"),
         draw_timeline(best),
         draw_exposed(made.at_top),
-        draw_gradient_sizes(gradient_sizes(small(), best)),
+        draw_gradient_sizes(small(), best),
         draw_cost_curve(cost_curve(made.network, 64)),
         draw_memory_use(Memory(parameter_bytes=10, peak_bytes=20), 15),
-        draw_measured([("a", Comparison(predicted_s=1.0, measured_s=1.1, low_s=1.0, high_s=1.2, iterations=9))]),
+        draw_measured([Measured(label="a", origin="lab", workers=2, predicted_s=1.0, measured_s=1.1, high_s=1.2)]),
     ]
     for drawing in drawings:
         assert canvas.figure(drawing).data

@@ -16,8 +16,9 @@ from backbeat.cli import app
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model import Topology
 from backbeat.report.figures import plot
-from backbeat.report.figures.scaling_curve import scaling
+from backbeat.report.figures.scaling_curve import Scaling
 from backbeat.report.study import study
+from backbeat.simulate.predict import knee
 from tests.problems import affine, make_profile
 from tests.report.hostile import MARKUP, hostile_network, hostile_profile
 
@@ -38,7 +39,7 @@ def processes(trace: Path) -> list[str]:
 def test_images_show_names_as_they_are(tmp_path: Path) -> None:
     made = study(hostile_profile(), hostile_network(), [4, 8, 64], strategies=["optimal"])
     labels = (MARKUP, "$x_1$ \x1b[31m", "_hidden")
-    data = scaling(dict.fromkeys(labels, made.curves["ddp"]))
+    data = Scaling(dict.fromkeys(labels, made.curves["ddp"]))
     plot.save_scaling(data, tmp_path / "curve.svg", title=MARKUP)
     shown = [text.strip() for text in ElementTree.parse(tmp_path / "curve.svg").getroot().itertext()]
     assert shown.count(MARKUP) == 2
@@ -52,15 +53,18 @@ def test_a_curve_has_its_lines_band_and_knee() -> None:
     times = tuple(0.018 + 0.0001 * index for index in range(20))
     profile = make_profile([4000, 5 * 10**7], [1e-3, 8e-3], forward=6e-3, iteration_s=times)
     ring = affine(1e-3, 1e-11, topology=Topology(algorithm="ring"))
-    data = scaling(study(profile, ring, [4, 8, 64, 2048], strategies=["optimal"]).curves)
+    data = Scaling(study(profile, ring, [4, 8, 64, 2048], strategies=["optimal"]).curves)
     figure = Figure()
     plot.scaling(figure, data)
     axes = figure.axes[0]
-    for line, drawn in zip(data.lines, [one for one in axes.lines if len(one.get_xdata()) > 1], strict=True):
-        assert list(drawn.get_xdata()) == list(line.workers)
-        assert list(drawn.get_ydata()) == [100 * point.scaling_factor for point in line.points]
-    assert data.best.knee in (8, 64)
-    assert [tuple(one.get_xdata()) for one in axes.lines if len(one.get_xdata()) == 1] == [(data.best.knee,)]
+    for points, drawn in zip(
+        data.curves.values(), [one for one in axes.lines if len(one.get_xdata()) > 1], strict=True
+    ):
+        assert list(drawn.get_xdata()) == [4, 8, 64, 2048]
+        assert list(drawn.get_ydata()) == [100 * point.scaling_factor for point in points]
+    bend = knee(data.curves[data.best])
+    assert bend in (8, 64)
+    assert [tuple(one.get_xdata()) for one in axes.lines if len(one.get_xdata()) == 1] == [(bend,)]
     assert len(axes.collections) == 1
     assert axes.get_ylim() == data.range_percent
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.report.tables import scaling_tables as tables
-from backbeat.report.tables.memory_tables import segments_table
+from backbeat.report.tables.plan_tables import plan_table, segments_table
 from backbeat.report.tables.terminal_table import natural_width
 from backbeat.report.words.numbers import describe
 
@@ -57,9 +57,9 @@ def test_tables_of_plans_and_strategies_fit_80_columns(profile: str, network: st
     for strategy in ("ddp", "mg-wfbp", "optimal", "best"):
         plan = bb.plan(given, there, strategy)
         rows.append(bb.predict(given, there, plan))
-        table = tables.plan_table(plan, rows[-1], 80)
+        table = plan_table(plan, rows[-1], 80)
         assert natural_width(table) <= 80
-        whole = tables.plan_table(plan, rows[-1])
+        whole = plan_table(plan, rows[-1])
         counts = [[re.findall(r"\(\d+\)$", cell) for cell in one.columns[-4].cells] for one in (table, whole)]
         assert counts[0] == counts[1]
     for table in tables.scaling_tables(rows, samples=10**6, width=80):

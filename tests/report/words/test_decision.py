@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.figures.memory_use import SHARDED_KINDS
+from backbeat.report.figures.compared import SHARDED_KINDS
 from backbeat.report.pages.report_page import report
 from backbeat.report.pages.sections import sections, step_memories
 from backbeat.report.study import Study, chosen, find_ways, sharded_labels, study
-from backbeat.report.study_row import StudyRow
+from backbeat.report.study_row import DeviceFit, StudyRow
 from backbeat.report.words.answer import answer
 from backbeat.report.words.commands import Settings, sharding_lines
 from backbeat.report.words.decision import Decision, decide, way_headline, way_sentences
-from backbeat.report.words.device_memory import DeviceFit
 from tests.problems import affine, make_profile
 
 LABELS = ["ddp", "fsdp", "hsdp:8", "zero2"]
@@ -47,7 +46,7 @@ def needing(way: StudyRow, peak: int, whole: int = 100) -> StudyRow:
 def decided(rows: Sequence[StudyRow]) -> Decision:
     """What is decided where these are all that was compared."""
     profile, network = bb.Profile.load("gpt2-b8-bf16-adamw-h200"), bb.Network.load("dgx-h100")
-    found = Study(given=profile, profile=profile, network=network, rows=tuple(rows))
+    found = Study(given=profile, network=network, rows=tuple(rows))
     return decide(found, Settings(profile_argument="A", network_argument="B"), holding=True)
 
 
@@ -146,7 +145,8 @@ def test_where_ddp_does_not_fit_sharding_is_compared_and_advised(llama: Study) -
     assert [action.title.partition("?")[0] for action in said.actions] == ["DDP, FSDP or HSDP"]
     assert "fully_shard(model" in said.actions[0].code
     assert "DDP needs 182 GB of the 141 GB of one H200: too much." in said.actions[0].text
-    assert {one.label for one in said.worth} == {"sharded"}
+    assert said.gpu_hours[0] == said.gpu_hours[1]
+    assert "What sharded trains in a day" in said.worth_text
 
 
 def test_a_budget_takes_the_place_of_the_device(llama: Study) -> None:

@@ -1,18 +1,83 @@
-"""What an all-reduce costs by size: the measured points, the model's line, and how far the two are apart."""
+"""What a prediction starts from: how large the gradients are and when backward finishes them, and what an all-reduce
+costs by size, as measured and as modelled."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from backbeat.model import Network
+from backbeat.model import Gradient, Network, Profile
 from backbeat.report.figures import canvas
-from backbeat.report.figures.canvas import COLOURS, Drawing, axis, curve, dots, drawn, ms
+from backbeat.report.figures.canvas import COLOURS, Drawing, axis, curve, dots, drawn, mark, ms, upright
+from backbeat.report.figures.timeline import Timeline
 from backbeat.units import format_bytes, format_seconds
 
+MOST_POINTS = 1500
 _SMALLEST, _LARGEST, _SAMPLES = 2**10, 2**30, 61
+
+
+def largest_gradients(profile: Profile, most: int = MOST_POINTS) -> list[Gradient]:
+    """Those that are drawn, in ready order; the smallest are only counted in the sums."""
+    largest = np.sort(np.argsort(-profile.sizes, kind="stable")[:most])
+    return [profile.gradients[index] for index in largest.tolist()]
+
+
+def bytes_ready(profile: Profile, most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """(seconds from the start of backward, bytes whose gradients are ready then)."""
+    count = len(profile.gradients)
+    stairs = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
+    sums = np.cumsum(profile.sizes)[stairs]
+    return [(0.0, 0.0), *zip(profile.ready[stairs].tolist(), sums.tolist(), strict=True)]
+
+
+def bytes_arrived(sent: Timeline) -> list[tuple[float, float]]:
+    """The same for bytes whose bucket has arrived, under this timeline; empty where it shows none."""
+    begins = [bar.start_s for bar in sent.compute if bar.name == "backward"]
+    bars = sorted((bar for bar in sent.transfers if bar.name != "buffers"), key=lambda bar: bar.end_s)
+    if not begins or not bars:
+        return []
+    sums = np.cumsum([float(bar.bytes) for bar in bars]).tolist()
+    return [(0.0, 0.0), *((bar.end_s - begins[-1], total) for bar, total in zip(bars, sums, strict=True))]
+
+
+def draw_gradient_sizes(profile: Profile, sent: Timeline) -> Drawing:
+    """`sent` is the iteration whose buckets say when bytes have arrived."""
+    largest = largest_gradients(profile)
+
+    def bytes_over_time(name: str, points: Sequence[tuple[float, float]], colour: str, did: str) -> Drawing:
+        seconds, sizes = zip(*points, strict=True)
+        stroke = {"color": colour, "width": 2, "shape": "hv"}
+        hover = f"%{{y:.3s}}B {did} after %{{x:.1f}} ms<extra></extra>"
+        return curve(name, ms(seconds), sizes, colour, mode="lines", line=stroke, yaxis="y2", hovertemplate=hover)
+
+    traces = [
+        dots(
+            "one gradient",
+            ms([one.ready_s for one in largest]),
+            [one.bytes for one in largest],
+            {"color": canvas.BLUE, "size": 6, "opacity": 0.7},
+            customdata=[
+                [html.escape(one.name), format_bytes(one.bytes), format_seconds(one.ready_s)] for one in largest
+            ],
+            hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]}, ready after %{customdata[2]}<extra></extra>",
+        ),
+        bytes_over_time("bytes ready", bytes_ready(profile), canvas.ORANGE, "ready"),
+    ]
+    if arrived := bytes_arrived(sent):
+        name = f"bytes arrived with {html.escape(sent.label)}"
+        traces.append(bytes_over_time(name, arrived, canvas.GREEN, "arrived"))
+    return drawn(
+        traces,
+        xaxis=axis("milliseconds from the start of backward", anchor="y2"),
+        yaxis=axis("bytes each", type="log", domain=[0.54, 1], exponentformat="SI"),
+        yaxis2=axis("bytes in all", domain=[0, 0.46], exponentformat="SI"),
+        height=520,
+        shapes=[upright(profile.backward_s * 1e3)],
+        annotations=[mark(profile.backward_s * 1e3, "backward ends")],
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
