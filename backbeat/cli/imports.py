@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
-from backbeat.cli.common import print_answer, say
+from backbeat.cli import options
+from backbeat.cli.common import print_answer, print_json, say
 from backbeat.importers import chakra, kineto, nccl_tests
 from backbeat.model import Network, Profile
 from backbeat.report.tables.plan_tables import measured_units_table
@@ -42,6 +44,7 @@ def from_kineto(
     model: Annotated[str | None, typer.Option(help="The model's name; the file's by default.")] = None,
     name: Annotated[str | None, typer.Option(help="The profile's name; the file's by default.")] = None,
     like: Annotated[str | None, typer.Option(help="A profile of the same model, for its names.")] = None,
+    json: options.Json = False,
 ) -> None:
     """A profile from a trace that torch.profiler exported, .json or .json.gz, of one worker, a DDP or an FSDP2 run.
 
@@ -49,7 +52,9 @@ def from_kineto(
     """
     alike = Profile.load(like) if like is not None else None
     trace = kineto.load(file, batch_size=batch_size, model=model, name=name, like=alike)
-    if trace.units:
+    if json:
+        print_json({"units": msgspec.to_builtins(trace.units)})
+    elif trace.units:
         print_answer(measured_units_table(trace.units))
     _save(trace.profile, output)
 

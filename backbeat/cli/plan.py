@@ -187,7 +187,7 @@ def _show(
         *dict.fromkeys(
             [
                 *(f"* {note}" for note in made.notes),
-                *caveats(result, cluster, one, shown_by="`backbeat predict --wide`"),
+                *caveats(result, cluster, one, shown_by=f"`backbeat predict --wide --strategy {made.strategy}`"),
             ]
         ),
         "",

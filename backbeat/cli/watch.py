@@ -11,7 +11,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from backbeat.cli.common import console
+from backbeat.cli import options
+from backbeat.cli.common import console, print_json
 from backbeat.errors import InputError
 from backbeat.report.drift import LEARNT, StepSample
 from backbeat.units import SCREEN, format_seconds, printable
@@ -25,14 +26,18 @@ def watch(
     log: Annotated[Path, typer.Argument(metavar="LOG", help="The file that Watch(model, log=…) writes.")],
     once: Annotated[bool, typer.Option("--once", help="Show what is there, and end.")] = False,
     every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two looks.")] = 2.0,
+    json: options.Json = False,
 ) -> None:
     """Show a training job while it runs: iteration and exposed time beside their predictions, the straggler, alerts.
 
-    Ends with Ctrl-C. Where the output is no terminal, what is there is shown once.
+    Ends with Ctrl-C. Where the output is no terminal, and with --json, what is there is shown once.
     """
     from rich.live import Live
     from rich.text import Text
 
+    if json:
+        print_json({"samples": msgspec.to_builtins(read_samples(log))})
+        return
     out = console()
     shown = watch_table(read_samples(log))
     if once or not out.is_terminal:

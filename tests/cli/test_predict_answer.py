@@ -171,6 +171,19 @@ def test_numbers_of_workers_without_whole_groups_of_shards_are_left_out(tmp_path
         run("predict", *words, "-n", "8,12")
 
 
+def test_a_strategy_left_out_at_a_number_of_workers_has_no_cell_there() -> None:
+    job = ("llama-1b-b4-bf16-adamw-h200", "dgx-h100", "--workers", "4,16")
+    lines = run("predict", *job, "--framework", "torch-ddp", "--strategy", "hsdp:8").splitlines()
+    assert [line.split()[2] for line in lines if line.startswith((" 4*", "  4*", " 16*"))] == ["–", "91.4%"]
+
+
+def test_memory_is_that_of_each_number_of_workers() -> None:
+    job = ("llama-8b-b1-bf16-adamw-h200", "dgx-h100", "--workers", "2,64", "--strategy", "fsdp,zero2")
+    rows = json.loads(run("predict", *job, "--memory", "80GB", "--json"))["rows"]
+    assert [(row["workers"], row["memory"]["fits"]) for row in rows] == [(2, False), (2, False), (64, True), (64, True)]
+    assert all(row["memory"]["peak_bytes"] == row["peak_bytes"] for row in rows)
+
+
 def test_where_nothing_that_fits_is_left_at_a_number_of_workers_the_others_are_answered() -> None:
     words = ("llama-8b-b1-bf16-adamw-h200", "dgx-h100", "-n", "4,16", "--framework", "megatron", "-s", "hsdp:8")
     said = joined(run("predict", *words))

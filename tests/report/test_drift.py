@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
+from backbeat.cli import app
 from backbeat.cli.watch import read_samples, watch_table
 from backbeat.errors import InputError
 from backbeat.report.drift import IN_A_ROW, LEARNT, Drift, StepSample
@@ -190,6 +193,8 @@ def test_the_table_fits_a_terminal_and_reads_its_own_log(tmp_path: Path) -> None
     log = tmp_path / "watch.jsonl"
     log.write_bytes(b"\n".join(map(msgspec.json.encode, samples)) + b'\n{"step": 12')
     assert read_samples(log) == samples
+    told = CliRunner().invoke(app, ["watch", str(log), "--json"])
+    assert json.loads(told.stdout)["samples"] == json.loads(msgspec.json.encode(samples))
     assert "no sample yet" in watch_table([])
     quiet = job(1, 0.0)
     assert "no drift" in watch_table(quiet)

@@ -88,8 +88,9 @@ def answer_table(study: Study, price: float | None) -> Table:
     fastest.
 
     `best` alone is headed as planned. The gain is that of the fastest of them, and negative where stock DDP is faster.
-    What is too big for the device's memory shows no figure. Where the network has a band, the fastest's scaling is
-    shown from a busy cluster to a quiet one, too. Neighbouring rows that print alike share one.
+    What is too big for the device's memory, or left out at a number of GPUs, shows no figure. Where the network has a
+    band, the fastest's scaling is shown from a busy cluster to a quiet one, too. Neighbouring rows that print alike
+    share one.
     """
     stock, too_big = study.baseline, study.too_big
     others = [label for label in study.curves if label != stock]
@@ -97,15 +98,19 @@ def answer_table(study: Study, price: float | None) -> Table:
     at = {label: {point.workers: point for point in curve} for label, curve in study.curves.items()}
     best = {point.workers: point for point in study.frontier}
 
+    def share(label: str, count: int) -> str:
+        if label in too_big:
+            return "too big"
+        return f"{at[label][count].scaling_factor:.1%}" if count in at[label] else "–"
+
     def cells_at(count: int) -> tuple[str, ...]:
         winner, gain = best[count], ""
-        if compared:
-            shortest = min(at[label][count].iteration_s for label in others if label not in too_big)
+        rivals = [at[label][count] for label in others if label not in too_big and count in at[label]]
+        if compared and rivals:
+            shortest = min(one.iteration_s for one in rivals)
             more = at[stock][count].iteration_s / shortest - 1 if shortest > 0 else 0.0
             gain = "none" if abs(more) < numbers.SAME else f"{more:+.1%}"
-        shares = (
-            "too big" if label in too_big else f"{at[label][count].scaling_factor:.1%}" for label in (stock, *others)
-        )
+        shares = (share(label, count) for label in (stock, *others))
         mark, cost = "*" if winner.extrapolated else "", _cost(winner, study.given, price)
         return (mark, *shares, gain, numbers.scaling_range(winner), cost, winner.bottleneck)
 

@@ -258,13 +258,16 @@ def limit(prediction: Prediction, profile: Profile, *, reduce_dtype: str | None 
     sentence = LIMITS[kind]
     if profile.element_bytes <= 2:
         reduce_dtype = profile.gradient_dtype
-    if reduce_dtype is not None:
-        sentence = sentence.replace("fewer bytes (--reduce-dtype bf16)", "smaller gradients (compression)")
+    smaller = "fewer bytes (--reduce-dtype bf16)"
+    if prediction.strategy == "compressed":
+        sentence = sentence.replace(smaller, "fewer elements (plan --density)")
+    elif reduce_dtype is not None:
+        sentence = sentence.replace(smaller, "smaller gradients (compression)")
     if re.split("[: ]", prediction.strategy)[0] in SHARDED:
         return sentence.replace("; other buckets help little", "").replace("buckets", "units")
     if kind not in ("latency", "waiting") or prediction.gap >= _BUCKETS_HELP:
         return sentence
-    fewer = "fewer bytes (--reduce-dtype bf16)" if reduce_dtype is None else "a faster network"
+    fewer = smaller if reduce_dtype is None and prediction.strategy != "compressed" else "a faster network"
     late = late_tensor(prediction, profile) if kind == "waiting" else None
     if late is not None:
         return (

@@ -274,9 +274,13 @@ def _against(row: StudyRow, taken: StudyRow | None) -> str:
     if taken is None or not row.fits:
         return f"{name} needs{_memory(row).removeprefix(' in')}: too much."
     slower = gain(row.prediction, taken.prediction)
-    pace = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster, for more to set up'}"
-    fits = "" if row.fit is None else "fits and "
-    return f"{name} {fits}is {'as fast' if abs(slower) < SAME else pace} ({_step(row)})."
+    if slower >= 1:
+        pace = f"takes {1 + slower:.1f} times as long"
+    elif abs(slower) < SAME:
+        pace = "is as fast"
+    else:
+        pace = f"is {abs(slower):.1%} {'slower' if slower > 0 else 'faster, for more to set up'}"
+    return f"{name} {'' if row.fit is None else 'fits and '}{pace} ({_step(row)})."
 
 
 def _step(row: StudyRow) -> str:
