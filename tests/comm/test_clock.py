@@ -22,6 +22,9 @@ class FakeEvent:
         self.stream = stream
         self.at_s = FakeEvent.now_s
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, later: FakeEvent) -> float:
         return (later.at_s - self.at_s) * 1e3
 
@@ -44,7 +47,7 @@ def event_clock(monkeypatch: pytest.MonkeyPatch) -> tuple[EventClock, list[int],
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(clock_module, "_stream_lookup", lambda index: lambda: handles["current"])
-    monkeypatch.setattr(clock_module, "_spin", spin)
+    monkeypatch.setattr(torch.cuda, "_sleep", spin, raising=False)
     return EventClock(torch.device("cuda", 0)), spins, handles
 
 
