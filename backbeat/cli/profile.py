@@ -13,7 +13,7 @@ import typer
 
 from backbeat.cli.common import check_writable, need_torch, say
 from backbeat.errors import InputError
-from backbeat.measure.model.noise import band
+from backbeat.measure.model.profiler import band
 from backbeat.model import Profile
 from backbeat.model.files import encode
 from backbeat.report.words.numbers import format_number

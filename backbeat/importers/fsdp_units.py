@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from backbeat.importers.trace_clock import DeviceClock, common, union
-from backbeat.importers.trace_facts import KINDS, Facts, Mark, Ready, Transfer
+from backbeat.importers.trace_facts import KINDS, DeviceClock, Facts, Mark, Ready, Transfer, common, union
 from backbeat.units import format_seconds
 
 ROOT_UNIT = "root"

@@ -18,9 +18,8 @@ import numpy as np
 
 from backbeat.errors import InputError
 from backbeat.importers.fsdp_units import Computing, MeasuredUnit, in_units, measured_units, unit_notes
-from backbeat.importers.trace_clock import DeviceClock, arrays, common, union
 from backbeat.importers.trace_events import TraceReader
-from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
+from backbeat.importers.trace_facts import DeviceClock, Facts, Mark, Ready, Transfer, arrays, collect, common, union
 from backbeat.model.checks import at_least
 from backbeat.model.files import Source, existing
 from backbeat.model.profile import Gradient, Profile

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.importers.fsdp_units import unit_collectives
-from backbeat.importers.trace_clock import arrays, union
 from backbeat.importers.trace_events import TraceReader
-from backbeat.importers.trace_facts import Mark, Transfer, collect
+from backbeat.importers.trace_facts import Mark, Transfer, arrays, collect, union
 from backbeat.model import Network, Plan, Profile, Span
 from backbeat.model import files as model_files
 from backbeat.planners.draft import Draft

@@ -20,11 +20,9 @@ from backbeat.comm.machine import today, versions
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.cost.operators import Traffic
 from backbeat.errors import BackbeatError, InputError, where_raised
-from backbeat.measure.model.batches import map_batch
-from backbeat.measure.model.estimator import Estimator, VirtualClock
+from backbeat.measure.model.estimator import Estimator, VirtualClock, gpu_operators, unpacked_sequences
 from backbeat.measure.model.factory import Factory, Workload
-from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences
-from backbeat.measure.model.inputs import MeasureOptions, trainable_of
+from backbeat.measure.model.inputs import MeasureOptions, map_batch, trainable_of
 from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.training_step import (
     PRECISIONS,

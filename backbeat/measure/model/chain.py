@@ -1,4 +1,4 @@
-"""Which modules of a model are the blocks of its chain, and how one forward calls them.
+"""Which modules of a model are the blocks of its chain, how one forward calls them, and the blocks compiled.
 
 Candidates come from the containers: `Sequential` and `ModuleList` are opened, and so is every module that holds a stack
 of repeated layers somewhere inside. What a block's input is, and whether the block writes into it, is seen by running
@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -20,8 +20,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from backbeat.errors import InputError, nearest
+from backbeat.measure.model.training_step import Training
 
 _MARK = "_backbeat_block"
+COMPILED_NOTE = (
+    "torch.compile: each block a graph of its own, and so is what lies between; a block's forward time and activations "
+    "are booked on its first gradient"
+)
+# Compiled blocks of one class share their code, and each of them may need a variant of its own.
+_VARIANTS = 256
 
 
 def block(module: nn.Module) -> nn.Module:
@@ -204,3 +211,47 @@ def in_backward() -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written into; inference tensors do not count that."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Compiled by the user, as a whole or in parts, so that hooks do not see its modules."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+@contextmanager
+def compiled_blocks(training: Training) -> Iterator[Training]:
+    """The same training with every block compiled; the model is as it was afterwards.
+
+    Compiled as a whole, a model is one graph: backward hands over all gradients when it ends, and hooks inside see
+    nothing. Here each block is a graph of its own, and so is what lies between blocks (loss included), as DDP cuts a
+    compiled model at its buckets to overlap them. Hooks of blocks run between the graphs.
+    """
+    if is_compiled(training.model):
+        raise InputError("the model is compiled already: drop --compile (compile_blocks), or give the plain one")
+    blocks = graph_blocks(training.model)
+    before = [(block, vars(block).get("forward")) for block in blocks.values()]
+    config: Any = torch._dynamo.config
+    try:
+        with config.patch(recompile_limit=_VARIANTS, accumulated_recompile_limit=4 * _VARIANTS):
+            for block in blocks.values():
+                block.forward = _cut(torch.compile(block.forward, dynamic=False))  # type: ignore[method-assign]
+            yield replace(training, loss=torch.compile(training.loss, dynamic=False))
+    finally:
+        for block, own in before:
+            vars(block).pop("forward", None)
+            if own is not None:
+                block.forward = own
+        torch._dynamo.reset()
+
+
+def _cut(compiled: Any) -> Any:
+    """The compiled forward as the graph around it does not take it in; `disable` unwraps compiled functions."""
+    return torch.compiler.disable(lambda *args, **kwargs: compiled(*args, **kwargs))
+
+
+def graph_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The blocks of the chain; a model that has none is one itself."""
+    return find_blocks(model) or {"": model}

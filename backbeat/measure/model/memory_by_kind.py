@@ -12,10 +12,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
-from backbeat.measure.model.batches import tensors_in
 from backbeat.measure.model.chain import ChainRecorder, untraced
 from backbeat.measure.model.hooks import Owner
-from backbeat.measure.model.inputs import Gradients
+from backbeat.measure.model.inputs import Gradients, tensors_in
 from backbeat.measure.model.training_step import Training
 from backbeat.model import Memory
 

@@ -11,11 +11,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from backbeat.comm.clock import Clock
-from backbeat.measure.model.batches import sequence_length
+from backbeat.measure.model.chain import compiled_blocks, graph_blocks, is_compiled
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
-from backbeat.measure.model.compiled import compiled_blocks, graph_blocks, is_compiled
 from backbeat.measure.model.hooks import Owner, PhaseMarks, find_owners, forward_shares, ready_shares
-from backbeat.measure.model.inputs import Gradients, MeasureOptions, first_iteration
+from backbeat.measure.model.inputs import Gradients, MeasureOptions, first_iteration, sequence_length
 from backbeat.measure.model.launch_bound import (
     CLOSE,
     LaunchBound,

@@ -41,8 +41,16 @@ from backbeat.measure.network.findings import (
     notes_of,
     sharing_unknown,
 )
-from backbeat.measure.network.jumps import SHARE, refine_jumps
-from backbeat.measure.network.sampling import BRIEF, THOROUGH, Effort, Progress, SamplingOutcome, sample_cases
+from backbeat.measure.network.sampling import (
+    BRIEF,
+    SHARE,
+    THOROUGH,
+    Effort,
+    Progress,
+    SamplingOutcome,
+    refine_jumps,
+    sample_cases,
+)
 from backbeat.measure.network.sharded_host import AddedHostTimes, by_unit_and_parameter, measure_sharded_host
 from backbeat.model.files import Source
 from backbeat.model.network import Network
