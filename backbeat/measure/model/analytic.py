@@ -27,7 +27,7 @@ from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.training_step import (
     PRECISIONS,
     Marks,
-    Observer,
+    PhaseMarks,
     Training,
     describe_optimizer,
     make_optimizer,
@@ -204,7 +204,7 @@ class _AnalyticTraining(Training):
     submitting_s: list[float] = field(default_factory=list)
     """The host's time of each iteration."""
 
-    def iterate(self, observer: Observer | None = None) -> Marks:
+    def iterate(self, observer: PhaseMarks | None = None) -> Marks:
         begin_s = self.estimator.clock.submitted_s
         marks = super().iterate(observer)
         self.submitting_s.append(rounded(self.estimator.clock.submitted_s - begin_s))

@@ -13,14 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from backbeat.errors import InputError, nearest
-from backbeat.measure.model.training_step import Training
+
+if TYPE_CHECKING:
+    from backbeat.measure.model.training_step import Training
 
 _MARK = "_backbeat_block"
 COMPILED_NOTE = (

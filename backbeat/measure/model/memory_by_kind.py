@@ -3,9 +3,11 @@ gradient and by block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from backbeat.measure.model.chain import ChainRecorder, untraced
-from backbeat.measure.model.hooks import Owner
 from backbeat.measure.model.inputs import Gradients, tensors_in
-from backbeat.measure.model.training_step import Training
+from backbeat.measure.model.training_step import Owner, Training
 from backbeat.model import Memory
 
 
@@ -23,7 +24,7 @@ def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]
     """Memory by kind. One iteration under saved-tensor hooks for the activations, a plain one for the peak."""
     model, device = training.model, training.device
     held = held_tensors(training)
-    with SavedTensors(owners, held) as saved:
+    with saved_bytes(owners, held) as saved:
         loss = training.forward()
     loss.backward()  # type: ignore[no-untyped-call]
     del loss
@@ -39,19 +40,19 @@ def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]
         peak = torch.cuda.max_memory_allocated(device)
     else:
         steady = storage_bytes(held) + state
-        peak = steady + gradient_bytes + saved.total
+        peak = steady + gradient_bytes + saved.total()
     memory = Memory(
         parameter_bytes=storage_bytes(model.parameters()),
         gradient_bytes=gradient_bytes,
         optimizer_bytes=state,
         buffer_bytes=storage_bytes(model.buffers()),
-        activation_bytes=saved.total,
+        activation_bytes=saved.total(),
         steady_bytes=steady,
         peak_bytes=peak,
         batch_bytes=storage_bytes(tensors_in(training.batch)),
         cudnn_benchmark=device.type == "cuda" and torch.backends.cudnn.benchmark and _has_convolutions(model),
     )
-    return memory, saved.by_gradient
+    return memory, {gradient: size for gradient, size in saved.items() if gradient is not None}
 
 
 def held_tensors(training: Training) -> list[torch.Tensor]:
@@ -63,43 +64,34 @@ def _has_convolutions(model: torch.nn.Module) -> bool:
     return any(isinstance(child, torch.nn.modules.conv._ConvNd) for child in model.modules())
 
 
-class SavedTensors(ExitStack):
+@contextmanager
+def saved_bytes(owners: list[Owner], alive: Iterable[torch.Tensor]) -> Iterator[Counter[int | None]]:
     """A context around one forward that weighs what autograd saves, by the owning module that was running.
 
     What is alive anyway (parameters, buffers, the batch) is not counted. Under checkpointing only what the checkpoints
     keep reaches these hooks, so recomputed activations are not counted either.
     """
+    sizes: Counter[int | None] = Counter()
+    seen = {storage_key(tensor) for tensor in alive}
+    running = owners[0].gradient if owners else None
 
-    def __init__(self, owners: list[Owner], alive: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.by_gradient: dict[int, int] = {}
-        self.total = 0
-        self._owners = owners
-        self._seen = {storage_key(tensor) for tensor in alive}
-        self._running: int | None = owners[0].gradient if owners else None
+    def begin(gradient: int, _module: torch.nn.Module, _arguments: Any) -> None:
+        nonlocal running
+        running = gradient
 
-    def __enter__(self) -> SavedTensors:
-        for owner in self._owners:
-            self.enter_context(owner.module.register_forward_pre_hook(untraced(self._begin_hook(owner.gradient))))
-        self.enter_context(saved_tensors_hooks(untraced(self._pack), untraced(lambda saved: saved)))
-        return self
-
-    def _begin_hook(self, index: int) -> Any:
-        def hook(_module: torch.nn.Module, _arguments: Any) -> None:
-            self._running = index
-
-        return hook
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         key = storage_key(tensor)
-        if key and key not in self._seen:
-            self._seen.add(key)
-            size = storage_size(tensor)
-            self.total += size
-            if self._running is not None:
-                self.by_gradient[self._running] = self.by_gradient.get(self._running, 0) + size
+        if key and key not in seen:
+            seen.add(key)
+            sizes[running] += storage_size(tensor)
         # A node that saved its own output through a hook would keep itself alive for ever; the detached one does not.
         return tensor.detach()
+
+    with ExitStack() as hooks:
+        for owner in owners:
+            hooks.enter_context(owner.module.register_forward_pre_hook(untraced(partial(begin, owner.gradient))))
+        hooks.enter_context(saved_tensors_hooks(untraced(pack), untraced(lambda saved: saved)))
+        yield sizes
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
