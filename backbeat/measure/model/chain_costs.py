@@ -81,8 +81,8 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
     cast, cast_notes = _cast_sizes(training, blocks)
     notes = (*_notes(links), *cast_notes)
     if training.device.type == "cuda":
-        levels = _levels(training, blocks)
-        peaks, head = levels.rises, levels.head
+        peaks = _rises(training, blocks)
+        head = peaks.get(("end", ""), 0)
     else:
         peaks, head = {}, 2 * seen.head_saved
         for name, size in sizes.items():
@@ -231,44 +231,29 @@ def _spans(borders: list[tuple[str, str, Mark]], ends: list[Mark], clock: Clock)
     return spans
 
 
-class _Levels:
-    """Reads the allocator at every border: what was reached since the last one, above the level there."""
+def _rises(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[tuple[str, str], int]:
+    """How far memory rises in each block above its level there, by (`forward` or `backward`, name); by (`end`, ``) what
+    follows the last block takes. The allocator counts what the host has issued, so nothing waits for the device."""
+    device = training.device
+    rises: dict[tuple[str, str], int] = {}
+    phase, level = ("", ""), 0
 
-    def __init__(self, device: torch.device) -> None:
-        self.rises: dict[tuple[str, str], int] = {}
-        """By (`forward` or `backward`, name)."""
-        self.head = 0
-        self._device = device
-        self._phase: tuple[str, str] = ("", "")
-        self._level = 0
+    def border(what: str, name: str) -> None:
+        nonlocal phase, level
+        rise = max(torch.cuda.max_memory_allocated(device) - level, 0)
+        # Only the last block's end stays: what comes between the others' is part of the chain's own level.
+        rises[phase] = max(rises.get(phase, 0), rise) if phase[0] != "end" else rise
+        phase, level = (what, name if what != "end" else ""), torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
 
-    def at(self, what: str, name: str) -> None:
-        """The allocator counts what the host has issued, so nothing has to wait for the device."""
-        self.close()
-        self._phase = (what, name)
-        self._level = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def close(self) -> None:
-        rise = max(torch.cuda.max_memory_allocated(self._device) - self._level, 0)
-        if self._phase[0] in ("forward", "backward"):
-            self.rises[self._phase] = max(self.rises.get(self._phase, 0), rise)
-        elif self._phase[0] == "end":
-            # Only the last block's end stays: what comes between the others' is part of the chain's own level.
-            self.head = rise
-        self._phase = ("", "")
-
-
-def _levels(training: Training, blocks: dict[str, torch.nn.Module]) -> _Levels:
-    levels = _Levels(training.device)
     training.clock.synchronize()
-    with BackwardBlockHooks(blocks, levels.at):
+    with BackwardBlockHooks(blocks, border):
         loss = training.forward()
         loss.backward()  # type: ignore[no-untyped-call]
-        levels.close()
+        border("", "")
         del loss
     training.optimizer.zero_grad(set_to_none=True)
-    return levels
+    return rises
 
 
 def measure_host_link(device: torch.device, clock: Clock) -> HostLink:

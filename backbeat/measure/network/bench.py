@@ -43,14 +43,12 @@ class Bench:
         self,
         communicators: Sequence[Communicator],
         *,
-        rank: int,
         workers: int,
         device: torch.device,
         timeout_s: float,
         idle: bool = True,
     ) -> None:
         """`idle`: the device does nothing else; False in a job that trains, where no time is spent to wake it."""
-        self.rank = rank
         self.workers = workers
         self.device = device
         self._communicators = communicators

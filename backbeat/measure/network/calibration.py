@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from backbeat.comm.communicators import Communicator, Communicators, backend_of, why_one
 from backbeat.comm.gloo import settle_gloo
-from backbeat.comm.machine import today, versions
+from backbeat.comm.machine import source, today
 from backbeat.cost.collectives import COLLECTIVES, Collective
 from backbeat.cost.samples import Timing
 from backbeat.errors import InputError, MeasurementError, MissingPartError
@@ -52,7 +52,6 @@ from backbeat.measure.network.sampling import (
     sample_cases,
 )
 from backbeat.measure.network.sharded_host import AddedHostTimes, by_unit_and_parameter, measure_sharded_host
-from backbeat.model.files import Source
 from backbeat.model.network import Network
 from backbeat.model.sharded_times import ShardedTimes
 
@@ -110,7 +109,7 @@ def measure_cluster(
         done = settle_gloo()
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
 
-    bench = Bench(list(links), rank=links.rank, workers=links.size, device=where, timeout_s=timeout_s, idle=not brief)
+    bench = Bench(list(links), workers=links.size, device=where, timeout_s=timeout_s, idle=not brief)
     held_out = () if brief else held_out_cases(sorted(set(sizes)))
     series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded, brief=brief)
     show: Progress = progress or (lambda what, share: None)
@@ -119,13 +118,16 @@ def measure_cluster(
     notes += notes_of(outcome, budget_s, backend, hosts, links.size)
     if bench.timed:
         notes.append(host_note(bench.pace_s, bench.late, bench.timed))
+    what = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{os.cpu_count()} cores"
+    on_hosts = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"
+    machine = f"{links.size} workers on {on_hosts}, {platform.machine()}, {what}"
     network = network_from(
         of_curves,
         name=name or f"{backend}-{links.size}",
         workers=links.size,
         backend=backend,
         per_node=max(hosts),
-        source=_source(date, where, len(hosts), links.size),
+        source=msgspec.structs.replace(source("backbeat calibrate", where), machine=machine, date=date),
         notes=notes,
     )
     network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network), *sharing_unknown(network)))
@@ -220,17 +222,6 @@ def _host() -> str:
     except OSError:
         namespace = 0
     return f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()}/{namespace}"
-
-
-def _source(date: str, device: torch.device, hosts: int, workers: int) -> Source:
-    what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
-    return Source(
-        method="measured",
-        command="backbeat calibrate",
-        machine=f"{workers} workers on {hosts} host{'s' if hosts > 1 else ''}, {platform.machine()}, {what}",
-        date=date,
-        versions=versions(device),
-    )
 
 
 def _at_least_two_ranks(group: Any) -> Any:

@@ -183,7 +183,7 @@ def test_what_fails_on_one_rank_ends_on_all(
 @pytest.mark.usefixtures("one_rank")
 def test_where_fsdp2_does_not_run_the_network_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     links = alone()
-    bench = Bench(list(links), rank=0, workers=1, device=torch.device("cpu"), timeout_s=60)
+    bench = Bench(list(links), workers=1, device=torch.device("cpu"), timeout_s=60)
     network = bb.Network.load("25gbe")
     known = with_sharded_host(network, links, bench.largest_over_ranks, 60.0)
     assert known.sharded is not None
