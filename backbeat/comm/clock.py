@@ -4,8 +4,8 @@ busy for a given time: a kernel that spins on one multiprocessor."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -62,7 +62,8 @@ class EventClock(Clock):
         self._used = 0
         self._stream = torch.cuda.current_stream(device)
         self._stream_handle = self._stream.cuda_stream
-        self._current_handle = _stream_lookup(torch.cuda.current_device() if device.index is None else device.index)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._current_handle = partial(torch._C._cuda_getCurrentRawStream, index)
         self._spin_rate: SpinRate | None = None
 
     def reserve(self, marks: int) -> None:
@@ -100,14 +101,6 @@ class EventClock(Clock):
 
 def clock_for(device: torch.device) -> Clock:
     return EventClock(device) if device.type == "cuda" else Clock()
-
-
-def _stream_lookup(device_index: int) -> Callable[[], int]:
-    """The handle of the calling thread's current stream, as cheaply as this PyTorch gives it."""
-    raw: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw is not None:
-        return lambda: int(raw(device_index))
-    return lambda: int(torch.cuda.current_stream(device_index).cuda_stream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from backbeat.importers.trace_facts import KINDS, DeviceClock, Facts, Mark, Ready, Transfer, common, union
+from backbeat.importers.trace_facts import KINDS, DeviceClock, Facts, Mark, Ready, Transfer, common, union, without
 from backbeat.units import format_seconds
 
 ROOT_UNIT = "root"
@@ -229,18 +229,7 @@ def _by_order(transfers: Sequence[Transfer], issues: Sequence[tuple[str, Mark, s
 
 def _waits(transfers: Sequence[Transfer], clock: DeviceClock) -> NDArray[np.float64]:
     """Intervals in which the device communicates and computes nothing."""
-    return _without(union(np.array([[one.start, one.end] for one in transfers])), clock.busy)
-
-
-def _without(intervals: NDArray[np.float64], busy: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What of the intervals no busy one covers."""
-    left = []
-    for start, end in intervals:
-        first = int(np.searchsorted(busy[:, 1], start, side="right"))
-        last = int(np.searchsorted(busy[:, 0], end, side="left"))
-        edges = [start, *busy[first:last].ravel().tolist(), end]
-        left += [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if high > low]
-    return np.array(left) if left else np.zeros((0, 2))
+    return without(union(np.array([[one.start, one.end] for one in transfers])), clock.busy)
 
 
 def _bytes(transfers: Sequence[Transfer], shards: int | None = 1) -> int | None:

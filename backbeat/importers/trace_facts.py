@@ -277,20 +277,20 @@ def union(spans: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.array(busy_periods(*spans.reshape(-1, 2).T.tolist())).reshape(-1, 2)
 
 
+def without(intervals: NDArray[np.float64], busy: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What of the intervals no busy one covers."""
+    left = []
+    for start, end in intervals:
+        first = int(np.searchsorted(busy[:, 1], start, side="right"))
+        last = int(np.searchsorted(busy[:, 0], end, side="left"))
+        edges = [start, *busy[first:last].ravel().tolist(), end]
+        left += [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if high > low]
+    return np.array(left) if left else np.zeros((0, 2))
+
+
 def common(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     """Length of the intersection of two unions."""
-    if not other.size:
-        return 0.0
-    before = np.concatenate([[0.0], np.cumsum(other[:, 1] - other[:, 0])])
-
-    def covered(moment: NDArray[np.float64]) -> NDArray[np.float64]:
-        index = np.searchsorted(other[:, 0], moment, side="right")
-        last = np.maximum(index - 1, 0)
-        beyond = np.where(index > 0, np.maximum(other[last, 1] - moment, 0.0), 0.0)
-        covered_s: NDArray[np.float64] = before[index] - beyond
-        return covered_s
-
-    return float((covered(one[:, 1]) - covered(one[:, 0])).sum())
+    return float(np.diff(one).sum() - np.diff(without(one, other)).sum())
 
 
 def arrays(*columns: Any) -> list[NDArray[np.float64]]:

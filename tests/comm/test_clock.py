@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-from backbeat.comm import clock as clock_module  # noqa: E402
 from backbeat.comm.clock import EventClock  # noqa: E402
 
 
@@ -46,7 +45,7 @@ def event_clock(monkeypatch: pytest.MonkeyPatch) -> tuple[EventClock, list[int],
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(clock_module, "_stream_lookup", lambda index: lambda: handles["current"])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handles["current"], raising=False)
     monkeypatch.setattr(torch.cuda, "_sleep", spin, raising=False)
     return EventClock(torch.device("cuda", 0)), spins, handles
 

@@ -4,9 +4,9 @@ first iteration the loss, the optimizer, and which parameters get gradients."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,21 +16,15 @@ from backbeat.measure.model.training_step import Training, is_out_of_memory
 from backbeat.model.checks import at_least
 from backbeat.model.profile import Dtype
 
+if TYPE_CHECKING:
+    from backbeat.comm.agreement import RankStore
+
 _DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 TopkSpeed = Callable[[Training, int], tuple[float, float] | None]
 """Seconds of top-k per byte and per bucket, given the bytes of all gradients; None where memory is too short.
 `backbeat.runtime.compressed.topk_speed.measure_topk`: measuring knows no runtime, so callers that have one hand it
 in."""
-
-
-class OtherRanks(Protocol):
-    """Ranks that measure at the same time. None of them waits long for one that does not come."""
-
-    def wait_for_others(self) -> None: ...
-
-    def gather_some(self, what: str, value: float) -> Sequence[float]:
-        """What each rank gave that came."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +58,9 @@ class MeasureOptions:
     """Without it the profile does not say what top-k costs. `backbeat profile` hands it in, as the next."""
     apply_memory: ApplyMemory | None = None
     """Without it the profile does not say what recomputation costs the host of a GPU."""
-    ranks: OtherRanks | None = None
+    ranks: RankStore | None = None
     """Where several measure at once, they begin each series of iterations together, as the steps of training do: what
-    they share, like a device or a host, is then shared alike."""
+    they share, like a device or a host, is then shared alike. None waits long for one that does not come."""
     brief: bool = False
     """For a job that waits: the time limit may lower the number of all iterations to 9, and FLOPs are left out."""
 

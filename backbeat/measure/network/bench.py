@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -60,7 +60,6 @@ class Bench:
         self._paces: deque[float] = deque(maxlen=_PACE_SAMPLES)
         self.pace_s = _FIRST_PACE_S
         """What the slowest rank's host needs to queue one collective."""
-        self._clock: tuple[SpinRate, Any, Any] | None = None
         self.timed = 0
         self.late = 0
         """Samples on a device, and those of them in which this host was still queueing when the spin ended."""
@@ -103,7 +102,7 @@ class Bench:
         return time.perf_counter() - self._begun
 
     def _sample_cuda(self, launch: Callable[[], list[Any]], messages: int) -> float:
-        rate, start, end = self._device_clock()
+        rate, start, end = self._device_clock
         for _ in range(_ALIGN):
             self._communicators[0].all_reduce(self._tiny).wait()
         queueing = time.perf_counter()
@@ -121,11 +120,10 @@ class Bench:
         until(end, self._timeout_s)
         return max(float(start.elapsed_time(end)) * 1e-3 - lead_s, _RESOLUTION_S)
 
+    @cached_property
     def _device_clock(self) -> tuple[SpinRate, Any, Any]:
         """Made once: an event of its own can take a host longer than a small message takes the network."""
-        if self._clock is None:
-            self._clock = (spin_rate(idle=self._idle), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
-        return self._clock
+        return spin_rate(idle=self._idle), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
 
     def _launcher(self, case: Case) -> Callable[[], list[Any]]:
         elements = max(1, math.ceil(case.bytes / _ELEMENT_BYTES))

@@ -15,7 +15,7 @@ from torch import nn
 
 from backbeat.comm.clock import Clock
 from backbeat.measure.model import observation
-from backbeat.measure.model.inputs import MeasureOptions, OtherRanks
+from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.launch_bound import LaunchBound, LaunchTimes, _one_by_one
 from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.profiler import _launch_bound_note, host_fields
@@ -93,7 +93,7 @@ def take_figures(
     host_s: float,
     layers: list[float],
     accumulation: int = 1,
-    ranks: OtherRanks | None = None,
+    ranks: Any = None,
 ) -> Figures:
     """A chain of layers, each one submission of `host_s` and its own time on the device; backward takes twice that."""
     model = nn.Sequential(*(Layer(clock, host_s, device_s) for device_s in layers))
