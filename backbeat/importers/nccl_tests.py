@@ -159,13 +159,10 @@ def _curves(
             other.append(collective)
             continue
         for row in run.rows:
-            first, second = (
-                (row.in_place, row.out_of_place) if placement == "in-place" else (row.out_of_place, row.in_place)
-            )
-            seconds = first if first is not None else second
-            if seconds is None or seconds <= 0 or row.size <= 0:
+            seconds = row.seconds.get(placement, max(row.seconds.values(), default=0.0))
+            if seconds <= 0 or row.size <= 0:
                 continue
-            fallbacks += first is None
+            fallbacks += placement not in row.seconds
             found.setdefault(collective, {}).setdefault(row.size, []).append(seconds)
     if other:
         notes.append(f"missing: {', '.join(sorted(set(other)))} is not used by data-parallel training; left out")
@@ -212,11 +209,11 @@ def _collective(run: NcclRun, workers: int, filename: str, notes: list[str]) -> 
 
 @dataclass(slots=True)
 class Row:
-    """One size of one run; seconds, or None where the run does not say."""
+    """One size of one run."""
 
     size: int
-    in_place: float | None
-    out_of_place: float | None
+    seconds: dict[Placement, float]
+    """By placement, where the run says it."""
     redop: str = ""
     root: int | None = None
     bus_over_algorithm: float | None = None
@@ -308,13 +305,13 @@ def _made(run: NcclRun, size: int, redop: str, root: object, halves: list[dict[s
     if any((half.get("wrong") or 0) > 0 for half in halves):
         run.wrong += 1
         return None
-    seconds = [next((half[name] for name in _TIMES if half.get(name) is not None), None) for half in halves]
+    micros = [next((half[name] for name in _TIMES if half.get(name) is not None), None) for half in halves]
+    places: tuple[Placement, ...] = ("out-of-place", "in-place")
     whole = next((half for half in reversed(halves) if half), {})
     algorithm, bus = whole.get("algbw"), whole.get("busbw")
     return Row(
         size=size,
-        out_of_place=seconds[0] * 1e-6 if seconds[0] is not None else None,
-        in_place=seconds[1] * 1e-6 if len(seconds) > 1 and seconds[1] is not None else None,
+        seconds={place: one * 1e-6 for place, one in zip(places, micros, strict=False) if one is not None},
         redop=redop,
         root=int(number) if (number := _number(root)) is not None else None,
         bus_over_algorithm=bus / algorithm if bus is not None and algorithm is not None and algorithm > 0.5 else None,

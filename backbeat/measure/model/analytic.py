@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -120,8 +121,7 @@ def build_without_data(factory: Factory, size: int | None) -> Workload:
     return factory.build(size, "cpu")
 
 
-@contextlib.contextmanager
-def _staying_put() -> Iterator[None]:
+def _staying_put() -> contextlib.AbstractContextManager[Any]:
     """`model.to(device)` without the move: everything is on the meta device, and moving there would untie weights."""
     move = torch.nn.Module.to
 
@@ -129,11 +129,7 @@ def _staying_put() -> Iterator[None]:
         _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self if dtype is None else move(self, dtype=dtype)
 
-    torch.nn.Module.to = stay  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Module.to = move  # type: ignore[method-assign]
+    return mock.patch.object(torch.nn.Module, "to", stay)
 
 
 def analytic_figures(
@@ -256,18 +252,13 @@ def _parameters_on_host(model: torch.nn.Module, estimator: Estimator) -> Iterato
     def accumulated(parameter: torch.Tensor) -> None:
         estimator.clock.submit(each_s, 0.0)
 
-    hooks: list[Any] = [
-        parameter.register_post_accumulate_grad_hook(accumulated)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    if estimator.fusion is None:
-        hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(called))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(accumulated))
+        if estimator.fusion is None:
+            hooks.enter_context(torch.nn.modules.module.register_module_forward_pre_hook(called))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _without_data(

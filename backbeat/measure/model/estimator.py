@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -191,19 +192,12 @@ def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     return {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
 
 
-@contextlib.contextmanager
-def unpacked_sequences() -> Iterator[None]:
+def unpacked_sequences() -> AbstractContextManager[Any]:
     """Transformers looks at positions to see whether sequences are packed; without data they are taken not to be."""
     masking: Any = sys.modules.get("transformers.masking_utils")
-    find = getattr(masking, "find_packed_sequence_indices", None)
-    if find is None:
-        yield
-        return
-    masking.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking.find_packed_sequence_indices = find
+    if not hasattr(masking, "find_packed_sequence_indices"):
+        return contextlib.nullcontext()
+    return mock.patch.object(masking, "find_packed_sequence_indices", return_value=None)
 
 
 @contextlib.contextmanager
