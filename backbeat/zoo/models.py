@@ -80,26 +80,36 @@ inception_v3 = _vision(
 )
 
 
-def bert_base(batch_size: int = 64, device: str = "cpu") -> Workload:
-    """BERT-Base, masked language model (transformers), 128 tokens a sample."""
-    return _bert(batch_size, device)
+def _bert(title: str, **options: Any) -> Callable[..., Workload]:
+    def factory(batch_size: int = 64, device: str = "cpu") -> Workload:
+        import torch
+
+        model, vocabulary = _transformer("BertConfig", "BertForMaskedLM", device, **options)
+        tokens = _tokens(vocabulary, batch_size, 128, device)
+        masked = torch.rand(tokens.shape, device=device) < 0.15
+        # One label at least, or the mean over none is not a number.
+        masked[:, 0] = True
+        labels = torch.where(masked, tokens, torch.full_like(tokens, -100))
+        # No attention mask: every sample is full, and transformers would wait for the device to look at one.
+        return model, {"input_ids": tokens, "labels": labels}, _own_loss
+
+    factory.__doc__ = f"{title}, masked language model (transformers), 128 tokens a sample."
+    return factory
 
 
-def bert_large(batch_size: int = 64, device: str = "cpu") -> Workload:
-    """BERT-Large, masked language model (transformers), 128 tokens a sample."""
-    return _bert(
-        batch_size, device, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
-    )
+def _gpt2(title: str, **options: Any) -> Callable[..., Workload]:
+    def factory(batch_size: int = 8, device: str = "cpu") -> Workload:
+        made = _transformer("GPT2Config", "GPT2LMHeadModel", device, use_cache=False, **options)
+        return _causal(*made, batch_size, 1024, device)
+
+    factory.__doc__ = f"{title}, causal language model (transformers), 1024 tokens a sample."
+    return factory
 
 
-def gpt2(batch_size: int = 8, device: str = "cpu") -> Workload:
-    """GPT-2 small, causal language model (transformers), 1024 tokens a sample."""
-    return _gpt2(batch_size, device)
-
-
-def gpt2_medium(batch_size: int = 8, device: str = "cpu") -> Workload:
-    """GPT-2 medium, causal language model (transformers), 1024 tokens a sample."""
-    return _gpt2(batch_size, device, n_embd=1024, n_layer=24, n_head=16)
+bert_base = _bert("BERT-Base")
+bert_large = _bert("BERT-Large", hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+gpt2 = _gpt2("GPT-2 small")
+gpt2_medium = _gpt2("GPT-2 medium", n_embd=1024, n_layer=24, n_head=16)
 
 
 def t5_base(batch_size: int = 16, device: str = "cpu") -> Workload:
@@ -121,24 +131,6 @@ def llama_1b(batch_size: int = 4, device: str = "cpu", layers: int = 16) -> Work
 def llama_8b(batch_size: int = 1, device: str = "cpu", layers: int = 32) -> Workload:
     """A Llama of 8.03 billion parameters in the shapes of Llama 3 8B (transformers), 4096 tokens a sample."""
     return _llama(batch_size, device, 4096, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers)
-
-
-def _bert(batch_size: int, device: str, **options: Any) -> Workload:
-    import torch
-
-    model, vocabulary = _transformer("BertConfig", "BertForMaskedLM", device, **options)
-    tokens = _tokens(vocabulary, batch_size, 128, device)
-    masked = torch.rand(tokens.shape, device=device) < 0.15
-    # One label at least, or the mean over none is not a number.
-    masked[:, 0] = True
-    labels = torch.where(masked, tokens, torch.full_like(tokens, -100))
-    # No attention mask: every sample is full, and transformers would wait for the device to look at one.
-    return model, {"input_ids": tokens, "labels": labels}, _own_loss
-
-
-def _gpt2(batch_size: int, device: str, **options: Any) -> Workload:
-    made = _transformer("GPT2Config", "GPT2LMHeadModel", device, use_cache=False, **options)
-    return _causal(*made, batch_size, 1024, device)
 
 
 def _llama(batch_size: int, device: str, length: int, **options: Any) -> Workload:

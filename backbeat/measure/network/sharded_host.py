@@ -68,9 +68,15 @@ def by_unit_and_parameter(added: AddedHostTimes) -> ShardedHost:
     >>> by_unit_and_parameter(AddedHostTimes(4.8e-3, 13.6e-3, 6.8e-3, 15.6e-3, 0.0)).reshard_unit_s
     0.0005
     """
-    unit_s, parameter_s = split(added.few_s, added.many_s)
+
+    def split(few_s: float, many_s: float) -> tuple[float, float]:
+        """The part of a unit, and of a parameter."""
+        parameter_s = max(many_s - few_s, 0.0) / (_UNITS * (_MANY - _FEW))
+        return max(few_s / _UNITS - _FEW * parameter_s, 0.0), parameter_s
+
     more_s = (added.few_resharded_s - added.few_s, added.many_resharded_s - added.many_s)
-    found = (unit_s, parameter_s, max(added.update_s, 0.0) / (_UNITS * _MANY), *split(*more_s))
+    update_s = max(added.update_s, 0.0) / (_UNITS * _MANY)
+    found = (*split(added.few_s, added.many_s), update_s, *split(*more_s))
     names = ("unit_s", "parameter_s", "update_s", "reshard_unit_s", "reshard_parameter_s")
     return ShardedHost(**{name: float(f"{seconds:.4g}") for name, seconds in zip(names, found, strict=True)})
 
@@ -129,18 +135,6 @@ def _usual(communicators: Communicators, group: Any, parameters: int, reshard: b
         if store.check([enough]):
             break
     return StepTime(*(median(part) for part in zip(*taken[_WARMUP:], strict=True)))
-
-
-def split(few_s: float, many_s: float) -> tuple[float, float]:
-    """Of what forward and backward of the two models take longer, the part of a unit and of a parameter.
-
-    Units of 1 ms and parameters of 0.1 ms: 4 units of 2 parameters take 4.8 ms, and of 24 parameters 13.6.
-
-    >>> tuple(round(seconds, 9) for seconds in split(4.8e-3, 13.6e-3))
-    (0.001, 0.0001)
-    """
-    parameter_s = max(many_s - few_s, 0.0) / (_UNITS * (_MANY - _FEW))
-    return max(few_s / _UNITS - _FEW * parameter_s, 0.0), parameter_s
 
 
 class _SmallLayer(nn.Module):
