@@ -44,10 +44,6 @@ def load(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_
     """Read a table. Where it has one size, others are guessed with `hop_s`, one message from node to node."""
     where = files.existing(path, "a table of bus bandwidths as CSV")
     text = files.read(where).decode("utf-8-sig", errors="replace")
-    return parse(text, where=str(where), gpus_per_node=gpus_per_node, hop_s=hop_s, name=where.stem)
-
-
-def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_S, name: str) -> Network:
     reader = csv.DictReader(io.StringIO(text))
     reader.fieldnames = [heading.strip().lower() for heading in reader.fieldnames or ()]
     found: dict[_Key, dict[str, float]] = {}
@@ -67,9 +63,9 @@ def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = INFINIBAN
     guessed = "guessed: other sizes than the one in the table, as NCCL's protocols have them"
     return network_of(
         [_row(count, found, gpus_per_node, hop_s, where) for count in counts],
-        name=name,
+        name=where.stem,
         topology=Topology(gpus_per_node=gpus_per_node),
-        source=Source(method="imported", reference=f"table of bus bandwidths {Path(where).name}"),
+        source=Source(method="imported", reference=f"table of bus bandwidths {where.name}"),
         notes=(guessed,) if one_size else (),
     )
 
@@ -81,7 +77,7 @@ def network_of(rows: Sequence[WorkersRow], *, topology: Topology, **fields: Any)
     return Network(topology=topology, rows=others, **fields, **msgspec.structs.asdict(own))
 
 
-def _row(workers: int, found: dict[_Key, dict[str, float]], per_node: int, hop_s: float, where: str) -> WorkersRow:
+def _row(workers: int, found: dict[_Key, dict[str, float]], per_node: int, hop_s: float, where: Path) -> WorkersRow:
     times: dict[str, Any] = {}
     band = None
     for collective in COLLECTIVES:

@@ -43,12 +43,7 @@ def load(
 ) -> Network:
     """Read a file that nccl-tests wrote. `workers` chooses among runs, or says what the file does not."""
     where = files.existing(path, "the output of nccl-tests, as text or as its -J JSON")
-    return parse(files.read(where), where=str(where), workers=workers, name=name or where.stem, placement=placement)
-
-
-def parse(
-    raw: bytes, *, where: str, workers: int | None = None, name: str, placement: Placement = "in-place"
-) -> Network:
+    raw = files.read(where)
     if workers is not None and workers < 2:
         raise InputError(f"--workers is {workers}: nothing travels between fewer than two")
     text = raw.decode("utf-8", errors="replace")
@@ -61,7 +56,7 @@ def parse(
         )
     notes: list[str] = []
     chosen, count = _choose(runs, workers, where, notes)
-    curves = _curves(chosen, count, placement, Path(where).name, where, notes)
+    curves = _curves(chosen, count, placement, where, notes)
     if any(run.host_times for run in chosen):
         notes.append("guessed: cputime (-C 1) taken as the time; it is the host's share, measure again without -C")
     if not all(run.blocking for run in chosen):
@@ -78,17 +73,17 @@ def parse(
         "the nccl-tests run did not cover them"
     )
     return Network(
-        name=name,
+        name=name or where.stem,
         workers=count,
         topology=Topology(gpus_per_node=_per_node(chosen)),
         backend="nccl",
-        source=Source(method="imported", reference=f"nccl-tests output {Path(where).name}"),
+        source=Source(method="imported", reference=f"nccl-tests output {where.name}"),
         notes=tuple(notes),
         **curves,
     )
 
 
-def _choose(runs: list[NcclRun], wanted: int | None, where: str, notes: list[str]) -> tuple[list[NcclRun], int]:
+def _choose(runs: list[NcclRun], wanted: int | None, where: Path, notes: list[str]) -> tuple[list[NcclRun], int]:
     """The runs at one number of workers, and that number."""
     counted = [(run, _workers(run)) for run in runs]
     known = sorted({count for _, count in counted if count is not None})
@@ -148,13 +143,13 @@ def _per_node(runs: Sequence[NcclRun]) -> int:
 
 
 def _curves(
-    runs: list[NcclRun], workers: int, placement: Placement, filename: str, where: str, notes: list[str]
+    runs: list[NcclRun], workers: int, placement: Placement, where: Path, notes: list[str]
 ) -> dict[str, Any]:
     found: dict[str, dict[int, list[float]]] = {}
     other: list[str] = []
     fallbacks = 0
     for run in runs:
-        collective = _collective(run, workers, filename, notes)
+        collective = _collective(run, workers, where.name, notes)
         if collective not in COLLECTIVES:
             other.append(collective)
             continue
@@ -335,7 +330,7 @@ def _count(value: object, least: int) -> int:
     return int(number) if number is not None and least <= number < 1e7 else least
 
 
-def json_runs(raw: bytes, where: str) -> list[NcclRun]:
+def json_runs(raw: bytes, where: Path) -> list[NcclRun]:
     """One document, or several one after the other."""
     runs = []
     for part in re.split(rb"(?<=\})\s*(?=\{\s*\"version\")", raw.strip()):
