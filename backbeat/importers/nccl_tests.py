@@ -142,9 +142,7 @@ def _per_node(runs: Sequence[NcclRun]) -> int:
     return max(counts, default=1)
 
 
-def _curves(
-    runs: list[NcclRun], workers: int, placement: Placement, where: Path, notes: list[str]
-) -> dict[str, Any]:
+def _curves(runs: list[NcclRun], workers: int, placement: Placement, where: Path, notes: list[str]) -> dict[str, Any]:
     found: dict[str, dict[int, list[float]]] = {}
     other: list[str] = []
     fallbacks = 0

@@ -25,14 +25,7 @@ from backbeat.cost.samples import Timing
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.bench import Bench, explained
 from backbeat.measure.network.beside_compute import measure_slowdown, shared_devices
-from backbeat.measure.network.case import (
-    SIZES,
-    Case,
-    Series,
-    held_out_cases,
-    series_of,
-    smallest_of_each_kind,
-)
+from backbeat.measure.network.case import SIZES, Case, Series, held_out_cases, series_of, smallest_of_each_kind
 from backbeat.measure.network.findings import (
     MeasuredCluster,
     host_note,
@@ -41,16 +34,7 @@ from backbeat.measure.network.findings import (
     notes_of,
     sharing_unknown,
 )
-from backbeat.measure.network.sampling import (
-    BRIEF,
-    SHARE,
-    THOROUGH,
-    Effort,
-    Progress,
-    SamplingOutcome,
-    refine_jumps,
-    sample_cases,
-)
+from backbeat.measure.network.sampling import SHARE, Progress, SamplingOutcome, refine_jumps, sample_cases
 from backbeat.measure.network.sharded_host import AddedHostTimes, by_unit_and_parameter, measure_sharded_host
 from backbeat.model.network import Network
 from backbeat.model.sharded_times import ShardedTimes
@@ -114,7 +98,7 @@ def measure_cluster(
     series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded, brief=brief)
     show: Progress = progress or (lambda what, share: None)
     host_s = min(_HOST_S, _HOST_SHARE * budget_s) if sharded and where.type == "cuda" else 0.0
-    outcome, of_curves = _sampled(bench, series, held_out, budget_s, host_s, show, BRIEF if brief else THOROUGH)
+    outcome, of_curves = _sampled(bench, series, held_out, budget_s, host_s, show, brief=brief)
     notes += notes_of(outcome, budget_s, backend, hosts, links.size)
     if bench.timed:
         notes.append(host_note(bench.pace_s, bench.late, bench.timed))
@@ -152,12 +136,13 @@ def _sampled(
     budget_s: float,
     host_s: float,
     show: Progress,
-    effort: Effort,
+    *,
+    brief: bool,
 ) -> tuple[SamplingOutcome, dict[Case, Timing]]:
     """All that was timed, and what of it makes the curves; `host_s` of the budget are kept for later."""
     show("connecting", 0.0)
     bench.connect(smallest_of_each_kind(series))
-    outcome = sample_cases(bench, series, budget_s * (1 - SHARE) - host_s, show, effort)
+    outcome = sample_cases(bench, series, budget_s * (1 - SHARE) - host_s, show, brief=brief)
     # Of the curve only: what is held out must not decide where it is measured.
     curve = {case: timing for case, timing in outcome.timings.items() if case not in held_out}
     further = refine_jumps(bench, curve, budget_s - host_s, show)

@@ -18,8 +18,11 @@ from backbeat.cost.samples import Timing, summarise
 from backbeat.measure.network.case import Case, Series
 
 REPEATS = 8
+"""A case is taken only if this many samples of it fit."""
 FEWEST_REPEATS = 5
 """Only where the machine turned out slower than its first samples said; a note names it."""
+BRIEF_REPEATS = 3
+"""In place of both for a job that waits: large messages a few times before small ones get many."""
 MOST_REPEATS = 400
 STABLE = 0.01
 """A median is good enough once its 95 % confidence interval is within this share of it."""
@@ -46,24 +49,6 @@ SHARE = 0.1
 """Of the budget, for all of them, at most."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How sure medians are to be, against how large messages may be within a budget."""
-
-    repeats: int
-    """A case is taken only if this many samples of it fit."""
-    fewest: int
-    """Where the machine turned out slower than its first samples said."""
-    cautious: bool
-    """Expect the next larger case to take longer in proportion to its bytes, which it cannot exceed by more than noise.
-    Otherwise extrapolate from the two cases before it: where time is mostly latency it grows far more slowly."""
-
-
-THOROUGH = Effort(repeats=REPEATS, fewest=FEWEST_REPEATS, cautious=True)
-BRIEF = Effort(repeats=3, fewest=3, cautious=False)
-"""For a job that waits: large messages a few times before small ones get many."""
-
-
 class Sampler(Protocol):
     def sample(self, case: Case) -> float: ...
     def largest_over_ranks(self, values: Sequence[float]) -> list[float]: ...
@@ -85,10 +70,10 @@ class SamplingOutcome:
 
 
 def sample_cases(
-    sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, effort: Effort = THOROUGH
+    sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, *, brief: bool = False
 ) -> SamplingOutcome:
-    """Time every case that fits the budget, as often as the effort says and more while there is time."""
-    run = _Sampling(sampler, series, budget_s, progress, effort)
+    """Time every case that fits the budget, `REPEATS` times or, if `brief`, fewer; more often while there is time."""
+    run = _Sampling(sampler, series, budget_s, progress, brief)
     spare = 0.0
     for one in series:
         allowed = one.share * budget_s * _SAFE_SHARE + spare
@@ -107,10 +92,10 @@ class _Sampling:
     """One run of `sample_cases`: the cases of each series that fit, and then their rounds."""
 
     def __init__(
-        self, sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, effort: Effort
+        self, sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, brief: bool
     ) -> None:
         self._sampler, self._series, self._budget_s = sampler, series, budget_s
-        self._progress, self._effort = progress, effort
+        self._progress, self._brief = progress, brief
         self._kept: list[list[Case]] = []
         """Of each series."""
         self._cost: dict[Case, float] = {}
@@ -121,7 +106,7 @@ class _Sampling:
         Each is run twice: the first run warms it up."""
         chosen: list[Case] = []
         self._kept.append(chosen)
-        used, runs = 0.0, self._effort.repeats + 2
+        used, runs = 0.0, (BRIEF_REPEATS if self._brief else REPEATS) + 2
         for case in series.cases:
             obliged = len(chosen) < series.least
             if not obliged and used + self._expected(case, chosen) * runs > allowed_s:
@@ -147,7 +132,9 @@ class _Sampling:
         if last is None:
             return 0.0
         proportional = cost[last] * size / _volume(last)
-        if self._effort.cautious or len(before) < 2 or _volume(last) <= _volume(before[-2]):
+        # No case exceeds this by more than noise. Where time is mostly latency it grows far more slowly: a brief run
+        # extrapolates from the two cases before it.
+        if not self._brief or len(before) < 2 or _volume(last) <= _volume(before[-2]):
             return proportional
         slope = max(cost[last] - cost[before[-2]], 0.0) / (_volume(last) - _volume(before[-2]))
         return min(cost[last] + slope * (size - _volume(last)), proportional)
@@ -197,8 +184,8 @@ class _Sampling:
     def _finished(self, samples: dict[Case, list[float]], *, late: bool) -> bool:
         counts = [len(taken) for taken in samples.values()]
         if late:
-            return min(counts) >= self._effort.fewest
-        # Not `effort.repeats`: fewer samples do not show that a median is stable.
+            return min(counts) >= (BRIEF_REPEATS if self._brief else FEWEST_REPEATS)
+        # Not `BRIEF_REPEATS`: fewer samples do not show that a median is stable.
         if min(counts) < REPEATS:
             return False
         return max(counts) >= MOST_REPEATS or all(summarise(taken).uncertainty <= STABLE for taken in samples.values())
