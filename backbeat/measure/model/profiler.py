@@ -74,11 +74,7 @@ class MeasuredModel:
 
 
 def profile(
-    model: torch.nn.Module,
-    batch: Any,
-    loss: Loss,
-    optimizer: torch.optim.Optimizer | str | None = None,
-    **options: Any,
+    model: torch.nn.Module, batch: Any, loss: Loss, optimizer: torch.optim.Optimizer | str | None = None, **options: Any
 ) -> Profile:
     """Train `model` for some iterations on `batch` and return its profile; weights are put back afterwards.
 

@@ -171,10 +171,7 @@ def _with_sharded_times(network: Network, **found: Any) -> Network:
 
 
 def with_sharded_host(
-    network: Network,
-    links: Communicators,
-    largest_over_ranks: Callable[[Sequence[float]], list[float]],
-    limit_s: float,
+    network: Network, links: Communicators, largest_over_ranks: Callable[[Sequence[float]], list[float]], limit_s: float
 ) -> Network:
     """The network with what FSDP2 costs the host. Collective.
 
