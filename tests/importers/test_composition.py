@@ -8,8 +8,7 @@ import pytest
 
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.errors import InputError
-from backbeat.importers import bandwidth_table
-from backbeat.importers.composition import compose_networks, read_network
+from backbeat.importers.composition import compose_networks, load_table, read_network
 from backbeat.model import Fabric, Network, Topology
 from backbeat.model.slowdown import Slowdown
 from tests.problems import affine
@@ -49,7 +48,7 @@ def bus(network: Network, workers: int, size: int = 256_000_000) -> float:
 
 def read_table(folder: Path, text: str, gpus_per_node: int) -> Network:
     (folder / "t.csv").write_text(text)
-    return bandwidth_table.load(folder / "t.csv", gpus_per_node=gpus_per_node)
+    return load_table(folder / "t.csv", gpus_per_node=gpus_per_node)
 
 
 @pytest.mark.parametrize("text", [LONG, WIDE])
