@@ -71,7 +71,7 @@ def count_one(factory: Factory, device: torch.device) -> dict[str, Any]:
         "sequence_length": sequence_length(workload.batch),
         "blocks": {
             name: list(parameters)
-            for name, parameters in block_parameters({link.name: found[link.name] for link in recorder.links}).items()
+            for name, parameters in block_parameters({name: found[name] for name in recorder.links}).items()
         },
     }
 

@@ -154,23 +154,19 @@ class ChainRecorder(BlockHooks):
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:
         super().__init__(blocks)
-        self._links: dict[str, BlockCall] = {}
+        self.links: dict[str, BlockCall] = {}
+        """In the order of first call."""
         self._versions: list[int] = []
         self._last: list[tuple[weakref.ref[torch.Tensor], int]] = []
-
-    @property
-    def links(self) -> tuple[BlockCall, ...]:
-        """In the order of first call."""
-        return tuple(self._links.values())
 
     def begin(self, name: str, inputs: list[torch.Tensor]) -> None:
         self._versions = [version_of(tensor) for tensor in inputs]
         chained = bool(inputs) and any(
             reference() is inputs[0] and version == self._versions[0] for reference, version in self._last
         )
-        before = self._links.get(name)
+        before = self.links.get(name)
         # Where several calls share one name, no single block stands before it.
-        self._links[name] = (
+        self.links[name] = (
             BlockCall(name, 1, chained, changes_input=False)
             if before is None
             else replace(before, calls=before.calls + 1, chained=False)
@@ -178,7 +174,7 @@ class ChainRecorder(BlockHooks):
 
     def end(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         if [version_of(tensor) for tensor in inputs] != self._versions:
-            self._links[name] = replace(self._links[name], changes_input=True)
+            self.links[name] = replace(self.links[name], changes_input=True)
         self._last = [(weakref.ref(tensor), version_of(tensor)) for tensor in outputs]
 
 
@@ -192,7 +188,7 @@ def observe(blocks: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[B
     """
     with ChainRecorder(blocks) as recorder:
         forward()
-    return recorder.links
+    return tuple(recorder.links.values())
 
 
 def untraced(hook: Any) -> Any:

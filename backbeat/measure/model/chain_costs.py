@@ -66,11 +66,10 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
     if found:
         with seen:
             loss = training.forward()
-            seen.finish()
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
         training.optimizer.zero_grad(set_to_none=True)
-    links = {link.name: link for link in seen.links}
+    links = seen.links
     if len(links) < 2:
         return MeasuredChain()
     blocks = {name: found[name] for name in links}
@@ -84,7 +83,7 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
         peaks = _rises(training, blocks)
         head = peaks.get(("end", ""), 0)
     else:
-        peaks, head = {}, 2 * seen.head_saved
+        peaks, head = {}, 2 * seen.saved_since_block
         for name, size in sizes.items():
             peaks["forward", name] = size.output + size.saved
             gradients = sum(one.nbytes for one in blocks[name].parameters() if one.requires_grad)

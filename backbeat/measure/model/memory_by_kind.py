@@ -141,7 +141,6 @@ class BlockBytes(ChainRecorder):
     def __init__(self, blocks: dict[str, torch.nn.Module], alive: Iterable[torch.Tensor]) -> None:
         super().__init__(blocks)
         self.sizes: dict[str, BlockSizes] = {}
-        self.head_saved = 0
         self.outside_saved = 0
         self._alive = {storage_key(tensor) for tensor in alive}
         # A storage's address is its identity while it lives: whatever was looked at is held until the end.
@@ -159,13 +158,14 @@ class BlockBytes(ChainRecorder):
         self.callback(self._held.clear)
         return self
 
-    def finish(self) -> None:
-        """Forward is over: what was saved since the last block is the head's."""
-        self.head_saved = sum(size for key, size in self._between.items() if key not in self._ends)
+    @property
+    def saved_since_block(self) -> int:
+        """What was saved since the last block: once forward is over, the head's."""
+        return sum(size for key, size in self._between.items() if key not in self._ends)
 
     def begin(self, name: str, inputs: list[torch.Tensor]) -> None:
         super().begin(name, inputs)
-        self.outside_saved += sum(size for key, size in self._between.items() if key not in self._ends)
+        self.outside_saved += self.saved_since_block
         self._counted.update(self._between)
         self._between = {}
         self._running, self._saved = name, {}

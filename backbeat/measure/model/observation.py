@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -142,7 +143,7 @@ def measure_training(training: Training, options: MeasureOptions) -> Figures:
         run.begin()
         plain = run.plain((run.counts.plain + 1) // 2)
         launched = launch_times(training, run.begin) if clock.asynchronous else []
-        recomputed_s = run.recomputed_s(chain) if launched else (None, None)
+        recomputed = run.recomputed(chain) if launched else {}
         run.begin()
         # Hosts are alike: what disturbs one of them does not count. So all ranks do the same.
         quickest = LaunchTimes.each(min, launched) if launched else None
@@ -152,7 +153,7 @@ def measure_training(training: Training, options: MeasureOptions) -> Figures:
         hooked = ahead or run.hooked()
         run.begin()
         plain += run.plain(run.counts.plain // 2)
-        bound = run.launch_bound(plain, launched, host_share, ahead, *recomputed_s) if launched else None
+        bound = run.launch_bound(plain, launched, host_share, ahead, **recomputed) if launched else None
         if bound is not None and bound.kind == "launch-bound":
             # Plain iterations wait for the host, and so must those that say when each gradient is ready.
             hooked = run.hooked()
@@ -275,18 +276,16 @@ class _Run:
             backward_s=median(clock.between(marks.backward_begin, marks.backward_end) for marks in backward),
         )
 
-    def recomputed_s(self, chain: MeasuredChain) -> tuple[float | None, float | None]:
+    def recomputed(self, chain: MeasuredChain) -> dict[str, float | None]:
         """`recompute_s` and `fetch_s` of a `LaunchBound`, where a memory plan can be run."""
         apply_memory = self.options.apply_memory
         # Recomputed blocks would have to be compiled once more.
         if apply_memory is None or self.options.compile_blocks:
-            return None, None
+            return {}
         # Not begun together, as recomputed ones are not: a rank that cannot recompute has none.
         alone = launch_times(self.training)
-        return (
-            recomputation(self.training, chain.blocks, alone, apply_memory),
-            recomputation(self.training, chain.blocks, alone, apply_memory, "offload"),
-        )
+        found = partial(recomputation, self.training, chain.blocks, alone, apply_memory)
+        return {"recompute_s": found(), "fetch_s": found("offload")}
 
     def launch_bound(
         self,
@@ -294,8 +293,7 @@ class _Run:
         launched: list[LaunchTimes],
         host_share: float,
         ahead: Hooked | None,
-        recompute_s: float | None,
-        fetch_s: float | None,
+        **recomputed: Any,
     ) -> LaunchBound:
         """Whether plain iterations wait for the host. `ahead` is what hooked ones showed where it was let get ahead."""
         device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
@@ -306,8 +304,7 @@ class _Run:
             host_s=median(self.compare("host", LaunchTimes.each(median, launched).iteration_s)),
             iteration_s=median(_iteration_s(plain, self.training.clock)),
             device_s=device_s,
-            recompute_s=recompute_s,
-            fetch_s=fetch_s,
+            **recomputed,
         )
 
 
