@@ -26,6 +26,7 @@ from backbeat.comm import gloo, nccl
 from backbeat.model.checks import at_least
 
 logger = logging.getLogger("backbeat.runtime")
+_warn_once = functools.cache(logger.warning)
 
 # Ranks open communicators on one process group in one order, so counting gives each the same name everywhere. By the
 # object: names come again after `destroy_process_group`, and what ranks did before may differ.
@@ -184,11 +185,6 @@ def abort(backends: Sequence[Any], *, in_one_call: bool = False) -> None:
     for call in calls:
         with contextlib.suppress(Exception):
             call()
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
 
 
 def why_one(backend: str) -> str | None:

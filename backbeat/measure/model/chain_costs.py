@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from backbeat.comm.clock import Clock, Mark
 from backbeat.errors import where_raised
-from backbeat.measure.model.chain import BlockCall, BlockHooks, find_blocks
+from backbeat.measure.model.chain import BlockHooks, find_blocks
 from backbeat.measure.model.memory_by_kind import BlockBytes, BlockSizes, block_parameters, cast_inputs, held_tensors
 from backbeat.measure.model.training_step import AUTOCAST, Marks, Training, is_out_of_memory, median_phases, rounded
 from backbeat.model import Block, HostLink
@@ -78,7 +78,9 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
     sizes = seen.sizes
     parameters = block_parameters(blocks)
     cast, cast_notes = _cast_sizes(training, blocks)
-    notes = (*_notes(links), *cast_notes)
+    several = [f"{name} ({link.calls})" for name, link in links.items() if link.calls > 1]
+    what = "blocks: called several times in a forward, the figures are sums"
+    notes = (*([f"{what}: {', '.join(several)}"] if several else []), *cast_notes)
     if training.device.type == "cuda":
         peaks = _rises(training, blocks)
         head = peaks.get(("end", ""), 0)
@@ -143,13 +145,6 @@ def _cast_sizes(
         raised = where_raised(error)
         return {}, (f"blocks: with inputs in {training.precision}, as FSDP2 casts those of units: {raised}",)
     return seen.sizes, ()
-
-
-def _notes(links: dict[str, BlockCall]) -> tuple[str, ...]:
-    several = [f"{name} ({link.calls})" for name, link in links.items() if link.calls > 1]
-    if not several:
-        return ()
-    return (f"blocks: called several times in a forward, the figures are sums: {', '.join(several)}",)
 
 
 class BackwardBlockHooks(BlockHooks):

@@ -29,7 +29,10 @@ def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]
     loss.backward()  # type: ignore[no-untyped-call]
     del loss
     training.optimizer.zero_grad(set_to_none=True)
-    state = _optimizer_bytes(training.optimizer, device)
+    # Without scalars: step counters often live on the host.
+    states = (tensor for tensor in tensors_in(training.optimizer.state) if tensor.dim() > 0)
+    state = storage_bytes(tensor for tensor in states if tensor.device.type == device.type)
+    convolves = any(isinstance(child, torch.nn.modules.conv._ConvNd) for child in model.modules())
     gradient_bytes = sum(gradients.sizes)
     if device.type == "cuda":
         training.clock.synchronize()
@@ -50,7 +53,7 @@ def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]
         steady_bytes=steady,
         peak_bytes=peak,
         batch_bytes=storage_bytes(tensors_in(training.batch)),
-        cudnn_benchmark=device.type == "cuda" and torch.backends.cudnn.benchmark and _has_convolutions(model),
+        cudnn_benchmark=device.type == "cuda" and torch.backends.cudnn.benchmark and convolves,
     )
     return memory, {gradient: size for gradient, size in saved.items() if gradient is not None}
 
@@ -58,10 +61,6 @@ def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]
 def held_tensors(training: Training) -> list[torch.Tensor]:
     """What is there whatever autograd saves."""
     return [*training.model.parameters(), *training.model.buffers(), *tensors_in(training.batch)]
-
-
-def _has_convolutions(model: torch.nn.Module) -> bool:
-    return any(isinstance(child, torch.nn.modules.conv._ConvNd) for child in model.modules())
 
 
 @contextmanager
@@ -92,13 +91,6 @@ def saved_bytes(owners: list[Owner], alive: Iterable[torch.Tensor]) -> Iterator[
             hooks.enter_context(owner.module.register_forward_pre_hook(untraced(partial(begin, owner.gradient))))
         hooks.enter_context(saved_tensors_hooks(untraced(pack), untraced(lambda saved: saved)))
         yield sizes
-
-
-def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Of the state on the device, without scalars: step counters often live on the host."""
-    return storage_bytes(
-        tensor for tensor in tensors_in(optimizer.state) if tensor.device.type == device.type and tensor.dim() > 0
-    )
 
 
 def storage_key(tensor: torch.Tensor) -> int:
