@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from backbeat import __version__
-from backbeat.comm.nccl import nccl_version
+from backbeat.comm.communicators import nccl_version
 from backbeat.model import Source
 
 

@@ -17,8 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from backbeat.comm.agreement import RankStore
-from backbeat.comm.communicators import Communicators
-from backbeat.comm.nccl import set_nccl_launch_order
+from backbeat.comm.communicators import Communicators, set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
 from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
