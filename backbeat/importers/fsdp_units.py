@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,13 +51,6 @@ class MeasuredUnit:
     """From its parameters' copy-out to its end; not known of the root, which runs between others."""
 
 
-class UnitCollective(NamedTuple):
-    """One collective and whose it is."""
-
-    unit: str
-    transfer: Transfer
-
-
 def measured_units(
     facts: Facts, clock: DeviceClock, iterations: int, world_size: int | None
 ) -> tuple[MeasuredUnit, ...]:
@@ -69,10 +61,10 @@ def measured_units(
         return ()
     computing = Computing(facts, clock)
     order = list(dict.fromkeys(unit for what, unit, _ in marks if what == "pre_forward"))
-    order += [one.unit for one in sent if one.unit not in order]
+    order += [unit for unit, _ in sent if unit not in order]
     found = []
     for name in dict.fromkeys(order):
-        mine = [one.transfer for one in sent if one.unit == name]
+        mine = [transfer for unit, transfer in sent if unit == name]
         gathers, scatters, reduces = ([one for one in mine if one.kind == kind] for kind in KINDS)
         if not mine:
             continue
@@ -184,8 +176,8 @@ class Computing:
         return moment - common(np.array([[self.gaps[0, 0], moment]]), self.gaps)
 
 
-def unit_collectives(facts: Facts) -> list[UnitCollective]:
-    """Collectives with their units; none where the trace is not FSDP2's."""
+def unit_collectives(facts: Facts) -> list[tuple[str, Transfer]]:
+    """(unit, collective) of each; none where the trace is not FSDP2's."""
     marks = fsdp_marks(facts.marks)
     issues = [(unit, mark, _ISSUES[what]) for what, unit, mark in marks if what in _ISSUES]
     if not issues:
@@ -206,11 +198,11 @@ def unit_collectives(facts: Facts) -> list[UnitCollective]:
         while index >= 0 and issues[index][1].end < moment:
             index -= 1
         if index >= 0:
-            found.append(UnitCollective(issues[index][0], one))
+            found.append((issues[index][0], one))
     return found or _by_order(left, issues)
 
 
-def _by_order(transfers: Sequence[Transfer], issues: Sequence[tuple[str, Mark, str]]) -> list[UnitCollective]:
+def _by_order(transfers: Sequence[Transfer], issues: Sequence[tuple[str, Mark, str]]) -> list[tuple[str, Transfer]]:
     """The n-th reduction is the n-th issue's; gloo reduces and scatters by an all-reduce. Where there are twice as many
     as issues, each issues two: a reduce-scatter and the all-reduce of the copies."""
     found = []
@@ -221,10 +213,10 @@ def _by_order(transfers: Sequence[Transfer], issues: Sequence[tuple[str, Mark, s
         each, over = divmod(len(sent), len(issued)) if issued else (0, 1)
         if not over:
             found += [
-                UnitCollective(issued[index // each], replace(one, name="all_reduce" if index % each else kind))
+                (issued[index // each], replace(one, name="all_reduce" if index % each else kind))
                 for index, one in enumerate(sent)
             ]
-    return sorted(found, key=lambda one: one.transfer.start)
+    return sorted(found, key=lambda one: one[1].start)
 
 
 def _waits(transfers: Sequence[Transfer], clock: DeviceClock) -> NDArray[np.float64]:

@@ -111,7 +111,7 @@ def read_trace(path: str | Path) -> Measured:
         for start, end in (union(busy[(low <= busy[:, 0]) & (busy[:, 0] < high)] + gap) - gap).tolist()
     ]
     if units := unit_collectives(facts):
-        sent = [(one.transfer.kind.replace("_", "-"), one.unit, one.transfer) for one in units]
+        sent = [(one.kind.replace("_", "-"), unit, one) for unit, one in units]
     else:
         inside = [one for one in facts.transfers if low <= one.start < high]
         inside.sort(key=lambda one: (one.start, one.end, one.name, one.bytes or 0))

@@ -104,24 +104,14 @@ class PhaseMarks(ExitStack):
         for owner in owners:
             self.enter_context(owner.module.register_forward_pre_hook(untraced(self._hook(owner.gradient))))
 
-    def before_forward(self) -> None:
-        if self._phase == "forward":
-            self._begin()
-
-    def before_backward(self) -> None:
-        # Checkpointed modules run forward again inside backward; those calls are backward's time.
+    def begin(self, phase: Literal["forward", "backward", "end"]) -> None:
+        """Checkpointed modules run forward again inside backward; those calls are backward's time."""
         self._current = None
-        if self._phase == "backward":
-            self._begin()
-
-    def after_backward(self) -> None:
-        self._current = None
-
-    def _begin(self) -> None:
-        if self._head_start_s > 0:
-            self._clock.delay(self._head_start_s)
-        self._current = []
-        self.recordings.append(self._current)
+        if phase == self._phase:
+            if self._head_start_s > 0:
+                self._clock.delay(self._head_start_s)
+            self._current = []
+            self.recordings.append(self._current)
 
     def _hook(self, index: int) -> Any:
         mark = self._clock.mark
@@ -158,17 +148,17 @@ class Training:
 
     def micro_batch(self, forward_begin: Mark, observer: PhaseMarks | None = None) -> MicroBatch:
         if observer is not None:
-            observer.before_forward()
+            observer.begin("forward")
             forward_begin = self.clock.mark()
         loss = self.forward()
         forward_end = backward_begin = self.clock.mark()
         if observer is not None:
-            observer.before_backward()
+            observer.begin("backward")
             backward_begin = self.clock.mark()
         loss.backward()  # type: ignore[no-untyped-call]
         backward_end = self.clock.mark()
         if observer is not None:
-            observer.after_backward()
+            observer.begin("end")
         return MicroBatch(forward_begin, forward_end, backward_begin, backward_end)
 
     def forward(self) -> torch.Tensor:
