@@ -7,7 +7,7 @@ the device. What was used, guessed and missing ends up in the profile's notes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,8 +182,7 @@ def _passes(facts: Facts, ready: list[Ready], low: float, high: float) -> list[t
     inside = np.flatnonzero((starts >= low) & (starts < high))
     passes: list[tuple[float, float, list[Ready]]] = []
     latest, until = -1, dict[int, float]()
-    queue = iter(ready)
-    waiting = next(queue, None)
+    waiting = deque(ready)
     for node in inside[np.argsort(starts[inside], kind="stable")]:
         thread = int(threads[node])
         if starts[node] < until.get(thread, -np.inf):
@@ -193,15 +192,13 @@ def _passes(facts: Facts, ready: list[Ready], low: float, high: float) -> list[t
             passes.append((float(starts[node]), float(ends[node]), []))
             latest = -1
         latest = max(latest, int(numbers[node]))
-        while waiting is not None and waiting.start <= ends[node]:
-            passes[-1][2].append(waiting)
-            waiting = next(queue, None)
+        while waiting and waiting[0].start <= ends[node]:
+            passes[-1][2].append(waiting.popleft())
         passes[-1] = (passes[-1][0], max(passes[-1][1], float(ends[node])), passes[-1][2])
-    left = [*([waiting] if waiting is not None else []), *queue]
     if not passes:
         return [(ready[0].start, ready[-1].end, ready)]
-    passes[-1][2].extend(left)
-    return [one for one in passes if one[2]] or [(ready[0].start, ready[-1].end, ready)]
+    passes[-1][2].extend(waiting)
+    return [one for one in passes if one[2]]
 
 
 def _forward_start(
