@@ -95,11 +95,21 @@ def measure(model: torch.nn.Module, batch: Any, loss: Loss, options: MeasureOpti
     samples = options.batch_size or samples_in(batch)
     if samples is None:
         raise InputError("the batch holds no tensor to count samples in: give batch_size")
-    training = _training(model, batch, loss, where, options)
-    given_optimizer = None if isinstance(options.optimizer, str) else options.optimizer
+    given = None if isinstance(options.optimizer, str) else options.optimizer
+    training = Training(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=given if given is not None else make_optimizer(str(options.optimizer or "sgd"), trainable_of(model)),
+        device=where,
+        precision=options.precision,
+        accumulation=options.accumulation,
+        scaler=scaler_for(options.precision, where),
+        clock=clock_for(where),
+    )
     current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
     with _failures_explained(samples, where), current, tensor_cores(options.precision, where):
-        with put_back(model, given_optimizer, where) if options.keep else contextlib.nullcontext():
+        with put_back(model, given, where) if options.keep else contextlib.nullcontext():
             figures = measure_training(training, options)
         found = noise(figures.iteration_s, figures.forward_s + figures.backward_s, figures.overhead)
         if found is not None and not options.accept_noise:
@@ -134,25 +144,6 @@ def measure(model: torch.nn.Module, batch: Any, loss: Loss, options: MeasureOpti
         **{} if figures.launch_bound is None else host_fields(figures.launch_bound),
     )
     return MeasuredModel(document, figures.overhead, figures.launch_bound)
-
-
-def _training(
-    model: torch.nn.Module, batch: Any, loss: Loss, device: torch.device, options: MeasureOptions
-) -> Training:
-    optimizer = options.optimizer
-    if optimizer is None or isinstance(optimizer, str):
-        optimizer = make_optimizer(optimizer or "sgd", trainable_of(model))
-    return Training(
-        model=model,
-        batch=batch,
-        loss=loss,
-        optimizer=optimizer,
-        device=device,
-        precision=options.precision,
-        accumulation=options.accumulation,
-        scaler=scaler_for(options.precision, device),
-        clock=clock_for(device),
-    )
 
 
 @contextlib.contextmanager

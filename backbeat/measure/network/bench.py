@@ -129,7 +129,14 @@ class Bench:
         elements = max(1, math.ceil(case.bytes / _ELEMENT_BYTES))
         communicators = self._communicators[: case.communicators]
         if case.collective in ("all_gather", "reduce_scatter"):
-            return self._shard_launcher(case, math.ceil(elements / self.workers), communicators)
+            # All-gathers on the first communicator, reduce-scatters on the last; a pair's have memory of their own.
+            kinds, per_rank = 2 if case.paired else 1, math.ceil(elements / self.workers)
+            wholes = self._room(kinds * per_rank * self.workers).chunk(kinds)
+            shards = self._room(kinds * per_rank, "shard").chunk(kinds)
+            gather = partial(communicators[0].all_gather, wholes[0], shards[0])
+            scatter = partial(communicators[-1].reduce_scatter, shards[-1], wholes[-1])
+            turn = [gather, scatter] if case.paired else [gather if case.collective == "all_gather" else scatter]
+            return lambda: [send() for _ in range(case.messages) for send in turn]
         room = self._room(elements * case.messages)
         if case.collective == "broadcast":
             return lambda: [communicators[0].broadcast(room[:elements])]
@@ -137,18 +144,6 @@ class Bench:
         return lambda: [
             communicators[index % case.communicators].all_reduce(piece) for index, piece in enumerate(pieces)
         ]
-
-    def _shard_launcher(
-        self, case: Case, per_rank: int, communicators: Sequence[Communicator]
-    ) -> Callable[[], list[Any]]:
-        """All-gathers on the first communicator, reduce-scatters on the last; a pair's have memory of their own."""
-        kinds = 2 if case.paired else 1
-        wholes = self._room(kinds * per_rank * self.workers).chunk(kinds)
-        shards = self._room(kinds * per_rank, "shard").chunk(kinds)
-        gather = partial(communicators[0].all_gather, wholes[0], shards[0])
-        scatter = partial(communicators[-1].reduce_scatter, shards[-1], wholes[-1])
-        turn = [gather, scatter] if case.paired else [gather if case.collective == "all_gather" else scatter]
-        return lambda: [send() for _ in range(case.messages) for send in turn]
 
     def _room(self, elements: int, kind: str = "whole") -> torch.Tensor:
         if self._rooms[kind].numel() < elements:
