@@ -72,7 +72,7 @@ def saved_bytes(owners: list[Owner], alive: Iterable[torch.Tensor]) -> Iterator[
     """
     sizes: Counter[int | None] = Counter()
     seen = {storage_key(tensor) for tensor in alive}
-    running = owners[0].gradient if owners else None
+    running = owners[0][1] if owners else None
 
     def begin(gradient: int, _module: torch.nn.Module, _arguments: Any) -> None:
         nonlocal running
@@ -87,8 +87,8 @@ def saved_bytes(owners: list[Owner], alive: Iterable[torch.Tensor]) -> Iterator[
         return tensor.detach()
 
     with ExitStack() as hooks:
-        for owner in owners:
-            hooks.enter_context(owner.module.register_forward_pre_hook(untraced(partial(begin, owner.gradient))))
+        for module, gradient in owners:
+            hooks.enter_context(module.register_forward_pre_hook(untraced(partial(begin, gradient))))
         hooks.enter_context(saved_tensors_hooks(untraced(pack), untraced(lambda saved: saved)))
         yield sizes
 

@@ -129,7 +129,7 @@ def measure_training(training: Training, options: MeasureOptions) -> Figures:
     """
     gradients = first_iteration(training)
     compiled = is_compiled(training.model)
-    flops, no_flops = _flops(training, options, compiled)
+    flops, no_flops = (None, None) if options.brief else count_flops(training)
     blocks = graph_blocks(training.model).values() if options.compile_blocks else None
     owners = [] if compiled else find_owners(training.model, gradients.parameters, blocks)
     with compiled_blocks(training) if options.compile_blocks else nullcontext(training) as training:
@@ -174,13 +174,6 @@ def measure_training(training: Training, options: MeasureOptions) -> Figures:
             no_flops=no_flops,
             sequence_length=sequence_length(training.batch),
         )
-
-
-def _flops(training: Training, options: MeasureOptions, compiled: bool) -> tuple[float | None, str | None]:
-    """Of forward and backward, or why they are not known."""
-    if options.brief:
-        return None, None
-    return (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work
-from backbeat.measure.model.chain import in_backward, tensors_of
+from backbeat.measure.model.chain import in_backward, is_compiled, tensors_of
 from backbeat.measure.model.training_step import Training, is_out_of_memory
 
 _ATTENTION = "_scaled_dot_product"
@@ -303,6 +303,8 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 def count_flops(training: Training) -> tuple[float | None, str | None]:
     """(FLOPs of one micro-batch, None), or (None, why they are not known)."""
+    if is_compiled(training.model):
+        return None, "no FLOPs: a compiled model hides them"
     counter = FlopCounter()
     try:
         with counter:

@@ -27,6 +27,8 @@ Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Owner = tuple[torch.nn.Module, int]
+"""A module, and the gradient that its forward time and activations are booked on."""
 # Large enough to keep small gradients, small enough that no warm-up step is skipped for an overflow.
 _FIRST_SCALE = 1024.0
 
@@ -53,14 +55,6 @@ class Marks(NamedTuple):
     end: Mark
 
 
-@dataclass(frozen=True)
-class Owner:
-    """A module, and the gradient that its forward time and activations are booked on."""
-
-    module: torch.nn.Module
-    gradient: int
-
-
 def find_owners(
     model: torch.nn.Module, gradients: list[torch.nn.Parameter], blocks: Iterable[torch.nn.Module] | None = None
 ) -> list[Owner]:
@@ -74,7 +68,7 @@ def find_owners(
         held = module.parameters(recurse=blocks is not None)
         mine = [index_of[id(parameter)] for parameter in held if id(parameter) in index_of]
         if mine:
-            owners.append(Owner(module, mine[0]))
+            owners.append((module, mine[0]))
     return owners
 
 
@@ -101,8 +95,8 @@ class PhaseMarks(ExitStack):
 
     def watch_modules(self, owners: list[Owner]) -> None:
         """Mark the beginning of every owning module."""
-        for owner in owners:
-            self.enter_context(owner.module.register_forward_pre_hook(untraced(self._hook(owner.gradient))))
+        for module, gradient in owners:
+            self.enter_context(module.register_forward_pre_hook(untraced(self._hook(gradient))))
 
     def begin(self, phase: Literal["forward", "backward", "end"]) -> None:
         """Checkpointed modules run forward again inside backward; those calls are backward's time."""
