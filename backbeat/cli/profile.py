@@ -13,7 +13,6 @@ import typer
 
 from backbeat.cli.common import check_writable, need_torch, say
 from backbeat.errors import InputError
-from backbeat.measure.model.noise import band
 from backbeat.model import Profile
 from backbeat.model.files import encode
 from backbeat.report.words.numbers import format_number
@@ -147,6 +146,8 @@ def _two_counts(text: str) -> tuple[int, int]:
 
 def summary(profile: Profile) -> str:
     """A few lines a person can check the measurement by."""
+    from backbeat.measure.model.profiler import band
+
     first, last = profile.gradients[0], profile.gradients[-1]
     rows = [
         ("forward", format_seconds(profile.forward_s)),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from backbeat import __version__
-from backbeat.comm.nccl import nccl_version
+from backbeat.comm.communicators import nccl_version
 from backbeat.model import Source
 
 
@@ -36,13 +36,7 @@ def source(command: str | None, device: torch.device) -> Source:
     machine = f"{_cpu_name()}, {os.cpu_count()} CPUs"
     if device.type == "cuda":
         machine = f"1x {device_name(device)}, {machine}"
-    return Source(
-        method="measured",
-        command=command,
-        machine=machine,
-        date=today(),
-        versions=versions(device),
-    )
+    return Source(method="measured", command=command, machine=machine, date=today(), versions=versions(device))
 
 
 def today() -> str:

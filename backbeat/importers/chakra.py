@@ -7,7 +7,6 @@ gradient, ready when the computation it depends on has ended. Durations are whol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -86,7 +85,15 @@ def load(path: str | Path, *, batch_size: int | None = None, model: str | None =
         notes.append("missing: the batch size; taken as 1, --batch-size says it")
     if others:
         notes.append(f"missing: {others} other collectives were left out")
-    ordered = sorted(sums, key=lambda node: (ready[node.id], node.id))
+    gradients: list[Gradient] = []
+    taken: set[str] = set()
+    for node in sorted(sums, key=lambda node: (ready[node.id], node.id)):
+        label = node.name if node.name and node.name not in taken else f"{node.name}#{node.id}"
+        size = node.attributes.get("comm_size")
+        if size is None or not 0 <= size <= _LARGEST:
+            raise InputError(f"{where}: all-reduce {node.name!r} has comm_size {size}: it must be a number of bytes")
+        gradients.append(Gradient(name=label, bytes=size, ready_s=(ready[node.id] - forward) * 1e-6))
+        taken.add(label)
     return Profile(
         name=where.stem or "trace",
         model=model or where.stem or "unknown",
@@ -96,10 +103,7 @@ def load(path: str | Path, *, batch_size: int | None = None, model: str | None =
         forward_s=forward * 1e-6,
         backward_s=max(0, last - forward) * 1e-6,
         update_s=max(0, whole - last) * 1e-6,
-        gradients=tuple(
-            Gradient(name=label, bytes=_size(node, str(where)), ready_s=(ready[node.id] - forward) * 1e-6)
-            for label, node in zip(_labels(ordered), ordered, strict=True)
-        ),
+        gradients=tuple(gradients),
         source=Source(method="imported", reference=f"Chakra trace {where.name}"),
         notes=tuple(notes),
     )
@@ -185,20 +189,3 @@ def _schedule(nodes: list[TraceNode], where: str) -> tuple[dict[int, int], dict[
         finish[node.id] = begin + (node.micros if node.type == COMPUTE else 0)
         after[node.id] = node.type == COLLECTIVE or any(after[one] for one in node.needs)
     return finish, after
-
-
-def _labels(nodes: Iterable[TraceNode]) -> list[str]:
-    labels: list[str] = []
-    taken: set[str] = set()
-    for node in nodes:
-        label = node.name if node.name and node.name not in taken else f"{node.name}#{node.id}"
-        taken.add(label)
-        labels.append(label)
-    return labels
-
-
-def _size(node: TraceNode, where: str) -> int:
-    size = node.attributes.get("comm_size")
-    if size is None or not 0 <= size <= _LARGEST:
-        raise InputError(f"{where}: all-reduce {node.name!r} has comm_size {size}: it must be a number of bytes")
-    return size

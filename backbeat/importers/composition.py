@@ -1,21 +1,46 @@
-"""One network from measurements of the same cluster at several numbers of nodes."""
+"""One network from measurements of a cluster at several numbers of nodes: files of each, or a published table.
+
+A table of bus bandwidths is CSV, one measurement a line:
+
+    nodes,size,bus_bandwidth,p5,p95,collective
+    2,256MB,361.7,302.3,436.1,all_reduce
+    4,256MB,160.1,44.5,219.1,all_reduce
+
+`nodes` (or `workers`), `size` and `bus_bandwidth` (in GB/s, as nccl-tests defines it) are needed; `collective` is
+all_reduce where it is left out; `p5` and `p95` become the band from a busy to a quiet cluster. Tables with one column
+for each number of nodes, `nodes_1,nodes_2,…`, and the kind of figure in a column `metric`, are read as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
-from backbeat.cost.protocols import INFINIBAND_HOP_S
+from backbeat.cost.collectives import COLLECTIVES, Collective, traffic
+from backbeat.cost.protocols import INFINIBAND_HOP_S, NicLatency, all_reduce_lines, fastest_s, rate_through, ring_lines
 from backbeat.errors import InputError
-from backbeat.importers import bandwidth_table, nccl_tests
-from backbeat.importers.bandwidth_table import network_of
+from backbeat.importers import nccl_tests
 from backbeat.model import files
+from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.fabric import Fabric
 from backbeat.model.files import Source
 from backbeat.model.network import Network, WorkersRow
-from backbeat.model.topology import Topology
+from backbeat.model.specification import SIZES
+from backbeat.model.topology import LoadBand, Topology
+from backbeat.units import parse_bytes
+
+_WIDE = re.compile(r"(nodes|workers)_([0-9]+)")
+_FIGURES = ("bus_bandwidth", "p5", "p95")
+_Key = tuple[int, Collective, int]
+"""(workers, collective, bytes)"""
 
 
 def read_network(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBAND_HOP_S) -> Network:
@@ -25,7 +50,7 @@ def read_network(path: str, *, gpus_per_node: int | None = None, hop_s: float = 
     if where.suffix.lower() == ".csv":
         if gpus_per_node is None:
             raise InputError(f"{path}: the table does not say how many GPUs a node has: give --gpus-per-node")
-        return bandwidth_table.load(where, gpus_per_node=gpus_per_node, hop_s=hop_s)
+        return load_table(where, gpus_per_node=gpus_per_node, hop_s=hop_s)
     raw = files.read(where)
     if b'"backbeat.network/' in raw[:200]:
         return files.decode(raw, Network, where=path)
@@ -73,3 +98,120 @@ def _origin(network: Network) -> str:
     if isinstance(source, Source):
         return source.reference or f"{network.name} ({source.method})"
     return source or network.name
+
+
+def network_of(rows: Sequence[WorkersRow], *, topology: Topology, **fields: Any) -> Network:
+    """Rows by number of workers as one network: the fewest that cross nodes are the file's own."""
+    own = next((row for row in rows if row.workers > topology.gpus_per_node), rows[-1])
+    others = tuple(row for row in rows if row is not own)
+    return Network(topology=topology, rows=others, **fields, **msgspec.structs.asdict(own))
+
+
+def load_table(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_S) -> Network:
+    """Where the table has one size, others are guessed with `hop_s`, one message from node to node."""
+    where = files.existing(path, "a table of bus bandwidths as CSV")
+    text = files.read(where).decode("utf-8-sig", errors="replace")
+    reader = csv.DictReader(io.StringIO(text))
+    reader.fieldnames = [heading.strip().lower() for heading in reader.fieldnames or ()]
+    found: dict[_Key, dict[str, float]] = {}
+    for line, cells in enumerate(reader, start=2):
+        try:
+            for workers, figure, value in _figures(cells, gpus_per_node):
+                found.setdefault((workers, _collective(cells), _size(cells)), {})[figure] = value
+        except InputError as error:
+            raise InputError(f"{where}, line {line}: {error}") from None
+    counts = sorted({workers for workers, collective, _ in found if collective == "all_reduce" and workers > 1})
+    if not counts:
+        raise InputError(
+            f"{where}: no all-reduce on two GPUs or more in it: columns nodes (or workers), size and bus_bandwidth "
+            "in GB/s are needed, one measurement a line"
+        )
+    one_size = len({size for _, _, size in found}) == 1
+    guessed = "guessed: other sizes than the one in the table, as NCCL's protocols have them"
+    return network_of(
+        [_row(count, found, gpus_per_node, hop_s, where) for count in counts],
+        name=where.stem,
+        topology=Topology(gpus_per_node=gpus_per_node),
+        source=Source(method="imported", reference=f"table of bus bandwidths {where.name}"),
+        notes=(guessed,) if one_size else (),
+    )
+
+
+def _row(workers: int, found: dict[_Key, dict[str, float]], per_node: int, hop_s: float, where: Path) -> WorkersRow:
+    times: dict[str, Any] = {}
+    band = None
+    for collective in COLLECTIVES:
+        sizes = sorted(size for count, kind, size in found if (count, kind) == (workers, collective))
+        points = []
+        for size in sizes:
+            figures = found[workers, collective, size]
+            if "bus_bandwidth" not in figures:
+                raise InputError(f"{where}: {collective} on {workers} GPUs has no bus_bandwidth beside its percentiles")
+            points.append((size, traffic(collective, "ring", workers) * size / (figures["bus_bandwidth"] * 1e9)))
+            if collective == "all_reduce" and {"p5", "p95"} <= figures.keys():
+                middle = figures["bus_bandwidth"]
+                band = LoadBand(quiet=max(figures["p95"] / middle, 1.0), busy=min(figures["p5"] / middle, 1.0))
+        if len(points) > 1:
+            times[collective] = CollectiveTimes(points=tuple(points))
+        elif points:
+            times[collective] = _one_point(collective, workers, per_node, hop_s, *points[0])
+    return WorkersRow(workers=workers, band=band, **times)
+
+
+def _one_point(
+    collective: Collective, workers: int, per_node: int, hop_s: float, size: int, seconds: float
+) -> CollectiveTimes:
+    """Other sizes as NCCL's protocols have them."""
+    latency, nodes = NicLatency.of(hop_s), -(-workers // per_node)
+    lines = (all_reduce_lines if collective == "all_reduce" else ring_lines)(nodes, per_node, latency)
+    sent = traffic(collective, "ring", workers)
+    rate = rate_through(lines, sent * size, seconds)
+    sizes = sorted({*SIZES, size})
+    return CollectiveTimes(points=tuple((one, fastest_s(lines, sent * one, rate)) for one in sizes))
+
+
+def _figures(cells: dict[str, str], per_node: int) -> Iterator[tuple[int, str, float]]:
+    """(workers, kind of figure, GB/s) of a line."""
+    wide = [(match, value) for key, value in cells.items() if key and (match := _WIDE.fullmatch(key)) and value]
+    if wide:
+        metric = cells.get("metric") or "bus_bandwidth"
+        named = re.match(r"p(5|95)(?![0-9])", metric.strip().lower())
+        for match, value in wide:
+            count = int(match[2]) * (per_node if match[1] == "nodes" else 1)
+            yield count, named[0] if named else "bus_bandwidth", _number(value)
+        return
+    given = cells.get("workers") or cells.get("nodes")
+    if not given or not given.strip().isdigit() or int(given) < 1:
+        raise InputError(f"nodes is {given!r}: give the number of nodes, or of GPUs in a column workers")
+    count = int(given) * (1 if cells.get("workers") else per_node)
+    for figure in _FIGURES:
+        if cells.get(figure):
+            yield count, figure, _number(cells[figure])
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e9:
+        raise InputError(f"{text!r} is not a bus bandwidth: write GB/s, above zero")
+    return value
+
+
+def _size(cells: dict[str, str]) -> int:
+    text = cells.get("size") or ""
+    size = parse_bytes(text)
+    if size < 1:
+        raise InputError(f"size is {text!r}: a message has at least one byte")
+    return size
+
+
+def _collective(cells: dict[str, str]) -> Collective:
+    """However it is written: AllReduce, all-reduce, all_reduce_perf."""
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", (cells.get("collective") or "all_reduce").strip()).lower()
+    text = text.replace("-", "_").replace(" ", "_").removesuffix("_perf")
+    for collective in COLLECTIVES:
+        if text == collective:
+            return collective
+    raise InputError(f"collective is {text!r}: it is one of {', '.join(COLLECTIVES)}")

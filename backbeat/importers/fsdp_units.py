@@ -14,13 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backbeat.importers.trace_clock import DeviceClock, common, union
-from backbeat.importers.trace_facts import KINDS, Facts, Mark, Ready, Transfer
+from backbeat.importers.trace_facts import KINDS, DeviceClock, Facts, Mark, Ready, Transfer, common, union, without
 from backbeat.units import format_seconds
 
 ROOT_UNIT = "root"
@@ -53,13 +51,6 @@ class MeasuredUnit:
     """From its parameters' copy-out to its end; not known of the root, which runs between others."""
 
 
-class UnitCollective(NamedTuple):
-    """One collective and whose it is."""
-
-    unit: str
-    transfer: Transfer
-
-
 def measured_units(
     facts: Facts, clock: DeviceClock, iterations: int, world_size: int | None
 ) -> tuple[MeasuredUnit, ...]:
@@ -70,10 +61,10 @@ def measured_units(
         return ()
     computing = Computing(facts, clock)
     order = list(dict.fromkeys(unit for what, unit, _ in marks if what == "pre_forward"))
-    order += [one.unit for one in sent if one.unit not in order]
+    order += [unit for unit, _ in sent if unit not in order]
     found = []
     for name in dict.fromkeys(order):
-        mine = [one.transfer for one in sent if one.unit == name]
+        mine = [transfer for unit, transfer in sent if unit == name]
         gathers, scatters, reduces = ([one for one in mine if one.kind == kind] for kind in KINDS)
         if not mine:
             continue
@@ -185,8 +176,8 @@ class Computing:
         return moment - common(np.array([[self.gaps[0, 0], moment]]), self.gaps)
 
 
-def unit_collectives(facts: Facts) -> list[UnitCollective]:
-    """Collectives with their units; none where the trace is not FSDP2's."""
+def unit_collectives(facts: Facts) -> list[tuple[str, Transfer]]:
+    """(unit, collective) of each; none where the trace is not FSDP2's."""
     marks = fsdp_marks(facts.marks)
     issues = [(unit, mark, _ISSUES[what]) for what, unit, mark in marks if what in _ISSUES]
     if not issues:
@@ -207,11 +198,11 @@ def unit_collectives(facts: Facts) -> list[UnitCollective]:
         while index >= 0 and issues[index][1].end < moment:
             index -= 1
         if index >= 0:
-            found.append(UnitCollective(issues[index][0], one))
+            found.append((issues[index][0], one))
     return found or _by_order(left, issues)
 
 
-def _by_order(transfers: Sequence[Transfer], issues: Sequence[tuple[str, Mark, str]]) -> list[UnitCollective]:
+def _by_order(transfers: Sequence[Transfer], issues: Sequence[tuple[str, Mark, str]]) -> list[tuple[str, Transfer]]:
     """The n-th reduction is the n-th issue's; gloo reduces and scatters by an all-reduce. Where there are twice as many
     as issues, each issues two: a reduce-scatter and the all-reduce of the copies."""
     found = []
@@ -222,26 +213,15 @@ def _by_order(transfers: Sequence[Transfer], issues: Sequence[tuple[str, Mark, s
         each, over = divmod(len(sent), len(issued)) if issued else (0, 1)
         if not over:
             found += [
-                UnitCollective(issued[index // each], replace(one, name="all_reduce" if index % each else kind))
+                (issued[index // each], replace(one, name="all_reduce" if index % each else kind))
                 for index, one in enumerate(sent)
             ]
-    return sorted(found, key=lambda one: one.transfer.start)
+    return sorted(found, key=lambda one: one[1].start)
 
 
 def _waits(transfers: Sequence[Transfer], clock: DeviceClock) -> NDArray[np.float64]:
     """Intervals in which the device communicates and computes nothing."""
-    return _without(union(np.array([[one.start, one.end] for one in transfers])), clock.busy)
-
-
-def _without(intervals: NDArray[np.float64], busy: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What of the intervals no busy one covers."""
-    left = []
-    for start, end in intervals:
-        first = int(np.searchsorted(busy[:, 1], start, side="right"))
-        last = int(np.searchsorted(busy[:, 0], end, side="left"))
-        edges = [start, *busy[first:last].ravel().tolist(), end]
-        left += [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if high > low]
-    return np.array(left) if left else np.zeros((0, 2))
+    return without(union(np.array([[one.start, one.end] for one in transfers])), clock.busy)
 
 
 def _bytes(transfers: Sequence[Transfer], shards: int | None = 1) -> int | None:

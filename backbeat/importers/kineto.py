@@ -7,20 +7,19 @@ the device. What was used, guessed and missing ends up in the profile's notes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from backbeat.errors import InputError
 from backbeat.importers.fsdp_units import Computing, MeasuredUnit, in_units, measured_units, unit_notes
-from backbeat.importers.trace_clock import DeviceClock, arrays, common, union
 from backbeat.importers.trace_events import TraceReader
-from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
+from backbeat.importers.trace_facts import DeviceClock, Facts, Mark, Ready, arrays, collect, common, union
 from backbeat.model.checks import at_least
 from backbeat.model.files import Source, existing
 from backbeat.model.profile import Gradient, Profile
@@ -31,17 +30,11 @@ _IDLE = 0.1
 _SHAPES_ADVICE = "profile again with record_shapes=True, or give --like with a profile of the same model"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class Trace(NamedTuple):
     """What a trace says about one worker."""
 
     profile: Profile
-    transfers: tuple[Transfer, ...]
-    """Its collectives, in the order of their start."""
-    overlap: float | None
-    """Time computing while communicating, over time communicating; None without collectives."""
-    iterations: int
-    units: tuple[MeasuredUnit, ...] = ()
+    units: tuple[MeasuredUnit, ...]
     """Of an FSDP2 job, in the order of forward."""
 
 
@@ -98,9 +91,7 @@ def load(
     middle = _middle(chosen, notes)
     batch_size = batch_size or _batch(facts, like, notes)
     precision = _precision(facts, like, notes)
-    transfers = tuple(sorted(facts.transfers, key=lambda transfer: transfer.start))
-    overlap = _overlap(facts, clock) if transfers else None
-    notes += _communication_notes(transfers, overlap, len(windows), sharded=bool(units))
+    notes += _communication_notes(facts, clock, len(windows), sharded=bool(units))
     notes += unit_notes(units, on_device=clock.on_device)
     stem = where.name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace")
     times = [one.passes * ((one.forward_s or 0.0) + one.backward_s) + (one.update_s or 0.0) for one in chosen]
@@ -118,12 +109,12 @@ def load(
             for (label, size), moment, forward_s in zip(named, middle.ready_s, forward, strict=True)
         ),
         # With other workers, an iteration contains their slowness too.
-        iteration_s=() if transfers else tuple(times),
+        iteration_s=() if facts.transfers else tuple(times),
         accumulation=middle.passes,
         source=Source(method="imported", reference=f"torch.profiler trace {where.name}"),
         notes=tuple(notes),
     )
-    return Trace(profile=profile, transfers=transfers, overlap=overlap, iterations=len(chosen), units=units)
+    return Trace(profile, units)
 
 
 def _world_size(top: dict[str, Any]) -> int | None:
@@ -191,8 +182,7 @@ def _passes(facts: Facts, ready: list[Ready], low: float, high: float) -> list[t
     inside = np.flatnonzero((starts >= low) & (starts < high))
     passes: list[tuple[float, float, list[Ready]]] = []
     latest, until = -1, dict[int, float]()
-    queue = iter(ready)
-    waiting = next(queue, None)
+    waiting = deque(ready)
     for node in inside[np.argsort(starts[inside], kind="stable")]:
         thread = int(threads[node])
         if starts[node] < until.get(thread, -np.inf):
@@ -202,15 +192,13 @@ def _passes(facts: Facts, ready: list[Ready], low: float, high: float) -> list[t
             passes.append((float(starts[node]), float(ends[node]), []))
             latest = -1
         latest = max(latest, int(numbers[node]))
-        while waiting is not None and waiting.start <= ends[node]:
-            passes[-1][2].append(waiting)
-            waiting = next(queue, None)
+        while waiting and waiting[0].start <= ends[node]:
+            passes[-1][2].append(waiting.popleft())
         passes[-1] = (passes[-1][0], max(passes[-1][1], float(ends[node])), passes[-1][2])
-    left = [*([waiting] if waiting is not None else []), *queue]
     if not passes:
         return [(ready[0].start, ready[-1].end, ready)]
-    passes[-1][2].extend(left)
-    return [one for one in passes if one[2]] or [(ready[0].start, ready[-1].end, ready)]
+    passes[-1][2].extend(waiting)
+    return [one for one in passes if one[2]]
 
 
 def _forward_start(
@@ -342,16 +330,8 @@ def _device(top: dict[str, Any], facts: Facts) -> str:
     return "cuda" if facts.kernels.start else "cpu"
 
 
-def _overlap(facts: Facts, clock: DeviceClock) -> float | None:
-    talking = union(np.array([[one.start, one.end] for one in facts.transfers]))
-    host = np.stack(arrays(facts.operators.start, facts.operators.end), axis=1)
-    total = float((talking[:, 1] - talking[:, 0]).sum())
-    return common(talking, clock.busy if clock.on_device else union(host)) / total if total > 0 else None
-
-
-def _communication_notes(
-    transfers: Sequence[Transfer], overlap: float | None, windows: int, *, sharded: bool
-) -> list[str]:
+def _communication_notes(facts: Facts, clock: DeviceClock, windows: int, *, sharded: bool) -> list[str]:
+    transfers = sorted(facts.transfers, key=lambda transfer: transfer.start)
     if not transfers:
         return ["missing: collectives; this is the trace of a single worker"]
     kinds: dict[tuple[str, int | None], list[float]] = {}
@@ -363,7 +343,11 @@ def _communication_notes(
         for (name, size), times in shown[:4]
     )
     notes = [f"used: {len(transfers)} collectives in {windows} iterations: {listed}{', …' if len(shown) > 4 else ''}"]
-    if overlap is not None:
+    talking = union(np.array([[one.start, one.end] for one in transfers]))
+    talking_s = float((talking[:, 1] - talking[:, 0]).sum())
+    if talking_s > 0:
+        host = np.stack(arrays(facts.operators.start, facts.operators.end), axis=1)
+        overlap = common(talking, clock.busy if clock.on_device else union(host)) / talking_s
         notes.append(f"used: overlap ratio {overlap:.2f} (time computing while communicating / time communicating)")
     if not sharded:
         notes.append(

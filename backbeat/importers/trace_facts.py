@@ -1,4 +1,5 @@
-"""What a profile needs of a torch.profiler trace, in arrays, so that a large trace stays small."""
+"""What a profile needs of a torch.profiler trace, in arrays, so that a large trace stays small; and when the device has
+done what the host asked of it, from the launches and kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from backbeat.errors import InputError
+from backbeat.simulate.schedule import busy_periods
 
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = ("torch::autograd::AccumulateGrad", "AccumulateGrad")
@@ -214,3 +219,79 @@ def _integer(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 2**62:
         return -1
     return value
+
+
+class DeviceClock:
+    """From a moment on the host to the moment the device has finished all that was launched until then."""
+
+    def __init__(self, facts: Facts) -> None:
+        start, end, stream = arrays(facts.kernels.start, facts.kernels.end, facts.kernels.tag)
+        self.on_device = start.size > 0
+        if not self.on_device:
+            return
+        # Copies and side work run elsewhere; the stream that is busy longest is the one backward runs on.
+        busy = {one: float((end - start)[stream == one].sum()) for one in np.unique(stream)}
+        mine = stream == max(busy, key=lambda one: busy[one])
+        self.start, self.end = start[mine], end[mine]
+        self.launched = self._launched(facts, np.asarray(facts.kernel_ids, dtype=np.int64)[mine])
+        order = np.argsort(self.launched, kind="stable")
+        self._launches = self.launched[order]
+        self._finished = np.maximum.accumulate(self.end[order])
+        self.busy = union(np.stack([self.start, self.end], axis=1))
+
+    def _launched(self, facts: Facts, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """When each kernel was launched; its own start where the launch is not in the trace."""
+        called = np.asarray(facts.launches.tag, dtype=np.int64)
+        start: NDArray[np.float64] = self.start
+        if called.size == 0:
+            return start
+        order = np.argsort(called, kind="stable")
+        index = np.minimum(np.searchsorted(called[order], ids), called.size - 1)
+        found = called[order][index] == ids
+        launched: NDArray[np.float64] = np.where(found, np.asarray(facts.launches.start)[order][index], start)
+        return launched
+
+    def done(self, moment: float) -> float:
+        if not self.on_device:
+            return moment
+        before = int(np.searchsorted(self._launches, moment, side="right"))
+        return max(moment, float(self._finished[before - 1])) if before else moment
+
+    def idle(self, start: float, end: float) -> float:
+        if not self.on_device or end <= start:
+            return 0.0
+        return 1 - common(np.array([[start, end]]), self.busy) / (end - start)
+
+    def busy_s(self, mark: Mark) -> float:
+        """How long the device took for what was launched meanwhile."""
+        if not self.on_device:
+            return mark.end - mark.start
+        inside = (self.launched >= mark.start) & (self.launched <= mark.end)
+        if not inside.any():
+            return mark.end - mark.start
+        return float(self.end[inside].max() - self.start[inside].min())
+
+
+def union(spans: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The intervals, merged where they touch, in order."""
+    return np.array(busy_periods(*spans.reshape(-1, 2).T.tolist())).reshape(-1, 2)
+
+
+def without(intervals: NDArray[np.float64], busy: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What of the intervals no busy one covers."""
+    left = []
+    for start, end in intervals:
+        first = int(np.searchsorted(busy[:, 1], start, side="right"))
+        last = int(np.searchsorted(busy[:, 0], end, side="left"))
+        edges = [start, *busy[first:last].ravel().tolist(), end]
+        left += [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if high > low]
+    return np.array(left) if left else np.zeros((0, 2))
+
+
+def common(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Length of the intersection of two unions."""
+    return float(np.diff(one).sum() - np.diff(without(one, other)).sum())
+
+
+def arrays(*columns: Any) -> list[NDArray[np.float64]]:
+    return [np.asarray(column, dtype=np.float64) for column in columns]

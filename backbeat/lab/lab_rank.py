@@ -43,7 +43,7 @@ class Start:
 
 def order_launches(backend: str, communicators: int) -> None:
     """Several NCCL communicators deadlock without it; one is measured as it runs without."""
-    from backbeat.comm.nccl import set_nccl_launch_order
+    from backbeat.comm.communicators import set_nccl_launch_order
 
     if backend == "nccl" and communicators > 1:
         set_nccl_launch_order()

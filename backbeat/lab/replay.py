@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from backbeat.comm.clock import SpinRate, spin_rate, until
 from backbeat.comm.communicators import Communicator
-from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.lab.jobs import LayoutJob, Replayed, ReplayJob, SpunJob, TransferJob, Turn
 from backbeat.measure.network.bench import largest
 

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.importers.fsdp_units import unit_collectives
-from backbeat.importers.trace_clock import arrays, union
 from backbeat.importers.trace_events import TraceReader
-from backbeat.importers.trace_facts import Transfer, collect
+from backbeat.importers.trace_facts import Transfer, arrays, collect, union
 from backbeat.model import Network, Plan, Profile, Span
 from backbeat.model import files as model_files
 from backbeat.planners.draft import Draft
@@ -106,7 +105,7 @@ def read_trace(path: str | Path) -> Measured:
         for start, end in (union(busy[(low <= busy[:, 0]) & (busy[:, 0] < high)] + gap) - gap).tolist()
     ]
     if units := unit_collectives(facts):
-        sent = [(one.transfer.kind.replace("_", "-"), one.unit, one.transfer) for one in units]
+        sent = [(one.kind.replace("_", "-"), unit, one) for unit, one in units]
     else:
         inside = [one for one in facts.transfers if low <= one.start < high]
         inside.sort(key=lambda one: (one.start, one.end, one.name, one.bytes or 0))

@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-from backbeat.comm import clock as clock_module  # noqa: E402
 from backbeat.comm.clock import EventClock  # noqa: E402
 
 
@@ -21,6 +20,9 @@ class FakeEvent:
     def record(self, stream: Any = None) -> None:
         self.stream = stream
         self.at_s = FakeEvent.now_s
+
+    def query(self) -> bool:
+        return True
 
     def elapsed_time(self, later: FakeEvent) -> float:
         return (later.at_s - self.at_s) * 1e3
@@ -43,8 +45,8 @@ def event_clock(monkeypatch: pytest.MonkeyPatch) -> tuple[EventClock, list[int],
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(clock_module, "_stream_lookup", lambda index: lambda: handles["current"])
-    monkeypatch.setattr(clock_module, "_spin", spin)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handles["current"], raising=False)
+    monkeypatch.setattr(torch.cuda, "_sleep", spin, raising=False)
     return EventClock(torch.device("cuda", 0)), spins, handles
 
 

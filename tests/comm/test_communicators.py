@@ -16,8 +16,14 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from backbeat.comm import communicators  # noqa: E402
-from backbeat.comm.communicators import Communicators, abort, backend_of  # noqa: E402
-from backbeat.comm.nccl import LAUNCH_ORDER, set_nccl_launch_order, why_one_nccl  # noqa: E402
+from backbeat.comm.communicators import (  # noqa: E402
+    LAUNCH_ORDER,
+    Communicators,
+    abort,
+    backend_of,
+    set_nccl_launch_order,
+    why_one,
+)
 from backbeat.errors import InputError  # noqa: E402
 
 CARD = torch.device("cuda", 0)
@@ -116,7 +122,7 @@ def test_a_group_with_a_device_has_its_communicator_at_once(
 def test_an_old_nccl_has_one(groups: list[NcclGroup], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1))
     set_nccl_launch_order()
-    assert why_one_nccl() == f"NCCL 2.25.1 has no {LAUNCH_ORDER} (2.26 or newer does)"
+    assert why_one("nccl") == f"NCCL 2.25.1 has no {LAUNCH_ORDER} (2.26 or newer does)"
     assert Communicators(groups[0], CARD, 1).limit == 1  # type: ignore[arg-type]
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.errors import InputError
-from backbeat.importers import bandwidth_table
-from backbeat.importers.composition import compose_networks, read_network
+from backbeat.importers.composition import compose_networks, load_table, read_network
 from backbeat.model import Fabric, Network, Topology
 from backbeat.model.slowdown import Slowdown
 from tests.problems import affine
@@ -47,9 +46,14 @@ def bus(network: Network, workers: int, size: int = 256_000_000) -> float:
     return bus_bandwidth("all_reduce", workers, size, time_s) / 8e9
 
 
+def read_table(folder: Path, text: str, gpus_per_node: int) -> Network:
+    (folder / "t.csv").write_text(text)
+    return load_table(folder / "t.csv", gpus_per_node=gpus_per_node)
+
+
 @pytest.mark.parametrize("text", [LONG, WIDE])
-def test_a_table_gives_its_own_bandwidths_and_its_percentiles_become_the_band(text: str) -> None:
-    network = bandwidth_table.parse(text, where="table.csv", gpus_per_node=8, name="published")
+def test_a_table_gives_its_own_bandwidths_and_its_percentiles_become_the_band(tmp_path: Path, text: str) -> None:
+    network = read_table(tmp_path, text, gpus_per_node=8)
     for nodes, published in ((1, 436.0), (2, 361.7), (4, 160.1)):
         assert bus(network, 8 * nodes) == pytest.approx(published)
     four = network.at(workers=32).band
@@ -61,9 +65,9 @@ def test_a_table_gives_its_own_bandwidths_and_its_percentiles_become_the_band(te
     assert bus(network, 32, 2**24) < 90 < bus(network, 32)
 
 
-def test_a_table_with_several_sizes_gives_a_curve() -> None:
+def test_a_table_with_several_sizes_gives_a_curve(tmp_path: Path) -> None:
     text = "workers,size,bus_bandwidth\n16,1MB,20\n16,16MB,100\n16,256MB,300\n"
-    network = bandwidth_table.parse(text, where="t.csv", gpus_per_node=8, name="sizes")
+    network = read_table(tmp_path, text, gpus_per_node=8)
     assert network.workers == 16
     assert network.band is None
     assert network.notes == ()
@@ -85,9 +89,9 @@ def test_a_table_with_several_sizes_gives_a_curve() -> None:
         ("nodes,size,p5\n2,1MB,3\n", "has no bus_bandwidth"),
     ],
 )
-def test_tables_that_say_too_little_are_refused(text: str, problem: str) -> None:
+def test_tables_that_say_too_little_are_refused(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
-        bandwidth_table.parse(text, where="t.csv", gpus_per_node=1, name="bad")
+        read_table(tmp_path, text, gpus_per_node=1)
 
 
 def test_logs_of_one_two_and_four_nodes_become_rows(tmp_path: Path) -> None:

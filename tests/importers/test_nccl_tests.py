@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from backbeat.cli import app
 from backbeat.errors import InputError
-from backbeat.importers.nccl_tests import load, parse
+from backbeat.importers.nccl_tests import load
 from backbeat.model import Network, files
 
 SIZES = [1024 * 4**step for step in range(9)]
@@ -118,7 +119,14 @@ def document(program: str = "all_reduce", workers: int = 8, **changes: Any) -> d
 
 def read(content: str | dict[str, Any], **options: Any) -> Network:
     raw = content if isinstance(content, str) else json.dumps(content)
-    return parse(raw.encode(), where="run.txt", name="run", **options)
+    return read_bytes(raw.encode(), **options)
+
+
+def read_bytes(raw: bytes, **options: Any) -> Network:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "run.txt")
+        path.write_bytes(raw)
+        return load(path, **options)
 
 
 def check(network: Network, workers: int = 8, factor: float = 1.0, curve: str = "all_reduce") -> None:
@@ -327,7 +335,7 @@ def test_damaged_files_never_surprise(as_json: bool, keep: float, flips: list[tu
     for index, value in flips:
         whole[index % len(whole)] = value
     try:
-        network = parse(bytes(whole[: int(len(whole) * keep)]), where="run.txt", name="run")
+        network = read_bytes(bytes(whole[: int(len(whole) * keep)]))
     except InputError:
         return
     assert network.cost.time([1.0, 1e9]).min() > 0

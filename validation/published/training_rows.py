@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 import backbeat as bb
-from backbeat.importers import bandwidth_table
+from backbeat.importers.composition import load_table
 from backbeat.measure.model.analytic import analytic_profile
 from backbeat.measure.model.factory import inspect_factory
 from backbeat.model import Fabric, Network, Prediction, Profile, Reduction
@@ -355,7 +355,7 @@ if __name__ == "__main__":
         if run.gpus == 8:
             smallest.setdefault(run.family, run)
     measured = [run for run in smallest.values() if run in cluster]
-    own_network = bandwidth_table.load(given.truth / "h100_cluster_bandwidth.csv", gpus_per_node=8)
+    own_network = load_table(given.truth / "h100_cluster_bandwidth.csv", gpus_per_node=8)
     document: dict[str, Any] = {}
     for half in ("development", "reported") if given.reported else ("development",):
         runs = [run for run in every if halves[run.identity] == half]

@@ -285,7 +285,7 @@ def measure(
         assert one.training is not None
         if one.training.clock.asynchronous:
             # What the host takes to issue a step, the device being idle: whether it could set the pace.
-            usual = LaunchTimes.usual(launch_times(one.training, rig.ranks.wait_for_others))
+            usual = LaunchTimes.each(median, launch_times(one.training, rig.ranks.wait_for_others))
             one.found["host_s"] = max(rig.ranks.gather(usual.iteration_s))
         with torch.no_grad():
             one.found["loss"] = sum(rig.ranks.gather(float(one.training.plain_loss()))) / rig.ranks.size

@@ -35,7 +35,7 @@ from backbeat.errors import BackbeatError, InputError
 from backbeat.lab import experiment
 from backbeat.lab.requirements import check_requirements
 from backbeat.lab.setting import Setting
-from backbeat.measure.model.batches import to_device
+from backbeat.measure.model.inputs import to_device
 from backbeat.measure.model.training_step import autocast, release
 from backbeat.model.files import write
 from backbeat.runtime import DistributedDataParallel

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from backbeat.measure.model.batches import sequence_length
 from backbeat.measure.model.chain import ChainRecorder, find_blocks
 from backbeat.measure.model.factory import Factory, inspect_factory, load_factory
+from backbeat.measure.model.inputs import sequence_length
 from backbeat.measure.model.memory_by_kind import block_parameters
 from backbeat.measure.model.operator_work import FlopCounter
 from backbeat.measure.model.training_step import autocast
@@ -71,7 +71,7 @@ def count_one(factory: Factory, device: torch.device) -> dict[str, Any]:
         "sequence_length": sequence_length(workload.batch),
         "blocks": {
             name: list(parameters)
-            for name, parameters in block_parameters({link.name: found[link.name] for link in recorder.links}).items()
+            for name, parameters in block_parameters({name: found[name] for name in recorder.links}).items()
         },
     }
 

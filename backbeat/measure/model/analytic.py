@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -20,16 +21,14 @@ from backbeat.comm.machine import today, versions
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.cost.operators import Traffic
 from backbeat.errors import BackbeatError, InputError, where_raised
-from backbeat.measure.model.batches import map_batch
-from backbeat.measure.model.estimator import Estimator, VirtualClock
+from backbeat.measure.model.estimator import Estimator, VirtualClock, gpu_operators, unpacked_sequences
 from backbeat.measure.model.factory import Factory, Workload
-from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences
-from backbeat.measure.model.inputs import MeasureOptions, trainable_of
+from backbeat.measure.model.inputs import MeasureOptions, map_batch, trainable_of
 from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.training_step import (
     PRECISIONS,
     Marks,
-    Observer,
+    PhaseMarks,
     Training,
     describe_optimizer,
     make_optimizer,
@@ -122,8 +121,7 @@ def build_without_data(factory: Factory, size: int | None) -> Workload:
     return factory.build(size, "cpu")
 
 
-@contextlib.contextmanager
-def _staying_put() -> Iterator[None]:
+def _staying_put() -> contextlib.AbstractContextManager[Any]:
     """`model.to(device)` without the move: everything is on the meta device, and moving there would untie weights."""
     move = torch.nn.Module.to
 
@@ -131,11 +129,7 @@ def _staying_put() -> Iterator[None]:
         _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self if dtype is None else move(self, dtype=dtype)
 
-    torch.nn.Module.to = stay  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Module.to = move  # type: ignore[method-assign]
+    return mock.patch.object(torch.nn.Module, "to", stay)
 
 
 def analytic_figures(
@@ -206,7 +200,7 @@ class _AnalyticTraining(Training):
     submitting_s: list[float] = field(default_factory=list)
     """The host's time of each iteration."""
 
-    def iterate(self, observer: Observer | None = None) -> Marks:
+    def iterate(self, observer: PhaseMarks | None = None) -> Marks:
         begin_s = self.estimator.clock.submitted_s
         marks = super().iterate(observer)
         self.submitting_s.append(rounded(self.estimator.clock.submitted_s - begin_s))
@@ -258,18 +252,13 @@ def _parameters_on_host(model: torch.nn.Module, estimator: Estimator) -> Iterato
     def accumulated(parameter: torch.Tensor) -> None:
         estimator.clock.submit(each_s, 0.0)
 
-    hooks: list[Any] = [
-        parameter.register_post_accumulate_grad_hook(accumulated)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    if estimator.fusion is None:
-        hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(called))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(accumulated))
+        if estimator.fusion is None:
+            hooks.enter_context(torch.nn.modules.module.register_module_forward_pre_hook(called))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _without_data(

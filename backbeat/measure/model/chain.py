@@ -1,4 +1,4 @@
-"""Which modules of a model are the blocks of its chain, and how one forward calls them.
+"""Which modules of a model are the blocks of its chain, how one forward calls them, and the blocks compiled.
 
 Candidates come from the containers: `Sequential` and `ModuleList` are opened, and so is every module that holds a stack
 of repeated layers somewhere inside. What a block's input is, and whether the block writes into it, is seen by running
@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -21,7 +21,16 @@ from torch.utils._pytree import tree_leaves
 
 from backbeat.errors import InputError, nearest
 
+if TYPE_CHECKING:
+    from backbeat.measure.model.training_step import Training
+
 _MARK = "_backbeat_block"
+COMPILED_NOTE = (
+    "torch.compile: each block a graph of its own, and so is what lies between; a block's forward time and activations "
+    "are booked on its first gradient"
+)
+# Compiled blocks of one class share their code, and each of them may need a variant of its own.
+_VARIANTS = 256
 
 
 def block(module: nn.Module) -> nn.Module:
@@ -145,23 +154,19 @@ class ChainRecorder(BlockHooks):
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:
         super().__init__(blocks)
-        self._links: dict[str, BlockCall] = {}
+        self.links: dict[str, BlockCall] = {}
+        """In the order of first call."""
         self._versions: list[int] = []
         self._last: list[tuple[weakref.ref[torch.Tensor], int]] = []
-
-    @property
-    def links(self) -> tuple[BlockCall, ...]:
-        """In the order of first call."""
-        return tuple(self._links.values())
 
     def begin(self, name: str, inputs: list[torch.Tensor]) -> None:
         self._versions = [version_of(tensor) for tensor in inputs]
         chained = bool(inputs) and any(
             reference() is inputs[0] and version == self._versions[0] for reference, version in self._last
         )
-        before = self._links.get(name)
+        before = self.links.get(name)
         # Where several calls share one name, no single block stands before it.
-        self._links[name] = (
+        self.links[name] = (
             BlockCall(name, 1, chained, changes_input=False)
             if before is None
             else replace(before, calls=before.calls + 1, chained=False)
@@ -169,7 +174,7 @@ class ChainRecorder(BlockHooks):
 
     def end(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         if [version_of(tensor) for tensor in inputs] != self._versions:
-            self._links[name] = replace(self._links[name], changes_input=True)
+            self.links[name] = replace(self.links[name], changes_input=True)
         self._last = [(weakref.ref(tensor), version_of(tensor)) for tensor in outputs]
 
 
@@ -183,7 +188,7 @@ def observe(blocks: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[B
     """
     with ChainRecorder(blocks) as recorder:
         forward()
-    return recorder.links
+    return tuple(recorder.links.values())
 
 
 def untraced(hook: Any) -> Any:
@@ -204,3 +209,47 @@ def in_backward() -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written into; inference tensors do not count that."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Compiled by the user, as a whole or in parts, so that hooks do not see its modules."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+@contextmanager
+def compiled_blocks(training: Training) -> Iterator[Training]:
+    """The same training with every block compiled; the model is as it was afterwards.
+
+    Compiled as a whole, a model is one graph: backward hands over all gradients when it ends, and hooks inside see
+    nothing. Here each block is a graph of its own, and so is what lies between blocks (loss included), as DDP cuts a
+    compiled model at its buckets to overlap them. Hooks of blocks run between the graphs.
+    """
+    if is_compiled(training.model):
+        raise InputError("the model is compiled already: drop --compile (compile_blocks), or give the plain one")
+    blocks = graph_blocks(training.model)
+    before = [(block, vars(block).get("forward")) for block in blocks.values()]
+    config: Any = torch._dynamo.config
+    try:
+        with config.patch(recompile_limit=_VARIANTS, accumulated_recompile_limit=4 * _VARIANTS):
+            for block in blocks.values():
+                block.forward = _cut(torch.compile(block.forward, dynamic=False))  # type: ignore[method-assign]
+            yield replace(training, loss=torch.compile(training.loss, dynamic=False))
+    finally:
+        for block, own in before:
+            vars(block).pop("forward", None)
+            if own is not None:
+                block.forward = own
+        torch._dynamo.reset()
+
+
+def _cut(compiled: Any) -> Any:
+    """The compiled forward as the graph around it does not take it in; `disable` unwraps compiled functions."""
+    return torch.compiler.disable(lambda *args, **kwargs: compiled(*args, **kwargs))
+
+
+def graph_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The blocks of the chain; a model that has none is one itself."""
+    return find_blocks(model) or {"": model}

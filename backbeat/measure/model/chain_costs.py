@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from backbeat.comm.clock import Clock, Mark
 from backbeat.errors import where_raised
-from backbeat.measure.model.chain import BlockCall, BlockHooks, find_blocks
+from backbeat.measure.model.chain import BlockHooks, find_blocks
 from backbeat.measure.model.memory_by_kind import BlockBytes, BlockSizes, block_parameters, cast_inputs, held_tensors
 from backbeat.measure.model.training_step import AUTOCAST, Marks, Training, is_out_of_memory, median_phases, rounded
 from backbeat.model import Block, HostLink
@@ -66,11 +66,10 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
     if found:
         with seen:
             loss = training.forward()
-            seen.finish()
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
         training.optimizer.zero_grad(set_to_none=True)
-    links = {link.name: link for link in seen.links}
+    links = seen.links
     if len(links) < 2:
         return MeasuredChain()
     blocks = {name: found[name] for name in links}
@@ -79,12 +78,14 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
     sizes = seen.sizes
     parameters = block_parameters(blocks)
     cast, cast_notes = _cast_sizes(training, blocks)
-    notes = (*_notes(links), *cast_notes)
+    several = [f"{name} ({link.calls})" for name, link in links.items() if link.calls > 1]
+    what = "blocks: called several times in a forward, the figures are sums"
+    notes = (*([f"{what}: {', '.join(several)}"] if several else []), *cast_notes)
     if training.device.type == "cuda":
-        levels = _levels(training, blocks)
-        peaks, head = levels.rises, levels.head
+        peaks = _rises(training, blocks)
+        head = peaks.get(("end", ""), 0)
     else:
-        peaks, head = {}, 2 * seen.head_saved
+        peaks, head = {}, 2 * seen.saved_since_block
         for name, size in sizes.items():
             peaks["forward", name] = size.output + size.saved
             gradients = sum(one.nbytes for one in blocks[name].parameters() if one.requires_grad)
@@ -144,13 +145,6 @@ def _cast_sizes(
         raised = where_raised(error)
         return {}, (f"blocks: with inputs in {training.precision}, as FSDP2 casts those of units: {raised}",)
     return seen.sizes, ()
-
-
-def _notes(links: dict[str, BlockCall]) -> tuple[str, ...]:
-    several = [f"{name} ({link.calls})" for name, link in links.items() if link.calls > 1]
-    if not several:
-        return ()
-    return (f"blocks: called several times in a forward, the figures are sums: {', '.join(several)}",)
 
 
 class BackwardBlockHooks(BlockHooks):
@@ -231,44 +225,29 @@ def _spans(borders: list[tuple[str, str, Mark]], ends: list[Mark], clock: Clock)
     return spans
 
 
-class _Levels:
-    """Reads the allocator at every border: what was reached since the last one, above the level there."""
+def _rises(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[tuple[str, str], int]:
+    """How far memory rises in each block above its level there, by (`forward` or `backward`, name); by (`end`, ``) what
+    follows the last block takes. The allocator counts what the host has issued, so nothing waits for the device."""
+    device = training.device
+    rises: dict[tuple[str, str], int] = {}
+    phase, level = ("", ""), 0
 
-    def __init__(self, device: torch.device) -> None:
-        self.rises: dict[tuple[str, str], int] = {}
-        """By (`forward` or `backward`, name)."""
-        self.head = 0
-        self._device = device
-        self._phase: tuple[str, str] = ("", "")
-        self._level = 0
+    def border(what: str, name: str) -> None:
+        nonlocal phase, level
+        rise = max(torch.cuda.max_memory_allocated(device) - level, 0)
+        # Only the last block's end stays: what comes between the others' is part of the chain's own level.
+        rises[phase] = max(rises.get(phase, 0), rise) if phase[0] != "end" else rise
+        phase, level = (what, name if what != "end" else ""), torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
 
-    def at(self, what: str, name: str) -> None:
-        """The allocator counts what the host has issued, so nothing has to wait for the device."""
-        self.close()
-        self._phase = (what, name)
-        self._level = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def close(self) -> None:
-        rise = max(torch.cuda.max_memory_allocated(self._device) - self._level, 0)
-        if self._phase[0] in ("forward", "backward"):
-            self.rises[self._phase] = max(self.rises.get(self._phase, 0), rise)
-        elif self._phase[0] == "end":
-            # Only the last block's end stays: what comes between the others' is part of the chain's own level.
-            self.head = rise
-        self._phase = ("", "")
-
-
-def _levels(training: Training, blocks: dict[str, torch.nn.Module]) -> _Levels:
-    levels = _Levels(training.device)
     training.clock.synchronize()
-    with BackwardBlockHooks(blocks, levels.at):
+    with BackwardBlockHooks(blocks, border):
         loss = training.forward()
         loss.backward()  # type: ignore[no-untyped-call]
-        levels.close()
+        border("", "")
         del loss
     training.optimizer.zero_grad(set_to_none=True)
-    return levels
+    return rises
 
 
 def measure_host_link(device: torch.device, clock: Clock) -> HostLink:

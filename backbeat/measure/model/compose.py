@@ -24,21 +24,18 @@ _DIGITS = 8
 
 def compose_profile(shallow: Profile, deep: Profile, layers: int, *, name: str | None = None) -> Profile:
     """The same model with `layers` layers. `deep` has more layers than `shallow`, three at least."""
-    stack = _find_stack(shallow, deep)
-    if layers < stack.deep:
-        raise InputError(f"layers is {layers}: compose goes up from the {stack.deep} that were measured")
-    growth = _Growth(stack.deep - stack.shallow, layers - stack.deep)
-    times = {field: growth.seconds(field, getattr(shallow, field), getattr(deep, field)) for field in _TIMES}
-    one = {field: (times[field] - getattr(deep, field)) / max(growth.more, 1) for field in times}
+    stack = _find_stack(shallow, deep, layers)
+    times = {field: stack.seconds(field, getattr(shallow, field), getattr(deep, field)) for field in _TIMES}
+    one = {field: (times[field] - getattr(deep, field)) / max(stack.more, 1) for field in times}
     made = replace(
         deep,
         **times,
         name=name or deep.name,
-        gradients=_gradients(deep.gradients, stack, growth.more, one["forward_s"], one["backward_s"]),
-        memory=_memory(shallow.memory, deep.memory, growth),
-        buffer_bytes=round(growth.value(shallow.buffer_bytes, deep.buffer_bytes)),
-        blocks=_blocks(deep.blocks, stack, growth.more),
-        **{field: growth.optional(getattr(shallow, field), getattr(deep, field)) for field in _OPTIONAL},
+        gradients=_gradients(deep.gradients, stack, one["forward_s"], one["backward_s"]),
+        memory=_memory(shallow.memory, deep.memory, stack),
+        buffer_bytes=round(stack.value(shallow.buffer_bytes, deep.buffer_bytes)),
+        blocks=_blocks(deep.blocks, stack),
+        **{field: stack.optional(getattr(shallow, field), getattr(deep, field)) for field in _OPTIONAL},
         source=replace(deep.source, method="composed") if isinstance(deep.source, Source) else deep.source,
         notes=(
             f"composed from measured blocks: {layers} layers from runs with {stack.shallow} and {stack.deep}; a layer "
@@ -53,11 +50,13 @@ def compose_profile(shallow: Profile, deep: Profile, layers: int, *, name: str |
 
 @dataclass(frozen=True)
 class _Stack:
-    """The layers that the two profiles differ in: `PREFIX.INDEX.…`."""
+    """The layers that the two profiles differ in, `PREFIX.INDEX.…`, and what a whole of more layers takes."""
 
     prefix: str
     shallow: int
     deep: int
+    more: int
+    """Layers to add to the deeper one."""
 
     @property
     def middle(self) -> int:
@@ -73,8 +72,26 @@ class _Stack:
         _, dot, rest = name[len(self.prefix) + 1 :].partition(".")
         return f"{self.prefix}.{index}{dot}{rest}"
 
+    def value(self, shallow: float, deep: float) -> float:
+        """
+        >>> _Stack("layers", shallow=2, deep=4, more=12).value(10.0, 14.0)
+        38.0
+        """
+        return deep + self.more * (deep - shallow) / (self.deep - self.shallow)
 
-def _find_stack(shallow: Profile, deep: Profile) -> _Stack:
+    def seconds(self, field: str, shallow: float, deep: float) -> float:
+        if deep <= shallow:
+            raise MeasurementError(
+                f"{field} is {shallow * 1e3:.4g} ms with fewer layers and {deep * 1e3:.4g} ms with more: the machine "
+                "was busy, or a layer is too small to time; measure again, with more layers or a larger batch"
+            )
+        return round(self.value(shallow, deep), _DIGITS)
+
+    def optional(self, shallow: float | None, deep: float | None) -> float | None:
+        return None if shallow is None or deep is None else max(round(self.value(shallow, deep), _DIGITS), deep)
+
+
+def _find_stack(shallow: Profile, deep: Profile, layers: int) -> _Stack:
     for field in _ALIKE:
         one, other = getattr(shallow, field), getattr(deep, field)
         if one != other:
@@ -89,52 +106,26 @@ def _find_stack(shallow: Profile, deep: Profile) -> _Stack:
     (prefix,) = prefixes
 
     def count(profile: Profile) -> int:
-        indices = (_Stack(prefix, 0, 0).index(name) for name in profile.index)
+        indices = (_Stack(prefix, 0, 0, 0).index(name) for name in profile.index)
         return 1 + max((index for index in indices if index is not None), default=-1)
 
-    stack = _Stack(prefix, count(shallow), count(deep))
+    stack = _Stack(prefix, count(shallow), count(deep), layers - count(deep))
     if stack.shallow < 1 or stack.deep < 3:
         raise InputError(
             f"{stack.shallow} and {stack.deep} layers were measured: take 1 or more and 3 or more, so that one of them "
             "lies between two others"
         )
+    if layers < stack.deep:
+        raise InputError(f"layers is {layers}: compose goes up from the {stack.deep} that were measured")
     return stack
 
 
-@dataclass(frozen=True)
-class _Growth:
-    """Figures of the whole from those of two models with fewer layers."""
-
-    between: int
-    """Layers that the measured two differ by."""
-    more: int
-    """Layers to add to the deeper one."""
-
-    def value(self, shallow: float, deep: float) -> float:
-        """
-        >>> _Growth(between=2, more=12).value(10.0, 14.0)
-        38.0
-        """
-        return deep + self.more * (deep - shallow) / self.between
-
-    def seconds(self, field: str, shallow: float, deep: float) -> float:
-        if deep <= shallow:
-            raise MeasurementError(
-                f"{field} is {shallow * 1e3:.4g} ms with fewer layers and {deep * 1e3:.4g} ms with more: the machine "
-                "was busy, or a layer is too small to time; measure again, with more layers or a larger batch"
-            )
-        return round(self.value(shallow, deep), _DIGITS)
-
-    def optional(self, shallow: float | None, deep: float | None) -> float | None:
-        return None if shallow is None or deep is None else max(round(self.value(shallow, deep), _DIGITS), deep)
-
-
-def _memory(shallow: Memory | None, deep: Memory | None, growth: _Growth) -> Memory | None:
+def _memory(shallow: Memory | None, deep: Memory | None, stack: _Stack) -> Memory | None:
     if shallow is None or deep is None:
         return None
 
     def grown(field: str) -> int:
-        return max(round(growth.value(getattr(shallow, field), getattr(deep, field))), 0)
+        return max(round(stack.value(getattr(shallow, field), getattr(deep, field))), 0)
 
     kinds = {field: grown(field) for field in Memory.GROWTH.layers}
     # The peak of few layers may be in the head, that of many where backward ends and every gradient is there.
@@ -143,7 +134,7 @@ def _memory(shallow: Memory | None, deep: Memory | None, growth: _Growth) -> Mem
 
 
 def _gradients(
-    measured: tuple[Gradient, ...], stack: _Stack, more: int, forward_s: float, backward_s: float
+    measured: tuple[Gradient, ...], stack: _Stack, forward_s: float, backward_s: float
 ) -> tuple[Gradient, ...]:
     """Backward goes down the stack: after the middle layer come its copies, and what was ready later is so by them."""
     middle = [gradient for gradient in measured if stack.index(gradient.name) == stack.middle]
@@ -157,19 +148,19 @@ def _gradients(
     for gradient in measured:
         index = stack.index(gradient.name)
         if index is not None and index >= stack.middle:
-            made.append(replace(gradient, name=stack.renamed(gradient.name, index + more)))
+            made.append(replace(gradient, name=stack.renamed(gradient.name, index + stack.more)))
         elif index is not None or gradient.ready_s > ended_s:
-            made.append(replace(gradient, ready_s=round(gradient.ready_s + more * backward_s, _DIGITS)))
+            made.append(replace(gradient, ready_s=round(gradient.ready_s + stack.more * backward_s, _DIGITS)))
         else:
             made.append(gradient)
-    for copy in range(more):
+    for copy in range(stack.more):
         for gradient in middle:
             share = (gradient.forward_s or 0.0) / whole_s if whole_s else 0.0
             within_s = max(gradient.ready_s - above_s, 0.0) * stretch
             made.append(
                 replace(
                     gradient,
-                    name=stack.renamed(gradient.name, stack.middle + more - 1 - copy),
+                    name=stack.renamed(gradient.name, stack.middle + stack.more - 1 - copy),
                     ready_s=round(ended_s + copy * backward_s + within_s, _DIGITS),
                     forward_s=None if gradient.forward_s is None else round(share * forward_s, _DIGITS),
                 )
@@ -177,7 +168,7 @@ def _gradients(
     return tuple(sorted(made, key=lambda gradient: gradient.ready_s))
 
 
-def _blocks(measured: tuple[Block, ...], stack: _Stack, more: int) -> tuple[Block, ...]:
+def _blocks(measured: tuple[Block, ...], stack: _Stack) -> tuple[Block, ...]:
     """The middle layer's, which may be several, once and again; those of later layers move up."""
     middle = [block for block in measured if stack.index(block.name) == stack.middle]
     made: list[Block] = []
@@ -186,8 +177,8 @@ def _blocks(measured: tuple[Block, ...], stack: _Stack, more: int) -> tuple[Bloc
         if index is None or index < stack.middle:
             made.append(block)
         elif index > stack.middle:
-            made.append(replace(block, name=stack.renamed(block.name, index + more)))
+            made.append(replace(block, name=stack.renamed(block.name, index + stack.more)))
         elif block is middle[0]:
-            indices = range(index, index + more + 1)
+            indices = range(index, index + stack.more + 1)
             made += [replace(one, name=stack.renamed(one.name, copy)) for copy in indices for one in middle]
     return tuple(made)

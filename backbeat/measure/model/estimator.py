@@ -1,18 +1,23 @@
 """Moves two virtual clocks on by what every operator takes: the host's to submit it, the device's to run it.
 
-`Fusion` is what a compiler makes of memory-bound operators.
+`Fusion` is what a compiler makes of memory-bound operators. `gpu_operators` replaces what a model runs otherwise on the
+CPU while its work is counted.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from backbeat.comm.clock import Clock, Mark
 from backbeat.cost.operator_model import OperatorModel
@@ -23,6 +28,14 @@ from backbeat.measure.model.operator_work import in_fp8, work_of
 _ALIGNED = 16
 # Reductions across rows, sorting and scattering are kernels of their own.
 _ALONE = ("sum_rows", "sum", "embedding_backward", "max_pool", "max_pool_backward", "avg_pool_backward")
+_aten = torch.ops.aten
+_WIDE_UNDER_AUTOCAST = (
+    _aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.rsqrt.default, _aten.reciprocal.default, _aten.exp.default,
+    _aten.log.default, _aten.softmax.int, _aten.log_softmax.int, _aten.layer_norm.default, _aten.group_norm.default,
+    _aten.cumsum.default, _aten.prod.default, _aten.mse_loss.default, _aten.l1_loss.default,
+    _aten.smooth_l1_loss.default,
+)  # fmt: skip
+"""Of those that autocast runs in 32 bits on a GPU."""
 
 
 class VirtualClock(Clock):
@@ -64,7 +77,7 @@ class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and self.updated_bytes is not None:
+        if func is _aten._local_scalar_dense.default and self.updated_bytes is not None:
             # The number of the step, which an optimizer corrects its averages by: any will do.
             return 1.0
         result = func(*args, **kwargs)
@@ -177,3 +190,66 @@ def _padded(works: tuple[Work, ...]) -> tuple[Work, ...]:
 def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     """By storage: a view is the tensor that it looks at."""
     return {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+
+
+def unpacked_sequences() -> AbstractContextManager[Any]:
+    """Transformers looks at positions to see whether sequences are packed; without data they are taken not to be."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if not hasattr(masking, "find_packed_sequence_indices"):
+        return contextlib.nullcontext()
+    return mock.patch.object(masking, "find_packed_sequence_indices", return_value=None)
+
+
+@contextlib.contextmanager
+def gpu_operators(paused: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Operators as a GPU has them, where the CPU has others. `paused` is entered around what a GPU does not do.
+
+    One kernel on a GPU and several on the CPU: dropout, and attention with dropout or with shared keys. In 32 bits
+    under a GPU's autocast but not under the CPU's: powers, norms and the like.
+
+    Replaced where every call arrives, those of modules and of recomputation in backward included: a checkpointed block
+    must save in recomputation what it saved in forward.
+    """
+    attention = _aten.scaled_dot_product_attention.default
+
+    def without_dropout(
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if enable_gqa and query.shape[1] != key.shape[1]:
+            with paused():
+                key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        return attention.decompose(query, key, value, mask, 0.0, is_causal, scale=scale)
+
+    def one_kernel(tensor: Any, p: float, train: bool) -> Any:
+        return _aten.native_dropout(tensor, p, train)[0] if train and p > 0 else tensor
+
+    def in_32_bits(operator: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast("cpu", enabled=False):
+                return operator(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+
+        return call
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(attention, without_dropout, "AutogradCPU")
+    library.impl("dropout", one_kernel, "AutogradCPU")
+    for operator in _WIDE_UNDER_AUTOCAST:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCPU"):
+            library.impl(operator, in_32_bits(operator), "AutocastCPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _widened(value: Any) -> Any:
+    half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if half else value

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from backbeat.errors import BackbeatError, InputError, where_raised
-from backbeat.measure.model.batches import samples_in
+from backbeat.measure.model.inputs import samples_in
 from backbeat.measure.model.training_step import Loss, OutOfMemoryError, is_out_of_memory
 
 DEFAULT_BATCH_SIZE = 64

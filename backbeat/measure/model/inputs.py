@@ -1,12 +1,12 @@
-"""What the profiler was given, checked before it costs time: options, the model and the device, and in a first
-iteration the loss, the optimizer, and which parameters get gradients."""
+"""What the profiler was given, checked before it costs time: options, the model, the device and the batch, and in a
+first iteration the loss, the optimizer, and which parameters get gradients."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,21 +16,15 @@ from backbeat.measure.model.training_step import Training, is_out_of_memory
 from backbeat.model.checks import at_least
 from backbeat.model.profile import Dtype
 
+if TYPE_CHECKING:
+    from backbeat.comm.agreement import RankStore
+
 _DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 TopkSpeed = Callable[[Training, int], tuple[float, float] | None]
 """Seconds of top-k per byte and per bucket, given the bytes of all gradients; None where memory is too short.
 `backbeat.runtime.compressed.topk.measure_topk`: measuring knows no runtime, so callers that have one hand it
 in."""
-
-
-class OtherRanks(Protocol):
-    """Ranks that measure at the same time. None of them waits long for one that does not come."""
-
-    def wait_for_others(self) -> None: ...
-
-    def gather_some(self, what: str, value: float) -> Sequence[float]:
-        """What each rank gave that came."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +58,9 @@ class MeasureOptions:
     """Without it the profile does not say what top-k costs. `backbeat profile` hands it in, as the next."""
     apply_memory: ApplyMemory | None = None
     """Without it the profile does not say what recomputation costs the host of a GPU."""
-    ranks: OtherRanks | None = None
+    ranks: RankStore | None = None
     """Where several measure at once, they begin each series of iterations together, as the steps of training do: what
-    they share, like a device or a host, is then shared alike."""
+    they share, like a device or a host, is then shared alike. None waits long for one that does not come."""
     brief: bool = False
     """For a job that waits: the time limit may lower the number of all iterations to 9, and FLOPs are left out."""
 
@@ -208,3 +202,50 @@ def _user_code(what: str, call: Callable[[], Any]) -> Any:
         if is_out_of_memory(error) or isinstance(error, (InputError, MeasurementError)):
             raise
         raise InputError(f"{what} raised {where_raised(error)}") from error
+
+
+def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with everything in it changed; containers keep their types, apart from those of `dict`."""
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_batch(item, change) for item in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map_batch(item, change) for item in batch)
+    if isinstance(batch, dict) and not hasattr(batch, "to"):
+        return {key: map_batch(item, change) for key, item in batch.items()}
+    return change(batch)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with all that can move on the device."""
+    return map_batch(batch, lambda item: item.to(device) if callable(getattr(item, "to", None)) else item)
+
+
+def tensors_in(batch: Any) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return [tensor for item in batch for tensor in tensors_in(item)]
+    return []
+
+
+def samples_in(batch: Any) -> int | None:
+    """The length of the first tensor that has one."""
+    return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim() > 0 and tensor.shape[0]), None)
+
+
+def sequence_length(batch: Any) -> int | None:
+    """Tokens in one sample: the width of `input_ids`, or of a batch that begins with a matrix of integers.
+
+    >>> sequence_length((torch.zeros(8, 512, dtype=torch.long), torch.zeros(8)))
+    512
+    >>> sequence_length((torch.zeros(8, 3, 32, 32), torch.zeros(8, 512, dtype=torch.long))) is None
+    True
+    """
+    found = tensors_in(batch)
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
+        found = [batch["input_ids"]]
+    if not found or found[0].dim() != 2 or found[0].dtype not in (torch.int64, torch.int32):
+        return None
+    return int(found[0].shape[1]) or None

@@ -9,9 +9,9 @@ iterations too, training waits as well, and hooked iterations run as they come.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ _PROBES = 5
 _MOST_PINNED_BYTES = 4 << 30
 
 
-@dataclass(frozen=True)
-class LaunchTimes:
+class LaunchTimes(NamedTuple):
     """What one iteration takes the host to submit, each part begun with an idle device."""
 
     forward_s: float
@@ -42,14 +41,10 @@ class LaunchTimes:
         return self.forward_s + self.backward_s + self.update_s
 
     @classmethod
-    def quickest(cls, times: Iterable[LaunchTimes]) -> LaunchTimes:
-        """What the host takes undisturbed: what disturbs it makes it slower, never faster."""
-        return cls(*map(min, zip(*map(astuple, times), strict=True)))
-
-    @classmethod
-    def usual(cls, times: Iterable[LaunchTimes]) -> LaunchTimes:
-        """What it takes in the middle. Where the host sets the pace, what disturbs it is in every few steps."""
-        return cls(*map(median, zip(*map(astuple, times), strict=True)))
+    def each(cls, of: Callable[[Iterable[float]], float], times: Iterable[LaunchTimes]) -> LaunchTimes:
+        """Part by part. The `min` is what the host takes undisturbed: what disturbs it makes it slower, never faster.
+        The `median` is what is usual: where the host sets the pace, what disturbs it is in every few steps."""
+        return cls(*map(of, zip(*times, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -123,14 +118,14 @@ def recomputation(
         handle = apply_memory(training.model, MemoryPlan(segments=_one_by_one(blocks, inputs)))
         try:
             training.iterate()
-            host = LaunchTimes.usual(launch_times(training))
+            host = LaunchTimes.each(median, launch_times(training))
         finally:
             handle.remove()
     except (InputError, RuntimeError):
         # A block that does not run twice alike, which is refused in training too, or no memory left.
         training.optimizer.zero_grad(set_to_none=True)
         return None
-    usual = LaunchTimes.usual(plain)
+    usual = LaunchTimes.each(median, plain)
     return max(host.forward_s + host.backward_s - usual.forward_s - usual.backward_s, 0.0)
 
 

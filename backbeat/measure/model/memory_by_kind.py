@@ -3,20 +3,20 @@ gradient and by block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
-from backbeat.measure.model.batches import tensors_in
 from backbeat.measure.model.chain import ChainRecorder, untraced
-from backbeat.measure.model.hooks import Owner
-from backbeat.measure.model.inputs import Gradients
-from backbeat.measure.model.training_step import Training
+from backbeat.measure.model.inputs import Gradients, tensors_in
+from backbeat.measure.model.training_step import Owner, Training
 from backbeat.model import Memory
 
 
@@ -24,12 +24,15 @@ def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]
     """Memory by kind. One iteration under saved-tensor hooks for the activations, a plain one for the peak."""
     model, device = training.model, training.device
     held = held_tensors(training)
-    with SavedTensors(owners, held) as saved:
+    with saved_bytes(owners, held) as saved:
         loss = training.forward()
     loss.backward()  # type: ignore[no-untyped-call]
     del loss
     training.optimizer.zero_grad(set_to_none=True)
-    state = _optimizer_bytes(training.optimizer, device)
+    # Without scalars: step counters often live on the host.
+    states = (tensor for tensor in tensors_in(training.optimizer.state) if tensor.dim() > 0)
+    state = storage_bytes(tensor for tensor in states if tensor.device.type == device.type)
+    convolves = any(isinstance(child, torch.nn.modules.conv._ConvNd) for child in model.modules())
     gradient_bytes = sum(gradients.sizes)
     if device.type == "cuda":
         training.clock.synchronize()
@@ -40,19 +43,19 @@ def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]
         peak = torch.cuda.max_memory_allocated(device)
     else:
         steady = storage_bytes(held) + state
-        peak = steady + gradient_bytes + saved.total
+        peak = steady + gradient_bytes + saved.total()
     memory = Memory(
         parameter_bytes=storage_bytes(model.parameters()),
         gradient_bytes=gradient_bytes,
         optimizer_bytes=state,
         buffer_bytes=storage_bytes(model.buffers()),
-        activation_bytes=saved.total,
+        activation_bytes=saved.total(),
         steady_bytes=steady,
         peak_bytes=peak,
         batch_bytes=storage_bytes(tensors_in(training.batch)),
-        cudnn_benchmark=device.type == "cuda" and torch.backends.cudnn.benchmark and _has_convolutions(model),
+        cudnn_benchmark=device.type == "cuda" and torch.backends.cudnn.benchmark and convolves,
     )
-    return memory, saved.by_gradient
+    return memory, {gradient: size for gradient, size in saved.items() if gradient is not None}
 
 
 def held_tensors(training: Training) -> list[torch.Tensor]:
@@ -60,54 +63,34 @@ def held_tensors(training: Training) -> list[torch.Tensor]:
     return [*training.model.parameters(), *training.model.buffers(), *tensors_in(training.batch)]
 
 
-def _has_convolutions(model: torch.nn.Module) -> bool:
-    return any(isinstance(child, torch.nn.modules.conv._ConvNd) for child in model.modules())
-
-
-class SavedTensors(ExitStack):
+@contextmanager
+def saved_bytes(owners: list[Owner], alive: Iterable[torch.Tensor]) -> Iterator[Counter[int | None]]:
     """A context around one forward that weighs what autograd saves, by the owning module that was running.
 
     What is alive anyway (parameters, buffers, the batch) is not counted. Under checkpointing only what the checkpoints
     keep reaches these hooks, so recomputed activations are not counted either.
     """
+    sizes: Counter[int | None] = Counter()
+    seen = {storage_key(tensor) for tensor in alive}
+    running = owners[0][1] if owners else None
 
-    def __init__(self, owners: list[Owner], alive: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.by_gradient: dict[int, int] = {}
-        self.total = 0
-        self._owners = owners
-        self._seen = {storage_key(tensor) for tensor in alive}
-        self._running: int | None = owners[0].gradient if owners else None
+    def begin(gradient: int, _module: torch.nn.Module, _arguments: Any) -> None:
+        nonlocal running
+        running = gradient
 
-    def __enter__(self) -> SavedTensors:
-        for owner in self._owners:
-            self.enter_context(owner.module.register_forward_pre_hook(untraced(self._begin_hook(owner.gradient))))
-        self.enter_context(saved_tensors_hooks(untraced(self._pack), untraced(lambda saved: saved)))
-        return self
-
-    def _begin_hook(self, index: int) -> Any:
-        def hook(_module: torch.nn.Module, _arguments: Any) -> None:
-            self._running = index
-
-        return hook
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         key = storage_key(tensor)
-        if key and key not in self._seen:
-            self._seen.add(key)
-            size = storage_size(tensor)
-            self.total += size
-            if self._running is not None:
-                self.by_gradient[self._running] = self.by_gradient.get(self._running, 0) + size
+        if key and key not in seen:
+            seen.add(key)
+            sizes[running] += storage_size(tensor)
         # A node that saved its own output through a hook would keep itself alive for ever; the detached one does not.
         return tensor.detach()
 
-
-def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Of the state on the device, without scalars: step counters often live on the host."""
-    return storage_bytes(
-        tensor for tensor in tensors_in(optimizer.state) if tensor.device.type == device.type and tensor.dim() > 0
-    )
+    with ExitStack() as hooks:
+        for module, gradient in owners:
+            hooks.enter_context(module.register_forward_pre_hook(untraced(partial(begin, gradient))))
+        hooks.enter_context(saved_tensors_hooks(untraced(pack), untraced(lambda saved: saved)))
+        yield sizes
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -150,7 +133,6 @@ class BlockBytes(ChainRecorder):
     def __init__(self, blocks: dict[str, torch.nn.Module], alive: Iterable[torch.Tensor]) -> None:
         super().__init__(blocks)
         self.sizes: dict[str, BlockSizes] = {}
-        self.head_saved = 0
         self.outside_saved = 0
         self._alive = {storage_key(tensor) for tensor in alive}
         # A storage's address is its identity while it lives: whatever was looked at is held until the end.
@@ -168,13 +150,14 @@ class BlockBytes(ChainRecorder):
         self.callback(self._held.clear)
         return self
 
-    def finish(self) -> None:
-        """Forward is over: what was saved since the last block is the head's."""
-        self.head_saved = sum(size for key, size in self._between.items() if key not in self._ends)
+    @property
+    def saved_since_block(self) -> int:
+        """What was saved since the last block: once forward is over, the head's."""
+        return sum(size for key, size in self._between.items() if key not in self._ends)
 
     def begin(self, name: str, inputs: list[torch.Tensor]) -> None:
         super().begin(name, inputs)
-        self.outside_saved += sum(size for key, size in self._between.items() if key not in self._ends)
+        self.outside_saved += self.saved_since_block
         self._counted.update(self._between)
         self._between = {}
         self._running, self._saved = name, {}

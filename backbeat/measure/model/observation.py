@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 from msgspec.structs import replace
 
 from backbeat.comm.clock import Clock
-from backbeat.measure.model.batches import sequence_length
+from backbeat.measure.model.chain import compiled_blocks, graph_blocks, is_compiled
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
-from backbeat.measure.model.compiled import compiled_blocks, graph_blocks, is_compiled
-from backbeat.measure.model.hooks import Owner, PhaseMarks, find_owners, forward_shares, ready_shares
-from backbeat.measure.model.inputs import Gradients, MeasureOptions, first_iteration
+from backbeat.measure.model.inputs import Gradients, MeasureOptions, first_iteration, sequence_length
 from backbeat.measure.model.launch_bound import (
     CLOSE,
     LaunchBound,
@@ -28,10 +27,14 @@ from backbeat.measure.model.memory_by_kind import measure_memory
 from backbeat.measure.model.operator_work import count_flops
 from backbeat.measure.model.training_step import (
     Marks,
-    Observer,
+    Owner,
+    PhaseMarks,
     Training,
+    find_owners,
+    forward_shares,
     is_out_of_memory,
     median_phases,
+    ready_shares,
     release,
     rounded,
 )
@@ -126,7 +129,7 @@ def measure_training(training: Training, options: MeasureOptions) -> Figures:
     """
     gradients = first_iteration(training)
     compiled = is_compiled(training.model)
-    flops, no_flops = _flops(training, options, compiled)
+    flops, no_flops = (None, None) if options.brief else count_flops(training)
     blocks = graph_blocks(training.model).values() if options.compile_blocks else None
     owners = [] if compiled else find_owners(training.model, gradients.parameters, blocks)
     with compiled_blocks(training) if options.compile_blocks else nullcontext(training) as training:
@@ -139,16 +142,18 @@ def measure_training(training: Training, options: MeasureOptions) -> Figures:
         run.reserve_marks()
         run.begin()
         plain = run.plain((run.counts.plain + 1) // 2)
-        host = run.host_times(chain) if clock.asynchronous else None
+        launched = launch_times(training, run.begin) if clock.asynchronous else []
+        recomputed = run.recomputed(chain) if launched else {}
         run.begin()
         # Hosts are alike: what disturbs one of them does not count. So all ranks do the same.
-        share = host.quickest.iteration_s / median(_iteration_s(plain, clock)) if host else 0.0
+        quickest = LaunchTimes.each(min, launched) if launched else None
+        share = quickest.iteration_s / median(_iteration_s(plain, clock)) if quickest else 0.0
         host_share = min(run.compare("host share", share))
-        ahead = run.hooked(host.quickest) if host is not None and host_share >= CLOSE else None
+        ahead = run.hooked(quickest) if quickest is not None and host_share >= CLOSE else None
         hooked = ahead or run.hooked()
         run.begin()
         plain += run.plain(run.counts.plain // 2)
-        bound = None if host is None else run.launch_bound(plain, host, host_share, ahead)
+        bound = run.launch_bound(plain, launched, host_share, ahead, **recomputed) if launched else None
         if bound is not None and bound.kind == "launch-bound":
             # Plain iterations wait for the host, and so must those that say when each gradient is ready.
             hooked = run.hooked()
@@ -169,13 +174,6 @@ def measure_training(training: Training, options: MeasureOptions) -> Figures:
             no_flops=no_flops,
             sequence_length=sequence_length(training.batch),
         )
-
-
-def _flops(training: Training, options: MeasureOptions, compiled: bool) -> tuple[float | None, str | None]:
-    """Of forward and backward, or why they are not known."""
-    if options.brief:
-        return None, None
-    return (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
 
 
 @dataclass(frozen=True)
@@ -207,17 +205,6 @@ def _warm_up(training: Training, options: MeasureOptions) -> _Counts:
         plain = max(min(plain, affordable // 2), min(plain, fewest))
         hooked = max(min(hooked, affordable // 6), min(hooked, fewest // 2))
     return _Counts(plain, hooked, hurried)
-
-
-@dataclass(frozen=True)
-class _HostTimes:
-    """What an iteration takes the host to submit."""
-
-    quickest: LaunchTimes
-    usual: LaunchTimes
-    recompute_s: float | None
-    """As in `LaunchBound`."""
-    fetch_s: float | None
 
 
 @dataclass(frozen=True)
@@ -255,7 +242,7 @@ class _Run:
         self.training.clock.synchronize()
         return marks
 
-    def _series(self, count: int, observer: Observer | None = None) -> list[Marks]:
+    def _series(self, count: int, observer: PhaseMarks | None = None) -> list[Marks]:
         """Iterations one after the other, never waiting in between, as training runs them.
 
         One more before them refills the queue of a device that works behind the host.
@@ -282,20 +269,24 @@ class _Run:
             backward_s=median(clock.between(marks.backward_begin, marks.backward_end) for marks in backward),
         )
 
-    def host_times(self, chain: MeasuredChain) -> _HostTimes:
-        """What the host submits in an iteration, and, where a memory plan can be run, in one that is recomputed."""
-        launched = launch_times(self.training, self.begin)
-        apply_memory, again_s, fetch_s = self.options.apply_memory, None, None
+    def recomputed(self, chain: MeasuredChain) -> dict[str, float | None]:
+        """`recompute_s` and `fetch_s` of a `LaunchBound`, where a memory plan can be run."""
+        apply_memory = self.options.apply_memory
         # Recomputed blocks would have to be compiled once more.
-        if apply_memory is not None and not self.options.compile_blocks:
-            # Not begun together, as recomputed ones are not: a rank that cannot recompute has none.
-            alone = launch_times(self.training)
-            again_s = recomputation(self.training, chain.blocks, alone, apply_memory)
-            fetch_s = recomputation(self.training, chain.blocks, alone, apply_memory, "offload")
-        return _HostTimes(LaunchTimes.quickest(launched), LaunchTimes.usual(launched), again_s, fetch_s)
+        if apply_memory is None or self.options.compile_blocks:
+            return {}
+        # Not begun together, as recomputed ones are not: a rank that cannot recompute has none.
+        alone = launch_times(self.training)
+        found = partial(recomputation, self.training, chain.blocks, alone, apply_memory)
+        return {"recompute_s": found(), "fetch_s": found("offload")}
 
     def launch_bound(
-        self, plain: list[Marks], host: _HostTimes, host_share: float, ahead: Hooked | None
+        self,
+        plain: list[Marks],
+        launched: list[LaunchTimes],
+        host_share: float,
+        ahead: Hooked | None,
+        **recomputed: Any,
     ) -> LaunchBound:
         """Whether plain iterations wait for the host. `ahead` is what hooked ones showed where it was let get ahead."""
         device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
@@ -303,11 +294,10 @@ class _Run:
         waiting = median(self.compare("waiting", plain_s / device_s)) if device_s else None
         return LaunchBound(
             kind=how_launch_bound(host_share, waiting),
-            host_s=median(self.compare("host", host.usual.iteration_s)),
+            host_s=median(self.compare("host", LaunchTimes.each(median, launched).iteration_s)),
             iteration_s=median(_iteration_s(plain, self.training.clock)),
             device_s=device_s,
-            recompute_s=host.recompute_s,
-            fetch_s=host.fetch_s,
+            **recomputed,
         )
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work
-from backbeat.measure.model.chain import in_backward, tensors_of
+from backbeat.measure.model.chain import in_backward, is_compiled, tensors_of
 from backbeat.measure.model.training_step import Training, is_out_of_memory
 
 _ATTENTION = "_scaled_dot_product"
@@ -30,27 +30,16 @@ _OVERWRITING = ("copy_", "zero_", "fill_", "bernoulli_", "uniform_", "normal_")
 _REDUCTIONS = ("sum", "mean", "var", "amax", "amin", "max", "min", "linalg_vector_norm", "any", "all", "cumsum")
 # By how a name begins, the longer names first.
 _KINDS = (
-    ("native_layer_norm_backward", "layer_norm_backward"),
-    ("native_layer_norm", "layer_norm"),
-    ("_fused_rms_norm_backward", "rms_norm_backward"),
-    ("_fused_rms_norm", "rms_norm"),
-    ("native_group_norm_backward", "group_norm_backward"),
-    ("native_group_norm", "group_norm"),
-    ("_softmax_backward_data", "softmax_backward"),
-    ("_softmax", "softmax"),
-    ("_log_softmax_backward_data", "log_softmax_backward"),
-    ("_log_softmax", "log_softmax"),
-    ("native_dropout", "dropout"),
-    ("embedding_dense_backward", "embedding_backward"),
-    ("max_pool2d_with_indices_backward", "max_pool_backward"),
-    ("max_pool2d_with_indices", "max_pool"),
-    ("_adaptive_avg_pool2d_backward", "strided"),
-    ("_adaptive_avg_pool2d", "mean_pool"),
-    ("avg_pool2d_backward", "avg_pool_backward"),
-    ("avg_pool2d", "avg_pool"),
-    ("gelu", "gelu"),
-    ("cat", "cat"),
-)
+    ("native_layer_norm_backward", "layer_norm_backward"), ("native_layer_norm", "layer_norm"),
+    ("_fused_rms_norm_backward", "rms_norm_backward"), ("_fused_rms_norm", "rms_norm"),
+    ("native_group_norm_backward", "group_norm_backward"), ("native_group_norm", "group_norm"),
+    ("_softmax_backward_data", "softmax_backward"), ("_softmax", "softmax"),
+    ("_log_softmax_backward_data", "log_softmax_backward"), ("_log_softmax", "log_softmax"),
+    ("native_dropout", "dropout"), ("gelu", "gelu"), ("cat", "cat"),
+    ("max_pool2d_with_indices_backward", "max_pool_backward"), ("max_pool2d_with_indices", "max_pool"),
+    ("_adaptive_avg_pool2d_backward", "strided"), ("_adaptive_avg_pool2d", "mean_pool"),
+    ("avg_pool2d_backward", "avg_pool_backward"), ("avg_pool2d", "avg_pool"),
+)  # fmt: skip
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any, precision: str) -> tuple[Work, ...]:
@@ -314,6 +303,8 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 def count_flops(training: Training) -> tuple[float | None, str | None]:
     """(FLOPs of one micro-batch, None), or (None, why they are not known)."""
+    if is_compiled(training.model):
+        return None, "no FLOPs: a compiled model hides them"
     counter = FlopCounter()
     try:
         with counter:

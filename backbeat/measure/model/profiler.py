@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,13 +20,19 @@ from torch.utils._pytree import tree_map_only
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name, short_name, source
 from backbeat.errors import InputError, MeasurementError, where_raised
-from backbeat.measure.model.batches import samples_in, to_device
-from backbeat.measure.model.compiled import NOTE as COMPILED
+from backbeat.measure.model.chain import COMPILED_NOTE
 from backbeat.measure.model.compose import compose_profile
 from backbeat.measure.model.factory import Factory
-from backbeat.measure.model.inputs import MeasureOptions, check_model, device_of, parse_device, trainable_of
+from backbeat.measure.model.inputs import (
+    MeasureOptions,
+    check_model,
+    device_of,
+    parse_device,
+    samples_in,
+    to_device,
+    trainable_of,
+)
 from backbeat.measure.model.launch_bound import LaunchBound
-from backbeat.measure.model.noise import noise
 from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.training_step import (
     Loss,
@@ -43,6 +49,17 @@ from backbeat.measure.model.training_step import (
 )
 from backbeat.model import Profile
 from backbeat.model.checks import at_least
+from backbeat.units import format_seconds
+
+MOST_HOOKED = 1.5
+"""With hooks, forward and backward take at most this many times the plain ones, and at least the inverse. Profiles of
+the zoo lie between 0.85 and 1.16."""
+WIDEST_BAND = 3.0
+"""The ninetieth percentile of the iterations is at most this many times the tenth. Profiles of the zoo reach 1.4."""
+FEWEST_JUDGED = 8
+"""Fewer iterations than this say too little of their spread."""
+SHORTEST_JUDGED_S = 1e-3
+"""Of forward and backward: in less, the hooks themselves are much of the time."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +74,7 @@ class MeasuredModel:
 
 
 def profile(
-    model: torch.nn.Module,
-    batch: Any,
-    loss: Loss,
-    optimizer: torch.optim.Optimizer | str | None = None,
-    **options: Any,
+    model: torch.nn.Module, batch: Any, loss: Loss, optimizer: torch.optim.Optimizer | str | None = None, **options: Any
 ) -> Profile:
     """Train `model` for some iterations on `batch` and return its profile; weights are put back afterwards.
 
@@ -82,11 +95,21 @@ def measure(model: torch.nn.Module, batch: Any, loss: Loss, options: MeasureOpti
     samples = options.batch_size or samples_in(batch)
     if samples is None:
         raise InputError("the batch holds no tensor to count samples in: give batch_size")
-    training = _training(model, batch, loss, where, options)
-    given_optimizer = None if isinstance(options.optimizer, str) else options.optimizer
+    given = None if isinstance(options.optimizer, str) else options.optimizer
+    training = Training(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=given if given is not None else make_optimizer(str(options.optimizer or "sgd"), trainable_of(model)),
+        device=where,
+        precision=options.precision,
+        accumulation=options.accumulation,
+        scaler=scaler_for(options.precision, where),
+        clock=clock_for(where),
+    )
     current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
     with _failures_explained(samples, where), current, tensor_cores(options.precision, where):
-        with put_back(model, given_optimizer, where) if options.keep else contextlib.nullcontext():
+        with put_back(model, given, where) if options.keep else contextlib.nullcontext():
             figures = measure_training(training, options)
         found = noise(figures.iteration_s, figures.forward_s + figures.backward_s, figures.overhead)
         if found is not None and not options.accept_noise:
@@ -108,7 +131,7 @@ def measure(model: torch.nn.Module, batch: Any, loss: Loss, options: MeasureOpti
         notes=(
             *options.notes,
             *(() if found is None else (f"noise accepted: {found}; predictions are as uncertain",)),
-            *((COMPILED,) if options.compile_blocks else ()),
+            *((COMPILED_NOTE,) if options.compile_blocks else ()),
             *_notes(training, figures),
         ),
         iteration_s=tuple(rounded(seconds) for seconds in figures.iteration_s),
@@ -121,25 +144,6 @@ def measure(model: torch.nn.Module, batch: Any, loss: Loss, options: MeasureOpti
         **{} if figures.launch_bound is None else host_fields(figures.launch_bound),
     )
     return MeasuredModel(document, figures.overhead, figures.launch_bound)
-
-
-def _training(
-    model: torch.nn.Module, batch: Any, loss: Loss, device: torch.device, options: MeasureOptions
-) -> Training:
-    optimizer = options.optimizer
-    if optimizer is None or isinstance(optimizer, str):
-        optimizer = make_optimizer(optimizer or "sgd", trainable_of(model))
-    return Training(
-        model=model,
-        batch=batch,
-        loss=loss,
-        optimizer=optimizer,
-        device=device,
-        precision=options.precision,
-        accumulation=options.accumulation,
-        scaler=scaler_for(options.precision, device),
-        clock=clock_for(device),
-    )
 
 
 @contextlib.contextmanager
@@ -302,3 +306,37 @@ def _largest_fitting(factory: Factory, size: int, device: torch.device, options:
 
 def _device(options: MeasureOptions) -> torch.device:
     return parse_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def band(iteration_s: Sequence[float]) -> tuple[float, float]:
+    """From the tenth to the ninetieth percentile of the iterations; at least one is left out at either end.
+
+    >>> band([5, 1, 2, 3, 4, 9, 3, 3])
+    (2, 5)
+    >>> band([1, 2])
+    (1, 2)
+    """
+    ordered = sorted(iteration_s)
+    left_out = max(1, len(ordered) // 10) if len(ordered) > 2 else 0
+    return ordered[left_out], ordered[-1 - left_out]
+
+
+def noise(iteration_s: Sequence[float], plain_s: float, overhead: float) -> str | None:
+    """What was wrong with a measurement, and how much; None where nothing was, or where it is too short to say.
+
+    `overhead` is what forward and backward take with hooks, over the `plain_s` they take without.
+    """
+    if len(iteration_s) < FEWEST_JUDGED or plain_s < SHORTEST_JUDGED_S:
+        return None
+    low, high = band(iteration_s)
+    if high > WIDEST_BAND * low:
+        return (
+            f"iterations took from {format_seconds(low)} to {format_seconds(high)} (10 to 90 %), "
+            f"{high / low:.1f} times as long where {WIDEST_BAND:g} is the most"
+        )
+    if not 1 / MOST_HOOKED <= overhead <= MOST_HOOKED:
+        return (
+            f"with hooks, forward and backward took {overhead:.3g} times the plain {format_seconds(plain_s)}, "
+            f"where {1 / MOST_HOOKED:.2g} to {MOST_HOOKED:g} is sound"
+        )
+    return None

@@ -1,24 +1,34 @@
 """One training iteration, marked: forward and backward of every micro-batch, then the update; in one of the four
-precisions that a profile can be taken in, as PyTorch's own switches, and with an optimizer given or by name."""
+precisions that a profile can be taken in, as PyTorch's own switches, and with an optimizer given or by name.
+
+Hooks mark when each gradient is complete, and when each module that owns parameters begins its forward, in iterations
+of their own, so that neither kind of hook costs the other's figures anything. Forward time is divided where modules
+begin: a module's share lasts until the next module with parameters begins. So activation functions, attention products
+and the loss count with the module before them, and the shares add up to the whole forward.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
 from backbeat.comm.clock import Clock, Mark
 from backbeat.errors import InputError, MeasurementError
+from backbeat.measure.model.chain import untraced
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Owner = tuple[torch.nn.Module, int]
+"""A module, and the gradient that its forward time and activations are booked on."""
 # Large enough to keep small gradients, small enough that no warm-up step is skipped for an overflow.
 _FIRST_SCALE = 1024.0
 
@@ -45,14 +55,66 @@ class Marks(NamedTuple):
     end: Mark
 
 
-class Observer(Protocol):
-    """Told about the last micro-batch, the one that completes the gradients. What it does first is not timed."""
+def find_owners(
+    model: torch.nn.Module, gradients: list[torch.nn.Parameter], blocks: Iterable[torch.nn.Module] | None = None
+) -> list[Owner]:
+    """Every module with parameters of its own that get gradients. A tied weight's modules share its entry.
 
-    def before_forward(self) -> None: ...
+    Given blocks, these with all that they hold: modules inside a compiled block are not called one by one.
+    """
+    index_of = {id(parameter): index for index, parameter in enumerate(gradients)}
+    owners = []
+    for module in model.modules() if blocks is None else blocks:
+        held = module.parameters(recurse=blocks is not None)
+        mine = [index_of[id(parameter)] for parameter in held if id(parameter) in index_of]
+        if mine:
+            owners.append((module, mine[0]))
+    return owners
 
-    def before_backward(self) -> None: ...
 
-    def after_backward(self) -> None: ...
+class PhaseMarks(ExitStack):
+    """A context in which one phase of observed iterations is recorded: of each, which gradient was marked when.
+
+    It is told about the last micro-batch, the one that completes the gradients. What it does first is not timed. With a
+    head start, the device is kept busy for so long before the phase.
+    """
+
+    def __init__(self, phase: Literal["forward", "backward"], clock: Clock, head_start_s: float) -> None:
+        super().__init__()
+        self.recordings: list[list[tuple[int, Mark]]] = []
+        self._current: list[tuple[int, Mark]] | None = None
+        self._phase = phase
+        self._clock = clock
+        self._head_start_s = head_start_s
+
+    def watch_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Mark each gradient's completion."""
+        for index, parameter in enumerate(parameters):
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self.enter_context(register(self._hook(index)))
+
+    def watch_modules(self, owners: list[Owner]) -> None:
+        """Mark the beginning of every owning module."""
+        for module, gradient in owners:
+            self.enter_context(module.register_forward_pre_hook(untraced(self._hook(gradient))))
+
+    def begin(self, phase: Literal["forward", "backward", "end"]) -> None:
+        """Checkpointed modules run forward again inside backward; those calls are backward's time."""
+        self._current = None
+        if phase == self._phase:
+            if self._head_start_s > 0:
+                self._clock.delay(self._head_start_s)
+            self._current = []
+            self.recordings.append(self._current)
+
+    def _hook(self, index: int) -> Any:
+        mark = self._clock.mark
+
+        def hook(*_: Any) -> None:
+            if self._current is not None:
+                self._current.append((index, mark()))
+
+        return hook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +131,7 @@ class Training:
     scaler: Any = None
     clock: Clock
 
-    def iterate(self, observer: Observer | None = None) -> Marks:
+    def iterate(self, observer: PhaseMarks | None = None) -> Marks:
         begin = self.clock.mark()
         micro_batches = []
         for index in range(self.accumulation):
@@ -78,19 +140,19 @@ class Training:
         self.update()
         return Marks(begin, tuple(micro_batches), self.clock.mark())
 
-    def micro_batch(self, forward_begin: Mark, observer: Observer | None = None) -> MicroBatch:
+    def micro_batch(self, forward_begin: Mark, observer: PhaseMarks | None = None) -> MicroBatch:
         if observer is not None:
-            observer.before_forward()
+            observer.begin("forward")
             forward_begin = self.clock.mark()
         loss = self.forward()
         forward_end = backward_begin = self.clock.mark()
         if observer is not None:
-            observer.before_backward()
+            observer.begin("backward")
             backward_begin = self.clock.mark()
         loss.backward()  # type: ignore[no-untyped-call]
         backward_end = self.clock.mark()
         if observer is not None:
-            observer.after_backward()
+            observer.begin("end")
         return MicroBatch(forward_begin, forward_end, backward_begin, backward_end)
 
     def forward(self) -> torch.Tensor:
@@ -113,6 +175,36 @@ class Training:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def ready_shares(recorded: Iterable[tuple[MicroBatch, list[tuple[int, Mark]]]], clock: Clock) -> dict[int, float]:
+    """For each gradient, the share of backward that has passed when it is ready: the median over the recordings."""
+    shares: dict[int, list[float]] = {}
+    for marks, ready in recorded:
+        backward_s = clock.between(marks.backward_begin, marks.backward_end)
+        # Reentrant checkpointing may accumulate into a parameter several times: the last one completes it.
+        for index, mark in dict(ready).items():
+            share = clock.between(marks.backward_begin, mark) / backward_s if backward_s > 0 else 1.0
+            shares.setdefault(index, []).append(min(max(share, 0.0), 1.0))
+    return {index: median(values) for index, values in shares.items()}
+
+
+def forward_shares(recorded: Iterable[tuple[MicroBatch, list[tuple[int, Mark]]]], clock: Clock) -> dict[int, float]:
+    """For each gradient that a module is booked on, its share of forward; the shares add up to 1."""
+    sums: dict[int, list[float]] = {}
+    for marks, begins in recorded:
+        if not begins:
+            return {}
+        spans: dict[int, float] = {}
+        # What runs before the first owning module is booked on it.
+        edges = [marks.forward_begin, *(mark for _, mark in begins[1:]), marks.forward_end]
+        for (index, _), first, last in zip(begins, edges, edges[1:], strict=False):
+            spans[index] = spans.get(index, 0.0) + max(clock.between(first, last), 0.0)
+        for index, seconds in spans.items():
+            sums.setdefault(index, []).append(seconds)
+    medians = {index: median(values) for index, values in sums.items()}
+    total = sum(medians.values())
+    return {index: seconds / total for index, seconds in medians.items()} if total > 0 else {}
 
 
 def median_phases(iterations: Sequence[Marks], clock: Clock) -> tuple[float, float]:

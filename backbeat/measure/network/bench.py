@@ -12,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
+from backbeat.comm.clock import SpinRate, spin_rate, until
 from backbeat.comm.communicators import Communicator
-from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.errors import MeasurementError, first_line
 from backbeat.measure.network.case import Case
 
@@ -43,14 +43,12 @@ class Bench:
         self,
         communicators: Sequence[Communicator],
         *,
-        rank: int,
         workers: int,
         device: torch.device,
         timeout_s: float,
         idle: bool = True,
     ) -> None:
         """`idle`: the device does nothing else; False in a job that trains, where no time is spent to wake it."""
-        self.rank = rank
         self.workers = workers
         self.device = device
         self._communicators = communicators
@@ -62,7 +60,6 @@ class Bench:
         self._paces: deque[float] = deque(maxlen=_PACE_SAMPLES)
         self.pace_s = _FIRST_PACE_S
         """What the slowest rank's host needs to queue one collective."""
-        self._clock: tuple[SpinRate, Any, Any] | None = None
         self.timed = 0
         self.late = 0
         """Samples on a device, and those of them in which this host was still queueing when the spin ended."""
@@ -105,7 +102,7 @@ class Bench:
         return time.perf_counter() - self._begun
 
     def _sample_cuda(self, launch: Callable[[], list[Any]], messages: int) -> float:
-        rate, start, end = self._device_clock()
+        rate, start, end = self._device_clock
         for _ in range(_ALIGN):
             self._communicators[0].all_reduce(self._tiny).wait()
         queueing = time.perf_counter()
@@ -123,17 +120,23 @@ class Bench:
         until(end, self._timeout_s)
         return max(float(start.elapsed_time(end)) * 1e-3 - lead_s, _RESOLUTION_S)
 
+    @cached_property
     def _device_clock(self) -> tuple[SpinRate, Any, Any]:
         """Made once: an event of its own can take a host longer than a small message takes the network."""
-        if self._clock is None:
-            self._clock = (spin_rate(idle=self._idle), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
-        return self._clock
+        return spin_rate(idle=self._idle), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
 
     def _launcher(self, case: Case) -> Callable[[], list[Any]]:
         elements = max(1, math.ceil(case.bytes / _ELEMENT_BYTES))
         communicators = self._communicators[: case.communicators]
         if case.collective in ("all_gather", "reduce_scatter"):
-            return self._shard_launcher(case, math.ceil(elements / self.workers), communicators)
+            # All-gathers on the first communicator, reduce-scatters on the last; a pair's have memory of their own.
+            kinds, per_rank = 2 if case.paired else 1, math.ceil(elements / self.workers)
+            wholes = self._room(kinds * per_rank * self.workers).chunk(kinds)
+            shards = self._room(kinds * per_rank, "shard").chunk(kinds)
+            gather = partial(communicators[0].all_gather, wholes[0], shards[0])
+            scatter = partial(communicators[-1].reduce_scatter, shards[-1], wholes[-1])
+            turn = [gather, scatter] if case.paired else [gather if case.collective == "all_gather" else scatter]
+            return lambda: [send() for _ in range(case.messages) for send in turn]
         room = self._room(elements * case.messages)
         if case.collective == "broadcast":
             return lambda: [communicators[0].broadcast(room[:elements])]
@@ -141,18 +144,6 @@ class Bench:
         return lambda: [
             communicators[index % case.communicators].all_reduce(piece) for index, piece in enumerate(pieces)
         ]
-
-    def _shard_launcher(
-        self, case: Case, per_rank: int, communicators: Sequence[Communicator]
-    ) -> Callable[[], list[Any]]:
-        """All-gathers on the first communicator, reduce-scatters on the last; a pair's have memory of their own."""
-        kinds = 2 if case.paired else 1
-        wholes = self._room(kinds * per_rank * self.workers).chunk(kinds)
-        shards = self._room(kinds * per_rank, "shard").chunk(kinds)
-        gather = partial(communicators[0].all_gather, wholes[0], shards[0])
-        scatter = partial(communicators[-1].reduce_scatter, shards[-1], wholes[-1])
-        turn = [gather, scatter] if case.paired else [gather if case.collective == "all_gather" else scatter]
-        return lambda: [send() for _ in range(case.messages) for send in turn]
 
     def _room(self, elements: int, kind: str = "whole") -> torch.Tensor:
         if self._rooms[kind].numel() < elements:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 
+from backbeat.comm.clock import until
 from backbeat.comm.communicators import Communicator
-from backbeat.comm.spin import until
 from backbeat.measure.network.bench import largest
 from backbeat.model.slowdown import Slowdown
 
@@ -58,14 +57,32 @@ def measure_slowdown(
     message_s = seconds_of(size)
     message = torch.zeros(size // 4, device=device)
     send = _pairs_of(communicator, message, workers) if workers else lambda: [communicator.all_reduce(message)]
+    begin, end, done = (cuda.Event(enable_timing=True) for _ in range(3))
+
+    def seconds(work: Callable[[], object], count: int, messages: int = 0) -> float:
+        """Of `count` runs on the current stream, while that many messages pass."""
+        # Lines the ranks up: all-reduces last as long as the last rank to join takes.
+        communicator.all_reduce(message[:1]).wait()
+        # Behind the spin the host is ahead, and the collectives are under way when the work begins.
+        sent = [one for _ in range(messages) for one in send()]
+        cuda._sleep(_LEAD_CYCLES)
+        begin.record()
+        for _ in range(count):
+            work()
+        end.record()
+        for one in sent:
+            one.wait()
+        done.record()
+        until(done, timeout_s)
+        return float(begin.elapsed_time(end)) * 1e-3
+
     factors = torch.ones(3, dtype=torch.float64, device=device)
     for index, work in enumerate(_works(device)):
-        run = _TimedWork(work, communicator, message, send, timeout_s)
-        run.seconds(3, 0)
-        (once_s,) = largest(communicator, [run.seconds(3, 0) / 3], device, timeout_s)
+        seconds(work, 3)
+        (once_s,) = largest(communicator, [seconds(work, 3) / 3], device, timeout_s)
         count = max(1, min(200, round(_SAMPLE_S / once_s)))
         messages = messages_beside(count * once_s, message_s)
-        ratios = [run.seconds(count, messages) / alone for _ in range(_PAIRS) if (alone := run.seconds(count, 0)) > 0]
+        ratios = [seconds(work, count, messages) / alone for _ in range(_PAIRS) if (alone := seconds(work, count)) > 0]
         factors[index] = max(median(ratios), 1.0)
     matmul, attention, memory = largest(communicator, factors.tolist(), device, timeout_s)
     return Slowdown(matmul=matmul, attention=attention, memory=memory)
@@ -91,37 +108,6 @@ def messages_beside(work_s: float, message_s: float, *, covered: float = _COVERE
     25
     """
     return 1 + math.ceil((lead_s + covered * work_s) / max(message_s, 1e-5))
-
-
-@dataclass
-class _TimedWork:
-    """Runs one kind of work on the current stream, alone or beside collectives."""
-
-    work: Callable[[], object]
-    communicator: Communicator
-    message: torch.Tensor
-    send: Callable[[], list[Any]]
-    timeout_s: float
-
-    def __post_init__(self) -> None:
-        self.begin, self.end, self.done = (cuda.Event(enable_timing=True) for _ in range(3))
-
-    def seconds(self, count: int, messages: int) -> float:
-        """Of `count` runs, while that many messages pass."""
-        # Lines the ranks up: all-reduces last as long as the last rank to join takes.
-        self.communicator.all_reduce(self.message[:1]).wait()
-        # Behind the spin the host is ahead, and the collectives are under way when the work begins.
-        sent = [one for _ in range(messages) for one in self.send()]
-        cuda._sleep(_LEAD_CYCLES)
-        self.begin.record()
-        for _ in range(count):
-            self.work()
-        self.end.record()
-        for one in sent:
-            one.wait()
-        self.done.record()
-        until(self.done, self.timeout_s)
-        return float(self.begin.elapsed_time(self.end)) * 1e-3
 
 
 def _pairs_of(communicator: Communicator, message: torch.Tensor, workers: int) -> Callable[[], list[Any]]:

@@ -19,20 +19,13 @@ import torch.distributed as dist
 
 from backbeat.comm.communicators import Communicator, Communicators, backend_of, why_one
 from backbeat.comm.gloo import settle_gloo
-from backbeat.comm.machine import today, versions
+from backbeat.comm.machine import source, today
 from backbeat.cost.collectives import COLLECTIVES, Collective
 from backbeat.cost.samples import Timing
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.bench import Bench, explained
 from backbeat.measure.network.beside_compute import measure_slowdown, shared_devices
-from backbeat.measure.network.case import (
-    SIZES,
-    Case,
-    Series,
-    held_out_cases,
-    series_of,
-    smallest_of_each_kind,
-)
+from backbeat.measure.network.case import SIZES, Case, Series, held_out_cases, series_of, smallest_of_each_kind
 from backbeat.measure.network.findings import (
     MeasuredCluster,
     host_note,
@@ -41,10 +34,8 @@ from backbeat.measure.network.findings import (
     notes_of,
     sharing_unknown,
 )
-from backbeat.measure.network.jumps import SHARE, refine_jumps
-from backbeat.measure.network.sampling import BRIEF, THOROUGH, Effort, Progress, SamplingOutcome, sample_cases
+from backbeat.measure.network.sampling import SHARE, Progress, SamplingOutcome, refine_jumps, sample_cases
 from backbeat.measure.network.sharded_host import AddedHostTimes, by_unit_and_parameter, measure_sharded_host
-from backbeat.model.files import Source
 from backbeat.model.network import Network
 from backbeat.model.sharded_times import ShardedTimes
 
@@ -102,22 +93,25 @@ def measure_cluster(
         done = settle_gloo()
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
 
-    bench = Bench(list(links), rank=links.rank, workers=links.size, device=where, timeout_s=timeout_s, idle=not brief)
+    bench = Bench(list(links), workers=links.size, device=where, timeout_s=timeout_s, idle=not brief)
     held_out = () if brief else held_out_cases(sorted(set(sizes)))
     series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded, brief=brief)
     show: Progress = progress or (lambda what, share: None)
     host_s = min(_HOST_S, _HOST_SHARE * budget_s) if sharded and where.type == "cuda" else 0.0
-    outcome, of_curves = _sampled(bench, series, held_out, budget_s, host_s, show, BRIEF if brief else THOROUGH)
+    outcome, of_curves = _sampled(bench, series, held_out, budget_s, host_s, show, brief=brief)
     notes += notes_of(outcome, budget_s, backend, hosts, links.size)
     if bench.timed:
         notes.append(host_note(bench.pace_s, bench.late, bench.timed))
+    what = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{os.cpu_count()} cores"
+    on_hosts = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"
+    machine = f"{links.size} workers on {on_hosts}, {platform.machine()}, {what}"
     network = network_from(
         of_curves,
         name=name or f"{backend}-{links.size}",
         workers=links.size,
         backend=backend,
         per_node=max(hosts),
-        source=_source(date, where, len(hosts), links.size),
+        source=msgspec.structs.replace(source("backbeat calibrate", where), machine=machine, date=date),
         notes=notes,
     )
     network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network), *sharing_unknown(network)))
@@ -142,12 +136,13 @@ def _sampled(
     budget_s: float,
     host_s: float,
     show: Progress,
-    effort: Effort,
+    *,
+    brief: bool,
 ) -> tuple[SamplingOutcome, dict[Case, Timing]]:
     """All that was timed, and what of it makes the curves; `host_s` of the budget are kept for later."""
     show("connecting", 0.0)
     bench.connect(smallest_of_each_kind(series))
-    outcome = sample_cases(bench, series, budget_s * (1 - SHARE) - host_s, show, effort)
+    outcome = sample_cases(bench, series, budget_s * (1 - SHARE) - host_s, show, brief=brief)
     # Of the curve only: what is held out must not decide where it is measured.
     curve = {case: timing for case, timing in outcome.timings.items() if case not in held_out}
     further = refine_jumps(bench, curve, budget_s - host_s, show)
@@ -176,10 +171,7 @@ def _with_sharded_times(network: Network, **found: Any) -> Network:
 
 
 def with_sharded_host(
-    network: Network,
-    links: Communicators,
-    largest_over_ranks: Callable[[Sequence[float]], list[float]],
-    limit_s: float,
+    network: Network, links: Communicators, largest_over_ranks: Callable[[Sequence[float]], list[float]], limit_s: float
 ) -> Network:
     """The network with what FSDP2 costs the host. Collective.
 
@@ -212,17 +204,6 @@ def _host() -> str:
     except OSError:
         namespace = 0
     return f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()}/{namespace}"
-
-
-def _source(date: str, device: torch.device, hosts: int, workers: int) -> Source:
-    what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
-    return Source(
-        method="measured",
-        command="backbeat calibrate",
-        machine=f"{workers} workers on {hosts} host{'s' if hosts > 1 else ''}, {platform.machine()}, {what}",
-        date=date,
-        versions=versions(device),
-    )
 
 
 def _at_least_two_ranks(group: Any) -> Any:

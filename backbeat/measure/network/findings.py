@@ -277,7 +277,7 @@ def verdict(summary: dict[str, Any]) -> str:
     latency = format_seconds(latency_s if latency_s > 0 else min(point["seconds"] for point in points))
     speed = f"{format_bytes(round(1 / slope))}/s" if slope > 0 else "bandwidth not shown"
     found = f"{summary['workers']} ranks over {summary['backend']}: {latency} latency, {speed}"
-    parts = [f"{found}; {_how_clean(jitter)}: {_good_for(jitter, largest)}"]
+    parts = [f"{found}; {_how_good(jitter, largest)}"]
     if largest >= SMALLEST_BUCKET:
         parts.append(f"messages above {format_bytes(largest)} are extrapolated")
     parts.append(_several(summary))
@@ -286,23 +286,17 @@ def verdict(summary: dict[str, Any]) -> str:
     return "; ".join(part for part in parts if part) + "."
 
 
-def _how_clean(jitter: float) -> str:
+def _how_good(jitter: float, largest: int) -> str:
+    clean = f"{'usable' if jitter <= NOISY else 'noisy'} (jitter {jitter:.0%})"
+    good_for = "good enough for orders of magnitude; stop what else uses these machines and calibrate again"
     if jitter <= CLEAN:
-        return f"clean (jitter under {CLEAN:.0%})"
-    return f"{'usable' if jitter <= NOISY else 'noisy'} (jitter {jitter:.0%})"
-
-
-def _good_for(jitter: float, largest: int) -> str:
+        clean, good_for = f"clean (jitter under {CLEAN:.0%})", "good enough to plan buckets"
+    elif jitter <= NOISY:
+        good_for = f"good enough to plan buckets, not to choose between plans within {jitter:.0%} of each other"
     if largest < SMALLEST_BUCKET:
-        return (
-            f"too little to plan buckets, since no message above {format_bytes(largest)} was measured; "
-            "raise --budget or --sizes"
-        )
-    if jitter <= CLEAN:
-        return "good enough to plan buckets"
-    if jitter <= NOISY:
-        return f"good enough to plan buckets, not to choose between plans within {jitter:.0%} of each other"
-    return "good enough for orders of magnitude; stop what else uses these machines and calibrate again"
+        shown = f"since no message above {format_bytes(largest)} was measured"
+        good_for = f"too little to plan buckets, {shown}; raise --budget or --sizes"
+    return f"{clean}: {good_for}"
 
 
 def _several(summary: dict[str, Any]) -> str:

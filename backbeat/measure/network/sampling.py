@@ -1,4 +1,4 @@
-"""Which cases fit a time budget, and how often each is repeated.
+"""Which cases fit a time budget, how often each is repeated, and where the curve gets more points.
 
 Every decision is taken from numbers that all ranks share (`Bench.largest_over_ranks`), so that ranks never part ways.
 Cases are sampled in rounds, each in another order, so that a slow drift of the machine touches all sizes alike.
@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
+from backbeat.cost.curve import Curve
 from backbeat.cost.samples import Timing, summarise
 from backbeat.measure.network.case import Case, Series
 
 REPEATS = 8
+"""A case is taken only if this many samples of it fit."""
 FEWEST_REPEATS = 5
 """Only where the machine turned out slower than its first samples said; a note names it."""
+BRIEF_REPEATS = 3
+"""In place of both for a job that waits: large messages a few times before small ones get many."""
 MOST_REPEATS = 400
 STABLE = 0.01
 """A median is good enough once its 95 % confidence interval is within this share of it."""
@@ -28,23 +33,20 @@ _SAFE_SHARE = 0.8
 _MOST_PER_ROUND = 16
 _TRIES = 3
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How sure medians are to be, against how large messages may be within a budget."""
-
-    repeats: int
-    """A case is taken only if this many samples of it fit."""
-    fewest: int
-    """Where the machine turned out slower than its first samples said."""
-    cautious: bool
-    """Expect the next larger case to take longer in proportion to its bytes, which it cannot exceed by more than noise.
-    Otherwise extrapolate from the two cases before it: where time is mostly latency it grows far more slowly."""
-
-
-THOROUGH = Effort(repeats=REPEATS, fewest=FEWEST_REPEATS, cautious=True)
-BRIEF = Effort(repeats=3, fewest=3, cautious=False)
-"""For a job that waits: large messages a few times before small ones get many."""
+# Where a library changes its protocol, time jumps with size. Over a jump the line between two sizes is wrong by as much
+# as the jump is high; each further point about halves the interval in which it can be.
+_STEEP = 2.5
+"""Times the link's seconds per byte; what rises faster than this is no transfer."""
+_HIGH = 0.08
+"""Share of the larger size's time that rises so."""
+_MOST = 6
+_POINTS = 3
+"""Further points for each jump."""
+_POSITION = 0.45
+"""Of the interval. Not its middle, where sizes are held out to check the curve."""
+_SAMPLES = 24
+SHARE = 0.1
+"""Of the budget, for all of them, at most."""
 
 
 class Sampler(Protocol):
@@ -68,10 +70,10 @@ class SamplingOutcome:
 
 
 def sample_cases(
-    sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, effort: Effort = THOROUGH
+    sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, *, brief: bool = False
 ) -> SamplingOutcome:
-    """Time every case that fits the budget, as often as the effort says and more while there is time."""
-    run = _Sampling(sampler, series, budget_s, progress, effort)
+    """Time every case that fits the budget, `REPEATS` times or, if `brief`, fewer; more often while there is time."""
+    run = _Sampling(sampler, series, budget_s, progress, brief)
     spare = 0.0
     for one in series:
         allowed = one.share * budget_s * _SAFE_SHARE + spare
@@ -90,10 +92,10 @@ class _Sampling:
     """One run of `sample_cases`: the cases of each series that fit, and then their rounds."""
 
     def __init__(
-        self, sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, effort: Effort
+        self, sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, brief: bool
     ) -> None:
         self._sampler, self._series, self._budget_s = sampler, series, budget_s
-        self._progress, self._effort = progress, effort
+        self._progress, self._brief = progress, brief
         self._kept: list[list[Case]] = []
         """Of each series."""
         self._cost: dict[Case, float] = {}
@@ -104,7 +106,7 @@ class _Sampling:
         Each is run twice: the first run warms it up."""
         chosen: list[Case] = []
         self._kept.append(chosen)
-        used, runs = 0.0, self._effort.repeats + 2
+        used, runs = 0.0, (BRIEF_REPEATS if self._brief else REPEATS) + 2
         for case in series.cases:
             obliged = len(chosen) < series.least
             if not obliged and used + self._expected(case, chosen) * runs > allowed_s:
@@ -130,7 +132,9 @@ class _Sampling:
         if last is None:
             return 0.0
         proportional = cost[last] * size / _volume(last)
-        if self._effort.cautious or len(before) < 2 or _volume(last) <= _volume(before[-2]):
+        # No case exceeds this by more than noise. Where time is mostly latency it grows far more slowly: a brief run
+        # extrapolates from the two cases before it.
+        if not self._brief or len(before) < 2 or _volume(last) <= _volume(before[-2]):
             return proportional
         slope = max(cost[last] - cost[before[-2]], 0.0) / (_volume(last) - _volume(before[-2]))
         return min(cost[last] + slope * (size - _volume(last)), proportional)
@@ -180,8 +184,8 @@ class _Sampling:
     def _finished(self, samples: dict[Case, list[float]], *, late: bool) -> bool:
         counts = [len(taken) for taken in samples.values()]
         if late:
-            return min(counts) >= self._effort.fewest
-        # Not `effort.repeats`: fewer samples do not show that a median is stable.
+            return min(counts) >= (BRIEF_REPEATS if self._brief else FEWEST_REPEATS)
+        # Not `BRIEF_REPEATS`: fewer samples do not show that a median is stable.
         if min(counts) < REPEATS:
             return False
         return max(counts) >= MOST_REPEATS or all(summarise(taken).uncertainty <= STABLE for taken in samples.values())
@@ -197,3 +201,52 @@ class _Sampling:
 
 def _volume(case: Case) -> float:
     return float(case.bytes * case.messages * (2 if case.paired else 1))
+
+
+def jumps(times: Mapping[int, float], uncertainties: Mapping[int, float] | None = None) -> list[tuple[int, int]]:
+    """Neighbouring sizes between which time jumps, the highest first; `uncertainties`: how far each time may be off.
+
+    >>> jumps({2**10: 1e-4, 2**14: 1e-4, 2**15: 2e-4, 2**20: 1e-3, 2**22: 4e-3, 2**24: 16e-3})
+    [(16384, 32768)]
+    """
+    if len(times) < 2:
+        return []
+    rising = sorted(times.items())
+    link = Curve.through(rising).link_s_per_byte
+    found = []
+    for (small, before), (large, after) in pairwise(rising):
+        rise, carried = after - before, link * (large - small)
+        uncertainty_s = 0.0 if uncertainties is None else uncertainties[small] + uncertainties[large]
+        if rise > _STEEP * carried and rise - carried > max(_HIGH * after, uncertainty_s) and large - small >= 8:
+            found.append(((rise - carried) / after, (small, large)))
+    return [pair for _, pair in sorted(found, reverse=True)[:_MOST]]
+
+
+def refine_jumps(
+    sampler: Sampler, timings: Mapping[Case, Timing], budget_s: float, progress: Progress
+) -> dict[Case, Timing]:
+    """Further all-reduces, where isolated ones jump: each in the part of the interval that rises more."""
+    isolated = {case.bytes: one for case, one in timings.items() if case == Case(bytes=case.bytes)}
+    times = {size: timing.median_s for size, timing in isolated.items()}
+    uncertainties = {size: timing.median_s * timing.uncertainty for size, timing in isolated.items()}
+    found: dict[Case, Timing] = {}
+    (now,) = sampler.largest_over_ranks([sampler.elapsed()])
+    until = now + SHARE * budget_s
+    for small, large in jumps(times, uncertainties):
+        low, high = small, large
+        for _ in range(_POINTS):
+            size = (low + round((high - low) * _POSITION)) // 4 * 4
+            # The first warms up; none takes longer than the larger size.
+            samples = min(_SAMPLES, int((until - now) / max(times[high], 1e-9)) - 1)
+            if not low < size < high or samples < FEWEST_REPEATS:
+                break
+            case = Case(bytes=size)
+            progress(f"closer {case}", 1.0)
+            sampler.sample(case)
+            *taken, now = sampler.largest_over_ranks(
+                [*(sampler.sample(case) for _ in range(samples)), sampler.elapsed()]
+            )
+            found[case] = summarise(taken)
+            times[size] = found[case].median_s
+            low, high = (low, size) if times[size] - times[low] > times[high] - times[size] else (size, high)
+    return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -68,9 +68,15 @@ def by_unit_and_parameter(added: AddedHostTimes) -> ShardedHost:
     >>> by_unit_and_parameter(AddedHostTimes(4.8e-3, 13.6e-3, 6.8e-3, 15.6e-3, 0.0)).reshard_unit_s
     0.0005
     """
-    unit_s, parameter_s = split(added.few_s, added.many_s)
+
+    def split(few_s: float, many_s: float) -> tuple[float, float]:
+        """The part of a unit, and of a parameter."""
+        parameter_s = max(many_s - few_s, 0.0) / (_UNITS * (_MANY - _FEW))
+        return max(few_s / _UNITS - _FEW * parameter_s, 0.0), parameter_s
+
     more_s = (added.few_resharded_s - added.few_s, added.many_resharded_s - added.many_s)
-    found = (unit_s, parameter_s, max(added.update_s, 0.0) / (_UNITS * _MANY), *split(*more_s))
+    update_s = max(added.update_s, 0.0) / (_UNITS * _MANY)
+    found = (*split(added.few_s, added.many_s), update_s, *split(*more_s))
     names = ("unit_s", "parameter_s", "update_s", "reshard_unit_s", "reshard_parameter_s")
     return ShardedHost(**{name: float(f"{seconds:.4g}") for name, seconds in zip(names, found, strict=True)})
 
@@ -97,14 +103,12 @@ def measure_sharded_host(communicators: Communicators, limit_s: float = math.inf
 
 
 def _measured(communicators: Communicators, group: Any, limit_s: float) -> AddedHostTimes:
-    began = time.perf_counter()
+    until_s = time.perf_counter() + limit_s
     added: dict[tuple[int, bool], StepTime] = {}
     for parameters in (_FEW, _MANY):
-        plain = _together(communicators, f"sharded-host/{parameters}", partial(_plain, communicators, parameters))
+        plain = _usual(communicators, group, parameters, None, until_s)
         for reshard in (False, True):
-            topic = f"sharded-host/{parameters}/{reshard}"
-            step = _together(communicators, topic, partial(_prepare, communicators, group, parameters, reshard))
-            taken = _usual(list(_steps(communicators, topic, step, began + limit_s)))
+            taken = _usual(communicators, group, parameters, reshard, until_s)
             added[parameters, reshard] = StepTime(*(one - two for one, two in zip(taken, plain, strict=True)))
     return AddedHostTimes(
         few_s=added[_FEW, False].passes_s,
@@ -115,32 +119,22 @@ def _measured(communicators: Communicators, group: Any, limit_s: float) -> Added
     )
 
 
-def _steps(
-    communicators: Communicators, topic: str, step: Callable[[], StepTime], until_s: float
-) -> Iterator[StepTime]:
-    """As many on every rank; fewer once it is later than `until_s` on rank 0."""
-    store = communicators.store
+def _usual(communicators: Communicators, group: Any, parameters: int, reshard: bool | None, until_s: float) -> StepTime:
+    """The median step: what disturbs a host is in every few steps of training, too. All ranks take as many, and fewer
+    once it is later than `until_s` on rank 0. A model with `reshard` None is not sharded."""
+    store, topic = communicators.store, f"sharded-host/{parameters}/{reshard}"
+    step = _together(communicators, topic, partial(_prepare, communicators, group, parameters, reshard))
+    taken = []
     for index in range(_WARMUP + _STEPS):
         enough = f"{topic}/{index}/enough"
         if communicators.rank == 0 and index >= _WARMUP + _FEWEST and time.perf_counter() > until_s:
             store.set(enough, "")
-        yield _together(communicators, f"{topic}/{index}", step)
+        taken.append(_together(communicators, f"{topic}/{index}", step))
         until_idle(communicators.device, communicators.timeout.total_seconds())
         # Rank 0 wrote it, if at all, before all ranks met in the step.
         if store.check([enough]):
-            return
-
-
-def split(few_s: float, many_s: float) -> tuple[float, float]:
-    """Of what forward and backward of the two models take longer, the part of a unit and of a parameter.
-
-    Units of 1 ms and parameters of 0.1 ms: 4 units of 2 parameters take 4.8 ms, and of 24 parameters 13.6.
-
-    >>> tuple(round(seconds, 9) for seconds in split(4.8e-3, 13.6e-3))
-    (0.001, 0.0001)
-    """
-    parameter_s = max(many_s - few_s, 0.0) / (_UNITS * (_MANY - _FEW))
-    return max(few_s / _UNITS - _FEW * parameter_s, 0.0), parameter_s
+            break
+    return StepTime(*(median(part) for part in zip(*taken[_WARMUP:], strict=True)))
 
 
 class _SmallLayer(nn.Module):
@@ -154,37 +148,19 @@ class _SmallLayer(nn.Module):
         return given * self.weight
 
 
-def _small_model(communicators: Communicators, parameters: int) -> nn.Sequential:
-    """Units of so many parameters, each with an element for every rank."""
+def _prepare(communicators: Communicators, group: Any, parameters: int, reshard: bool | None) -> Callable[[], StepTime]:
+    """How a step is taken of units of so many parameters, each with an element for every rank. Nothing is sent yet."""
     units = (nn.Sequential(*(_SmallLayer(communicators.size) for _ in range(parameters))) for _ in range(_UNITS))
-    return nn.Sequential(*units).to(communicators.device)
+    model = nn.Sequential(*units).to(communicators.device)
+    if reshard is not None:
+        # torch takes a second to import it.
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
 
-
-def _plain(communicators: Communicators, parameters: int) -> StepTime:
-    """What a step takes that is not sharded."""
-    step = _step_of(communicators, _small_model(communicators, parameters))
-    taken = []
-    for _ in range(_WARMUP + _STEPS):
-        taken.append(step())
-        until_idle(communicators.device, communicators.timeout.total_seconds())
-    return _usual(taken)
-
-
-def _prepare(communicators: Communicators, group: Any, parameters: int, reshard: bool) -> Callable[[], StepTime]:
-    """How a sharded step is taken. Nothing is sent yet."""
-    # torch takes a second to import it.
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = DeviceMesh.from_group(group, communicators.device.type)
-    model = _small_model(communicators, parameters)
-    for unit in model:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh)
-    return _step_of(communicators, model)
-
-
-def _step_of(communicators: Communicators, model: nn.Module) -> Callable[[], StepTime]:
+        mesh = DeviceMesh.from_group(group, communicators.device.type)
+        for unit in model:
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh)
     given = torch.zeros(communicators.size, device=communicators.device)
     return partial(_step_s, model, make_optimizer("adamw", list(model.parameters())), given)
 
@@ -197,11 +173,6 @@ def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, given: torch.Ten
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepTime(passed - began, time.perf_counter() - passed)
-
-
-def _usual(taken: Sequence[StepTime]) -> StepTime:
-    """What disturbs a host is in every few steps of training, too."""
-    return StepTime(*(median(part) for part in zip(*taken[_WARMUP:], strict=True)))
 
 
 def _together(communicators: Communicators, topic: str, call: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from backbeat import __version__
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name
 from backbeat.errors import BackbeatError, InputError
-from backbeat.measure.model.batches import tensors_in
+from backbeat.measure.model.inputs import tensors_in
 from backbeat.model import Plan
 from backbeat.model.files import encode
 from backbeat.model.plan import MadeFor

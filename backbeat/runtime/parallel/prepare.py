@@ -18,11 +18,9 @@ import msgspec
 import torch.distributed as dist
 
 from backbeat.comm.agreement import RankStore, same_on_all_ranks
-from backbeat.comm.communicators import Communicators
-from backbeat.comm.nccl import set_nccl_launch_order
+from backbeat.comm.communicators import Communicators, set_nccl_launch_order
 from backbeat.errors import InputError
-from backbeat.measure.model.batches import samples_in
-from backbeat.measure.model.inputs import MeasureOptions, device_of
+from backbeat.measure.model.inputs import MeasureOptions, device_of, samples_in
 from backbeat.measure.model.profiler import measure
 from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, release
 from backbeat.measure.network.calibration import calibrate, with_sharded_host

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.errors import InputError
-from backbeat.measure.model.batches import to_device
+from backbeat.measure.model.inputs import to_device
 from backbeat.measure.model.training_step import OPTIMIZERS, PRECISIONS
 from backbeat.model import Network, Plan
 from backbeat.model.files import encode

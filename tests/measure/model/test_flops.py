@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from backbeat.measure import profile
 from backbeat.measure.model.analytic import analytic_profile
-from backbeat.measure.model.batches import sequence_length
 from backbeat.measure.model.factory import inspect_factory
+from backbeat.measure.model.inputs import sequence_length
 
 TOKENS, WIDTH, WORDS, BATCH = 32, 64, 100, 4
 

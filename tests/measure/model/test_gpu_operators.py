@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences
+from backbeat.measure.model.estimator import gpu_operators, unpacked_sequences
 
 
 class Names(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from backbeat.comm.clock import Clock
 from backbeat.measure.model import observation
-from backbeat.measure.model.inputs import MeasureOptions, OtherRanks
+from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.launch_bound import LaunchBound, LaunchTimes, _one_by_one
 from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.profiler import _launch_bound_note, host_fields
@@ -92,7 +93,7 @@ def take_figures(
     host_s: float,
     layers: list[float],
     accumulation: int = 1,
-    ranks: OtherRanks | None = None,
+    ranks: Any = None,
 ) -> Figures:
     """A chain of layers, each one submission of `host_s` and its own time on the device; backward takes twice that."""
     model = nn.Sequential(*(Layer(clock, host_s, device_s) for device_s in layers))
@@ -161,8 +162,8 @@ def test_the_quickest_launch_decides_and_the_usual_one_is_kept(
     assert figures.launch_bound.kind == kind
     assert figures.launch_bound.host_s == pytest.approx(9 * 0.8)
     parts = [LaunchTimes(1.0, 5.0, 2.0), LaunchTimes(3.0, 4.0, 9.0), LaunchTimes(2.0, 6.0, 3.0)]
-    assert LaunchTimes.quickest(parts) == LaunchTimes(1.0, 4.0, 2.0)
-    assert LaunchTimes.usual(parts) == LaunchTimes(2.0, 5.0, 3.0)
+    assert LaunchTimes.each(min, parts) == LaunchTimes(1.0, 4.0, 2.0)
+    assert LaunchTimes.each(median, parts) == LaunchTimes(2.0, 5.0, 3.0)
 
 
 def test_where_hooks_would_make_the_device_wait_it_is_given_a_head_start() -> None:

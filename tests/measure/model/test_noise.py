@@ -13,7 +13,7 @@ from backbeat.cli import app
 from backbeat.errors import MeasurementError
 from backbeat.measure import profile
 from backbeat.measure.model import profiler
-from backbeat.measure.model.noise import FEWEST_JUDGED, MOST_HOOKED, SHORTEST_JUDGED_S, WIDEST_BAND, noise
+from backbeat.measure.model.profiler import FEWEST_JUDGED, MOST_HOOKED, SHORTEST_JUDGED_S, WIDEST_BAND, noise
 
 STEADY = [0.020] * 30
 

@@ -286,7 +286,7 @@ def test_the_batch_may_be_a_dictionary() -> None:
 
 
 def test_measure_is_imported_without_torch() -> None:
-    modules = "backbeat.measure, backbeat.measure.network.findings, backbeat.measure.network.jumps"
+    modules = "backbeat.measure, backbeat.measure.network.findings, backbeat.measure.network.sampling"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="calibration needs PyTorch")
 
-from backbeat.comm.spin import SpinRate  # noqa: E402
+from backbeat.comm.clock import SpinRate  # noqa: E402
 from backbeat.measure.network import bench as bench_module  # noqa: E402
 from backbeat.measure.network.bench import Bench  # noqa: E402
 from backbeat.measure.network.case import Case  # noqa: E402
@@ -113,7 +113,7 @@ def paper_bench(monkeypatch: pytest.MonkeyPatch, paper: Paper, connecting_s: flo
     monkeypatch.setattr(bench_module, "spin_rate", lambda idle: SpinRate(1e9, 0.0))
     monkeypatch.setattr(SpinRate, "spin", lambda self, seconds: paper.queue(seconds) or seconds)
     links: list[Any] = [Communicator(paper, connecting_s) for _ in range(2)]
-    bench = Bench(links, rank=0, workers=2, device=torch.device("cpu"), timeout_s=1.0)
+    bench = Bench(links, workers=2, device=torch.device("cpu"), timeout_s=1.0)
     bench.device = torch.device("cuda")
     monkeypatch.setattr(bench, "_room", torch.zeros)
     # Tensors stay where they are; only the clock is the device's.

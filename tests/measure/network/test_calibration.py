@@ -24,7 +24,7 @@ from backbeat.measure.network.case import (
     smallest_of_each_kind,
 )
 from backbeat.measure.network.findings import _isolated, misfits, network_from, warnings
-from backbeat.measure.network.sampling import BRIEF, FEWEST_REPEATS, REPEATS, THOROUGH, SamplingOutcome, sample_cases
+from backbeat.measure.network.sampling import BRIEF_REPEATS, FEWEST_REPEATS, REPEATS, SamplingOutcome, sample_cases
 from backbeat.model import Network
 from backbeat.units import doubling
 
@@ -99,11 +99,11 @@ def test_a_job_that_waits_reaches_larger_messages(alpha: float, beta: float) -> 
     for brief in (False, True):
         cluster = Cluster(affine(alpha, beta), noise=0.1)
         cases = series_of(sizes, [1, 2], ("all_gather", "reduce_scatter"), sharded=True, brief=brief)
-        outcome = sample_cases(cluster, cases, 6.0, lambda what, share: None, BRIEF if brief else THOROUGH)
+        outcome = sample_cases(cluster, cases, 6.0, lambda what, share: None, brief=brief)
         largest = [_isolated(outcome.timings, one)[-1].bytes for one in ("all_reduce", "all_gather", "reduce_scatter")]
         reached.append(min(largest))
         elapsed.append(cluster.now)
-        assert min(timing.repeats for timing in outcome.timings.values()) >= (BRIEF if brief else THOROUGH).repeats
+        assert min(timing.repeats for timing in outcome.timings.values()) >= (BRIEF_REPEATS if brief else REPEATS)
     assert reached[1] >= 4 * reached[0]
     assert max(elapsed) < 8
 

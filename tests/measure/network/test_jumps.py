@@ -11,7 +11,7 @@ from known_cluster import Cluster
 from backbeat.cost.curve import Curve
 from backbeat.cost.samples import summarise
 from backbeat.measure.network.case import SIZES, Case
-from backbeat.measure.network.jumps import SHARE, jumps, refine_jumps
+from backbeat.measure.network.sampling import SHARE, jumps, refine_jumps
 
 BUDGET_S = 20.0
 
