@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from backbeat.cost.samples import quantile
 from backbeat.errors import MeasurementError
-from backbeat.lab.jobs import ROUNDS, Replayed, ReplayJob, Turn, job_of, per_round, seconds_of, turns
+from backbeat.lab.jobs import ROUNDS, LabJob, RankResult, ReplayJob, Turn, job_of, per_round, seconds_of, turns
 from backbeat.lab.mps import start_daemon
 from backbeat.lab.namespaces import Cluster
 from backbeat.lab.plans import Choice, build
@@ -22,7 +22,6 @@ from backbeat.lab.requirements import check_requirements
 from backbeat.lab.runs import LabRun
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
-from backbeat.lab.train import Trained
 from backbeat.measure.network.case import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.network import WorkersRow
@@ -175,24 +174,13 @@ def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> li
 
 
 def measure_plans(
-    session: Session,
-    profile: Profile,
-    setting: Setting,
-    plans: Sequence[Planned],
-    seconds_each: float,
+    session: Session, profile: Profile, setting: Setting, plans: Sequence[Planned], seconds_each: float
 ) -> tuple[list[MeasuredPlan], float]:
     """Replay all plans of one profile, taking turns; and its compute without communication, as the ranks replay it."""
     compute = setting.compute(profile)
     jobs = [job_of(compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
-    jobs.append(ReplayJob.of(compute))
     expected = [*(prediction.iteration_s for _, _, prediction in plans), compute.single_s]
-    answers = session.ask(
-        "replay",
-        3 * seconds_of(expected, seconds_each) + SPARE_S,
-        jobs=jobs,
-        turns=turns(expected, seconds_each),
-    )
-    *seen, alone = zip(*answers, strict=True)
+    *seen, alone = play(session, [*jobs, ReplayJob.of(compute)], expected, seconds_each)
     results = [
         MeasuredPlan(*planned, series=slowest(ranks), finishes=ranks[0].finishes)
         for planned, ranks in zip(plans, seen, strict=True)
@@ -200,17 +188,22 @@ def measure_plans(
     return results, quantile(sorted(chain(*slowest(alone))), 0.5)
 
 
+def play(
+    session: Session, jobs: Sequence[LabJob], expected_s: Sequence[float], seconds_each: float
+) -> list[tuple[RankResult, ...]]:
+    """The jobs by turns: what the ranks saw of each."""
+    limit_s = 5 * seconds_of(expected_s, seconds_each) + SPARE_S
+    answers = session.ask("replay", limit_s, jobs=jobs, turns=turns(expected_s, seconds_each))
+    return list(zip(*answers, strict=True))
+
+
 def profile_training(
     session: Session, spec: str, batch_size: int | None, seconds: float, precision: str = "fp32"
 ) -> Profile:
     """The compute of a real model, measured on all ranks at once; rank 0's counts."""
+    limit_s = 10 * seconds + 2 * SPARE_S
     measured: list[Profile] = session.ask(
-        "profile",
-        10 * seconds + 2 * SPARE_S,
-        spec=spec,
-        batch_size=batch_size,
-        seconds=seconds,
-        precision=precision,
+        "profile", limit_s, spec=spec, batch_size=batch_size, seconds=seconds, precision=precision
     )
     return measured[0]
 
@@ -251,7 +244,7 @@ def _alone(expected_s: float, seconds_each: float) -> list[Turn]:
     return [Turn(0, steps // 2, 0), Turn(0, steps - steps // 2, 1)]
 
 
-def slowest(seen: Sequence[Replayed | Trained]) -> tuple[list[float], list[float]]:
+def slowest(seen: Sequence[RankResult]) -> tuple[list[float], list[float]]:
     """Both series of a job, with the slowest rank of each iteration."""
     even, odd = (
         [max(ranks) for ranks in zip(*series, strict=True)]

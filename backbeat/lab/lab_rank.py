@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backbeat.lab.health import disturbances
-from backbeat.lab.jobs import Replayed, ReplayJob, Turn, slowdowns
+from backbeat.lab.jobs import LabJob, RankResult, Turn, slowdowns
 from backbeat.lab.namespaces import enter
 from backbeat.lab.setting import Setting
 
 if TYPE_CHECKING:
-    from backbeat.lab.train import Trained
     from backbeat.model import Profile
 
 _PR_SET_PDEATHSIG = 1
@@ -136,7 +135,7 @@ class LabRank:
         shape = (setting.nodes, setting.ranks_per_node)
         return init_device_mesh(kind, shape, mesh_dim_names=("node", "rank"))["rank"].get_group()
 
-    def replay(self, *, jobs: Sequence[ReplayJob], turns: Sequence[Turn]) -> list[Replayed]:
+    def replay(self, *, jobs: Sequence[LabJob], turns: Sequence[Turn]) -> list[RankResult]:
         from backbeat.lab.replay import replay
 
         return replay(self.player, jobs, turns, self.factor)
@@ -147,7 +146,7 @@ class LabRank:
         sharing = self.start.setting.ranks if self.device.type == "cuda" else 1
         return profile_here(device=self.device, sharing=sharing, **arguments)
 
-    def train(self, **arguments: Any) -> list[Trained]:
+    def train(self, **arguments: Any) -> list[RankResult]:
         from backbeat.lab.train import train
 
         return train(device=self.device, rank=self.start.rank, **arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from backbeat.comm.clock import clock_for
-from backbeat.lab.jobs import Turn
+from backbeat.lab.jobs import RankResult, Turn
 from backbeat.measure.model.factory import Factory, Workload, load_factory
 from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import measure_factory
@@ -26,17 +26,6 @@ from backbeat.model import Plan, Profile
 WARM_UP = 3
 """Stock DDP rebuilds its buckets after the first step."""
 _LEARNING_RATE = 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """What one rank saw of one variant."""
-
-    series: tuple[list[float], list[float]]
-    losses: list[float]
-    """Of every step in order, the warm-up included."""
-    peak_bytes: int | None = None
-    """The most that was allocated on the device in its timed steps, other variants' tensors included; None on a CPU."""
 
 
 def profile_here(
@@ -78,7 +67,7 @@ def train(
     plans: Sequence[Plan | None],
     turns: Sequence[Turn],
     precision: str = "fp32",
-) -> list[Trained]:
+) -> list[RankResult]:
     """Train one variant per plan (None: stock DDP), in the precision and with the optimizer that `profile_here` has."""
     release(device)
     with tensor_cores(precision, device):
@@ -87,7 +76,7 @@ def train(
     return results
 
 
-def _take_turns(variants: Sequence[_Variant], turns: Sequence[Turn]) -> list[Trained]:
+def _take_turns(variants: Sequence[_Variant], turns: Sequence[Turn]) -> list[RankResult]:
     for variant in variants:
         for _ in range(WARM_UP):
             variant.step()
@@ -104,7 +93,7 @@ def _take_turns(variants: Sequence[_Variant], turns: Sequence[Turn]) -> list[Tra
         if peak is not None:
             peaks[turn.job] = max(peak, peaks[turn.job] or 0)
     return [
-        Trained(series=taken, losses=variant.losses, peak_bytes=peak)
+        RankResult(series=taken, losses=variant.losses, peak_bytes=peak)
         for variant, taken, peak in zip(variants, series, peaks, strict=True)
     ]
 

@@ -1,14 +1,19 @@
-"""A layout's training step on the ranks: torch's own pipeline schedules and DTensor around computation that is spun.
+"""Training steps that torch runs around computation that is spun or slept: all else of them is real.
 
-Stages are `torch.distributed.pipelining`'s, with its schedules, buffers, sends and receives. Under tensor parallelism
-each piece gathers the sequence before it computes and scatters the sum after it, by DTensor's `redistribute`: what
-ColwiseParallel, RowwiseParallel and SequenceParallel come down to in a transformer block, forward and backward. Only
-computation is not real: it takes the job's seconds. Gradients of weights are a stage's own `dw_builder`, so that
-zero-bubble schedules can put them off.
+- Sharded (`ShardedStep`): a model whose parameters have the profile's sizes. Its modules take the profile's time in
+  forward and in backward, and give zeros for the parameters' gradients. All of FSDP2's hooks, streams, copies and
+  collectives are its own. The update is spun, too: shards keep their values.
+- Under a layout (`LayoutStep`): stages are `torch.distributed.pipelining`'s, with its schedules, buffers, sends and
+  receives. Under tensor parallelism each piece gathers the sequence before it computes and scatters the sum after it,
+  by DTensor's `redistribute`: what ColwiseParallel, RowwiseParallel and SequenceParallel come down to in a transformer
+  block, forward and backward. Gradients of weights are a stage's own `dw_builder`, so that zero-bubble schedules can
+  put them off.
+- One transfer by itself (`TransferStep`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,9 +24,13 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from backbeat.lab.jobs import ChunkJob, LayoutJob, TransferJob
-from backbeat.lab.spun_model import Compute, SpunPace
+from backbeat.lab.jobs import LayoutJob, ShardedJob, TransferJob
+from backbeat.layouts.stage_times import StageLayers, StageTimes
+from backbeat.runtime import fully_shard
+from backbeat.simulate.sharded_units import ModelPiece
 
+Compute = Callable[[float], None]
+"""Takes this many seconds on the device."""
 _ELEMENT_BYTES = 4
 _BETWEEN_TWO = ("send", "swap", "late")
 SCHEDULES: dict[str, Any] = {
@@ -33,6 +42,96 @@ SCHEDULES: dict[str, Any] = {
 """Torch's schedules by the layout's names. The last two take a list of stages."""
 
 
+class SpunPace:
+    """How the modules of one model compute."""
+
+    def __init__(self) -> None:
+        self.compute: Compute = lambda seconds: None
+
+
+class SpunModel(nn.Module):
+    """The pieces of a profile in the order of forward, under their own names."""
+
+    def __init__(self, job: ShardedJob, device: torch.device) -> None:
+        super().__init__()
+        self.pace = SpunPace()
+        for number, count in enumerate(job.loose):
+            self.register_parameter(f"loose{number}", nn.Parameter(torch.zeros(count, device=device)))
+        self._row: list[SpunModule] = []
+        for piece in job.pieces:
+            self._row.append(SpunModule(piece, self.pace, device))
+            _put(self, piece.name, self._row[-1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if loose := list(self.parameters(recurse=False)):
+            x = _spun(x, self.pace, 0.0, 0.0, *loose).clone()
+        for module in self._row:
+            x = module(x)
+        return x
+
+
+class SpunModule(nn.Module):
+    """One piece."""
+
+    def __init__(self, piece: ModelPiece, pace: SpunPace, device: torch.device) -> None:
+        super().__init__()
+        self._pace, self._forward_s, self._backward_s = pace, piece.forward_s, piece.backward_s
+        for number, count in enumerate(piece.elements):
+            self.register_parameter(f"p{number}", nn.Parameter(torch.zeros(count, device=device)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = _spun(x, self._pace, self._forward_s, self._backward_s, *self.parameters(recurse=False))
+        # FSDP2 warns of modules that return views.
+        return x.clone()
+
+
+class _Spun(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, pace: SpunPace, forward_s: float, backward_s: float, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.pace, ctx.backward_s = pace, backward_s
+        ctx.save_for_backward(*parameters)
+        pace.compute(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        # First: where the plan recomputes, it happens here.
+        parameters = ctx.saved_tensors
+        ctx.pace.compute(ctx.backward_s)
+        return gradients[0], None, None, None, *(torch.zeros_like(parameter) for parameter in parameters)
+
+
+_spun: Any = _Spun.apply
+
+
+class ShardedStep:
+    """A sharded model, and its training step."""
+
+    def __init__(self, job: ShardedJob, device: torch.device, mesh: DeviceMesh) -> None:
+        self._update_s = job.update_s
+        self._model: Any = SpunModel(job, device)
+        fully_shard(self._model, plan=job.plan, mesh=mesh)
+        self._input = torch.zeros(1, device=device)
+
+    def run(self, compute: Compute) -> None:
+        """Queue one step."""
+        self._model.pace.compute = compute
+        self._model(self._input).sum().backward()
+        compute(self._update_s)
+        self._model.zero_grad(set_to_none=True)
+
+
+def _put(root: nn.Module, name: str, module: nn.Module) -> None:
+    *parents, last = name.split(".")
+    for parent in parents:
+        if parent not in root._modules:
+            root.add_module(parent, nn.Module())
+        root = root.get_submodule(parent)
+    root.add_module(last, module)
+
+
 class LayoutStep:
     """The chunks that this rank holds, and the step that trains them."""
 
@@ -42,7 +141,7 @@ class LayoutStep:
         tp, pp = job.layout.tp, job.layout.pp
         mesh = _mesh(device.type, pp, tp)
         held = range(dist.get_rank() // tp, len(job.chunks), pp)
-        modules = [_Chunk(job, job.chunks[index], self._pace, mesh["tp"] if tp > 1 else None) for index in held]
+        modules = [_Chunk(job, *job.chunks[index], self._pace, mesh["tp"] if tp > 1 else None) for index in held]
         if pp == 1:
             self._only = modules[0].to(device)
             return
@@ -108,31 +207,36 @@ class TransferStep:
             _scattered(self._tensor, self._mesh)
 
 
+SpunStep = ShardedStep | LayoutStep | TransferStep
+
+
 class _Chunk(nn.Module):
     """Consecutive layers of a stage."""
 
-    def __init__(self, job: LayoutJob, chunk: ChunkJob, pace: SpunPace, mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self, job: LayoutJob, times: StageTimes, held: StageLayers, pace: SpunPace, mesh: DeviceMesh | None
+    ) -> None:
         super().__init__()
-        self._job, self._chunk, self._pace, self._mesh = job, chunk, pace, mesh
+        self._job, self._times, self._held, self._pace, self._mesh = job, times, held, pace, mesh
         # Makes the first stage's output require a gradient.
         self.anchor = nn.Parameter(torch.zeros(1))
 
     def weight_gradients(self) -> Any:
         """What torch calls after the input's gradient, or later, once a micro-batch."""
-        return lambda: self._pace.compute(self._chunk.weight_s)
+        return lambda: self._pace.compute(self._times.weight_s)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chunk, job = self._chunk, self._job
-        pieces = 1 if self._mesh is None else 2 * chunk.layers + chunk.first + chunk.last
-        forward_s, backward_s = chunk.forward_s / pieces, chunk.input_s / pieces
+        held, job = self._held, self._job
+        pieces = 1 if self._mesh is None else 2 * held.layers + held.first + held.last
+        forward_s, backward_s = self._times.forward_s / pieces, self._times.input_s / pieces
         for piece in range(pieces):
-            first, last = chunk.first and piece == 0, chunk.last and piece == pieces - 1
+            first, last = held.first and piece == 0, held.last and piece == pieces - 1
             if first:
                 rows = job.rows if self._mesh is not None else job.rows // job.layout.tp
                 x = _filled(self.anchor, rows, job.row_bytes // _ELEMENT_BYTES)
             elif self._mesh is not None:
                 x = _gathered(x, self._mesh)
-            x = _spun_piece(x, self._pace, forward_s, backward_s)
+            x = _spun(x, self._pace, forward_s, backward_s)
             if self._mesh is not None and not last:
                 x = _scattered(x, self._mesh)
             if last:
@@ -157,21 +261,6 @@ def _gathered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _scattered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's part of the sum; in backward the whole sequence's gradient."""
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(0)]).to_local()
-
-
-class _SpunPiece(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, pace: SpunPace, forward_s: float, backward_s: float
-    ) -> torch.Tensor:
-        ctx.pace, ctx.backward_s = pace, backward_s
-        pace.compute(forward_s)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.pace.compute(ctx.backward_s)
-        return gradients[0], None, None, None
 
 
 class _Filled(torch.autograd.Function):
@@ -199,6 +288,5 @@ class _Loss(torch.autograd.Function):
         return gradients[0].new_zeros(ctx.shape)
 
 
-_spun_piece: Any = _SpunPiece.apply
 _filled: Any = _Filled.apply
 _loss: Any = _Loss.apply
