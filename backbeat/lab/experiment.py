@@ -18,10 +18,9 @@ from backbeat.lab.jobs import ROUNDS, LabJob, RankResult, ReplayJob, Turn, job_o
 from backbeat.lab.mps import start_daemon
 from backbeat.lab.namespaces import Cluster
 from backbeat.lab.plans import Choice, build
-from backbeat.lab.requirements import check_requirements
 from backbeat.lab.runs import LabRun
 from backbeat.lab.session import Session
-from backbeat.lab.setting import Setting
+from backbeat.lab.setting import Setting, check_requirements
 from backbeat.measure.network.case import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.network import WorkersRow

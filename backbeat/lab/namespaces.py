@@ -77,7 +77,7 @@ class Link:
 
 
 class Cluster:
-    """The namespaces of one run, from entering to leaving the context."""
+    """The namespaces of one run, from entering to leaving the context; where entering fails, the run removes them."""
 
     def __init__(self, run: LabRun, links: Sequence[Link], inside: Sequence[Link] = ()) -> None:
         """`links` of the nodes; `inside`, those of each node's ranks, where a node has several."""
@@ -102,14 +102,10 @@ class Cluster:
         try:
             self._build()
         except PermissionError as error:
-            self.run.remove()
             raise MissingPartError(
                 f"network namespaces are not permitted here ({error.strerror}): the lab needs CAP_SYS_ADMIN and "
                 "CAP_NET_ADMIN, like a container started with --privileged"
             ) from None
-        except BaseException:
-            self.run.remove()
-            raise
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,19 +1,27 @@
-"""The virtual cluster that was asked for: nodes, links, and which of them are slow."""
+"""The virtual cluster that was asked for: nodes, links, which of them are slow, and what the machine needs for it."""
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from msgspec.structs import replace
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, MissingPartError
 from backbeat.lab.jobs import slowdowns
+from backbeat.lab.mps import CONTROL, find_control
 from backbeat.lab.namespaces import MOST_NODES, Link
 from backbeat.model import Profile
 from backbeat.report.measured import scaled
 from backbeat.units import format_rate, parse_duration, parse_rate
+
+BACKENDS = ("gloo", "nccl")
+_REST = "`backbeat predict`, `plan` and `report` work without it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +117,33 @@ class Setting:
         # Drawn as the nodes draw theirs, from a seed that none of them uses.
         draw = slowdowns(1.0, self.jitter, seed=-1)
         return replace(slowed, iteration_s=tuple(slowed.single_s * draw() for _ in range(1000)))
+
+
+def check_requirements(backend: str) -> None:
+    """Refuse, in one line, to start a lab that this machine cannot run."""
+    if backend not in BACKENDS:
+        raise InputError(f"backend is {backend!r}: the lab runs {' or '.join(BACKENDS)}")
+    if sys.platform != "linux":
+        raise MissingPartError(f"the lab needs Linux (network namespaces), this is {sys.platform}; {_REST}")
+    missing = [name for module, name in (("torch", "PyTorch"), ("pyroute2", "pyroute2")) if find_spec(module) is None]
+    if missing:
+        install = "pip install -e '.[torch,lab]' in the checkout"
+        raise MissingPartError(f"the lab needs {' and '.join(missing)}: {install}; {_REST}")
+    if os.geteuid() != 0:
+        # sudo has a PATH of its own, on which a virtual environment is not.
+        raise MissingPartError(
+            f"the lab needs root, to make network namespaces: run `sudo $(which backbeat) …`; {_REST}"
+        )
+    if backend == "gloo":
+        return
+    without = "--backend gloo works without it"
+    if not (glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/proc/driver/nvidia") or shutil.which("nvidia-smi")):
+        raise MissingPartError(f"--backend nccl needs an NVIDIA GPU and none is visible; {without}")
+    if find_control() is None:
+        raise MissingPartError(
+            f"--backend nccl needs {CONTROL} (it comes with the NVIDIA driver), so that nodes can share the GPU; "
+            f"{without}"
+        )
 
 
 def parse_stragglers(texts: Sequence[str]) -> dict[int, float]:

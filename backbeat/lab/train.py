@@ -71,12 +71,13 @@ def train(
     """Train one variant per plan (None: stock DDP), in the precision and with the optimizer that `profile_here` has."""
     release(device)
     with tensor_cores(precision, device):
-        results = _take_turns([_Variant(spec, device, rank, batch_size, plan, precision) for plan in plans], turns)
+        variants = (_Variant(spec, device, rank, batch_size, plan, precision) for plan in plans)
+        results = _take_turns(list(variants), turns, on_gpu=device.type == "cuda")
     release(device)
     return results
 
 
-def _take_turns(variants: Sequence[_Variant], turns: Sequence[Turn]) -> list[RankResult]:
+def _take_turns(variants: Sequence[_Variant], turns: Sequence[Turn], *, on_gpu: bool) -> list[RankResult]:
     for variant in variants:
         for _ in range(WARM_UP):
             variant.step()
@@ -86,12 +87,12 @@ def _take_turns(variants: Sequence[_Variant], turns: Sequence[Turn]) -> list[Ran
         variant = variants[turn.job]
         # Not timed: the first step after another variant's.
         variant.step()
-        variant.reset_peak()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         for _ in range(turn.iterations):
             series[turn.job][turn.series].append(variant.step())
-        peak = variant.peak_bytes()
-        if peak is not None:
-            peaks[turn.job] = max(peak, peaks[turn.job] or 0)
+        if on_gpu:
+            peaks[turn.job] = max(torch.cuda.max_memory_allocated(), peaks[turn.job] or 0)
     return [
         RankResult(series=taken, losses=variant.losses, peak_bytes=peak)
         for variant, taken, peak in zip(variants, series, peaks, strict=True)
@@ -135,7 +136,6 @@ class _Variant:
             precision=precision,
             clock=clock_for(device),
         )
-        self._device = device
         self._tiny = torch.zeros(1, device=device)
         self.losses: list[float] = []
 
@@ -153,14 +153,6 @@ class _Variant:
         seconds = clock.host_s() - start
         self.losses.append(float(loss.detach()))
         return seconds
-
-    def reset_peak(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak_bytes(self) -> int | None:
-        """Since the last reset."""
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
 
 def _wrapped(model: torch.nn.Module, plan: Plan | None, optimizer: torch.optim.Optimizer) -> Any:

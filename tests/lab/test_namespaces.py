@@ -136,7 +136,7 @@ def test_every_interface_steers_a_connection_to_one_core():
 STREAM = """
 import socket, sys, threading
 from pathlib import Path
-from backbeat.lab.health import disturbances
+from backbeat.lab.lab_rank import disturbances
 from backbeat.lab.namespaces import enter
 enter(sys.argv[1])
 listener = socket.create_server((sys.argv[2], 5000))

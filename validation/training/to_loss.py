@@ -33,8 +33,7 @@ from sides import CAPS_MB, Rig, ddp
 
 from backbeat.errors import BackbeatError, InputError
 from backbeat.lab import experiment
-from backbeat.lab.requirements import check_requirements
-from backbeat.lab.setting import Setting
+from backbeat.lab.setting import Setting, check_requirements
 from backbeat.measure.model.batches import to_device
 from backbeat.measure.model.training_step import autocast, release
 from backbeat.model.files import write
