@@ -19,10 +19,9 @@ from backbeat.layouts.layer_work import PartSeconds
 from backbeat.layouts.layout import Job, Layout, check, job_of
 from backbeat.layouts.layout_memory import MemoryByKind, memory
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
-from backbeat.layouts.measured_block import MeasuredBlock, measured_block
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run
 from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
-from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
+from backbeat.layouts.slow_ranks import MeasuredBlock, check_stragglers, measured_block, slow_pipelines, step_wait
 from backbeat.layouts.stage_times import StageTimer, StageTimes, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network, Profile
@@ -84,8 +83,11 @@ def predict(
     fields = {name: value for name, value in given.items() if name not in options}
     if isinstance(layout, str):
         layout = Layout.parse(layout)
+    unknown = next((name for name in fields if name not in Layout.__struct_fields__), None)
+    if unknown is not None:
+        raise InputError(f"a layout has no {unknown!r}: it has {', '.join(Layout.__struct_fields__)}")
     if layout is None or fields:
-        layout = _changed(layout or Layout(), fields)
+        layout = checked({**msgspec.to_builtins(layout or Layout()), **fields}, Layout, "the layout: ")
     if family not in PREDICTED:
         raise InputError(f"family is {family!r}: predicted are {' and '.join(PREDICTED)}; `backbeat lab` executes")
     predictor = predictor_of(model, cluster, job_of(global_batch, sequence, precision), **options)
@@ -93,13 +95,6 @@ def predict(
     check_stragglers(predictor.stragglers, layout.gpus, predictor.cluster.per_node)
     found = predictor.predict(layout, family)
     return predictor.banded(found) if band else found
-
-
-def _changed(layout: Layout, fields: dict[str, Any]) -> Layout:
-    unknown = next((name for name in fields if name not in Layout.__struct_fields__), None)
-    if unknown is not None:
-        raise InputError(f"a layout has no {unknown!r}: it has {', '.join(Layout.__struct_fields__)}")
-    return checked({**msgspec.to_builtins(layout), **fields}, Layout, "the layout: ")
 
 
 def predictor_of(

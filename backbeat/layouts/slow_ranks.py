@@ -4,18 +4,31 @@ Ranks that share a layer wait for each other in every layer. These are the ranks
 exchange experts' tokens. With ZeRO 2 and 3, where replicas communicate in every pass, they are all ranks of a stage.
 Such a group is as slow as its slowest rank. Stages wait along the pipeline; replicas at the end of the step, to reduce
 gradients.
+
+A measured profile of some of the model's layers says how much ranks vary, and how long these layers take.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
-from backbeat.layouts.layout import Layout
-from backbeat.layouts.measured_block import MeasuredBlock
+from backbeat.layouts.layout import Job, Layout
+from backbeat.layouts.stage_times import StageTimer
+from backbeat.model.profile import DTYPE_BYTES, Profile
 from backbeat.simulate.stragglers import Straggling, straggling
+
+if TYPE_CHECKING:
+    from backbeat.layouts.predict_layout import LayoutPredictor
+
+_ALIKE = 0.05
+"""How far the parameters of a profile may be from whole layers of the model."""
 
 
 def check_stragglers(stragglers: Mapping[int, float], gpus: int, per_node: int) -> None:
@@ -50,6 +63,44 @@ def slow_pipelines(layout: Layout, stragglers: Mapping[int, float]) -> list[tupl
         factors = found.setdefault(within_stage // group_size(layout), [1.0] * layout.pp)
         factors[stage] = max(factors[stage], slowdown)
     return sorted({tuple(factors) for factors in found.values()})
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredBlock:
+    """What a profile of layers says."""
+
+    factor: float
+    """How many times as long they take as the operator model says."""
+    layers: int
+    iteration_s: tuple[float, ...]
+    """One by one: how much they vary."""
+
+
+def measured_block(block: Profile | str | os.PathLike[str], predictor: LayoutPredictor) -> MeasuredBlock:
+    """Of one dense layer of the model or of several, without embedding and head, on one GPU of the cluster."""
+    model, gpu = predictor.model, predictor.cluster.accelerator
+    profile = block if isinstance(block, Profile) else Profile.load(block)
+    if profile.sequence_length is None:
+        raise InputError(f"profile {profile.name!r} does not say its sequence length: profile the block again")
+    device = accelerator(profile.device)
+    if device is None or device.name != gpu.name:
+        raise InputError(
+            f"profile {profile.name!r} was measured on {profile.device}, the cluster has {gpu.name}: "
+            "measure the block on one of its GPUs"
+        )
+    each = model.attention_parameters + model.mlp_parameters(model.ffn)
+    held = sum(gradient.bytes for gradient in profile.gradients) / DTYPE_BYTES[profile.gradient_dtype]
+    layers = max(1, round(held / each))
+    if abs(held / (layers * each) - 1) > _ALIKE:
+        raise InputError(
+            f"profile {profile.name!r} has {held / 1e6:.1f}M parameters, a layer of {model.name} {each / 1e6:.1f}M: "
+            "profile one dense layer, or several, without embedding and head"
+        )
+    job = Job(global_batch=profile.batch_size, sequence=profile.sequence_length, precision=predictor.job.precision)
+    alone = Layout(micro_batch=profile.batch_size)
+    timer = StageTimer(model, alone, job, predictor.cluster, predictor.operators, predictor.conventions)
+    predicted = layers * timer.layer(sparse=False).total_s
+    return MeasuredBlock((profile.forward_s + profile.backward_s) / predicted, layers, profile.iteration_s)
 
 
 def step_wait(block: MeasuredBlock, layout: Layout, compute_s: float, draws: float) -> Straggling | None:

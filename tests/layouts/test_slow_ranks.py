@@ -15,8 +15,7 @@ import backbeat as bb
 from backbeat import layouts
 from backbeat.layouts import Layout
 from backbeat.layouts.conventions import conventions_named
-from backbeat.layouts.measured_block import MeasuredBlock
-from backbeat.layouts.slow_ranks import slow_pipelines, step_wait
+from backbeat.layouts.slow_ranks import MeasuredBlock, slow_pipelines, step_wait
 from backbeat.model import Gradient
 from backbeat.model.slowdown import Slowdown
 from backbeat.simulate.stragglers import straggling

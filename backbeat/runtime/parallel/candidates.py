@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 import torch
 
 from backbeat.api import plan as make_plan
 from backbeat.errors import BackbeatError, InputError
-from backbeat.model import Plan, PlanPrediction
+from backbeat.model import Network, Plan, PlanPrediction, Profile
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import BUDGETED
 from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.runtime.parallel.trials import Trials
 from backbeat.simulate import predict
 from backbeat.units import counted, format_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-    from typing import Any
-
-    from backbeat.model import Network, Profile
-    from backbeat.runtime.parallel.trials import Trials
 
 SHARDED_KINDS = ("units", "copies")
 """Units of one sharded copy of the model, and of several: HSDP."""

@@ -9,26 +9,22 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from backbeat import __version__
+from backbeat.comm.agreement import RankStore
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name
 from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.model.batches import tensors_in
-from backbeat.model import Plan
+from backbeat.model import Network, Plan
 from backbeat.model.files import encode
 from backbeat.model.plan import MadeFor
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from backbeat.comm.agreement import RankStore
-    from backbeat.model import Network
-    from backbeat.runtime.parallel.trials import ExampleStep
+from backbeat.runtime.parallel.trials import ExampleStep
 
 logger = logging.getLogger("backbeat.runtime")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,11 +17,7 @@ from backbeat.model.files import encode
 from backbeat.planners import STRATEGIES
 from backbeat.runtime.memory.budget import budget_size
 from backbeat.runtime.parallel.plan_file import digest
-from backbeat.runtime.parallel.trials import ExampleStep
-
-if TYPE_CHECKING:
-    from backbeat.measure.model.training_step import Loss
-    from backbeat.runtime.parallel.trials import MakeOptimizer
+from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,16 +67,22 @@ class ParallelRequest:
         found = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
         if found is not None and not isinstance(found, Network):
             raise InputError(f"network is a {type(found).__name__}: it must be a Network, a name or a path")
-        batch, loss = _pair(example)
-        step = ExampleStep(
-            batch=to_device(batch, device),
-            loss=loss,
-            optimizer=optimizer,
-            precision=precision or _now(),
-            device=device,
-        )
+        if not isinstance(example, tuple) or len(example) != 2 or not callable(example[1]):
+            raise InputError(
+                "plan='auto' times steps of an example: give example=(batch, loss), where loss(model, batch) returns "
+                "what backward starts from"
+            )
+        batch, loss = example
+        # What fp32 means in this process.
+        own = "tf32" if torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32 else "fp32"
         return cls(
-            example=step,
+            example=ExampleStep(
+                batch=to_device(batch, device),
+                loss=loss,
+                optimizer=optimizer,
+                precision=precision or own,
+                device=device,
+            ),
             memory_bytes=None if memory is None else budget_size(memory, "memory"),
             compression=compression == "allow",
             network=found,
@@ -122,17 +124,3 @@ def given_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
         if difflib.get_close_matches(text.lower(), ["auto"], cutoff=0.7):
             raise InputError(f"plan={text!r} is no file: did you mean 'auto'?")
     return Plan.load(plan)
-
-
-def _pair(example: Any) -> tuple[Any, Loss]:
-    if not isinstance(example, tuple) or len(example) != 2 or not callable(example[1]):
-        raise InputError(
-            "plan='auto' times steps of an example: give example=(batch, loss), where loss(model, batch) returns what "
-            "backward starts from"
-        )
-    return example
-
-
-def _now() -> str:
-    """What fp32 means in this process."""
-    return "tf32" if torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32 else "fp32"

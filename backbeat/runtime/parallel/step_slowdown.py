@@ -7,25 +7,20 @@ counts wherever it is: multiprocessors and memory that collectives use, and the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean, median
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from backbeat.comm.agreement import RankStore
 from backbeat.measure.model.training_step import release
 from backbeat.measure.network.beside_compute import beside_bytes, messages_beside
 from backbeat.model import Slowdown
 from backbeat.runtime.parallel.preserve import copy_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import nn
-
-    from backbeat.comm.agreement import RankStore
-    from backbeat.runtime.parallel.trials import ExampleStep
+from backbeat.runtime.parallel.trials import ExampleStep
 
 _WARMUP = 2
 _SAMPLE_S = 0.03
