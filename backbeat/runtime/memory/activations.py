@@ -26,12 +26,7 @@ from backbeat.measure.model.chain import find_blocks, planned_module, tensors_of
 from backbeat.measure.model.memory_by_kind import storage_key
 from backbeat.model import MemoryPlan
 from backbeat.runtime.memory.forward_context import without_autocast_cache
-from backbeat.runtime.memory.offload import (
-    KeptTensor,
-    OffloadedTensor,
-    OffloadSchedule,
-    movable,
-)
+from backbeat.runtime.memory.offload import KeptTensor, OffloadedTensor, OffloadSchedule, movable
 from backbeat.runtime.memory.recompute import SegmentRun
 
 _functorch_level: Any = torch._C._functorch.peek_interpreter_stack
@@ -228,10 +223,6 @@ def check(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if any(isinstance(vars(module).get(key), BlockForward) for key in ("forward", "_compiled_call_impl")):
             raise InputError(f"{name!r} already runs a memory plan: call remove() on the handle of the first one")
-    return _resolve(model, memory_plan)
-
-
-def _resolve(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     named: dict[str, nn.Module] = {}
     owner: dict[int, str] = {}

@@ -30,9 +30,9 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import asdict
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -65,7 +65,12 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
     installed torch is refused before anything is changed.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
-    sharding = _sharding(loaded)
+    sharding = loaded.sharding
+    if sharding is None:
+        raise InputError(
+            f"the plan of strategy {loaded.strategy!r} has buckets and no sharding: run it with "
+            "backbeat.runtime.DistributedDataParallel, or make a plan of strategy fsdp or sharded"
+        )
     _check(model)
     check_knobs(loaded, sharding)
     units = find_units(model, loaded, sharding)
@@ -73,7 +78,7 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
     mesh = mesh_of(loaded, sharding, mesh)
     device = _device_of(mesh)
     with _all_ranks(mesh) as group:
-        _compare(model, loaded, group, device)
+        _compare(model, loaded, sharding, group, device)
         _check_dtypes(model, units)
         for block in recomputed:
             checkpoint(block, context_fn=partial(_contexts, block))
@@ -109,16 +114,6 @@ def _tell_loop(sharding: Sharding) -> None:
     ):
         if differs:
             logger.warning("with gradient accumulation, call %s before each backward: the plan counts on it", call)
-
-
-def _sharding(plan: Plan) -> Sharding:
-    found = plan.sharding
-    if found is None:
-        raise InputError(
-            f"the plan of strategy {plan.strategy!r} has buckets and no sharding: run it with "
-            "backbeat.runtime.DistributedDataParallel, or make a plan of strategy fsdp or sharded"
-        )
-    return found
 
 
 def _check(model: nn.Module) -> None:
@@ -245,14 +240,13 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
     return nullcontext(), statistics_unchanged(block.modules())
 
 
-def _compare(model: nn.Module, plan: Plan, group: Any, device: torch.device) -> None:
+def _compare(model: nn.Module, plan: Plan, sharding: Sharding, group: Any, device: torch.device) -> None:
     """Raise where ranks have different models or plans: they would wait for each other for ever."""
-    sharding = _sharding(plan)
     kept = plan.memory.segments if plan.memory is not None else ()
     lines = [
-        *(f"{name}={value}" for name, value in _fields(sharding).items() if name != "units"),
-        *(f"units[{index}] of {_fields(unit)}" for index, unit in enumerate(sharding.units)),
-        *(f"memory.segments[{index}] of {_fields(segment)}" for index, segment in enumerate(kept)),
+        *(f"{name}={value}" for name, value in asdict(sharding).items() if name != "units"),
+        *(f"units[{index}] of {asdict(unit)}" for index, unit in enumerate(sharding.units)),
+        *(f"memory.segments[{index}] of {asdict(segment)}" for index, segment in enumerate(kept)),
     ]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} trained {parameter.requires_grad}")
@@ -266,10 +260,6 @@ def _compare(model: nn.Module, plan: Plan, group: Any, device: torch.device) -> 
             f"{first_line(error)})"
         ) from error
     communicators.close()
-
-
-def _fields(struct: msgspec.Struct) -> dict[str, Any]:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
 def _synchronise(modules: Sequence[nn.Module], group: Any, device: torch.device) -> None:

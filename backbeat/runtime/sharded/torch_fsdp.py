@@ -110,15 +110,12 @@ def keep_statistics_dtype(modules: Iterable[nn.Module], gathered: torch.dtype | 
     for module in modules:
         for norm in module.modules():
             statistics = norm.running_mean if isinstance(norm, _BatchNorm) and norm.affine else None
-            if gathered is None or statistics is None or statistics.dtype == gathered or _is_cast(norm):
+            # A unit inside this one may have seen to it.
+            seen_to = _cast in norm._forward_pre_hooks.values()
+            if gathered is None or statistics is None or statistics.dtype == gathered or seen_to:
                 continue
             norm.register_forward_pre_hook(_cast)
             norm.register_forward_hook(_uncast, always_call=True)
-
-
-def _is_cast(norm: nn.Module) -> bool:
-    """Whether a unit inside this one has seen to it."""
-    return _cast in norm._forward_pre_hooks.values()
 
 
 def _cast(norm: Any, inputs: Any) -> None:
