@@ -15,10 +15,9 @@ from msgspec.structs import replace
 from backbeat.cost.samples import quantile
 from backbeat.errors import MeasurementError
 from backbeat.lab.jobs import ROUNDS, LabJob, RankResult, ReplayJob, Turn, job_of, per_round, seconds_of, turns
-from backbeat.lab.mps import start_daemon
 from backbeat.lab.namespaces import Cluster
 from backbeat.lab.plans import Choice, build
-from backbeat.lab.runs import LabRun
+from backbeat.lab.runs import LabRun, start_daemon
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.measure.network.case import SIZES

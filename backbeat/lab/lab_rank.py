@@ -102,13 +102,16 @@ class LabRank:
         from backbeat.comm.machine import source
 
         about = source(None, self.device)
+        congestion_control = None
+        with contextlib.suppress(OSError):
+            congestion_control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
         return {
             "machine": about.machine,
             "kernel": platform.release(),
             "date": about.date,
             "versions": about.versions,
             "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN)},
-            "congestion_control": _congestion_control(),
+            "congestion_control": congestion_control,
         }
 
     def health(self) -> dict[str, float]:
@@ -120,6 +123,8 @@ class LabRank:
 
         Where nodes have several ranks, each node is measured by itself, too, all nodes at once; node 0's counts.
         """
+        from torch.distributed.device_mesh import init_device_mesh
+
         from backbeat.measure.network.calibration import measure_cluster
 
         setting, inside = self.start.setting, None
@@ -127,21 +132,13 @@ class LabRank:
         options |= {"device": self.device, "settle": setting.settle, "budget_s": budget_s / (2 if several else 1)}
         found = measure_cluster(communicators=communicators, name=name, **options)
         if several:
-            own = measure_cluster(group=self._own_node(), communicators=[1], name=f"{name}-inside", **options)
-            inside = own.network
+            shape = (setting.nodes, setting.ranks_per_node)
+            node = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", "rank"))["rank"].get_group()
+            inside = measure_cluster(group=node, communicators=[1], name=f"{name}-inside", **options).network
         if self.start.rank != 0:
             return None
         timings = [{**asdict(case), **asdict(timing)} for case, timing in found.outcome.timings.items()]
         return found.network, inside, timings
-
-    def _own_node(self) -> Any:
-        """The ranks of this node."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        setting = self.start.setting
-        kind = "cuda" if setting.backend == "nccl" else "cpu"
-        shape = (setting.nodes, setting.ranks_per_node)
-        return init_device_mesh(kind, shape, mesh_dim_names=("node", "rank"))["rank"].get_group()
 
     def replay(self, *, jobs: Sequence[LabJob], turns: Sequence[Turn]) -> list[RankResult]:
         from backbeat.lab.replay import replay
@@ -167,13 +164,6 @@ class LabRank:
 
 
 _SHOWN = ("NCCL_", "GLOO_", "TORCH_NCCL", "CUDA_DEVICE", "OMP_")
-
-
-def _congestion_control() -> str | None:
-    try:
-        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    except OSError:
-        return None
 
 
 def disturbances() -> dict[str, float]:

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.lab.jobs import slowdowns
-from backbeat.lab.mps import CONTROL, find_control
 from backbeat.lab.namespaces import MOST_NODES, Link
+from backbeat.lab.runs import CONTROL, find_control
 from backbeat.model import Profile
 from backbeat.report.measured import scaled
 from backbeat.units import format_rate, parse_duration, parse_rate
@@ -151,7 +151,14 @@ def parse_stragglers(texts: Sequence[str]) -> dict[int, float]:
     >>> parse_stragglers(["node=3,slowdown=1.3"])
     {3: 1.3}
     """
-    return {node: _number(value, text) for text in texts for node, value in [_pair(text, "slowdown", "1.3")]}
+    found: dict[int, float] = {}
+    for text in texts:
+        node, value = _pair(text, "slowdown", "1.3")
+        try:
+            found[node] = float(value)
+        except ValueError:
+            raise InputError(f"{text!r}: {value!r} is not a number") from None
+    return found
 
 
 def parse_links(texts: Sequence[str]) -> dict[int, float]:
@@ -159,7 +166,8 @@ def parse_links(texts: Sequence[str]) -> dict[int, float]:
     >>> parse_links(["node=0,bandwidth=1gbit"])
     {0: 1000000000.0}
     """
-    return {node: parse_rate(value) for text in texts for node, value in [_pair(text, "bandwidth", "1gbit")]}
+    pairs = [_pair(text, "bandwidth", "1gbit") for text in texts]
+    return {node: parse_rate(value) for node, value in pairs}
 
 
 def parse_delay(text: str) -> tuple[float, float]:
@@ -188,10 +196,3 @@ def _pair(text: str, field_name: str, example: str) -> tuple[int, str]:
     if set(parts) != {"node", field_name} or not parts["node"].strip().isdigit():
         raise InputError(f"{text!r} is not understood: write it like node=3,{field_name}={example}")
     return int(parts["node"]), parts[field_name]
-
-
-def _number(value: str, text: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise InputError(f"{text!r}: {value!r} is not a number") from None

@@ -158,19 +158,15 @@ class _Variant:
 def _wrapped(model: torch.nn.Module, plan: Plan | None, optimizer: torch.optim.Optimizer) -> Any:
     if plan is None:
         return torch.nn.parallel.DistributedDataParallel(model)
-    if plan.sharding is not None:
-        return _sharded(model, plan, optimizer)
-    from backbeat.runtime import DistributedDataParallel
+    if plan.sharding is None:
+        from backbeat.runtime import DistributedDataParallel
 
-    wrapped = DistributedDataParallel(model, plan=plan)
-    wrapped.attach(optimizer, max_grad_norm=None)
-    return wrapped
-
-
-def _sharded(model: torch.nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-    """The optimizer was made with the model, before it was sharded: it is given the shards."""
+        wrapped = DistributedDataParallel(model, plan=plan)
+        wrapped.attach(optimizer, max_grad_norm=None)
+        return wrapped
     from backbeat.runtime import fully_shard
 
+    # The optimizer was made with the model, before it was sharded: it is given the shards.
     names = {parameter: name for name, parameter in model.named_parameters()}
     fully_shard(model, plan=plan)
     shards = dict(model.named_parameters())
