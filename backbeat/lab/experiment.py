@@ -146,20 +146,14 @@ def calibrate_lab(
         name=setting.name,
     )[0]
     if inside is not None:
-        network = _of_nodes(network, inside)
+        # Of nodes of several ranks: what was measured over all of them, and within one.
+        row = WorkersRow(**{name: getattr(inside, name) for name in WorkersRow.__struct_fields__})
+        nodes = {"gpus_per_node": inside.workers, "algorithm": "hierarchical", "inside": inside.all_reduce}
+        network = replace(network, rows=(row,), topology=replace(network.topology, **nodes))
     if sharded and setting.backend == "gloo":
         note = "FSDP2 on gloo waits for every collective, and its reduce-scatters take what all-reduces take"
         network = replace(network, notes=(*network.notes, note))
     return CalibratedLab(network=network, timings=timings)
-
-
-def _of_nodes(network: Network, inside: Network) -> Network:
-    """A network of nodes of several ranks: what was measured over all of them, and within one."""
-    row = WorkersRow(**{name: getattr(inside, name) for name in WorkersRow.__struct_fields__})
-    topology = replace(
-        network.topology, gpus_per_node=inside.workers, algorithm="hierarchical", inside=inside.all_reduce
-    )
-    return replace(network, rows=(row,), topology=topology)
 
 
 def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[Planned]:

@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,18 +36,6 @@ _STEAL = 8
 """The column of `/proc/stat` with the time that the machine's own host gave to others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """What a rank must know before it joins the others."""
-
-    rank: int
-    namespace: str
-    first_address: str
-    """Where rank 0 is."""
-    communicators: int
-    setting: Setting
-
-
 def order_launches(backend: str, communicators: int) -> None:
     """Several NCCL communicators deadlock without it; one is measured as it runs without."""
     from backbeat.comm.nccl import set_nccl_launch_order
@@ -59,7 +47,8 @@ def order_launches(backend: str, communicators: int) -> None:
 class LabRank:
     """One rank. Methods are called on all ranks at once, by name."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, setting: Setting, rank: int, communicators: int, first_address: str) -> None:
+        """`first_address` is where rank 0 is."""
         import torch
         import torch.distributed as dist
 
@@ -67,26 +56,25 @@ class LabRank:
         from backbeat.comm.gloo import settle_gloo
         from backbeat.lab.replay import SleepingPlayer, SpinningPlayer
 
-        self.start = start
-        setting, backend = start.setting, start.setting.backend
+        self.setting, self.rank, backend = setting, rank, setting.backend
         on_gpu = backend == "nccl"
         torch.set_num_threads(1)
         self.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(self.device)
-        order_launches(backend, start.communicators)
+        order_launches(backend, communicators)
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{start.first_address}:{_PORT}",
-            rank=start.rank,
+            init_method=f"tcp://{first_address}:{_PORT}",
+            rank=rank,
             world_size=setting.ranks,
             timeout=datetime.timedelta(seconds=120),
             device_id=self.device if on_gpu else None,
         )
         world: Any = dist.group.WORLD
         stock = Communicator(world, backend)
-        communicators = list(Communicators(world, self.device, start.communicators))
-        for communicator in communicators:
+        links = list(Communicators(world, self.device, communicators))
+        for communicator in links:
             # A communicator is built at its first collective.
             communicator.all_reduce(torch.zeros(1, device=self.device)).wait()
         if on_gpu:
@@ -94,8 +82,8 @@ class LabRank:
         if setting.settle:
             stock.all_reduce(torch.zeros(1)).wait()
             settle_gloo()
-        self.factor = slowdowns(setting.slowdown(start.rank), setting.jitter, seed=start.rank)
-        self.player = SpinningPlayer(communicators, self.device) if on_gpu else SleepingPlayer(communicators, stock)
+        self.factor = slowdowns(setting.slowdown(rank), setting.jitter, seed=rank)
+        self.player = SpinningPlayer(links, self.device) if on_gpu else SleepingPlayer(links, stock)
 
     def describe(self) -> dict[str, Any]:
         """The machine and the libraries, as this rank sees them."""
@@ -127,7 +115,7 @@ class LabRank:
 
         from backbeat.measure.network.calibration import measure_cluster
 
-        setting, inside = self.start.setting, None
+        setting, inside = self.setting, None
         several = setting.ranks_per_node > 1
         options |= {"device": self.device, "settle": setting.settle, "budget_s": budget_s / (2 if several else 1)}
         found = measure_cluster(communicators=communicators, name=name, **options)
@@ -135,7 +123,7 @@ class LabRank:
             shape = (setting.nodes, setting.ranks_per_node)
             node = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", "rank"))["rank"].get_group()
             inside = measure_cluster(group=node, communicators=[1], name=f"{name}-inside", **options).network
-        if self.start.rank != 0:
+        if self.rank != 0:
             return None
         timings = [{**asdict(case), **asdict(timing)} for case, timing in found.outcome.timings.items()]
         return found.network, inside, timings
@@ -148,13 +136,13 @@ class LabRank:
     def profile(self, **arguments: Any) -> Profile:
         from backbeat.lab.train import profile_here
 
-        sharing = self.start.setting.ranks if self.device.type == "cuda" else 1
+        sharing = self.setting.ranks if self.device.type == "cuda" else 1
         return profile_here(device=self.device, sharing=sharing, **arguments)
 
     def train(self, **arguments: Any) -> list[RankResult]:
         from backbeat.lab.train import train
 
-        return train(device=self.device, rank=self.start.rank, **arguments)
+        return train(device=self.device, rank=self.rank, **arguments)
 
     def call(self, *, function: str, arguments: dict[str, Any]) -> Any:
         """A function of one's own, `PACKAGE.MODULE:NAME`, called with this rank before its arguments. For
@@ -211,9 +199,9 @@ def main() -> None:
     if os.getppid() != int(sys.argv[2]):
         return
     try:
-        start: Start = connection.recv()
-        enter(start.namespace)
-        rank = LabRank(start)
+        namespace, start = connection.recv()
+        enter(namespace)
+        rank = LabRank(**start)
         connection.send((True, None))
         while True:
             command, arguments = connection.recv()

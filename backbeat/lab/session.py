@@ -12,7 +12,6 @@ from multiprocessing import connection as pipes
 from typing import Any
 
 from backbeat.errors import MeasurementError
-from backbeat.lab.lab_rank import Start
 from backbeat.lab.namespaces import INTERFACE, Cluster
 from backbeat.lab.setting import Setting
 
@@ -102,15 +101,8 @@ class Session:
         there.close()
         self._processes.append(process)
         self._pipes.append(here)
-        here.send(
-            Start(
-                rank=rank,
-                namespace=self.cluster.namespace(rank),
-                first_address=self.cluster.address(0),
-                communicators=self._communicators,
-                setting=self._setting,
-            )
-        )
+        start = {"rank": rank, "communicators": self._communicators, "first_address": self.cluster.address(0)}
+        here.send((self.cluster.namespace(rank), {"setting": self._setting, **start}))
 
     def _log(self, rank: int) -> str:
         return str(self.cluster.run.folder / f"rank{rank}.log")

@@ -158,18 +158,15 @@ class _Variant:
 def _wrapped(model: torch.nn.Module, plan: Plan | None, optimizer: torch.optim.Optimizer) -> Any:
     if plan is None:
         return torch.nn.parallel.DistributedDataParallel(model)
-    if plan.sharding is None:
-        from backbeat.runtime import DistributedDataParallel
+    from backbeat.runtime.parallel.apply_plan import apply_plan
 
-        wrapped = DistributedDataParallel(model, plan=plan)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    wrapped: Any = apply_plan(model, plan)
+    if plan.sharding is None:
         wrapped.attach(optimizer, max_grad_norm=None)
         return wrapped
-    from backbeat.runtime import fully_shard
-
     # The optimizer was made with the model, before it was sharded: it is given the shards.
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    fully_shard(model, plan=plan)
     shards = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [shards[names[parameter]] for parameter in group["params"]]
-    return model
+    return wrapped

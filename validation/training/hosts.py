@@ -53,7 +53,7 @@ def measure(node: Any, *, model: str) -> dict[str, Any] | None:
         del training
         release(node.device)
     rig.ranks.communicators.close()
-    if node.start.rank != 0:
+    if node.rank != 0:
         return None
     return {"model": model, "parameters": len(list(rig.plain.parameters())), "ways": ways}
 

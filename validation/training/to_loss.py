@@ -155,7 +155,7 @@ class Race:
                 built[name] = rig.fsdp2(rig.copy())
             self.prepared_s[name] = time.monotonic() - began
         release(rig.device)
-        self.trainees = [Trainee(rig, name, one, data(node.start.rank), given) for name, one in built.items()]
+        self.trainees = [Trainee(rig, name, one, data(node.rank), given) for name, one in built.items()]
         # Memory, kernels and workers are there before the clock runs: the same for all, and learned from.
         for one in self.trainees:
             one.advance(2)

@@ -55,11 +55,6 @@ class Candidate:
         return self._predicted.bound_s or 0.0
 
     @property
-    def computing_s(self) -> float:
-        """A step without what it waits for communication."""
-        return self.predicted_s - (self._predicted.exposed_s or 0.0)
-
-    @property
     def name(self) -> str:
         """In words."""
         plan = self.plan
@@ -235,7 +230,8 @@ def in_words(
     bound = f"the bound of {format_seconds(taken.bound_s)}"
     if over < -SIMPLER_WITHIN:
         # The bound is computation or the link.
-        steps = found_s < taken.computing_s
+        waited_s = (taken.plan.predicted and taken.plan.predicted.exposed_s) or 0.0
+        steps = found_s < taken.predicted_s - waited_s
         what, when = ("steps", "the example was timed") if steps else ("messages", "the network was measured")
         return f"{text}; less than {bound}: {what} were slower while {when}"
     return f"{text}; {max(over, 0):.0%} over {bound}"

@@ -68,7 +68,6 @@ class ExampleStep:
             optimizer=optimizer,
             device=self.device,
             precision=self.precision,
-            accumulation=1,
             scaler=scaler_for(self.precision, self.device),
             clock=clock_for(self.device),
         )
