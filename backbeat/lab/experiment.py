@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -30,8 +30,7 @@ SPARE_S = 90.0
 """Ranks may take this much longer than planned before they are taken for dead."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibratedLab:
+class CalibratedLab(NamedTuple):
     """The lab's own network, and the timings behind it."""
 
     network: Network
@@ -153,7 +152,7 @@ def calibrate_lab(
     if sharded and setting.backend == "gloo":
         note = "FSDP2 on gloo waits for every collective, and its reduce-scatters take what all-reduces take"
         network = replace(network, notes=(*network.notes, note))
-    return CalibratedLab(network=network, timings=timings)
+    return CalibratedLab(network, timings)
 
 
 def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[Planned]:

@@ -80,7 +80,7 @@ class Player(ABC):
     def play(self, job: LabJob, factor: float, finishes: list[float] | None = None) -> float:
         """Seconds of one iteration; `finishes` gets when each message was done, after backward started."""
         if isinstance(job, ReplayJob):
-            return self._replay(job, self._views(job), factor, finishes)
+            return self._replay(job, factor, finishes)
         if job not in self._steps:
             self._steps[job] = self._made(job)
         return self._run(job, self._steps[job], factor)
@@ -91,9 +91,7 @@ class Player(ABC):
         gc.collect()
 
     @abstractmethod
-    def _replay(
-        self, job: ReplayJob, views: Sequence[torch.Tensor], factor: float, finishes: list[float] | None
-    ) -> float: ...
+    def _replay(self, job: ReplayJob, factor: float, finishes: list[float] | None) -> float: ...
 
     @abstractmethod
     def _run(self, job: SpunJob, step: SpunStep, factor: float) -> float: ...
@@ -132,9 +130,8 @@ class SleepingPlayer(Player):
         # The kernel may wake a sleeper up to 50 µs late unless told otherwise.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
-    def _replay(
-        self, job: ReplayJob, views: Sequence[torch.Tensor], factor: float, finishes: list[float] | None
-    ) -> float:
+    def _replay(self, job: ReplayJob, factor: float, finishes: list[float] | None) -> float:
+        views = self._views(job)
         self._communicators[0].all_reduce(self._tiny).wait()
         start = time.perf_counter()
         backward = start + job.forward_s * factor
@@ -189,9 +186,8 @@ class SpinningPlayer(Player):
         self._start, self._end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         self.rate = spin_rate()
 
-    def _replay(
-        self, job: ReplayJob, views: Sequence[torch.Tensor], factor: float, finishes: list[float] | None
-    ) -> float:
+    def _replay(self, job: ReplayJob, factor: float, finishes: list[float] | None) -> float:
+        views = self._views(job)
         spin = self._begin()
         spin.until(job.forward_s * factor)
         works = []

@@ -175,15 +175,12 @@ def _modules(model: Transformer, tp: int, chunks: tuple[StageLayers, ...]) -> tu
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaTimes:
-    """What data parallelism adds to a stage's own passes."""
+class ReplicaTimes(NamedTuple):
+    """What data parallelism adds to a stage's own passes: gradients reduced, parameters updated and gathered."""
 
     reduce: Added
-    """Added by reducing gradients."""
     update_s: float
     gather: Added
-    """Added by gathering parameters."""
 
 
 @dataclass(frozen=True)

@@ -105,14 +105,7 @@ def parallelize(
             said["plan"] = digest([encode(given).decode()])
         else:
             request = ParallelRequest.checked(
-                device_of(model, None),
-                example=example,
-                optimizer=optimizer,
-                memory=memory,
-                compression=compression,
-                network=network,
-                precision=precision,
-                budget_s=budget_s,
+                device_of(model, None), example, optimizer, memory, compression, network, precision, budget_s
             )
             said |= {"plan": "auto:…" if path else "auto", **request.in_words()}
     if path is None:

@@ -34,7 +34,6 @@ class ParallelRequest:
     def checked(
         cls,
         device: torch.device,
-        *,
         example: Any,
         optimizer: MakeOptimizer,
         memory: int | str | None,
