@@ -68,8 +68,6 @@ class Repeated:
 
 @dataclass(frozen=True)
 class MeasuredPlan(Repeated):
-    """One plan, replayed and predicted."""
-
     choice: Choice
     plan: Plan
     prediction: Prediction

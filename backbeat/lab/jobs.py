@@ -88,8 +88,6 @@ SpunJob = ShardedJob | LayoutJob | TransferJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayJob:
-    """One iteration to replay."""
-
     forward_s: float
     backward_s: float
     update_s: float

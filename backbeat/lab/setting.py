@@ -26,8 +26,6 @@ _REST = "`backbeat predict`, `plan` and `report` work without it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One lab."""
-
     nodes: int
     rate_bits: float
     backend: str = "gloo"

@@ -71,8 +71,6 @@ class SpunModel(nn.Module):
 
 
 class SpunModule(nn.Module):
-    """One piece."""
-
     def __init__(self, piece: ModelPiece, pace: SpunPace, device: torch.device) -> None:
         super().__init__()
         self._pace, self._forward_s, self._backward_s = pace, piece.forward_s, piece.backward_s

@@ -37,8 +37,6 @@ LARGE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A plan that may be taken."""
-
     kind: str
     plan: Plan
 

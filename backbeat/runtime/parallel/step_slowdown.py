@@ -86,17 +86,15 @@ def measure_step_slowdown(
 
 
 class _TimedSteps:
-    """Steps of a copy of the model."""
+    """Steps of a copy of the model, beside all-reduces of so many bytes."""
 
     def __init__(self, model: nn.Module, example: ExampleStep, ranks: RankStore, size: int) -> None:
-        """size: bytes of an all-reduce beside them."""
         copied = copy_of(model)
         self.training, self.ranks = example.training(copied, example.make_optimizer(copied)), ranks
         self.message = torch.zeros(size // 4, device=ranks.device)
         self.seconds(_WARMUP)
 
     def ratio(self, pairs: Pairs) -> float:
-        """How much longer the steps take beside all-reduces."""
         alone = self.seconds(pairs.steps)
         return self.seconds(pairs.steps, [self.message] * pairs.messages) / alone
 

@@ -52,8 +52,6 @@ MakeOptimizer = str | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExampleStep:
-    """A training step to time."""
-
     batch: Any
     loss: Loss
     optimizer: MakeOptimizer
