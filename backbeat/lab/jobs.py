@@ -137,13 +137,8 @@ def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> LabJob:
         return ShardedJob(plan=plan, pieces=whole.pieces, loose=whole.loose, update_s=update_s)
     schedule, _ = Schedule.of_plan(profile, plan)
     rows = zip(schedule.ready.tolist(), schedule.sizes.tolist(), schedule.communicators, strict=True)
-    return ReplayJob.of(
-        profile,
-        messages=tuple(
-            Message(bytes=int(size), ready_s=ready, communicator=communicator) for ready, size, communicator in rows
-        ),
-        stock=stock,
-    )
+    messages = tuple(Message(bytes=int(size), ready_s=ready, communicator=number) for ready, size, number in rows)
+    return ReplayJob.of(profile, messages=messages, stock=stock)
 
 
 def runnable(layout: Layout) -> None:

@@ -86,11 +86,8 @@ class LayoutCase:
         runnable(self.layout)
 
     def predictor(self, setting: Setting, links: TimedLinks) -> LayoutPredictor:
-        network = Network(
-            name=setting.name,
-            workers=setting.ranks,
-            all_reduce=CollectiveTimes(alpha_s=0.0, beta_s_per_byte=8 / setting.rate_bits),
-        )
+        times = CollectiveTimes(alpha_s=0.0, beta_s_per_byte=8 / setting.rate_bits)
+        network = Network(name=setting.name, workers=setting.ranks, all_reduce=times)
         cluster = LabCluster(network, self.accelerator, links=links)
         conventions = replace(conventions_named(FRAMEWORK), streams=links.streams)
         return LayoutPredictor(

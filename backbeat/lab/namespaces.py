@@ -229,28 +229,13 @@ def _call(name: str, *arguments: Any) -> None:
 def _shape(route: Any, index: int, link: Link) -> None:
     from pyroute2.netlink.exceptions import NetlinkError
 
-    rate = link.rate_bits / 8
-    route.tc(
-        "add",
-        "tbf",
-        index,
-        0x10000,
-        rate=int(rate),
-        burst=link.burst_bytes,
-        limit=int(max(rate * _QUEUE_S, _LEAST_QUEUE_BYTES)) + link.burst_bytes,
-    )
+    rate, burst = link.rate_bits / 8, link.burst_bytes
+    limit = int(max(rate * _QUEUE_S, _LEAST_QUEUE_BYTES)) + burst
+    route.tc("add", "tbf", index, 0x10000, rate=int(rate), burst=burst, limit=limit)
     if link.delay_s > 0 or link.jitter_s > 0:
+        delay, jitter = int(link.delay_s * 1e6), int(link.jitter_s * 1e6)
         try:
-            route.tc(
-                "add",
-                "netem",
-                index,
-                0x20000,
-                parent=0x10001,
-                delay=int(link.delay_s * 1e6),
-                jitter=int(link.jitter_s * 1e6),
-                limit=100_000,
-            )
+            route.tc("add", "netem", index, 0x20000, parent=0x10001, delay=delay, jitter=jitter, limit=100_000)
         except NetlinkError as error:
             raise MissingPartError(
                 f"this kernel has no netem ({error.args[-1]}): links can be given a bandwidth but no delay; leave out "

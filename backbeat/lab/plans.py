@@ -96,13 +96,8 @@ def build(choice: Choice, profile: Profile, network: Network) -> Plan:
     if choice.sharded:
         return replace(make(profile, network, choice.name), predicted=None)
     communicators = None if choice.stock(network.backend or "") else choice.communicators
-    made = make(
-        profile,
-        network,
-        choice.strategy,
-        communicators=communicators,
-        bucket_bytes=choice.argument if choice.strategy in BUCKETED else None,
-    )
+    size = choice.argument if choice.strategy in BUCKETED else None
+    made = make(profile, network, choice.strategy, communicators=communicators, bucket_bytes=size)
     return replace(made, dynamic=None, predicted=None)
 
 

@@ -143,16 +143,10 @@ class LayoutStep:
         if pp == 1:
             self._only = modules[0].to(device)
             return
+        count, group = len(job.chunks), mesh["pp"].get_group()
         stages = [
-            pipelining.PipelineStage(
-                module.to(device),
-                index,
-                len(job.chunks),
-                device,
-                group=mesh["pp"].get_group(),
-                dw_builder=module.weight_gradients,
-            )
-            for index, module in zip(held, modules, strict=True)
+            pipelining.PipelineStage(one.to(device), index, count, device, group=group, dw_builder=one.weight_gradients)
+            for index, one in zip(held, modules, strict=True)
         ]
         single = job.layout.schedule in ("gpipe", "1f1b")
         self._schedule: Any = SCHEDULES[job.layout.schedule](

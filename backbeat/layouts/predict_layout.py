@@ -326,16 +326,10 @@ class _StepTimes:
         passes, update, gather = self.passes, self.update_s, self.gather_s
         if not passes.performed:
             return ()
-        spans = [
-            Span(
-                f"stage {each.stage}",
-                f"{_NAMES[each.operation.kind]} {each.operation.micro_batch}"
-                + (f" chunk {each.operation.chunk}" if each.operation.chunk else ""),
-                each.start_s,
-                each.end_s,
-            )
-            for each in passes.performed
-        ]
+        spans = []
+        for stage, (kind, micro_batch, chunk), start_s, end_s in passes.performed:
+            name = f"{_NAMES[kind]} {micro_batch}" + (f" chunk {chunk}" if chunk else "")
+            spans.append(Span(f"stage {stage}", name, start_s, end_s))
         end = self.step_s - gather
         for stage, (done, after) in enumerate(zip(passes.end_s, self.afters, strict=True)):
             if after.reduce.total_s:

@@ -24,9 +24,10 @@ def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceM
     if not is_stock(plan):
         return DistributedDataParallel(model, plan=plan, process_group=group)
     unused = plan.made_for is not None and plan.made_for.unused
-    stock: Any = DistributedDataParallel(model, reducer="ddp", process_group=group, find_unused_parameters=unused)
-    stock.stock.plan = plan
-    return stock
+    wrapped: Any = DistributedDataParallel(model, reducer="ddp", process_group=group, find_unused_parameters=unused)
+    wrapped.stock.plan = plan
+    parallel: nn.Module = wrapped
+    return parallel
 
 
 def is_stock(plan: Plan) -> bool:

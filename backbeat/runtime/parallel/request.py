@@ -71,16 +71,12 @@ class ParallelRequest:
                 "plan='auto' times steps of an example: give example=(batch, loss), where loss(model, batch) returns "
                 "what backward starts from"
             )
-        batch, loss = example
         # What fp32 means in this process.
         own = "tf32" if torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32 else "fp32"
+        batch = to_device(example[0], device)
         return cls(
             example=ExampleStep(
-                batch=to_device(batch, device),
-                loss=loss,
-                optimizer=optimizer,
-                precision=precision or own,
-                device=device,
+                batch=batch, loss=example[1], optimizer=optimizer, precision=precision or own, device=device
             ),
             memory_bytes=None if memory is None else budget_size(memory, "memory"),
             compression=compression == "allow",

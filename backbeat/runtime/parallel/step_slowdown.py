@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean, median
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +30,8 @@ _COVERED = 1.5
 _LEAST_PAIRS, _MOST_PAIRS = 2, 9
 
 
-class Pairs(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairs:
     """What is timed: `steps` steps alone, then as many beside `messages` all-reduces, `count` times over."""
 
     count: int
@@ -68,10 +69,11 @@ def measure_step_slowdown(
     `seconds_of` says what an all-reduce of so many bytes takes on the job's link, `step_s` what a step takes alone.
     """
     size = ranks.from_rank_0(beside_bytes(seconds_of))
-    found = ranks.from_rank_0(Pairs.within(limit_s, step_s, seconds_of(size)))
+    within = Pairs.within(limit_s, step_s, seconds_of(size))
+    found = ranks.from_rank_0(within and asdict(within))
     if found is None:
         return "too slow, budget_s= gives more"
-    pairs = Pairs(*found)
+    pairs = Pairs(**found)
     ratios: list[float] = []
     timed, failed = ranks.attempt(lambda: _TimedSteps(model, example, ranks, size))
     while timed is not None and failed is None and len(ratios) < pairs.count:

@@ -76,13 +76,9 @@ def mixed_precision(sharding: Sharding, parameters: Iterable[nn.Parameter]) -> M
     gathered = param_dtype if torch.float32 in held and param_dtype != torch.float32 else None
     computed = {gathered} if gathered is not None else held
     # Without one, gradients are reduced as they are computed: in the dtype that was gathered.
-    narrows = torch.float32 in computed
-    reduced = (
-        reduce_dtype
-        if computed - {reduce_dtype, torch.float64} and (narrows or reduce_dtype == torch.float32)
-        else None
-    )
-    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced)
+    allowed = torch.float32 in computed or reduce_dtype == torch.float32
+    changes = allowed and computed - {reduce_dtype, torch.float64}
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce_dtype if changes else None)
 
 
 def _without(plan: Plan) -> str:
