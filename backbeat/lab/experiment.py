@@ -94,7 +94,7 @@ def open_lab(setting: Setting, communicators: int) -> Iterator[Session]:
             yield session
 
 
-class Nodes:
+class Nodes(contextlib.AbstractContextManager["Nodes"]):
     """The nodes of a setting, opened when first asked: for long runs, as those of `validation/`. After a failure they
     are built again: the others may wait for ever for a lost one."""
 
@@ -102,9 +102,6 @@ class Nodes:
         self._setting, self._communicators = setting, communicators
         self._stack = contextlib.ExitStack()
         self._session: Session | None = None
-
-    def __enter__(self) -> Nodes:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._session = None

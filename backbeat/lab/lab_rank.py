@@ -15,14 +15,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backbeat.lab.jobs import LabJob, RankResult, Turn, slowdowns
 from backbeat.lab.namespaces import enter
 from backbeat.lab.setting import Setting
-
-if TYPE_CHECKING:
-    from backbeat.model import Profile
+from backbeat.model import Profile
 
 _PR_SET_PDEATHSIG = 1
 _PORT = 29500

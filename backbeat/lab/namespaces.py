@@ -107,7 +107,7 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.run.remove()
+        self.run.__exit__()
 
     def _build(self) -> None:
         hub = f"{self.run.name}-hub"

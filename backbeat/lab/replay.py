@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import SpinRate, spin_rate, until
@@ -26,8 +27,6 @@ from backbeat.lab.jobs import LabJob, LayoutJob, RankResult, ReplayJob, SpunJob,
 from backbeat.measure.network.bench import largest
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from backbeat.lab.spun_steps import SpunStep
 
 cuda: Any = torch.cuda  # untyped in parts

@@ -60,9 +60,6 @@ class LabRun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.remove()
-
-    def remove(self) -> None:
         """Take down everything that carries this run's name. Calling it again does nothing."""
         if self._lock is None:
             return

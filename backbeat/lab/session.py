@@ -57,12 +57,9 @@ class Session:
                 self._start(rank)
             self._answers("starting", START_S)
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
 
     def ask(self, command: str, timeout_s: float, **arguments: Any) -> list[Any]:
         """Call a method of all ranks at once; their answers in order of ranks."""
@@ -71,7 +68,7 @@ class Session:
                 pipe.send((command, arguments))
         return self._answers(command, timeout_s)
 
-    def stop(self) -> None:
+    def __exit__(self, *error: object) -> None:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(("stop", {}))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ class OffloadPolicy:
 BlockPolicy = KeepPolicy | RecomputePolicy | OffloadPolicy
 
 
-class Handle:
+class Handle(AbstractContextManager["Handle"]):
     """A plan in force on a model, until `remove()` or the end of a `with` block."""
 
     def __init__(self, plan: MemoryPlan, forwards: list[BlockForward], schedule: OffloadSchedule | None) -> None:
@@ -168,9 +169,6 @@ class Handle:
         self._forwards = []
         if self._schedule is not None:
             self._schedule.release_all()
-
-    def __enter__(self) -> Handle:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.remove()

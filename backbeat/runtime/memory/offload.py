@@ -118,11 +118,6 @@ class HostCopies:
 class OffloadedStorage:
     """One storage, on the device, on the host, or between the two. Its host buffer is free again when it dies."""
 
-    __slots__ = (
-        "__weakref__", "_arrived", "_block", "_buffer", "_changed", "_copies", "_sent", "_size", "_source", "_stays",
-        "_target", "_version",
-    )  # fmt: skip
-
     def __init__(self, copies: HostCopies, tensor: torch.Tensor, block: str) -> None:
         self._copies = copies
         self._block = block
