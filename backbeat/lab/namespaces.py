@@ -77,7 +77,7 @@ class Link:
 
 
 class Cluster:
-    """The namespaces of one run, from entering to leaving the context; where entering fails, the run removes them."""
+    """The namespaces of one run, made on entering."""
 
     def __init__(self, run: LabRun, links: Sequence[Link], inside: Sequence[Link] = ()) -> None:
         """`links` of the nodes; `inside`, those of each node's ranks, where a node has several."""
@@ -107,7 +107,7 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.run.__exit__()
+        """The run, which is left next, takes them down."""
 
     def _build(self) -> None:
         hub = f"{self.run.name}-hub"

@@ -48,7 +48,6 @@ class LabRun:
     def __init__(self) -> None:
         self.name = f"{PREFIX}-{os.getpid()}-{next(_serial)}"
         self.folder = home() / self.name
-        self._lock: int | None = None
 
     def __enter__(self) -> LabRun:
         home().mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -60,12 +59,9 @@ class LabRun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Take down everything that carries this run's name. Calling it again does nothing."""
-        if self._lock is None:
-            return
+        """Take down everything that carries this run's name."""
         remove(self.name)
         os.close(self._lock)
-        self._lock = None
 
 
 def sweep() -> None:
