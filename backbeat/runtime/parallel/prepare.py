@@ -118,7 +118,7 @@ class ParallelSearch:
 
     def __init__(self, model: nn.Module, path: str, request: ParallelRequest) -> None:
         world: Any = dist.group.WORLD
-        self.model, self.path, self.example = model, path, request.example
+        self.model, self.path, self.request, self.example = model, path, request, request.example
         self.network, self.memory_bytes = request.network, request.memory_bytes
         self.compression, self.budget_s = request.compression, request.budget_s
         # Before the first of them exists: a plan on two communicators may be taken.
@@ -145,13 +145,7 @@ class ParallelSearch:
         return taken
 
     def _run(self) -> Taken:
-        options = {
-            "memory": self.memory_bytes,
-            "compression": self.compression,
-            "precision": self.example.precision,
-            "optimizer": self.example.optimizer if isinstance(self.example.optimizer, str) else "given",
-        }
-        now = plan_file.conditions(self.model, self.example, self.ranks, self.network, options, kept=bool(self.path))
+        now = self.request.conditions(self.model, self.ranks, kept=bool(self.path))
         if self.path and (known := self._known(now)) is not None:
             return known
         profile, unused, alike = self._profile()

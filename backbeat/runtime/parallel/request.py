@@ -7,16 +7,22 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
+from torch import nn
 
+from backbeat import __version__
+from backbeat.comm.agreement import RankStore
+from backbeat.comm.machine import device_name
 from backbeat.errors import InputError
-from backbeat.measure.model.batches import to_device
+from backbeat.measure.model.batches import tensors_in, to_device
 from backbeat.measure.model.training_step import OPTIMIZERS, PRECISIONS
 from backbeat.model import Network, Plan
 from backbeat.model.files import encode
+from backbeat.model.plan import MadeFor
 from backbeat.planners import STRATEGIES
 from backbeat.runtime.memory.budget import budget_size
-from backbeat.runtime.parallel.plan_file import digest
+from backbeat.runtime.parallel.plan_file import digest, message_s, model_digest, probe_bytes
 from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer
 
 
@@ -95,6 +101,27 @@ class ParallelRequest:
             "precision": step.precision,
             "budget_s": self.budget_s,
         }
+
+    def conditions(self, model: nn.Module, ranks: RankStore, *, kept: bool = True) -> MadeFor:
+        """What a plan depends on; rank 0's answer on every rank. Every rank calls it. The network is asked only for a
+        plan that is `kept`."""
+        step, network = self.example, self.network
+        mine = MadeFor(
+            ranks=ranks.size,
+            model=model_digest(model),
+            batch=digest([f"{tuple(one.shape)} {one.dtype}" for one in tensors_in(step.batch)]),
+            network=ranks.communicators.backend if network is None else digest([encode(network).decode()]),
+            device=device_name(step.device),
+            torch=str(torch.__version__),
+            backbeat=__version__,
+            memory=self.memory_bytes,
+            compression=self.compression,
+            precision=step.precision,
+            optimizer=step.optimizer if isinstance(step.optimizer, str) else "given",
+        )
+        found = msgspec.convert(ranks.from_rank_0(msgspec.to_builtins(mine)), MadeFor)
+        seconds = message_s(ranks, probe_bytes(ranks, model)) if network is None and kept else None
+        return msgspec.structs.replace(found, message_s=seconds)
 
 
 def auto_path(plan: Plan | str | os.PathLike[str]) -> str | None:
