@@ -82,17 +82,14 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
         _check_dtypes(model, units)
         for block in recomputed:
             checkpoint(block, context_fn=partial(_contexts, block))
-        for unit in units:
-            _synchronise(unit.modules, group, device)
-            modules = unit.modules if len(unit.modules) > 1 else unit.modules[0]
-            policy = mixed_precision(sharding, [one for module in unit.modules for one in module.parameters()])
-            torch_fully_shard(modules, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy)
-            keep_statistics_dtype(unit.modules, policy.param_dtype)
-        # The root takes what is left.
-        _synchronise([model], group, device)
-        policy = mixed_precision(sharding, [one for one in model.parameters() if not isinstance(one, DTensor)])
-        torch_fully_shard(model, mesh=mesh, mp_policy=policy)
-        keep_statistics_dtype([model], policy.param_dtype)
+        # The root takes what is left, and torch decides whether it is resharded.
+        for modules, reshard in [*((unit.modules, unit.reshard) for unit in units), ([model], None)]:
+            _synchronise(modules, group, device)
+            own = [one for module in modules for one in module.parameters() if not isinstance(one, DTensor)]
+            policy = mixed_precision(sharding, own)
+            together = modules if len(modules) > 1 else modules[0]
+            torch_fully_shard(together, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            keep_statistics_dtype(modules, policy.param_dtype)
         if dist.get_rank(group) == 0:
             _tell_loop(sharding)
     _set_prefetch(units)
