@@ -36,10 +36,6 @@ class RankParameters(NamedTuple):
     dense: float
     expert: float
 
-    @property
-    def total(self) -> float:
-        return self.dense + self.expert
-
 
 def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) -> RankParameters:
     """Of a stage that holds these chunks.
@@ -47,7 +43,7 @@ def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) ->
     >>> from backbeat.layouts.architectures import transformer
     >>> from backbeat.layouts.stage_times import split_layers
     >>> llama, layout = transformer("llama-3-70b"), Layout(tp=4, pp=2)
-    >>> held = [rank_parameters(llama, layout, stage).total for stage in split_layers(llama, layout)]
+    >>> held = [sum(rank_parameters(llama, layout, stage)) for stage in split_layers(llama, layout)]
     >>> round(4 * sum(held) / llama.parameters, 3)
     1.0
     """
@@ -308,6 +304,6 @@ class ReplicaTimer:
         dense, expert = held
         if self.layout.zero:
             dense, expert = dense / self.layout.dense_group[0], expert / self.layout.expert_group[0]
-        kept = Traffic("pointwise", self.conventions.kept_bytes * held.total, 4)
+        kept = Traffic("pointwise", self.conventions.kept_bytes * sum(held), 4)
         updated = Traffic("update/fused/adam", _UPDATE_BYTES * (dense + expert))
         return self.operators.seconds(updated) + (self.operators.seconds(kept) if kept.bytes else 0.0)
