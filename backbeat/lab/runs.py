@@ -69,7 +69,7 @@ def sweep() -> None:
     folders = list(home().glob(f"{PREFIX}-*"))
     dead = {folder.name for folder in folders if not _locked(folder)}
     kept = {folder.name for folder in folders} - dead
-    for match in filter(None, map(_NAME.match, _namespaces())):
+    for match in filter(None, (_NAME.match(path.name) for path in NAMESPACES.glob("*"))):
         # A namespace without its run's folder: the process itself must be gone before it is touched.
         if match.group(1) not in kept and not Path(f"/proc/{match.group(2)}").exists():
             dead.add(match.group(1))
@@ -80,20 +80,11 @@ def sweep() -> None:
 def remove(name: str) -> None:
     """Daemon, namespaces and folder of one run."""
     stop_daemon(home() / name / "mps")
-    for namespace in _namespaces():
-        if namespace.startswith(f"{name}-"):
-            path = NAMESPACES / namespace
-            ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(path), _MNT_DETACH)
-            # Another lab that starts at this moment may be sweeping the same leftovers.
-            path.unlink(missing_ok=True)
+    for path in sorted(NAMESPACES.glob(f"{name}-*")):
+        ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(path), _MNT_DETACH)
+        # Another lab that starts at this moment may be sweeping the same leftovers.
+        path.unlink(missing_ok=True)
     shutil.rmtree(home() / name, ignore_errors=True)
-
-
-def _namespaces() -> list[str]:
-    try:
-        return sorted(os.listdir(NAMESPACES))
-    except FileNotFoundError:
-        return []
 
 
 def _locked(folder: Path) -> bool:
