@@ -41,9 +41,10 @@ class BlockForward:
         self.module = module
         self.index = index
         self.policy = policy
-        compiled: Any = getattr(module, "_compiled_call_impl", None)
-        self.compiled = compiled is not None
-        self.original: Any = compiled if self.compiled else module.forward
+        # The compiled call skips `forward`. In front of it, saved-tensor hooks stay out of the compiled graph.
+        compiled = getattr(module, "_compiled_call_impl", None)
+        self.place = "forward" if compiled is None else "_compiled_call_impl"
+        self.original: Any = getattr(module, self.place)
         # Frameworks read the signature of a forward to know what to pass.
         functools.update_wrapper(self, self.original, updated=())
 
@@ -53,20 +54,13 @@ class BlockForward:
         return self.policy.run(self, args, kwargs)
 
     def install(self) -> None:
-        if self.compiled:
-            # The compiled call skips `forward`. In front of it, saved-tensor hooks stay out of the compiled graph.
-            self.module._compiled_call_impl = self
-        else:
-            self.module.forward = self
+        setattr(self.module, self.place, self)
 
     def remove(self) -> None:
-        if self.compiled:
-            if self.module._compiled_call_impl is self:
-                self.module._compiled_call_impl = self.original
-        elif self.module.__dict__.get("forward") is self:
-            del self.module.forward
-            if self.module.forward != self.original:
-                self.module.forward = self.original
+        if vars(self.module).get(self.place) is self:
+            delattr(self.module, self.place)
+            if getattr(self.module, self.place) != self.original:
+                setattr(self.module, self.place, self.original)
 
 
 class KeepPolicy:
