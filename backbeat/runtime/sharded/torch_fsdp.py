@@ -10,7 +10,6 @@ has rounded them, and this widens them again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,42 +25,30 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CAST = ("weight", "bias")
 
 
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """A setting that came with a later torch."""
-
-    field: str
-    """In the plan's `sharding`."""
-    method: str
-    """Of `FSDPModule`."""
-    since: str
-    default: Any
-
-
 KNOBS = (
-    Knob("reduce_scatter_buffers", "set_reduce_scatter_max_input_buffers", "2.13", 1),
-    Knob("separate_reduce_scatter", "set_separate_reduce_scatter_group", "2.13", False),
+    ("reduce_scatter_buffers", "set_reduce_scatter_max_input_buffers", 1),
+    ("separate_reduce_scatter", "set_separate_reduce_scatter_group", False),
 )
+"""Settings that came with torch 2.13: in the plan's `sharding`, the method of `FSDPModule`, and what older ones do."""
 
 
 def check_knobs(plan: Plan, sharding: Sharding) -> None:
     """Refuse settings that the installed torch does not have."""
-    for knob in KNOBS:
-        value = getattr(sharding, knob.field)
-        if value != knob.default and not hasattr(FSDPModule, knob.method):
+    for field, method, default in KNOBS:
+        value = getattr(sharding, field)
+        if value != default and not hasattr(FSDPModule, method):
             raise InputError(
-                f"the plan says {knob.field}={value}, and torch {torch.__version__} has no "
-                f"FSDPModule.{knob.method} (torch {knob.since} has): {_without(plan)}install torch {knob.since}, or "
-                f"make the plan again where this torch is installed"
+                f"the plan says {field}={value}, and torch {torch.__version__} has no FSDPModule.{method} (torch 2.13 "
+                f"has): {_without(plan)}install torch 2.13, or make the plan again where this torch is installed"
             )
 
 
 def set_knobs(root: nn.Module, sharding: Sharding) -> None:
     """Apply the plan's settings to every unit. All ranks call it: they make a separate group together."""
-    for knob in KNOBS:
-        value = getattr(sharding, knob.field)
-        if value != knob.default:
-            getattr(root, knob.method)(value)
+    for field, method, default in KNOBS:
+        value = getattr(sharding, field)
+        if value != default:
+            getattr(root, method)(value)
 
 
 def mixed_precision(sharding: Sharding, parameters: Iterable[nn.Parameter]) -> MixedPrecisionPolicy:
