@@ -94,26 +94,23 @@ def open_lab(setting: Setting, communicators: int) -> Iterator[Session]:
             yield session
 
 
-class Nodes(contextlib.AbstractContextManager["Nodes"]):
+class Nodes(contextlib.ExitStack):
     """The nodes of a setting, opened when first asked: for long runs, as those of `validation/`. After a failure they
     are built again: the others may wait for ever for a lost one."""
 
     def __init__(self, setting: Setting, communicators: int) -> None:
+        super().__init__()
         self._setting, self._communicators = setting, communicators
-        self._stack = contextlib.ExitStack()
         self._session: Session | None = None
-
-    def __exit__(self, *exception: object) -> None:
-        self._session = None
-        self._stack.close()
 
     def do(self, what: Callable[[Session], T]) -> T:
         if self._session is None:
-            self._session = self._stack.enter_context(open_lab(self._setting, self._communicators))
+            self._session = self.enter_context(open_lab(self._setting, self._communicators))
         try:
             return what(self._session)
         except MeasurementError:
-            self.__exit__()
+            self._session = None
+            self.close()
             raise
 
 

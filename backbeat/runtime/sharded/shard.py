@@ -92,7 +92,10 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
             keep_statistics_dtype(modules, policy.param_dtype)
         if dist.get_rank(group) == 0:
             _tell_loop(sharding)
-    _set_prefetch(units)
+    firsts: list[Any] = [unit.modules[0] for unit in units]
+    for index, unit in enumerate(units):
+        if ahead := firsts[index + 1 : index + 1 + unit.prefetch]:
+            firsts[index].set_modules_to_forward_prefetch(ahead)
     set_knobs(model, sharding)
     _plans[model] = loaded
     return model
@@ -271,14 +274,6 @@ def _synchronise(modules: Sequence[nn.Module], group: Any, device: torch.device)
                 states[tensor] = None
     if dist.get_world_size(group) > 1:
         _sync_params_and_buffers(group, [tensor.detach() for tensor in states], _BROADCAST_BYTES, 0)
-
-
-def _set_prefetch(units: Sequence[UnitModules]) -> None:
-    modules: list[Any] = [unit.modules[0] for unit in units]
-    for index, unit in enumerate(units):
-        ahead = modules[index + 1 : index + 1 + unit.prefetch]
-        if ahead:
-            modules[index].set_modules_to_forward_prefetch(ahead)
 
 
 def mesh_of(plan: Plan, sharding: Sharding, mesh: DeviceMesh | None) -> DeviceMesh:
