@@ -225,14 +225,14 @@ class _Chunk(nn.Module):
             first, last = held.first and piece == 0, held.last and piece == pieces - 1
             if first:
                 rows = job.rows if self._mesh is not None else job.rows // job.layout.tp
-                x = _filled(self.anchor, rows, job.row_bytes // _ELEMENT_BYTES)
+                x = _zeros(self.anchor, rows, job.row_bytes // _ELEMENT_BYTES)
             elif self._mesh is not None:
                 x = _gathered(x, self._mesh)
             x = _spun(x, self._pace, forward_s, backward_s)
             if self._mesh is not None and not last:
                 x = _scattered(x, self._mesh)
             if last:
-                x = _loss(x)
+                x = _zeros(x, 1, 1)
         return x
 
 
@@ -255,30 +255,17 @@ def _scattered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(0)]).to_local()
 
 
-class _Filled(torch.autograd.Function):
-    """An activation from nothing."""
+class _Zeros(torch.autograd.Function):
+    """Zeros of another shape: an activation from nothing, or one number of an activation."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, rows: int, width: int) -> torch.Tensor:  # type: ignore[override]
-        return anchor.new_zeros(rows, width)
+    def forward(ctx: Any, x: torch.Tensor, rows: int, width: int) -> torch.Tensor:  # type: ignore[override]
+        ctx.shape = x.shape
+        return x.new_zeros(rows, width)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0].new_zeros(1), None, None
+        return gradients[0].new_zeros(ctx.shape), None, None
 
 
-class _Loss(torch.autograd.Function):
-    """One number of an activation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.shape = x.shape
-        return x.new_zeros(1, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0].new_zeros(ctx.shape)
-
-
-_filled: Any = _Filled.apply
-_loss: Any = _Loss.apply
+_zeros: Any = _Zeros.apply
