@@ -15,8 +15,7 @@ from backbeat.cli.common import communicator_counts, print_answer, print_json, r
 from backbeat.errors import InputError
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import Choice, parse, shorthand
-from backbeat.lab.requirements import check_requirements
-from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
+from backbeat.lab.setting import Setting, check_requirements, parse_delay, parse_links, parse_share, parse_stragglers
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import gpu_named
 from backbeat.layouts.layout import Layout, job_of

@@ -8,21 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from backbeat.cost.samples import quantile
 from backbeat.errors import MeasurementError
-from backbeat.lab.jobs import ROUNDS, Replayed, ReplayJob, Turn, job_of, per_round, seconds_of, turns
-from backbeat.lab.mps import start_daemon
+from backbeat.lab.jobs import ROUNDS, LabJob, RankResult, ReplayJob, Turn, job_of, per_round, seconds_of, turns
 from backbeat.lab.namespaces import Cluster
 from backbeat.lab.plans import Choice, build
-from backbeat.lab.requirements import check_requirements
-from backbeat.lab.runs import LabRun
+from backbeat.lab.runs import LabRun, start_daemon
 from backbeat.lab.session import Session
-from backbeat.lab.setting import Setting
-from backbeat.lab.train import Trained
+from backbeat.lab.setting import Setting, check_requirements
 from backbeat.measure.network.case import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.network import WorkersRow
@@ -33,8 +30,7 @@ SPARE_S = 90.0
 """Ranks may take this much longer than planned before they are taken for dead."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibratedLab:
+class CalibratedLab(NamedTuple):
     """The lab's own network, and the timings behind it."""
 
     network: Network
@@ -72,8 +68,6 @@ class Repeated:
 
 @dataclass(frozen=True)
 class MeasuredPlan(Repeated):
-    """One plan, replayed and predicted."""
-
     choice: Choice
     plan: Plan
     prediction: Prediction
@@ -100,29 +94,23 @@ def open_lab(setting: Setting, communicators: int) -> Iterator[Session]:
             yield session
 
 
-class Nodes:
+class Nodes(contextlib.ExitStack):
     """The nodes of a setting, opened when first asked: for long runs, as those of `validation/`. After a failure they
     are built again: the others may wait for ever for a lost one."""
 
     def __init__(self, setting: Setting, communicators: int) -> None:
+        super().__init__()
         self._setting, self._communicators = setting, communicators
-        self._stack = contextlib.ExitStack()
         self._session: Session | None = None
-
-    def __enter__(self) -> Nodes:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._session = None
-        self._stack.close()
 
     def do(self, what: Callable[[Session], T]) -> T:
         if self._session is None:
-            self._session = self._stack.enter_context(open_lab(self._setting, self._communicators))
+            self._session = self.enter_context(open_lab(self._setting, self._communicators))
         try:
             return what(self._session)
         except MeasurementError:
-            self.__exit__()
+            self._session = None
+            self.close()
             raise
 
 
@@ -149,20 +137,14 @@ def calibrate_lab(
         name=setting.name,
     )[0]
     if inside is not None:
-        network = _of_nodes(network, inside)
+        # Of nodes of several ranks: what was measured over all of them, and within one.
+        row = WorkersRow(**{name: getattr(inside, name) for name in WorkersRow.__struct_fields__})
+        nodes = {"gpus_per_node": inside.workers, "algorithm": "hierarchical", "inside": inside.all_reduce}
+        network = replace(network, rows=(row,), topology=replace(network.topology, **nodes))
     if sharded and setting.backend == "gloo":
         note = "FSDP2 on gloo waits for every collective, and its reduce-scatters take what all-reduces take"
         network = replace(network, notes=(*network.notes, note))
-    return CalibratedLab(network=network, timings=timings)
-
-
-def _of_nodes(network: Network, inside: Network) -> Network:
-    """A network of nodes of several ranks: what was measured over all of them, and within one."""
-    row = WorkersRow(**{name: getattr(inside, name) for name in WorkersRow.__struct_fields__})
-    topology = replace(
-        network.topology, gpus_per_node=inside.workers, algorithm="hierarchical", inside=inside.all_reduce
-    )
-    return replace(network, rows=(row,), topology=topology)
+    return CalibratedLab(network, timings)
 
 
 def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[Planned]:
@@ -175,24 +157,13 @@ def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> li
 
 
 def measure_plans(
-    session: Session,
-    profile: Profile,
-    setting: Setting,
-    plans: Sequence[Planned],
-    seconds_each: float,
+    session: Session, profile: Profile, setting: Setting, plans: Sequence[Planned], seconds_each: float
 ) -> tuple[list[MeasuredPlan], float]:
     """Replay all plans of one profile, taking turns; and its compute without communication, as the ranks replay it."""
     compute = setting.compute(profile)
     jobs = [job_of(compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
-    jobs.append(ReplayJob.of(compute))
     expected = [*(prediction.iteration_s for _, _, prediction in plans), compute.single_s]
-    answers = session.ask(
-        "replay",
-        3 * seconds_of(expected, seconds_each) + SPARE_S,
-        jobs=jobs,
-        turns=turns(expected, seconds_each),
-    )
-    *seen, alone = zip(*answers, strict=True)
+    *seen, alone = play(session, [*jobs, ReplayJob.of(compute)], expected, seconds_each)
     results = [
         MeasuredPlan(*planned, series=slowest(ranks), finishes=ranks[0].finishes)
         for planned, ranks in zip(plans, seen, strict=True)
@@ -200,17 +171,22 @@ def measure_plans(
     return results, quantile(sorted(chain(*slowest(alone))), 0.5)
 
 
+def play(
+    session: Session, jobs: Sequence[LabJob], expected_s: Sequence[float], seconds_each: float
+) -> list[tuple[RankResult, ...]]:
+    """The jobs by turns: what the ranks saw of each."""
+    limit_s = 5 * seconds_of(expected_s, seconds_each) + SPARE_S
+    answers = session.ask("replay", limit_s, jobs=jobs, turns=turns(expected_s, seconds_each))
+    return list(zip(*answers, strict=True))
+
+
 def profile_training(
     session: Session, spec: str, batch_size: int | None, seconds: float, precision: str = "fp32"
 ) -> Profile:
     """The compute of a real model, measured on all ranks at once; rank 0's counts."""
+    limit_s = 10 * seconds + 2 * SPARE_S
     measured: list[Profile] = session.ask(
-        "profile",
-        10 * seconds + 2 * SPARE_S,
-        spec=spec,
-        batch_size=batch_size,
-        seconds=seconds,
-        precision=precision,
+        "profile", limit_s, spec=spec, batch_size=batch_size, seconds=seconds, precision=precision
     )
     return measured[0]
 
@@ -251,7 +227,7 @@ def _alone(expected_s: float, seconds_each: float) -> list[Turn]:
     return [Turn(0, steps // 2, 0), Turn(0, steps - steps // 2, 1)]
 
 
-def slowest(seen: Sequence[Replayed | Trained]) -> tuple[list[float], list[float]]:
+def slowest(seen: Sequence[RankResult]) -> tuple[list[float], list[float]]:
     """Both series of a job, with the slowest rank of each iteration."""
     even, odd = (
         [max(ranks) for ranks in zip(*series, strict=True)]

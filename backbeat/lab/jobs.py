@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from backbeat.errors import InputError
 from backbeat.layouts.layout import Layout
+from backbeat.layouts.stage_times import StageLayers, StageTimes
 from backbeat.model import Plan, Profile
 from backbeat.simulate.schedule import Schedule
 from backbeat.simulate.sharded_units import ModelPiece, ModelPieces
@@ -48,19 +49,6 @@ class ShardedJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkJob:
-    """One chunk of a stage, for one micro-batch."""
-
-    forward_s: float
-    input_s: float
-    """Backward until the chunk before can go on."""
-    weight_s: float
-    layers: int
-    first: bool
-    last: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutJob:
     """One training step under a layout of tensor and pipeline parallelism."""
 
@@ -70,8 +58,9 @@ class LayoutJob:
     """Tokens of a micro-batch."""
     row_bytes: int
     """Of one token's activation."""
-    chunks: tuple[ChunkJob, ...]
-    """Of all stages, in the order of layers: chunk c of stage s is c · pp + s."""
+    chunks: tuple[tuple[StageTimes, StageLayers], ...]
+    """One micro-batch through each chunk, and what this holds; in the order of layers: chunk c of stage s is c · pp +
+    s."""
     update_s: float
 
     @property
@@ -99,8 +88,6 @@ SpunJob = ShardedJob | LayoutJob | TransferJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayJob:
-    """One iteration to replay."""
-
     forward_s: float
     backward_s: float
     update_s: float
@@ -108,18 +95,14 @@ class ReplayJob:
     """In launch order."""
     stock: bool = False
     """Through the process group itself, as stock DDP does it, and not through communicators of one collective each."""
-    spun: SpunJob | None = None
-    """Takes the place of all else, where the plan is sharded or a layout is run."""
 
     @classmethod
     def of(cls, profile: Profile, **more: Any) -> ReplayJob:
         """The profile's compute, alone unless `more` says otherwise."""
         return cls(forward_s=profile.forward_s, backward_s=profile.backward_s, update_s=profile.update_s, **more)
 
-    @classmethod
-    def run(cls, job: SpunJob) -> ReplayJob:
-        """A job that torch runs, and nothing beside it."""
-        return cls(forward_s=0.0, backward_s=0.0, update_s=0.0, spun=job)
+
+LabJob = ReplayJob | SpunJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,31 +115,30 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """What one rank saw of one job."""
+class RankResult:
+    """What one rank saw of one job, or of training under one plan."""
 
     series: tuple[list[float], list[float]]
     """Iteration times of the even and of the odd rounds."""
-    finishes: list[float]
+    finishes: list[float] = field(default_factory=list)
     """When each message was done, after backward started, in the warm-up iteration; empty where torch runs the job."""
+    losses: list[float] = field(default_factory=list)
+    """Of every training step in order, the warm-up included."""
+    peak_bytes: int | None = None
+    """The most that was allocated on the device in timed training steps, other plans' tensors included; None on a
+    CPU."""
 
 
-def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
+def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> LabJob:
     """The plan's buckets as messages; `dynamic` fusion is replayed as the buckets that its simulation formed."""
     if plan.sharding is not None:
         whole = ModelPieces.of(profile)
         update_s = profile.update_s / plan.sharding.mesh.shard
-        job = ShardedJob(plan=plan, pieces=whole.pieces, loose=whole.loose, update_s=update_s)
-        return ReplayJob.of(profile, spun=job)
+        return ShardedJob(plan=plan, pieces=whole.pieces, loose=whole.loose, update_s=update_s)
     schedule, _ = Schedule.of_plan(profile, plan)
     rows = zip(schedule.ready.tolist(), schedule.sizes.tolist(), schedule.communicators, strict=True)
-    return ReplayJob.of(
-        profile,
-        messages=tuple(
-            Message(bytes=int(size), ready_s=ready, communicator=communicator) for ready, size, communicator in rows
-        ),
-        stock=stock,
-    )
+    messages = tuple(Message(bytes=int(size), ready_s=ready, communicator=number) for ready, size, number in rows)
+    return ReplayJob.of(profile, messages=messages, stock=stock)
 
 
 def runnable(layout: Layout) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import importlib
@@ -11,34 +12,26 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from backbeat.lab.health import disturbances
-from backbeat.lab.jobs import Replayed, ReplayJob, Turn, slowdowns
+from backbeat.lab.jobs import LabJob, RankResult, Turn, slowdowns
 from backbeat.lab.namespaces import enter
 from backbeat.lab.setting import Setting
-
-if TYPE_CHECKING:
-    from backbeat.lab.train import Trained
-    from backbeat.model import Profile
+from backbeat.model import Profile
 
 _PR_SET_PDEATHSIG = 1
 _PORT = 29500
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """What a rank must know before it joins the others."""
-
-    rank: int
-    namespace: str
-    first_address: str
-    """Where rank 0 is."""
-    communicators: int
-    setting: Setting
+_TCP = {
+    ("Tcp", "RetransSegs"): "retransmitted",
+    ("TcpExt", "TCPTimeouts"): "timeouts",
+    ("TcpExt", "TCPBacklogDrop"): "backlog_drops",
+    ("TcpExt", "DelayedACKs"): "delayed_acks",
+}
+_STEAL = 8
+"""The column of `/proc/stat` with the time that the machine's own host gave to others."""
 
 
 def order_launches(backend: str, communicators: int) -> None:
@@ -52,7 +45,8 @@ def order_launches(backend: str, communicators: int) -> None:
 class LabRank:
     """One rank. Methods are called on all ranks at once, by name."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, setting: Setting, rank: int, communicators: int, first_address: str) -> None:
+        """`first_address` is where rank 0 is."""
         import torch
         import torch.distributed as dist
 
@@ -60,26 +54,25 @@ class LabRank:
         from backbeat.comm.gloo import settle_gloo
         from backbeat.lab.replay import SleepingPlayer, SpinningPlayer
 
-        self.start = start
-        setting, backend = start.setting, start.setting.backend
+        self.setting, self.rank, backend = setting, rank, setting.backend
         on_gpu = backend == "nccl"
         torch.set_num_threads(1)
         self.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(self.device)
-        order_launches(backend, start.communicators)
+        order_launches(backend, communicators)
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{start.first_address}:{_PORT}",
-            rank=start.rank,
+            init_method=f"tcp://{first_address}:{_PORT}",
+            rank=rank,
             world_size=setting.ranks,
             timeout=datetime.timedelta(seconds=120),
             device_id=self.device if on_gpu else None,
         )
         world: Any = dist.group.WORLD
         stock = Communicator(world, backend)
-        communicators = list(Communicators(world, self.device, start.communicators))
-        for communicator in communicators:
+        links = list(Communicators(world, self.device, communicators))
+        for communicator in links:
             # A communicator is built at its first collective.
             communicator.all_reduce(torch.zeros(1, device=self.device)).wait()
         if on_gpu:
@@ -87,21 +80,24 @@ class LabRank:
         if setting.settle:
             stock.all_reduce(torch.zeros(1)).wait()
             settle_gloo()
-        self.factor = slowdowns(setting.slowdown(start.rank), setting.jitter, seed=start.rank)
-        self.player = SpinningPlayer(communicators, self.device) if on_gpu else SleepingPlayer(communicators, stock)
+        self.factor = slowdowns(setting.slowdown(rank), setting.jitter, seed=rank)
+        self.player = SpinningPlayer(links, self.device) if on_gpu else SleepingPlayer(links, stock)
 
     def describe(self) -> dict[str, Any]:
         """The machine and the libraries, as this rank sees them."""
         from backbeat.comm.machine import source
 
         about = source(None, self.device)
+        congestion_control = None
+        with contextlib.suppress(OSError):
+            congestion_control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
         return {
             "machine": about.machine,
             "kernel": platform.release(),
             "date": about.date,
             "versions": about.versions,
             "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN)},
-            "congestion_control": _congestion_control(),
+            "congestion_control": congestion_control,
         }
 
     def health(self) -> dict[str, float]:
@@ -113,30 +109,24 @@ class LabRank:
 
         Where nodes have several ranks, each node is measured by itself, too, all nodes at once; node 0's counts.
         """
+        from torch.distributed.device_mesh import init_device_mesh
+
         from backbeat.measure.network.calibration import measure_cluster
 
-        setting, inside = self.start.setting, None
+        setting, inside = self.setting, None
         several = setting.ranks_per_node > 1
         options |= {"device": self.device, "settle": setting.settle, "budget_s": budget_s / (2 if several else 1)}
         found = measure_cluster(communicators=communicators, name=name, **options)
         if several:
-            own = measure_cluster(group=self._own_node(), communicators=[1], name=f"{name}-inside", **options)
-            inside = own.network
-        if self.start.rank != 0:
+            shape = (setting.nodes, setting.ranks_per_node)
+            node = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", "rank"))["rank"].get_group()
+            inside = measure_cluster(group=node, communicators=[1], name=f"{name}-inside", **options).network
+        if self.rank != 0:
             return None
         timings = [{**asdict(case), **asdict(timing)} for case, timing in found.outcome.timings.items()]
         return found.network, inside, timings
 
-    def _own_node(self) -> Any:
-        """The ranks of this node."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        setting = self.start.setting
-        kind = "cuda" if setting.backend == "nccl" else "cpu"
-        shape = (setting.nodes, setting.ranks_per_node)
-        return init_device_mesh(kind, shape, mesh_dim_names=("node", "rank"))["rank"].get_group()
-
-    def replay(self, *, jobs: Sequence[ReplayJob], turns: Sequence[Turn]) -> list[Replayed]:
+    def replay(self, *, jobs: Sequence[LabJob], turns: Sequence[Turn]) -> list[RankResult]:
         from backbeat.lab.replay import replay
 
         return replay(self.player, jobs, turns, self.factor)
@@ -144,13 +134,13 @@ class LabRank:
     def profile(self, **arguments: Any) -> Profile:
         from backbeat.lab.train import profile_here
 
-        sharing = self.start.setting.ranks if self.device.type == "cuda" else 1
+        sharing = self.setting.ranks if self.device.type == "cuda" else 1
         return profile_here(device=self.device, sharing=sharing, **arguments)
 
-    def train(self, **arguments: Any) -> list[Trained]:
+    def train(self, **arguments: Any) -> list[RankResult]:
         from backbeat.lab.train import train
 
-        return train(device=self.device, rank=self.start.rank, **arguments)
+        return train(device=self.device, rank=self.rank, **arguments)
 
     def call(self, *, function: str, arguments: dict[str, Any]) -> Any:
         """A function of one's own, `PACKAGE.MODULE:NAME`, called with this rank before its arguments. For
@@ -162,11 +152,41 @@ class LabRank:
 _SHOWN = ("NCCL_", "GLOO_", "TORCH_NCCL", "CUDA_DEVICE", "OMP_")
 
 
-def _congestion_control() -> str | None:
-    try:
-        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    except OSError:
-        return None
+def disturbances() -> dict[str, float]:
+    """What disturbs a rank: lost segments, and threads that had to wait for a core. Counters of this process and of its
+    network namespace, ever growing; what cannot be read is left out."""
+    found: dict[str, float] = {}
+    for name in ("snmp", "netstat"):
+        with contextlib.suppress(OSError, ValueError):
+            lines = Path(f"/proc/self/net/{name}").read_text().splitlines()
+            for heads, values in zip(lines[::2], lines[1::2], strict=False):
+                family, *fields = heads.split()
+                for field, value in zip(fields, values.split()[1:], strict=False):
+                    known = _TCP.get((family.rstrip(":"), field))
+                    if known:
+                        found[known] = float(value)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        waits = [float(one.read_text().split()[1]) for one in Path("/proc/self/task").glob("*/schedstat")]
+        found["waited_s"] = sum(waits) * 1e-9
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        steal = float(Path("/proc/stat").read_text().splitlines()[0].split()[_STEAL])
+        found["stolen_s"] = steal / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def change(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What happened in between on all ranks together, without what did not happen.
+
+    >>> change([{"timeouts": 2, "waited_s": 1.0}], [{"timeouts": 5, "waited_s": 1.0}])
+    {'timeouts': 3}
+    """
+    found: dict[str, float] = {}
+    for then, now in zip(before, after, strict=True):
+        for name, value in now.items():
+            # The whole machine's, and the same on each rank.
+            if name != "stolen_s" or name not in found:
+                found[name] = found.get(name, 0) + value - then.get(name, 0)
+    return {name: round(value, 4) for name, value in sorted(found.items()) if round(value, 4) != 0}
 
 
 def main() -> None:
@@ -177,9 +197,9 @@ def main() -> None:
     if os.getppid() != int(sys.argv[2]):
         return
     try:
-        start: Start = connection.recv()
-        enter(start.namespace)
-        rank = LabRank(start)
+        namespace, start = connection.recv()
+        enter(namespace)
+        rank = LabRank(**start)
         connection.send((True, None))
         while True:
             command, arguments = connection.recv()

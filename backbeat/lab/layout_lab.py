@@ -1,6 +1,6 @@
 """Layouts on the lab's nodes: the third family of predictors, beside the closed form and the simulation of events.
 
-Each layout is run by torch (`layout_steps`), and predicted in closed form and as events from what the same links take
+Each layout is run by torch (`spun_steps`), and predicted in closed form and as events from what the same links take
 for a send, an all-gather and a reduce-scatter by themselves. All three answers are a `LayoutPrediction`.
 """
 
@@ -18,18 +18,8 @@ import msgspec
 from backbeat.cost import Curve
 from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.samples import quantile
-from backbeat.lab.experiment import SPARE_S, Repeated, slowest
-from backbeat.lab.jobs import (
-    ChunkJob,
-    LayoutJob,
-    ReplayJob,
-    SpunJob,
-    TransferKind,
-    runnable,
-    seconds_of,
-    transfers,
-    turns,
-)
+from backbeat.lab.experiment import Repeated, play, slowest
+from backbeat.lab.jobs import LayoutJob, TransferKind, runnable, transfers
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, Kind
@@ -96,11 +86,8 @@ class LayoutCase:
         runnable(self.layout)
 
     def predictor(self, setting: Setting, links: TimedLinks) -> LayoutPredictor:
-        network = Network(
-            name=setting.name,
-            workers=setting.ranks,
-            all_reduce=CollectiveTimes(alpha_s=0.0, beta_s_per_byte=8 / setting.rate_bits),
-        )
+        times = CollectiveTimes(alpha_s=0.0, beta_s_per_byte=8 / setting.rate_bits)
+        network = Network(name=setting.name, workers=setting.ranks, all_reduce=times)
         cluster = LabCluster(network, self.accelerator, links=links)
         conventions = replace(conventions_named(FRAMEWORK), streams=links.streams)
         return LayoutPredictor(
@@ -110,23 +97,12 @@ class LayoutCase:
     def run_job(self, setting: Setting) -> LayoutJob:
         """What is computed where links take no time."""
         model, job, layout, free = self.model, self.job, self.layout, self.predictor(setting, FREE)
-        chunks = tuple(
-            ChunkJob(
-                forward_s=times.forward_s,
-                input_s=times.input_s,
-                weight_s=times.weight_s,
-                layers=held.layers,
-                first=held.first,
-                last=held.last,
-            )
-            for times, held in zip(free.timer(layout).stages(), split_layers(model, layout), strict=True)
-        )
         return LayoutJob(
             layout=layout,
             micro_batches=layout.micro_batches(job),
             rows=layout.micro_batch * job.sequence,
             row_bytes=2 * model.hidden,
-            chunks=chunks,
+            chunks=tuple(zip(free.timer(layout).stages(), split_layers(model, layout), strict=True)),
             update_s=free.predict(layout, "closed-form").breakdown.update,
         )
 
@@ -178,10 +154,10 @@ def time_links(session: Session, jobs: Sequence[LayoutJob], setting: Setting, bu
     """What each transfer of these jobs takes by itself, at half, one and two times its size; `links_of` reads it."""
     timed = transfers(jobs, 8 / setting.rate_bits)
     expected = [job.late_s + 2 * job.bytes * 8 / setting.rate_bits for job in timed]
-    found = _played(session, timed, expected, budget_s / len(timed))
+    found = play(session, timed, expected, budget_s / len(timed))
     return [
-        {**msgspec.to_builtins(job), "seconds": sorted(chain(*series))}
-        for job, series in zip(timed, found, strict=True)
+        {**msgspec.to_builtins(job), "seconds": sorted(chain(*slowest(ranks)))}
+        for job, ranks in zip(timed, found, strict=True)
     ]
 
 
@@ -222,8 +198,8 @@ def measure_layouts(
     jobs = [case.run_job(setting) for case in cases]
     predicted = [predicted_layout(case, setting, links) for case in cases]
     expected = [answers["events"].step_s for answers, _ in predicted]
-    found = _played(session, jobs, expected, seconds_each)
-    return [executed(*both, series) for both, series in zip(predicted, found, strict=True)]
+    found = play(session, jobs, expected, seconds_each)
+    return [executed(*both, slowest(ranks)) for both, ranks in zip(predicted, found, strict=True)]
 
 
 def predicted_layout(
@@ -266,16 +242,3 @@ def executed(
     return ExecutedLayout(
         answers={**answers, "execution": found}, cost_s={**cost_s, "execution": sum(chain(*series))}, series=series
     )
-
-
-def _played(
-    session: Session, jobs: Sequence[SpunJob], expected_s: Sequence[float], seconds_each: float
-) -> list[tuple[list[float], list[float]]]:
-    """Both series of each job, the slowest rank of each iteration."""
-    answers = session.ask(
-        "replay",
-        5 * seconds_of(expected_s, seconds_each) + SPARE_S,
-        jobs=[ReplayJob.run(job) for job in jobs],
-        turns=turns(expected_s, seconds_each),
-    )
-    return [slowest(ranks) for ranks in zip(*answers, strict=True)]

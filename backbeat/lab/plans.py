@@ -54,11 +54,7 @@ def parse(texts: Sequence[str], communicators: Sequence[int] = ()) -> list[Choic
     >>> [choice.name for choice in parse(["wfbp", "ddp:5MB"], [1, 2])]
     ['wfbp/1', 'wfbp/2', 'ddp:5MB/1', 'ddp:5MB/2']
     """
-    found: dict[str, Choice] = {}
-    for text in texts:
-        for choice in _parse(text, communicators):
-            found[choice.name] = choice
-    return list(found.values())
+    return list({choice.name: choice for text in texts for choice in _parse(text, communicators)}.values())
 
 
 def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
@@ -90,31 +86,19 @@ def build(choice: Choice, profile: Profile, network: Network) -> Plan:
     count = len(profile.gradients)
     if choice.strategy in BUCKETINGS:
         buckets = min(choice.argument or 1, count)
-        ends = _random_ends(profile, buckets) if choice.strategy == "random" else _equal_ends(profile, buckets)
-        return Draft(ends, choice.communicators or 1).named(profile, choice.name, network.workers)
+        if choice.strategy == "random":
+            ends = sorted(random.Random(f"{profile.name} {buckets}").sample(range(1, count), buckets - 1))
+        else:
+            sums = np.cumsum(profile.sizes)
+            wanted = sums[-1] * np.arange(1, buckets) / buckets
+            ends = sorted({int(end) + 1 for end in np.searchsorted(sums, wanted)} - {count})
+        return Draft([*ends, count], choice.communicators or 1).named(profile, choice.name, network.workers)
     if choice.sharded:
         return replace(make(profile, network, choice.name), predicted=None)
     communicators = None if choice.stock(network.backend or "") else choice.communicators
-    made = make(
-        profile,
-        network,
-        choice.strategy,
-        communicators=communicators,
-        bucket_bytes=choice.argument if choice.strategy in BUCKETED else None,
-    )
+    size = choice.argument if choice.strategy in BUCKETED else None
+    made = make(profile, network, choice.strategy, communicators=communicators, bucket_bytes=size)
     return replace(made, dynamic=None, predicted=None)
-
-
-def _random_ends(profile: Profile, buckets: int) -> list[int]:
-    drawn = random.Random(f"{profile.name} {buckets}")
-    return [*sorted(drawn.sample(range(1, len(profile.gradients)), buckets - 1)), len(profile.gradients)]
-
-
-def _equal_ends(profile: Profile, buckets: int) -> list[int]:
-    sums = np.cumsum(profile.sizes)
-    wanted = sums[-1] * np.arange(1, buckets) / buckets
-    ends = {int(end) + 1 for end in np.searchsorted(sums, wanted)} | {len(profile.gradients)}
-    return sorted(end for end in ends if end <= len(profile.gradients))
 
 
 def shorthand(plan: Plan) -> list[list[int]]:

@@ -4,8 +4,8 @@ A rank starts each iteration with a tiny all-reduce, so that all start together,
 the controller keeps the longest of all ranks. Messages leave from one thread, in plan order, when the last of their
 gradients is ready. Nothing else of training is replayed: no copies into buckets and no host work of autograd.
 
-A sharded plan is not replayed but run: `spun_model` trains, and only its computation is spun or slept. So are layouts
-of tensor and pipeline parallelism (`layout_steps`).
+A sharded plan is not replayed but run, and only its computation is spun or slept; so are layouts of tensor and pipeline
+parallelism (`spun_steps`).
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from backbeat.comm.clock import SpinRate, spin_rate, until
 from backbeat.comm.communicators import Communicator
-from backbeat.lab.jobs import LayoutJob, Replayed, ReplayJob, SpunJob, TransferJob, Turn
+from backbeat.lab.jobs import LabJob, LayoutJob, RankResult, ReplayJob, SpunJob, TransferJob, Turn
 from backbeat.measure.network.bench import largest
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from backbeat.lab.layout_steps import LayoutStep, TransferStep
-    from backbeat.lab.spun_model import SpunStep
+    from backbeat.lab.spun_steps import SpunStep
 
 cuda: Any = torch.cuda  # untyped in parts
 
@@ -44,16 +43,9 @@ _WAIT_S = 120.0
 _LATE_S = 100e-6
 
 
-class Player(Protocol):
-    def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float: ...
-
-    def forget(self) -> None:
-        """Free what was made for jobs."""
-
-
 def replay(
-    player: Player, jobs: Sequence[ReplayJob], turns: Sequence[Turn], factor: Callable[[], float]
-) -> list[Replayed]:
+    player: Player, jobs: Sequence[LabJob], turns: Sequence[Turn], factor: Callable[[], float]
+) -> list[RankResult]:
     """Warm every job up once, with its messages' finish times noted, then take the turns."""
     collecting = gc.isenabled()
     gc.disable()
@@ -62,7 +54,7 @@ def replay(
         for job in jobs:
             finishes: list[float] = []
             player.play(job, factor(), finishes)
-            results.append(Replayed(series=([], []), finishes=finishes))
+            results.append(RankResult(series=([], []), finishes=finishes))
         for turn in turns:
             for _ in range(turn.iterations):
                 results[turn.job].series[turn.series].append(player.play(jobs[turn.job], factor()))
@@ -73,27 +65,51 @@ def replay(
     return results
 
 
-class SpunSteps:
-    """The models of a rank's jobs that torch runs, made when they are first played."""
+class Player(ABC):
+    """Plays jobs on one rank. The models of those that torch runs are made when they are first played."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, communicators: Sequence[Communicator], device: torch.device) -> None:
+        self._communicators = communicators
         self._device = device
-        self._steps: dict[SpunJob, SpunStep | LayoutStep | TransferStep] = {}
-        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self._flat = torch.zeros(0, device=device)
+        self._tiny = torch.zeros(1, device=device)
+        self._steps: dict[SpunJob, SpunStep] = {}
+        self._meshes: dict[tuple[int, int], DeviceMesh] = {}
 
-    def of(self, job: SpunJob) -> SpunStep | LayoutStep | TransferStep:
+    def play(self, job: LabJob, factor: float, finishes: list[float] | None = None) -> float:
+        """Seconds of one iteration; `finishes` gets when each message was done, after backward started."""
+        if isinstance(job, ReplayJob):
+            return self._replay(job, factor, finishes)
         if job not in self._steps:
             self._steps[job] = self._made(job)
-        return self._steps[job]
+        return self._run(job, self._steps[job], factor)
 
-    def _made(self, job: SpunJob) -> SpunStep | LayoutStep | TransferStep:
-        from backbeat.lab.layout_steps import LayoutStep, TransferStep
+    def forget(self) -> None:
+        """Free what was made for jobs."""
+        self._steps.clear()
+        gc.collect()
+
+    @abstractmethod
+    def _replay(self, job: ReplayJob, factor: float, finishes: list[float] | None) -> float: ...
+
+    @abstractmethod
+    def _run(self, job: SpunJob, step: SpunStep, factor: float) -> float: ...
+
+    def _views(self, job: ReplayJob) -> list[torch.Tensor]:
+        """One flat buffer, cut into the job's messages; zeros, so that sums stay what they are."""
+        elements = [max(1, -(-message.bytes // 4)) for message in job.messages]
+        if self._flat.numel() < sum(elements):
+            self._flat = torch.empty(0, device=self._device)
+            self._flat = torch.empty(sum(elements), device=self._device).fill_(0.0)
+        return list(self._flat[: sum(elements)].split(elements))
+
+    def _made(self, job: SpunJob) -> SpunStep:
+        from backbeat.lab.spun_steps import LayoutStep, ShardedStep, TransferStep
 
         if isinstance(job, LayoutJob):
             return LayoutStep(job, self._device)
         if isinstance(job, TransferJob):
             return TransferStep(job, self._device)
-        from backbeat.lab.spun_model import SpunStep
         from backbeat.runtime.sharded.shard import mesh_of
 
         assert job.plan.sharding is not None
@@ -101,44 +117,20 @@ class SpunSteps:
         # Every mesh of two dimensions makes communicators of its own.
         if sizes not in self._meshes:
             self._meshes[sizes] = mesh_of(job.plan, job.plan.sharding, None)
-        return SpunStep(job, self._device, self._meshes[sizes])
-
-    def forget(self) -> None:
-        self._steps.clear()
-        gc.collect()
+        return ShardedStep(job, self._device, self._meshes[sizes])
 
 
-class Buffers:
-    """One flat buffer, cut into a job's messages; zeros, so that sums stay what they are."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._flat = torch.zeros(0, device=device)
-
-    def cut(self, job: ReplayJob) -> list[torch.Tensor]:
-        elements = [max(1, -(-message.bytes // 4)) for message in job.messages]
-        if self._flat.numel() < sum(elements):
-            self._flat = torch.empty(0, device=self._device)
-            self._flat = torch.empty(sum(elements), device=self._device).fill_(0.0)
-        return list(self._flat[: sum(elements)].split(elements))
-
-
-class SleepingPlayer:
+class SleepingPlayer(Player):
     """On a CPU: compute is slept, so that ranks sharing few cores do not take them from the network's threads."""
 
     def __init__(self, communicators: Sequence[Communicator], stock: Communicator) -> None:
-        self._communicators = communicators
+        super().__init__(communicators, torch.device("cpu"))
         self._stock = stock
-        self._buffers = Buffers(torch.device("cpu"))
-        self._tiny = torch.zeros(1)
-        self._steps = SpunSteps(torch.device("cpu"))
         # The kernel may wake a sleeper up to 50 µs late unless told otherwise.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
-    def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
-        if job.spun is not None:
-            return self._play_spun(job.spun, factor)
-        views = self._buffers.cut(job)
+    def _replay(self, job: ReplayJob, factor: float, finishes: list[float] | None) -> float:
+        views = self._views(job)
         self._communicators[0].all_reduce(self._tiny).wait()
         start = time.perf_counter()
         backward = start + job.forward_s * factor
@@ -160,8 +152,7 @@ class SleepingPlayer:
         # Nothing happens during the update: it is added, not slept.
         return ended - start + job.update_s * factor
 
-    def _play_spun(self, job: SpunJob, factor: float) -> float:
-        step = self._steps.of(job)
+    def _run(self, job: SpunJob, step: SpunStep, factor: float) -> float:
         self._communicators[0].all_reduce(self._tiny).wait()
         start = reached = time.perf_counter()
 
@@ -172,9 +163,6 @@ class SleepingPlayer:
 
         step.run(compute)
         return time.perf_counter() - start
-
-    def forget(self) -> None:
-        self._steps.forget()
 
 
 def _note_time(done: dict[int, float], index: int, _future: Any) -> None:
@@ -187,23 +175,18 @@ def _sleep_until(moment: float) -> None:
         time.sleep(left)
 
 
-class SpinningPlayer:
+class SpinningPlayer(Player):
     """On a GPU: compute spins on one multiprocessor in the current stream, so that each rank has its own share."""
 
     def __init__(self, communicators: Sequence[Communicator], device: torch.device) -> None:
-        self._communicators = communicators
-        self._buffers = Buffers(device)
-        self._tiny = torch.zeros(1, device=device)
-        self._steps = SpunSteps(device)
+        super().__init__(communicators, device)
         self._leads: dict[SpunJob, float] = {}
         self._probe = cuda.Stream(device)
         self._start, self._end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         self.rate = spin_rate()
 
-    def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
-        if job.spun is not None:
-            return self._play_spun(job.spun, factor)
-        views = self._buffers.cut(job)
+    def _replay(self, job: ReplayJob, factor: float, finishes: list[float] | None) -> float:
+        views = self._views(job)
         spin = self._begin()
         spin.until(job.forward_s * factor)
         works = []
@@ -217,8 +200,7 @@ class SpinningPlayer:
         self.rate.spin(job.update_s * factor)
         return self._ended(finishes, seen, job.forward_s * factor)
 
-    def _play_spun(self, job: SpunJob, factor: float) -> float:
-        step = self._steps.of(job)
+    def _run(self, job: SpunJob, step: SpunStep, factor: float) -> float:
         known = job in self._leads
         # The first steps set streams up and learn the order of units.
         for _ in range(0 if known else _WARM_UP):
@@ -241,7 +223,7 @@ class SpinningPlayer:
         return seconds
 
     def forget(self) -> None:
-        self._steps.forget()
+        super().forget()
         self._leads.clear()
 
     def _begin(self, lead_s: float = _LEAD_S) -> _Spin:

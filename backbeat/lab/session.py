@@ -12,7 +12,6 @@ from multiprocessing import connection as pipes
 from typing import Any
 
 from backbeat.errors import MeasurementError
-from backbeat.lab.lab_rank import Start
 from backbeat.lab.namespaces import INTERFACE, Cluster
 from backbeat.lab.setting import Setting
 
@@ -58,12 +57,9 @@ class Session:
                 self._start(rank)
             self._answers("starting", START_S)
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
 
     def ask(self, command: str, timeout_s: float, **arguments: Any) -> list[Any]:
         """Call a method of all ranks at once; their answers in order of ranks."""
@@ -72,7 +68,7 @@ class Session:
                 pipe.send((command, arguments))
         return self._answers(command, timeout_s)
 
-    def stop(self) -> None:
+    def __exit__(self, *error: object) -> None:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(("stop", {}))
@@ -102,15 +98,8 @@ class Session:
         there.close()
         self._processes.append(process)
         self._pipes.append(here)
-        here.send(
-            Start(
-                rank=rank,
-                namespace=self.cluster.namespace(rank),
-                first_address=self.cluster.address(0),
-                communicators=self._communicators,
-                setting=self._setting,
-            )
-        )
+        start = {"rank": rank, "communicators": self._communicators, "first_address": self.cluster.address(0)}
+        here.send((self.cluster.namespace(rank), {"setting": self._setting, **start}))
 
     def _log(self, rank: int) -> str:
         return str(self.cluster.run.folder / f"rank{rank}.log")

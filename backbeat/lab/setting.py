@@ -1,25 +1,31 @@
-"""The virtual cluster that was asked for: nodes, links, and which of them are slow."""
+"""The virtual cluster that was asked for: nodes, links, which of them are slow, and what the machine needs for it."""
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from msgspec.structs import replace
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, MissingPartError
 from backbeat.lab.jobs import slowdowns
 from backbeat.lab.namespaces import MOST_NODES, Link
+from backbeat.lab.runs import CONTROL, find_control
 from backbeat.model import Profile
 from backbeat.report.measured import scaled
 from backbeat.units import format_rate, parse_duration, parse_rate
 
+BACKENDS = ("gloo", "nccl")
+_REST = "`backbeat predict`, `plan` and `report` work without it"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One lab."""
-
     nodes: int
     rate_bits: float
     backend: str = "gloo"
@@ -111,12 +117,46 @@ class Setting:
         return replace(slowed, iteration_s=tuple(slowed.single_s * draw() for _ in range(1000)))
 
 
+def check_requirements(backend: str) -> None:
+    """Refuse, in one line, to start a lab that this machine cannot run."""
+    if backend not in BACKENDS:
+        raise InputError(f"backend is {backend!r}: the lab runs {' or '.join(BACKENDS)}")
+    if sys.platform != "linux":
+        raise MissingPartError(f"the lab needs Linux (network namespaces), this is {sys.platform}; {_REST}")
+    missing = [name for module, name in (("torch", "PyTorch"), ("pyroute2", "pyroute2")) if find_spec(module) is None]
+    if missing:
+        install = "pip install -e '.[torch,lab]' in the checkout"
+        raise MissingPartError(f"the lab needs {' and '.join(missing)}: {install}; {_REST}")
+    if os.geteuid() != 0:
+        # sudo has a PATH of its own, on which a virtual environment is not.
+        raise MissingPartError(
+            f"the lab needs root, to make network namespaces: run `sudo $(which backbeat) …`; {_REST}"
+        )
+    if backend == "gloo":
+        return
+    without = "--backend gloo works without it"
+    if not (glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/proc/driver/nvidia") or shutil.which("nvidia-smi")):
+        raise MissingPartError(f"--backend nccl needs an NVIDIA GPU and none is visible; {without}")
+    if find_control() is None:
+        raise MissingPartError(
+            f"--backend nccl needs {CONTROL} (it comes with the NVIDIA driver), so that nodes can share the GPU; "
+            f"{without}"
+        )
+
+
 def parse_stragglers(texts: Sequence[str]) -> dict[int, float]:
     """
     >>> parse_stragglers(["node=3,slowdown=1.3"])
     {3: 1.3}
     """
-    return {node: _number(value, text) for text in texts for node, value in [_pair(text, "slowdown", "1.3")]}
+    found: dict[int, float] = {}
+    for text in texts:
+        node, value = _pair(text, "slowdown", "1.3")
+        try:
+            found[node] = float(value)
+        except ValueError:
+            raise InputError(f"{text!r}: {value!r} is not a number") from None
+    return found
 
 
 def parse_links(texts: Sequence[str]) -> dict[int, float]:
@@ -124,7 +164,8 @@ def parse_links(texts: Sequence[str]) -> dict[int, float]:
     >>> parse_links(["node=0,bandwidth=1gbit"])
     {0: 1000000000.0}
     """
-    return {node: parse_rate(value) for text in texts for node, value in [_pair(text, "bandwidth", "1gbit")]}
+    pairs = [_pair(text, "bandwidth", "1gbit") for text in texts]
+    return {node: parse_rate(value) for node, value in pairs}
 
 
 def parse_delay(text: str) -> tuple[float, float]:
@@ -153,10 +194,3 @@ def _pair(text: str, field_name: str, example: str) -> tuple[int, str]:
     if set(parts) != {"node", field_name} or not parts["node"].strip().isdigit():
         raise InputError(f"{text!r} is not understood: write it like node=3,{field_name}={example}")
     return int(parts["node"]), parts[field_name]
-
-
-def _number(value: str, text: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise InputError(f"{text!r}: {value!r} is not a number") from None

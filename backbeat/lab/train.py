@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from backbeat.comm.clock import clock_for
-from backbeat.lab.jobs import Turn
+from backbeat.lab.jobs import RankResult, Turn
 from backbeat.measure.model.factory import Factory, Workload, load_factory
 from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.profiler import measure_factory
@@ -26,17 +26,6 @@ from backbeat.model import Plan, Profile
 WARM_UP = 3
 """Stock DDP rebuilds its buckets after the first step."""
 _LEARNING_RATE = 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """What one rank saw of one variant."""
-
-    series: tuple[list[float], list[float]]
-    losses: list[float]
-    """Of every step in order, the warm-up included."""
-    peak_bytes: int | None = None
-    """The most that was allocated on the device in its timed steps, other variants' tensors included; None on a CPU."""
 
 
 def profile_here(
@@ -78,16 +67,17 @@ def train(
     plans: Sequence[Plan | None],
     turns: Sequence[Turn],
     precision: str = "fp32",
-) -> list[Trained]:
+) -> list[RankResult]:
     """Train one variant per plan (None: stock DDP), in the precision and with the optimizer that `profile_here` has."""
     release(device)
     with tensor_cores(precision, device):
-        results = _take_turns([_Variant(spec, device, rank, batch_size, plan, precision) for plan in plans], turns)
+        variants = (_Variant(spec, device, rank, batch_size, plan, precision) for plan in plans)
+        results = _take_turns(list(variants), turns, on_gpu=device.type == "cuda")
     release(device)
     return results
 
 
-def _take_turns(variants: Sequence[_Variant], turns: Sequence[Turn]) -> list[Trained]:
+def _take_turns(variants: Sequence[_Variant], turns: Sequence[Turn], *, on_gpu: bool) -> list[RankResult]:
     for variant in variants:
         for _ in range(WARM_UP):
             variant.step()
@@ -97,14 +87,14 @@ def _take_turns(variants: Sequence[_Variant], turns: Sequence[Turn]) -> list[Tra
         variant = variants[turn.job]
         # Not timed: the first step after another variant's.
         variant.step()
-        variant.reset_peak()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         for _ in range(turn.iterations):
             series[turn.job][turn.series].append(variant.step())
-        peak = variant.peak_bytes()
-        if peak is not None:
-            peaks[turn.job] = max(peak, peaks[turn.job] or 0)
+        if on_gpu:
+            peaks[turn.job] = max(torch.cuda.max_memory_allocated(), peaks[turn.job] or 0)
     return [
-        Trained(series=taken, losses=variant.losses, peak_bytes=peak)
+        RankResult(series=taken, losses=variant.losses, peak_bytes=peak)
         for variant, taken, peak in zip(variants, series, peaks, strict=True)
     ]
 
@@ -146,7 +136,6 @@ class _Variant:
             precision=precision,
             clock=clock_for(device),
         )
-        self._device = device
         self._tiny = torch.zeros(1, device=device)
         self.losses: list[float] = []
 
@@ -165,34 +154,19 @@ class _Variant:
         self.losses.append(float(loss.detach()))
         return seconds
 
-    def reset_peak(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak_bytes(self) -> int | None:
-        """Since the last reset."""
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
-
 
 def _wrapped(model: torch.nn.Module, plan: Plan | None, optimizer: torch.optim.Optimizer) -> Any:
     if plan is None:
         return torch.nn.parallel.DistributedDataParallel(model)
-    if plan.sharding is not None:
-        return _sharded(model, plan, optimizer)
-    from backbeat.runtime import DistributedDataParallel
-
-    wrapped = DistributedDataParallel(model, plan=plan)
-    wrapped.attach(optimizer, max_grad_norm=None)
-    return wrapped
-
-
-def _sharded(model: torch.nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-    """The optimizer was made with the model, before it was sharded: it is given the shards."""
-    from backbeat.runtime import fully_shard
+    from backbeat.runtime.parallel.apply_plan import apply_plan
 
     names = {parameter: name for name, parameter in model.named_parameters()}
-    fully_shard(model, plan=plan)
+    wrapped: Any = apply_plan(model, plan)
+    if plan.sharding is None:
+        wrapped.attach(optimizer, max_grad_norm=None)
+        return wrapped
+    # The optimizer was made with the model, before it was sharded: it is given the shards.
     shards = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [shards[names[parameter]] for parameter in group["params"]]
-    return model
+    return wrapped

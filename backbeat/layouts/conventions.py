@@ -25,8 +25,6 @@ from backbeat.errors import InputError, did_you_mean
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.reduction import REDUCTIONS, Reduction
 
-TensorOverlap = Literal["none", "backward", "all"]
-ContextExchange = Literal["ring", "all-to-all"]
 Streams = Literal["direction", "connection", "pair", "rank"]
 """Which transfers of a stage run one after the other, in the order they were posted.
 
@@ -45,7 +43,7 @@ class Conventions:
     """Of gradients, where every replica updates all parameters (ZeRO 0)."""
     sharded: Reduction
     """Where each updates its share (ZeRO 1 and more)."""
-    tensor_overlap: TensorOverlap = "backward"
+    tensor_overlap: Literal["none", "backward", "all"] = "backward"
     gathers_again: bool = True
     """With sequence parallelism, backward gathers a column-parallel matrix's input once more, as it keeps each rank's
     part. DTensor keeps all of it."""
@@ -75,10 +73,9 @@ class Conventions:
     stages_by_cost: bool = False
     """Stages get equal shares of the weights, the head's among them; otherwise equal numbers of layers."""
     interleaves: bool = True
-    """Whether it has the interleaved schedule."""
     streams: Streams = "direction"
     """Which sends and receives between stages wait for each other."""
-    context_exchange: ContextExchange = "ring"
+    context_exchange: Literal["ring", "all-to-all"] = "ring"
     """Context parallelism passes keys and values round, or swaps sequence for heads before and after attention."""
 
     def reduction(self, zero: int) -> Reduction:
@@ -162,7 +159,6 @@ CONVENTIONS = {
         ),
     )
 }
-"""By name."""
 
 
 def conventions_named(framework: str | Conventions) -> Conventions:

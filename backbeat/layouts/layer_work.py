@@ -29,10 +29,6 @@ class PartSeconds(NamedTuple):
     expert: float = 0.0
     contention: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return sum(self)
-
     def plus(self, *others: PartSeconds) -> PartSeconds:
         return PartSeconds(*map(sum, zip(self, *others, strict=True)))
 

@@ -57,7 +57,7 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
     model, layout, job, conventions = layers.model, layers.layout, layers.job, layers.conventions
     held = rank_parameters(model, layout, *own)
     shared = held.dense / layout.dense_group[0] + held.expert / layout.expert_group[0]
-    whole = held.total
+    whole = sum(held)
     zero, tokens = layout.zero, layout.tokens(job)
     kept, working = 0.0, 0.0
     for chunk in own:

@@ -84,8 +84,11 @@ def predict(
     fields = {name: value for name, value in given.items() if name not in options}
     if isinstance(layout, str):
         layout = Layout.parse(layout)
+    unknown = next((name for name in fields if name not in Layout.__struct_fields__), None)
+    if unknown is not None:
+        raise InputError(f"a layout has no {unknown!r}: it has {', '.join(Layout.__struct_fields__)}")
     if layout is None or fields:
-        layout = _changed(layout or Layout(), fields)
+        layout = checked({**msgspec.to_builtins(layout or Layout()), **fields}, Layout, "the layout: ")
     if family not in PREDICTED:
         raise InputError(f"family is {family!r}: predicted are {' and '.join(PREDICTED)}; `backbeat lab` executes")
     predictor = predictor_of(model, cluster, job_of(global_batch, sequence, precision), **options)
@@ -93,13 +96,6 @@ def predict(
     check_stragglers(predictor.stragglers, layout.gpus, predictor.cluster.per_node)
     found = predictor.predict(layout, family)
     return predictor.banded(found) if band else found
-
-
-def _changed(layout: Layout, fields: dict[str, Any]) -> Layout:
-    unknown = next((name for name in fields if name not in Layout.__struct_fields__), None)
-    if unknown is not None:
-        raise InputError(f"a layout has no {unknown!r}: it has {', '.join(Layout.__struct_fields__)}")
-    return checked({**msgspec.to_builtins(layout), **fields}, Layout, "the layout: ")
 
 
 def predictor_of(
@@ -331,16 +327,10 @@ class _StepTimes:
         passes, update, gather = self.passes, self.update_s, self.gather_s
         if not passes.performed:
             return ()
-        spans = [
-            Span(
-                f"stage {each.stage}",
-                f"{_NAMES[each.operation.kind]} {each.operation.micro_batch}"
-                + (f" chunk {each.operation.chunk}" if each.operation.chunk else ""),
-                each.start_s,
-                each.end_s,
-            )
-            for each in passes.performed
-        ]
+        spans = []
+        for stage, (kind, micro_batch, chunk), start_s, end_s in passes.performed:
+            name = f"{_NAMES[kind]} {micro_batch}" + (f" chunk {chunk}" if chunk else "")
+            spans.append(Span(f"stage {stage}", name, start_s, end_s))
         end = self.step_s - gather
         for stage, (done, after) in enumerate(zip(passes.end_s, self.afters, strict=True)):
             if after.reduce.total_s:

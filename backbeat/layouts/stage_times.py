@@ -181,15 +181,15 @@ class StageTimer:
         expert = self._expert() if sparse else 0.0
         twice = 2 if recompute == "full" else 1
         first = tensor.total_s + context.total_s + expert
-        back = inputs.total + again.total + tensor_back.total_s + context_back.total_s + expert + (twice - 1) * first
+        back = sum(inputs) + sum(again) + tensor_back.total_s + context_back.total_s + expert + (twice - 1) * first
         parts = forward.plus(inputs, weights)._replace(
-            recompute=again.total,
+            recompute=sum(again),
             tensor=twice * tensor.exposed_s + tensor_back.exposed_s,
             context=twice * context.exposed_s + context_back.exposed_s,
             expert=(1 + twice) * expert,
             contention=twice * (tensor.slower_s + context.slower_s) + tensor_back.slower_s + context_back.slower_s,
         )
-        return StageTimes(forward.total + first, back, weights.total, parts)
+        return StageTimes(sum(forward) + first, back, sum(weights), parts)
 
     def _ends(self, work: LayerWork, forward_kind: Kind, backward_kind: Kind) -> StageTimes:
         """Embedding and head: each with the collective that its sharded vocabulary takes, in either direction."""
@@ -199,7 +199,7 @@ class StageTimer:
             kinds = (forward_kind, backward_kind)
         tensor = [self._group(kind) for kind in kinds]
         parts = forward.plus(inputs, weights)._replace(tensor=sum(tensor))
-        return StageTimes(forward.total + tensor[0], inputs.total + tensor[1], weights.total, parts)
+        return StageTimes(sum(forward) + tensor[0], sum(inputs) + tensor[1], sum(weights), parts)
 
     def _compute(self, work: LayerWork) -> tuple[PartSeconds, PartSeconds, PartSeconds]:
         return (

@@ -136,7 +136,6 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
     def mlp(self, inner: int) -> tuple[Linear, ...]:
-        """An MLP of this inner width."""
         return (
             Linear("mlp in", self.hidden, inner * (2 if self.gated else 1), "columns"),
             Linear("mlp out", inner, self.hidden, "rows"),

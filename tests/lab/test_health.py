@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from backbeat.lab.health import change, disturbances
+from backbeat.lab.lab_rank import change, disturbances
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")

@@ -21,7 +21,6 @@ from backbeat.lab.setting import Setting
 from backbeat.layouts.layout import Layout, job_of
 from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.layouts.pipeline import run
-from backbeat.layouts.stage_times import StageTimes
 from backbeat.layouts.transformer import Transformer
 
 SMALL = Transformer(name="small", layers=8, hidden=256, heads=8, ffn=1024, vocab=1024)
@@ -49,7 +48,7 @@ def case(text: str, dilation: float = 10.0) -> LayoutCase:
 def test_a_pipeline_is_predicted_from_what_its_stages_are_told_to_compute(text: str) -> None:
     told = case(text).run_job(FOUR)
     assert (told.micro_batches, told.activation_bytes) == (8, 512 * 256 * 2)
-    times = [StageTimes(chunk.forward_s, chunk.input_s, chunk.weight_s) for chunk in told.chunks]
+    times = [times for times, _ in told.chunks]
     send_s = LINKS.curves["send", 2].at(told.activation_bytes)
     layout = told.layout
     sends = TimedLinks({("send", 2): LINKS.curves["send", 2]})
@@ -60,20 +59,19 @@ def test_a_pipeline_is_predicted_from_what_its_stages_are_told_to_compute(text: 
 def test_tensor_parallelism_waits_for_every_collective_that_dtensor_runs() -> None:
     told = case("tp=4").run_job(FOUR)
     gather, scatter = (LINKS.curves[kind, 4].at(told.activation_bytes) for kind in ("all_gather", "reduce_scatter"))
-    (chunk,) = told.chunks
+    ((times, held),) = told.chunks
     # Two of each in every layer and direction; the embedding and the head have one of each between them.
-    waited = (4 * chunk.layers + 2) * (gather + scatter)
-    computed = chunk.forward_s + chunk.input_s + chunk.weight_s
+    waited = (4 * held.layers + 2) * (gather + scatter)
     # Nothing else has to be timed.
     timed = TimedLinks({key: curve for key, curve in LINKS.curves.items() if key[0] != "send"})
     for answer in predicted_layout(case("tp=4"), FOUR, timed)[0].values():
-        assert answer.step_s == pytest.approx(told.micro_batches * (computed + waited) + told.update_s)
+        assert answer.step_s == pytest.approx(told.micro_batches * (times.total_s + waited) + told.update_s)
         assert answer.breakdown.tensor == pytest.approx(told.micro_batches * waited)
 
 
 def test_dilation_stretches_computation_alone() -> None:
     one, ten = (case("pp=4", dilation).run_job(FOUR) for dilation in (1, 10))
-    assert ten.chunks[1].forward_s == pytest.approx(10 * one.chunks[1].forward_s)
+    assert ten.chunks[1][0].forward_s == pytest.approx(10 * one.chunks[1][0].forward_s)
     assert ten.update_s == pytest.approx(10 * one.update_s)
     assert ten.activation_bytes == one.activation_bytes
 

@@ -16,10 +16,11 @@ from torch.distributed.tensor import Shard  # noqa: E402
 from torch.distributed.tensor import parallel as tensor_parallel  # noqa: E402
 from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 
-from backbeat.lab.jobs import ChunkJob, LayoutJob  # noqa: E402
-from backbeat.lab.layout_steps import SCHEDULES, LayoutStep  # noqa: E402
+from backbeat.lab.jobs import LayoutJob  # noqa: E402
+from backbeat.lab.spun_steps import SCHEDULES, LayoutStep  # noqa: E402
 from backbeat.layouts.layout import Layout  # noqa: E402
 from backbeat.layouts.stage_programs import Act, order, programs  # noqa: E402
+from backbeat.layouts.stage_times import StageLayers, StageTimes  # noqa: E402
 
 CPU = torch.device("cpu")
 RANKS = 4
@@ -83,7 +84,7 @@ def collectives(act: Any) -> dict[str, int]:
 
 
 def tensor_job(layers: int, count: int) -> LayoutJob:
-    chunk = ChunkJob(forward_s=0.3, input_s=0.2, weight_s=0.1, layers=layers, first=True, last=True)
+    chunk = StageTimes(forward_s=0.3, input_s=0.2, weight_s=0.1), StageLayers(layers, 0, first=True, last=True)
     layout = Layout(tp=RANKS)
     return LayoutJob(layout=layout, micro_batches=count, rows=8, row_bytes=32, chunks=(chunk,), update_s=0.05)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backbeat.errors import InputError, MissingPartError
+from backbeat.errors import MissingPartError
 from backbeat.lab import runs
 from backbeat.lab.namespaces import Cluster, Link
 from backbeat.lab.runs import LabRun
@@ -136,7 +136,7 @@ def test_every_interface_steers_a_connection_to_one_core():
 STREAM = """
 import socket, sys, threading
 from pathlib import Path
-from backbeat.lab.health import disturbances
+from backbeat.lab.lab_rank import disturbances
 from backbeat.lab.namespaces import enter
 enter(sys.argv[1])
 listener = socket.create_server((sys.argv[2], 5000))
@@ -238,11 +238,6 @@ with open_lab(Setting(nodes=2, rate_bits=1e8), 1) as session:
         for handle in handles:
             os.close(handle)
         runs.sweep()
-
-
-def test_one_node_is_no_lab():
-    with LabRun() as run, pytest.raises(InputError, match="nodes is 1"):
-        Cluster(run, [LINK])
 
 
 def test_a_delay_works_or_says_that_the_kernel_has_no_netem():

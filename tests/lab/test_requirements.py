@@ -6,55 +6,55 @@ import sys
 import pytest
 
 from backbeat.errors import InputError, MissingPartError
-from backbeat.lab import requirements
+from backbeat.lab import setting
 
 
 @pytest.fixture
 def complete(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(requirements, "find_spec", lambda name: name)
+    monkeypatch.setattr(setting, "find_spec", lambda name: name)
     return monkeypatch
 
 
 def test_a_complete_machine_is_accepted(complete):
-    requirements.check_requirements("gloo")
+    setting.check_requirements("gloo")
 
 
 def test_an_unknown_backend_is_refused(complete):
     with pytest.raises(InputError, match="'mpi'"):
-        requirements.check_requirements("mpi")
+        setting.check_requirements("mpi")
 
 
 @pytest.mark.parametrize("missing", ["pyroute2", "torch"])
 def test_missing_libraries_are_named_with_what_still_works(complete, missing):
-    complete.setattr(requirements, "find_spec", lambda name: None if name == missing else name)
+    complete.setattr(setting, "find_spec", lambda name: None if name == missing else name)
     with pytest.raises(MissingPartError, match=r"pip install .*predict"):
-        requirements.check_requirements("gloo")
+        setting.check_requirements("gloo")
 
 
 def test_all_missing_libraries_are_named_at_once(complete):
-    complete.setattr(requirements, "find_spec", lambda name: None)
+    complete.setattr(setting, "find_spec", lambda name: None)
     with pytest.raises(MissingPartError, match=r"PyTorch and pyroute2: pip install -e '\.\[torch,lab\]'"):
-        requirements.check_requirements("gloo")
+        setting.check_requirements("gloo")
 
 
 def test_missing_root_is_named(complete):
     complete.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(MissingPartError, match=r"root.*sudo \$\(which backbeat\)"):
-        requirements.check_requirements("gloo")
+        setting.check_requirements("gloo")
 
 
 def test_a_missing_gpu_points_to_gloo(complete):
-    complete.setattr(requirements.glob, "glob", lambda pattern: [])
-    complete.setattr(requirements.os.path, "exists", lambda path: False)
-    complete.setattr(requirements.shutil, "which", lambda name, **_: None)
+    complete.setattr(setting.glob, "glob", lambda pattern: [])
+    complete.setattr(setting.os.path, "exists", lambda path: False)
+    complete.setattr(setting.shutil, "which", lambda name, **_: None)
     with pytest.raises(MissingPartError, match="--backend gloo"):
-        requirements.check_requirements("nccl")
+        setting.check_requirements("nccl")
 
 
 def test_a_missing_mps_daemon_points_to_gloo(complete):
-    complete.setattr(requirements.glob, "glob", lambda pattern: ["/dev/nvidia0"])
-    complete.setattr(requirements, "find_control", lambda: None)
+    complete.setattr(setting.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    complete.setattr(setting, "find_control", lambda: None)
     with pytest.raises(MissingPartError, match="--backend gloo"):
-        requirements.check_requirements("nccl")
+        setting.check_requirements("nccl")

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="the lab's workers need torch")
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from backbeat.lab.jobs import ShardedJob, job_of  # noqa: E402
-from backbeat.lab.spun_model import SpunModel, SpunStep  # noqa: E402
+from backbeat.lab.spun_steps import ShardedStep, SpunModel  # noqa: E402
 from backbeat.model import Gradient, MemoryPlan, Mesh, Plan, Profile, Segment, Sharding, ShardUnit  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def job(profile: Profile, memory: MemoryPlan | None = None) -> ShardedJob:
             reduce_scatter_buffers=1, separate_reduce_scatter=False,
         ),
     )  # fmt: skip
-    found = job_of(profile, plan).spun
+    found = job_of(profile, plan)
     assert isinstance(found, ShardedJob)
     return found
 
@@ -53,7 +53,7 @@ def test_modules_have_the_profiles_names_and_sizes() -> None:
 
 @pytest.mark.parametrize("root", [False, True])
 def test_a_step_takes_the_profiles_times_in_order(root: bool) -> None:
-    step = SpunStep(job(chain(root)), CPU, init_device_mesh("cpu", (1,)))
+    step = ShardedStep(job(chain(root)), CPU, init_device_mesh("cpu", (1,)))
     taken: list[float] = []
     step.run(taken.append)
     layers = [seconds for seconds in taken if seconds > 0]
@@ -65,7 +65,7 @@ def test_a_step_takes_the_profiles_times_in_order(root: bool) -> None:
 
 def test_what_a_plan_recomputes_takes_its_forward_twice() -> None:
     memory = MemoryPlan(segments=(Segment(blocks=("layers.1",), action="recompute"),))
-    step = SpunStep(job(chain(), memory), CPU, init_device_mesh("cpu", (1,)))
+    step = ShardedStep(job(chain(), memory), CPU, init_device_mesh("cpu", (1,)))
     taken: list[float] = []
     step.run(taken.append)
     assert taken == pytest.approx([0.1, 0.1, 0.1, 0.3, 0.1, 0.2, 0.1, 0.1])

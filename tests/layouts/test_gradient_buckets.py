@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from backbeat import layouts
 from backbeat.layouts import Layout
-from backbeat.layouts.gradient_buckets import GradientBucket, dense_buckets, equal_buckets, overlapped_with_backward
-from backbeat.layouts.replicas import rank_parameters
+from backbeat.layouts.replicas import (
+    GradientBucket,
+    dense_buckets,
+    equal_buckets,
+    overlapped_with_backward,
+    rank_parameters,
+)
 from backbeat.layouts.stage_times import StageLayers, split_layers
 from backbeat.simulate.contention import contended
 from backbeat.simulate.schedule import Flow

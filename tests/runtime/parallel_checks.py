@@ -63,7 +63,7 @@ class Noisy(Chain):
 
 def searched(ctx: Context, model: nn.Module, loss: Any = loss_of, **options: Any) -> prepare.Taken:
     """Every kind is tried, whatever is predicted."""
-    with mock.patch.object(prepare, "worth_trying", list):
+    with mock.patch.object(candidates, "worth_trying", list):
         return search(ctx, model, loss, **options).run()
 
 
@@ -371,7 +371,7 @@ class Halved(Chain):
 def stock_ddp_is_told_of_parameters_without_gradients(ctx: Context) -> None:
     """Also where another rank than the first leaves them out, and where stock DDP needs no comparison."""
     model = ctx.build(lambda: Halved(ctx.rank == 0))
-    with mock.patch.object(prepare, "worth_trying", lambda found: found[:1]):
+    with mock.patch.object(candidates, "worth_trying", lambda found: found[:1]):
         taken = search(ctx, model, loss_of, budget_s=60.0).run()
     assert taken.words.startswith("stock DDP")
     assert " a step measured" in taken.words
@@ -404,7 +404,7 @@ def units_are_left_out_where_ranks_use_different_parameters(ctx: Context) -> Non
         batch=batch, loss=lambda model, x: model(x).square().sum(), optimizer="sgd", precision="fp32", device=ctx.device
     )
     request = ParallelRequest(example=step, budget_s=20.0, network=slow(ctx))
-    with mock.patch.object(prepare, "worth_trying", list):
+    with mock.patch.object(candidates, "worth_trying", list):
         taken = prepare.ParallelSearch(ctx.build(lambda: Skipping(ctx.rank)), "", request).run()
     assert taken.plan.sharding is None
     assert not any("unit" in name for name in taken.dropped), taken.dropped
@@ -420,7 +420,7 @@ def what_needs_no_comparison_must_run(ctx: Context) -> str:
             raise AttributeError("no such method")
         return loss_of(model, batch)
 
-    with mock.patch.object(prepare, "worth_trying", lambda found: found[:1]), mock.patch.object(trials, "TURNS", 1):
+    with mock.patch.object(candidates, "worth_trying", lambda found: found[:1]), mock.patch.object(trials, "TURNS", 1):
         taken = search(ctx, ctx.build(Chain), loss, budget_s=60.0).run()
     assert "no such method" in taken.dropped["stock DDP"]
     assert taken.plan.strategy != "ddp"
@@ -450,9 +450,9 @@ def what_is_wrong_on_one_rank_is_raised_on_all(ctx: Context) -> None:
 @check
 def what_rank_0_alone_does_is_raised_on_all(ctx: Context) -> None:
     model, broken = ctx.build(Chain), mock.Mock(side_effect=ZeroDivisionError("by zero"))
-    with mock.patch.object(prepare, "predicted_candidates", broken):
+    with mock.patch.object(candidates, "predicted_candidates", broken):
         raises(InputError, lambda: searched(ctx, model), "planning failed: rank 0: ZeroDivisionError: by zero")
-    with mock.patch.object(prepare, "kept_plan", broken):
+    with mock.patch.object(plan_file, "kept_plan", broken):
         raises(InputError, lambda: searched(ctx, model, path="plan.json"), "the plan's file: rank 0: ZeroDivisionError")
     assert broken.call_count == (2 if ctx.rank == 0 else 0)
 

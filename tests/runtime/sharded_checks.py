@@ -271,9 +271,9 @@ def further_ahead(ctx: Context) -> None:
 
 @check
 def more_buffers_and_a_group_of_their_own(ctx: Context) -> None:
-    for knob in KNOBS:
-        if not hasattr(FSDPModule, knob.method):
-            raise SkipScenarioError(f"torch {torch.__version__} has no {knob.method}")
+    for _, method, _ in KNOBS:
+        if not hasattr(FSDPModule, method):
+            raise SkipScenarioError(f"torch {torch.__version__} has no {method}")
     ours, _ = twice(ctx, Chain, plan_of(ctx, reduce_scatter_buffers=3, separate_reduce_scatter=True), by_hand)
     states = [module._get_fsdp_state() for module in (*ours.layers, ours)]
     groups = [group for state in states for group in state._fsdp_param_groups]

@@ -27,12 +27,11 @@ from errors import SCHEMA, Record
 from backbeat.errors import InputError, MeasurementError
 from backbeat.lab import experiment
 from backbeat.lab.experiment import MeasuredPlan
-from backbeat.lab.health import change
 from backbeat.lab.jobs import seconds_of
+from backbeat.lab.lab_rank import change
 from backbeat.lab.plans import Choice, parse, shorthand
-from backbeat.lab.requirements import check_requirements
 from backbeat.lab.session import Session
-from backbeat.lab.setting import Setting
+from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import Profile, files
 from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
 

@@ -43,8 +43,7 @@ from backbeat.errors import BackbeatError, InputError, MeasurementError
 from backbeat.lab import experiment
 from backbeat.lab.jobs import ROUNDS, per_round
 from backbeat.lab.plans import Choice
-from backbeat.lab.requirements import check_requirements
-from backbeat.lab.setting import Setting
+from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.files import write
 from backbeat.planners.max_batch import GrownBatch, growth

@@ -24,9 +24,8 @@ from backbeat.api import plan as make_plan
 from backbeat.lab import experiment
 from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
 from backbeat.lab.plans import Choice
-from backbeat.lab.requirements import check_requirements
 from backbeat.lab.session import Session
-from backbeat.lab.setting import Setting
+from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import bundled, write
 from backbeat.planners.draft import Draft

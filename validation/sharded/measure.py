@@ -34,12 +34,11 @@ from errors import SCHEMA, Record, show
 from backbeat.api import plan as make
 from backbeat.errors import BackbeatError, InputError
 from backbeat.lab import experiment
-from backbeat.lab.health import change
 from backbeat.lab.jobs import seconds_of
+from backbeat.lab.lab_rank import change
 from backbeat.lab.plans import Choice
-from backbeat.lab.requirements import check_requirements
 from backbeat.lab.session import Session
-from backbeat.lab.setting import Setting
+from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import Gradient, Network, Plan, Profile, Sharding, ShardUnit
 from backbeat.model.files import encode, write
 from backbeat.planners import STRATEGIES

@@ -27,9 +27,8 @@ from backbeat.errors import BackbeatError
 from backbeat.lab import experiment
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import build, parse
-from backbeat.lab.requirements import check_requirements
 from backbeat.lab.session import Session
-from backbeat.lab.setting import Setting
+from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model.files import encode, write
 from backbeat.planners import STRATEGIES
 from backbeat.simulate import predict

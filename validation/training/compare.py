@@ -41,8 +41,7 @@ from sides import check_side
 
 from backbeat.errors import BackbeatError, InputError, MeasurementError
 from backbeat.lab import experiment
-from backbeat.lab.requirements import check_requirements
-from backbeat.lab.setting import Setting
+from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model.files import write
 from backbeat.units import parse_duration, parse_rate
 

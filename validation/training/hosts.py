@@ -30,8 +30,7 @@ from torch.distributed.fsdp import fully_shard
 
 from backbeat.errors import BackbeatError
 from backbeat.lab import experiment
-from backbeat.lab.requirements import check_requirements
-from backbeat.lab.setting import Setting
+from backbeat.lab.setting import Setting, check_requirements
 from backbeat.measure.model.training_step import Training, release
 from backbeat.model.files import write
 from backbeat.units import parse_rate
@@ -54,7 +53,7 @@ def measure(node: Any, *, model: str) -> dict[str, Any] | None:
         del training
         release(node.device)
     rig.ranks.communicators.close()
-    if node.start.rank != 0:
+    if node.rank != 0:
         return None
     return {"model": model, "parameters": len(list(rig.plain.parameters())), "ways": ways}
 

@@ -124,7 +124,7 @@ class Rig:
         # memory for itself.
         torch.manual_seed(0)
         self.plain = model.build()
-        torch.manual_seed(1 + node.start.rank)
+        torch.manual_seed(1 + node.rank)
         batch = model.batch(batch_size or model.batch_size, node.device)
         self.step = ExampleStep(
             batch=batch, loss=model.loss, optimizer=OPTIMIZER, precision=precision, device=node.device
@@ -291,7 +291,7 @@ def measure(
             one.found["loss"] = sum(rig.ranks.gather(float(one.training.plain_loss()))) / rig.ranks.size
     cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]
     rig.ranks.communicators.close()
-    if node.start.rank != 0:
+    if node.rank != 0:
         return None
     return {
         "model": model,

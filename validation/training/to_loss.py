@@ -33,8 +33,7 @@ from sides import CAPS_MB, Rig, ddp
 
 from backbeat.errors import BackbeatError, InputError
 from backbeat.lab import experiment
-from backbeat.lab.requirements import check_requirements
-from backbeat.lab.setting import Setting
+from backbeat.lab.setting import Setting, check_requirements
 from backbeat.measure.model.inputs import to_device
 from backbeat.measure.model.training_step import autocast, release
 from backbeat.model.files import write
@@ -156,7 +155,7 @@ class Race:
                 built[name] = rig.fsdp2(rig.copy())
             self.prepared_s[name] = time.monotonic() - began
         release(rig.device)
-        self.trainees = [Trainee(rig, name, one, data(node.start.rank), given) for name, one in built.items()]
+        self.trainees = [Trainee(rig, name, one, data(node.rank), given) for name, one in built.items()]
         # Memory, kernels and workers are there before the clock runs: the same for all, and learned from.
         for one in self.trainees:
             one.advance(2)

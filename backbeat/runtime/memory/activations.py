@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,12 +27,7 @@ from backbeat.measure.model.chain import find_blocks, planned_module, tensors_of
 from backbeat.measure.model.memory_by_kind import storage_key
 from backbeat.model import MemoryPlan
 from backbeat.runtime.memory.forward_context import without_autocast_cache
-from backbeat.runtime.memory.offload import (
-    KeptTensor,
-    OffloadedTensor,
-    OffloadSchedule,
-    movable,
-)
+from backbeat.runtime.memory.offload import KeptTensor, OffloadedTensor, OffloadSchedule, movable
 from backbeat.runtime.memory.recompute import SegmentRun
 
 _functorch_level: Any = torch._C._functorch.peek_interpreter_stack
@@ -45,9 +41,10 @@ class BlockForward:
         self.module = module
         self.index = index
         self.policy = policy
-        compiled: Any = getattr(module, "_compiled_call_impl", None)
-        self.compiled = compiled is not None
-        self.original: Any = compiled if self.compiled else module.forward
+        # The compiled call skips `forward`. In front of it, saved-tensor hooks stay out of the compiled graph.
+        compiled = getattr(module, "_compiled_call_impl", None)
+        self.place = "forward" if compiled is None else "_compiled_call_impl"
+        self.original: Any = getattr(module, self.place)
         # Frameworks read the signature of a forward to know what to pass.
         functools.update_wrapper(self, self.original, updated=())
 
@@ -57,20 +54,13 @@ class BlockForward:
         return self.policy.run(self, args, kwargs)
 
     def install(self) -> None:
-        if self.compiled:
-            # The compiled call skips `forward`. In front of it, saved-tensor hooks stay out of the compiled graph.
-            self.module._compiled_call_impl = self
-        else:
-            self.module.forward = self
+        setattr(self.module, self.place, self)
 
     def remove(self) -> None:
-        if self.compiled:
-            if self.module._compiled_call_impl is self:
-                self.module._compiled_call_impl = self.original
-        elif self.module.__dict__.get("forward") is self:
-            del self.module.forward
-            if self.module.forward != self.original:
-                self.module.forward = self.original
+        if vars(self.module).get(self.place) is self:
+            delattr(self.module, self.place)
+            if getattr(self.module, self.place) != self.original:
+                setattr(self.module, self.place, self.original)
 
 
 class KeepPolicy:
@@ -153,7 +143,7 @@ class OffloadPolicy:
 BlockPolicy = KeepPolicy | RecomputePolicy | OffloadPolicy
 
 
-class Handle:
+class Handle(AbstractContextManager["Handle"]):
     """A plan in force on a model, until `remove()` or the end of a `with` block."""
 
     def __init__(self, plan: MemoryPlan, forwards: list[BlockForward], schedule: OffloadSchedule | None) -> None:
@@ -173,9 +163,6 @@ class Handle:
         self._forwards = []
         if self._schedule is not None:
             self._schedule.release_all()
-
-    def __enter__(self) -> Handle:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
@@ -228,10 +215,6 @@ def check(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if any(isinstance(vars(module).get(key), BlockForward) for key in ("forward", "_compiled_call_impl")):
             raise InputError(f"{name!r} already runs a memory plan: call remove() on the handle of the first one")
-    return _resolve(model, memory_plan)
-
-
-def _resolve(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     named: dict[str, nn.Module] = {}
     owner: dict[int, str] = {}

@@ -45,7 +45,16 @@ def within_budget(
         return plan, plan.memory if plan is not None else None
     size = budget_size(budget)
     if plan is not None and plan.memory is not None:
-        _check_peak(plan.memory, size)
+        needed, option = plan.memory.peak_bytes, f"`backbeat plan … --memory {format_bytes(size).replace(' ', '')}`"
+        if needed is None:
+            raise InputError(
+                f"the plan's memory part does not say what peak it was predicted to have: make it again with {option}"
+            )
+        if needed > size:
+            raise InputError(
+                f"memory_budget is {format_bytes(size)}, but the plan was predicted to need {format_bytes(needed)}: "
+                f"make one with {option}, or raise the budget"
+            )
         return plan, plan.memory
     if profile is None:
         raise InputError(
@@ -78,20 +87,6 @@ def budget_size(budget: int | float | str, name: str = "memory_budget") -> int:
     if size < 1:
         raise InputError(f"{name} is {budget!r}: it must be above zero, like '6GB'")
     return int(size)
-
-
-def _check_peak(memory: MemoryPlan, size: int) -> None:
-    if memory.peak_bytes is None:
-        raise InputError(
-            "the plan's memory part does not say what peak it was predicted to have: make it again with "
-            f"`backbeat plan … --memory {format_bytes(size).replace(' ', '')}`"
-        )
-    if memory.peak_bytes > size:
-        raise InputError(
-            f"memory_budget is {format_bytes(size)}, but the plan was predicted to need "
-            f"{format_bytes(memory.peak_bytes)}: make one with `backbeat plan … --memory "
-            f"{format_bytes(size).replace(' ', '')}`, or raise the budget"
-        )
 
 
 def check_memory(module: Any, memory: MemoryPlan | None) -> None:

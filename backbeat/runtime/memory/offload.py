@@ -118,11 +118,6 @@ class HostCopies:
 class OffloadedStorage:
     """One storage, on the device, on the host, or between the two. Its host buffer is free again when it dies."""
 
-    __slots__ = (
-        "__weakref__", "_arrived", "_block", "_buffer", "_changed", "_copies", "_sent", "_size", "_source", "_stays",
-        "_target", "_version",
-    )  # fmt: skip
-
     def __init__(self, copies: HostCopies, tensor: torch.Tensor, block: str) -> None:
         self._copies = copies
         self._block = block
@@ -130,7 +125,9 @@ class OffloadedStorage:
         self._version = version_of(tensor)
         self._changed = False
         self._stays = False
-        whole = _bytes_of(tensor.untyped_storage(), tensor.device)
+        storage = tensor.untyped_storage()
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        whole = flat.set_(storage, 0, (storage.nbytes(),), (1,))
         self._size = whole.numel()
         self._buffer, self._sent = copies.to_host(whole)
         self._target: torch.Tensor | None = None
@@ -252,7 +249,7 @@ class OffloadSchedule:
         self._ranges = 0
         self._leaving: deque[tuple[int, int, OffloadedStorage]] = deque()
         """Storages that are being copied to the host, each with the block that offloads it and its key."""
-        self._leaving_by_key: dict[int, weakref.ref[OffloadedStorage]] = {}
+        self._leaving_by_key: dict[int, OffloadedStorage] = {}
         """Exactly those in `_leaving`: a storage's address identifies it only while it lives."""
         self._of_range: dict[int, list[weakref.ref[OffloadedStorage]]] = {}
         self._kept: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -314,7 +311,7 @@ class OffloadSchedule:
             if copies is None:
                 copies = self._copies[tensor.device] = HostCopies(tensor.device)
             storage = OffloadedStorage(copies, tensor, block)
-            self._leaving_by_key[key] = weakref.ref(storage)
+            self._leaving_by_key[key] = storage
             self._leaving.append((self._blocks, key, storage))
             self._of_range.setdefault(range_number, []).append(weakref.ref(storage))
         return OffloadedTensor(storage, tensor)
@@ -342,15 +339,13 @@ class OffloadSchedule:
     def _release(self, until: int) -> None:
         while self._leaving and self._leaving[0][0] <= until:
             _, key, storage = self._leaving.popleft()
-            known = self._leaving_by_key.get(key)
-            if known is not None and known() is storage:
+            if self._leaving_by_key.get(key) is storage:
                 del self._leaving_by_key[key]
             storage.release()
 
     def _leaving_storage(self, key: int) -> OffloadedStorage | None:
         """The storage that is on its way to the host, unless it was written into since."""
-        known = self._leaving_by_key.get(key)
-        storage = known() if known is not None else None
+        storage = self._leaving_by_key.get(key)
         return None if storage is None or storage.changed else storage
 
 
@@ -359,8 +354,3 @@ def movable(tensor: torch.Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_inference():
         return False
     return storage_size(tensor) >= SMALLEST_BYTES
-
-
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    flat = torch.empty(0, dtype=torch.uint8, device=device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -92,8 +92,6 @@ class KnownOutput(NamedTuple):
 class SegmentRun:
     """One forward through a recomputed segment: what it takes to run it again."""
 
-    __slots__ = ("__weakref__", "_outputs", "_schedule", "calls", "next_index", "range_number", "running")
-
     def __init__(self, schedule: OffloadSchedule | None, index: int) -> None:
         self.calls: list[RecordedCall] = []
         self.next_index = index

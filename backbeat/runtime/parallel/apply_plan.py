@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from backbeat.errors import InputError
+from backbeat.model import Plan
 from backbeat.runtime.reduce.partition import check_free
 from backbeat.runtime.reduce.settings import TorchDDP, check_model
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from backbeat.model import Plan
 
 
 def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -24,13 +21,11 @@ def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceM
         from backbeat.runtime.sharded.shard import fully_shard
 
         return fully_shard(model, plan, mesh)
-    wrapped: Any
-    if is_stock(plan):
-        unused = plan.made_for is not None and plan.made_for.unused
-        wrapped = DistributedDataParallel(model, reducer="ddp", process_group=group, find_unused_parameters=unused)
-        wrapped.stock.plan = plan
-    else:
-        wrapped = DistributedDataParallel(model, plan=plan, process_group=group)
+    if not is_stock(plan):
+        return DistributedDataParallel(model, plan=plan, process_group=group)
+    unused = plan.made_for is not None and plan.made_for.unused
+    wrapped: Any = DistributedDataParallel(model, reducer="ddp", process_group=group, find_unused_parameters=unused)
+    wrapped.stock.plan = plan
     parallel: nn.Module = wrapped
     return parallel
 

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 import torch
 
 from backbeat.api import plan as make_plan
 from backbeat.errors import BackbeatError, InputError
-from backbeat.model import Plan, PlanPrediction
+from backbeat.model import Network, Plan, PlanPrediction, Profile
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import BUDGETED
 from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.runtime.parallel.trials import Trials
 from backbeat.simulate import predict
 from backbeat.units import counted, format_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-    from typing import Any
-
-    from backbeat.model import Network, Profile
-    from backbeat.runtime.parallel.trials import Trials
 
 SHARDED_KINDS = ("units", "copies")
 """Units of one sharded copy of the model, and of several: HSDP."""
@@ -42,8 +37,6 @@ LARGE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A plan that may be taken."""
-
     kind: str
     plan: Plan
 
@@ -58,11 +51,6 @@ class Candidate:
     @property
     def bound_s(self) -> float:
         return self._predicted.bound_s or 0.0
-
-    @property
-    def computing_s(self) -> float:
-        """A step without what it waits for communication."""
-        return self.predicted_s - (self._predicted.exposed_s or 0.0)
 
     @property
     def name(self) -> str:
@@ -240,7 +228,8 @@ def in_words(
     bound = f"the bound of {format_seconds(taken.bound_s)}"
     if over < -SIMPLER_WITHIN:
         # The bound is computation or the link.
-        steps = found_s < taken.computing_s
+        waited_s = (taken.plan.predicted and taken.plan.predicted.exposed_s) or 0.0
+        steps = found_s < taken.predicted_s - waited_s
         what, when = ("steps", "the example was timed") if steps else ("messages", "the network was measured")
         return f"{text}; less than {bound}: {what} were slower while {when}"
     return f"{text}; {max(over, 0):.0%} over {bound}"

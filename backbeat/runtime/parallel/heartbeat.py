@@ -8,17 +8,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch.distributed import DistStoreError
 
-from backbeat.comm.agreement import answering
+from backbeat.comm.agreement import RankStore, answering
 from backbeat.errors import LostRankError, MeasurementError, do_not_answer, first_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from backbeat.comm.agreement import RankStore
 
 BEAT_S = 1.0
 LOST_S = 30.0

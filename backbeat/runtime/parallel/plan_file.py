@@ -9,26 +9,15 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
+from torch import nn
 
-from backbeat import __version__
+from backbeat.comm.agreement import RankStore
 from backbeat.comm.clock import clock_for
-from backbeat.comm.machine import device_name
 from backbeat.errors import BackbeatError, InputError
-from backbeat.measure.model.inputs import tensors_in
 from backbeat.model import Plan
-from backbeat.model.files import encode
 from backbeat.model.plan import MadeFor
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from backbeat.comm.agreement import RankStore
-    from backbeat.model import Network
-    from backbeat.runtime.parallel.trials import ExampleStep
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -38,32 +27,6 @@ it 1.67. Two probes of 1 MiB on gloo, with five processes a core, differed by mo
 LEAST_BYTES, MOST_BYTES = 2**20, 16 * 2**20
 PROBE_S = 1.0
 _AT_ONCE = 20
-
-
-def conditions(
-    model: nn.Module,
-    example: ExampleStep,
-    ranks: RankStore,
-    network: Network | None,
-    options: dict[str, Any],
-    *,
-    kept: bool = True,
-) -> MadeFor:
-    """What a plan depends on; rank 0's answer on every rank. Every rank calls it. The network is asked only for a plan
-    that is `kept`."""
-    mine = MadeFor(
-        ranks=ranks.size,
-        model=model_digest(model),
-        batch=digest([f"{tuple(one.shape)} {one.dtype}" for one in tensors_in(example.batch)]),
-        network=ranks.communicators.backend if network is None else digest([encode(network).decode()]),
-        device=device_name(example.device),
-        torch=str(torch.__version__),
-        backbeat=__version__,
-        **options,
-    )
-    found = msgspec.convert(ranks.from_rank_0(msgspec.to_builtins(mine)), MadeFor)
-    seconds = message_s(ranks, probe_bytes(ranks, model)) if network is None and kept else None
-    return msgspec.structs.replace(found, message_s=seconds)
 
 
 def kept_plan(path: str, now: MadeFor) -> tuple[Plan | None, str]:

@@ -11,18 +11,20 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from torch import nn
 
 from backbeat.comm.agreement import RankStore, same_on_all_ranks
 from backbeat.comm.communicators import Communicators, set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.measure.model.inputs import MeasureOptions, device_of, samples_in
 from backbeat.measure.model.profiler import measure
-from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, release
+from backbeat.measure.model.training_step import Loss, OutOfMemoryError, is_out_of_memory, release
 from backbeat.measure.network.calibration import calibrate, with_sharded_host
 from backbeat.measure.network.case import message_sizes
 from backbeat.model import Bucket, Network, Plan, Profile
@@ -30,37 +32,16 @@ from backbeat.model.files import decode, encode
 from backbeat.model.plan import MadeFor
 from backbeat.runtime.compressed.topk import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
+from backbeat.runtime.parallel import candidates, plan_file
 from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock
-from backbeat.runtime.parallel.candidates import (
-    FARTHEST,
-    Candidate,
-    decide,
-    extrapolation,
-    predicted_candidates,
-    worth_trying,
-)
+from backbeat.runtime.parallel.candidates import Candidate
 from backbeat.runtime.parallel.heartbeat import heartbeat_of
-from backbeat.runtime.parallel.plan_file import (
-    conditions,
-    digest,
-    kept_plan,
-    message_s,
-    model_digest,
-    probe_bytes,
-    save,
-)
+from backbeat.runtime.parallel.plan_file import digest, model_digest
 from backbeat.runtime.parallel.preserve import copy_of, preserved_state, room_for, without_original
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
 from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, affordable, take_turns, try_plan
 from backbeat.simulate.stragglers import between_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import nn
-
-    from backbeat.measure.model.training_step import Loss
 
 BUDGET_S = 50.0
 CALIBRATE_SHARE, SLOWDOWN_SHARE, HOST_SHARE, PROFILE_SHARE = 0.12, 0.06, 0.012, 0.2
@@ -122,14 +103,7 @@ def parallelize(
             said["plan"] = digest([encode(given).decode()])
         else:
             request = ParallelRequest.checked(
-                device_of(model, None),
-                example=example,
-                optimizer=optimizer,
-                memory=memory,
-                compression=compression,
-                network=network,
-                precision=precision,
-                budget_s=budget_s,
+                device_of(model, None), example, optimizer, memory, compression, network, precision, budget_s
             )
             said |= {"plan": "auto:…" if path else "auto", **request.in_words()}
     if path is None:
@@ -142,7 +116,7 @@ class ParallelSearch:
 
     def __init__(self, model: nn.Module, path: str, request: ParallelRequest) -> None:
         world: Any = dist.group.WORLD
-        self.model, self.path, self.example = model, path, request.example
+        self.model, self.path, self.request, self.example = model, path, request, request.example
         self.network, self.memory_bytes = request.network, request.memory_bytes
         self.compression, self.budget_s = request.compression, request.budget_s
         # Before the first of them exists: a plan on two communicators may be taken.
@@ -169,13 +143,7 @@ class ParallelSearch:
         return taken
 
     def _run(self) -> Taken:
-        options = {
-            "memory": self.memory_bytes,
-            "compression": self.compression,
-            "precision": self.example.precision,
-            "optimizer": self.example.optimizer if isinstance(self.example.optimizer, str) else "given",
-        }
-        now = conditions(self.model, self.example, self.ranks, self.network, options, kept=bool(self.path))
+        now = self.request.conditions(self.model, self.ranks, kept=bool(self.path))
         if self.path and (known := self._known(now)) is not None:
             return known
         profile, unused, alike = self._profile()
@@ -184,21 +152,21 @@ class ParallelSearch:
             self._left_out += (
                 "; units were left out: ranks use different parameters, and FSDP2 must gather the same units on all"
             )
-        candidates = self._candidates(profile, network, msgspec.structs.replace(now, unused=unused), units=alike)
+        found = self._candidates(profile, network, msgspec.structs.replace(now, unused=unused), units=alike)
         # A prediction that rests on small messages alone excludes nothing.
-        extrapolated = self.ranks.from_rank_0(extrapolation(network, profile))
-        tried = worth_trying(candidates) if extrapolated <= FARTHEST else candidates
+        extrapolated = self.ranks.from_rank_0(candidates.extrapolation(network, profile))
+        tried = candidates.worth_trying(found) if extrapolated <= candidates.FARTHEST else found
         trials, no_memory = Trials(), self.ranks.failure(room_for(profile, self.example.device))
         if no_memory is None:
-            tried, trials = self._try(tried, candidates)
-        excluded = [one for one in candidates if one not in tried]
-        taken, words = decide(tried, trials, no_memory, extrapolated, excluded)
+            tried, trials = self._try(tried, found)
+        excluded = [one for one in found if one not in tried]
+        taken, words = candidates.decide(tried, trials, no_memory, extrapolated, excluded)
         plan = self.ranks.document_from_rank_0(taken.plan, Plan)
         if self.path and self.ranks.rank == 0:
-            save(plan, self.path)
+            plan_file.save(plan, self.path)
         return Taken(plan=plan, words=words + self._left_out, dropped=trials.dropped)
 
-    def _try(self, tried: list[Candidate], candidates: list[Candidate]) -> tuple[list[Candidate], Trials]:
+    def _try(self, tried: list[Candidate], every: list[Candidate]) -> tuple[list[Candidate], Trials]:
         """The candidates tried, and their trials. A single candidate needs no comparison, but must run; if it does not,
         all are tried."""
         deadline_s, dropped = self._began + self.budget_s, {}
@@ -209,7 +177,7 @@ class ParallelSearch:
             found = try_plan(self.model, one.plan, self.example, self.ranks, LEAST_STEPS, one.predicted_s)
             if not isinstance(found, str):
                 return tried, Trials(seconds={one.name: [found]})
-            tried, dropped = candidates, {one.name: found}
+            tried, dropped = every, {one.name: found}
         left = [one for one in tried if one.name not in dropped]
         trials = take_turns(self.model, left, self.example, self.ranks, deadline_s, self._say)
         trials.dropped = {**dropped, **trials.dropped}
@@ -238,7 +206,7 @@ class ParallelSearch:
         """The plan in the file, if it still holds."""
 
         def read() -> tuple[Plan | None, str]:
-            return kept_plan(self.path, now) if self.ranks.rank == 0 else (None, "")
+            return plan_file.kept_plan(self.path, now) if self.ranks.rank == 0 else (None, "")
 
         found, why = self.ranks.raise_on_all(read, "the plan's file")
         if why:
@@ -310,8 +278,8 @@ class ParallelSearch:
 
     def _link(self) -> Callable[[int], float]:
         """What messages take on the job's link, about."""
-        size = probe_bytes(self.ranks, self.model)
-        s_per_byte = message_s(self.ranks, size, 0.0) / size
+        size = plan_file.probe_bytes(self.ranks, self.model)
+        s_per_byte = plan_file.message_s(self.ranks, size, 0.0) / size
         return lambda sent: sent * s_per_byte
 
     def _given(self, network: Network) -> Network:
@@ -330,17 +298,13 @@ class ParallelSearch:
     def _calibrated(self, profile: Profile) -> Network:
         self._say("measuring the network")
         links = self.ranks.communicators
+        broadcast = ("broadcast",) if profile.buffer_bytes else ()
         return calibrate(
             group=links.process_group,
             device=links.device,
             budget_s=self.budget_s * CALIBRATE_SHARE,
             sizes=message_sizes(profile.total_bytes),
-            collectives=(
-                "all_reduce",
-                "all_gather",
-                "reduce_scatter",
-                *(("broadcast",) if profile.buffer_bytes else ()),
-            ),
+            collectives=("all_reduce", "all_gather", "reduce_scatter", *broadcast),
             communicators=tuple(sorted({1, links.allowed(2)})),
             sharded=True,
             brief=True,
@@ -350,7 +314,7 @@ class ParallelSearch:
         """Rank 0's candidates, each with what it was made for."""
 
         def planned() -> list[tuple[str, str]]:
-            found = predicted_candidates(
+            found = candidates.predicted_candidates(
                 profile,
                 network,
                 memory_bytes=self.memory_bytes,

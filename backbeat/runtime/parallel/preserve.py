@@ -7,24 +7,20 @@ import contextlib
 import copy
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
+from torch import nn
 
 from backbeat.errors import InputError
 from backbeat.measure.model.memory_by_kind import storage_bytes
 from backbeat.measure.model.training_step import is_out_of_memory, release
 from backbeat.model import Profile
 from backbeat.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
 
 
 @contextlib.contextmanager
@@ -62,12 +58,8 @@ def without_original(profile: Profile, model: nn.Module) -> Profile:
     beside = storage_bytes(one for one in (*model.parameters(), *model.buffers()) if one.device.type == "cuda")
     if held is None or not beside:
         return profile
-    alone = replace(
-        held,
-        steady_bytes=max(held.steady_bytes - beside, 0),
-        peak_bytes=max(held.peak_bytes - beside, 0),
-    )
-    return replace(profile, memory=alone)
+    steady, peak = (max(one - beside, 0) for one in (held.steady_bytes, held.peak_bytes))
+    return replace(profile, memory=replace(held, steady_bytes=steady, peak_bytes=peak))
 
 
 def room_for(profile: Profile, device: torch.device) -> str | None:

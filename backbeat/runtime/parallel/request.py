@@ -5,23 +5,25 @@ from __future__ import annotations
 import difflib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import torch
+from torch import nn
 
+from backbeat import __version__
+from backbeat.comm.agreement import RankStore
+from backbeat.comm.machine import device_name
 from backbeat.errors import InputError
-from backbeat.measure.model.inputs import to_device
+from backbeat.measure.model.inputs import tensors_in, to_device
 from backbeat.measure.model.training_step import OPTIMIZERS, PRECISIONS
 from backbeat.model import Network, Plan
 from backbeat.model.files import encode
+from backbeat.model.plan import MadeFor
 from backbeat.planners import STRATEGIES
 from backbeat.runtime.memory.budget import budget_size
-from backbeat.runtime.parallel.plan_file import digest
-from backbeat.runtime.parallel.trials import ExampleStep
-
-if TYPE_CHECKING:
-    from backbeat.measure.model.training_step import Loss
-    from backbeat.runtime.parallel.trials import MakeOptimizer
+from backbeat.runtime.parallel.plan_file import digest, message_s, model_digest, probe_bytes
+from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +40,6 @@ class ParallelRequest:
     def checked(
         cls,
         device: torch.device,
-        *,
         example: Any,
         optimizer: MakeOptimizer,
         memory: int | str | None,
@@ -71,16 +72,18 @@ class ParallelRequest:
         found = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
         if found is not None and not isinstance(found, Network):
             raise InputError(f"network is a {type(found).__name__}: it must be a Network, a name or a path")
-        batch, loss = _pair(example)
-        step = ExampleStep(
-            batch=to_device(batch, device),
-            loss=loss,
-            optimizer=optimizer,
-            precision=precision or _now(),
-            device=device,
-        )
+        if not isinstance(example, tuple) or len(example) != 2 or not callable(example[1]):
+            raise InputError(
+                "plan='auto' times steps of an example: give example=(batch, loss), where loss(model, batch) returns "
+                "what backward starts from"
+            )
+        # What fp32 means in this process.
+        own = "tf32" if torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32 else "fp32"
+        batch = to_device(example[0], device)
         return cls(
-            example=step,
+            example=ExampleStep(
+                batch=batch, loss=example[1], optimizer=optimizer, precision=precision or own, device=device
+            ),
             memory_bytes=None if memory is None else budget_size(memory, "memory"),
             compression=compression == "allow",
             network=found,
@@ -98,6 +101,27 @@ class ParallelRequest:
             "precision": step.precision,
             "budget_s": self.budget_s,
         }
+
+    def conditions(self, model: nn.Module, ranks: RankStore, *, kept: bool = True) -> MadeFor:
+        """What a plan depends on; rank 0's answer on every rank. Every rank calls it. The network is asked only for a
+        plan that is `kept`."""
+        step, network = self.example, self.network
+        mine = MadeFor(
+            ranks=ranks.size,
+            model=model_digest(model),
+            batch=digest([f"{tuple(one.shape)} {one.dtype}" for one in tensors_in(step.batch)]),
+            network=ranks.communicators.backend if network is None else digest([encode(network).decode()]),
+            device=device_name(step.device),
+            torch=str(torch.__version__),
+            backbeat=__version__,
+            memory=self.memory_bytes,
+            compression=self.compression,
+            precision=step.precision,
+            optimizer=step.optimizer if isinstance(step.optimizer, str) else "given",
+        )
+        found = msgspec.convert(ranks.from_rank_0(msgspec.to_builtins(mine)), MadeFor)
+        seconds = message_s(ranks, probe_bytes(ranks, model)) if network is None and kept else None
+        return msgspec.structs.replace(found, message_s=seconds)
 
 
 def auto_path(plan: Plan | str | os.PathLike[str]) -> str | None:
@@ -122,17 +146,3 @@ def given_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
         if difflib.get_close_matches(text.lower(), ["auto"], cutoff=0.7):
             raise InputError(f"plan={text!r} is no file: did you mean 'auto'?")
     return Plan.load(plan)
-
-
-def _pair(example: Any) -> tuple[Any, Loss]:
-    if not isinstance(example, tuple) or len(example) != 2 or not callable(example[1]):
-        raise InputError(
-            "plan='auto' times steps of an example: give example=(batch, loss), where loss(model, batch) returns what "
-            "backward starts from"
-        )
-    return example
-
-
-def _now() -> str:
-    """What fp32 means in this process."""
-    return "tf32" if torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32 else "fp32"

@@ -7,25 +7,19 @@ counts wherever it is: multiprocessors and memory that collectives use, and the 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import mean, median
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from backbeat.comm.agreement import RankStore
 from backbeat.measure.model.training_step import release
 from backbeat.measure.network.beside_compute import beside_bytes, messages_beside
 from backbeat.model import Slowdown
 from backbeat.runtime.parallel.preserve import copy_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import nn
-
-    from backbeat.comm.agreement import RankStore
-    from backbeat.runtime.parallel.trials import ExampleStep
+from backbeat.runtime.parallel.trials import ExampleStep
 
 _WARMUP = 2
 _SAMPLE_S = 0.03
@@ -35,29 +29,16 @@ _COVERED = 1.5
 _LEAST_PAIRS, _MOST_PAIRS = 2, 9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pairs:
-    """What is timed: `steps` steps alone, then as many beside `messages` all-reduces, `count` times over."""
+def pairs_within(limit_s: float, step_s: float, message_s: float) -> tuple[int, int, int] | None:
+    """How often to time so many steps alone and then beside so many all-reduces; None where even twice takes longer.
 
-    count: int
-    steps: int
-    messages: int
-
-    @classmethod
-    def within(cls, limit_s: float, step_s: float, message_s: float) -> Pairs | None:
-        """None where even the fewest take longer.
-
-        >>> Pairs.within(3.0, 0.1, 0.02)
-        Pairs(count=9, steps=1, messages=9)
-        >>> Pairs.within(3.0, 0.5, 0.01).count, Pairs.within(3.0, 0.001, 0.01).steps, Pairs.within(3.0, 0.7, 0.01)
-        (2, 30, None)
-        """
-        steps = max(1, math.ceil(_SAMPLE_S / step_s))
-        messages = messages_beside(steps * step_s, message_s, covered=_COVERED, lead_s=0.0)
-        fitting = int(limit_s / (steps * step_s + messages * message_s))
-        if fitting < _LEAST_PAIRS:
-            return None
-        return cls(count=min(fitting, _MOST_PAIRS), steps=steps, messages=messages)
+    >>> pairs_within(3.0, 0.1, 0.02), pairs_within(3.0, 0.5, 0.01), pairs_within(3.0, 0.7, 0.01)
+    ((9, 1, 9), (2, 1, 76), None)
+    """
+    steps = max(1, math.ceil(_SAMPLE_S / step_s))
+    messages = messages_beside(steps * step_s, message_s, covered=_COVERED, lead_s=0.0)
+    fitting = int(limit_s / (steps * step_s + messages * message_s))
+    return (min(fitting, _MOST_PAIRS), steps, messages) if fitting >= _LEAST_PAIRS else None
 
 
 def measure_step_slowdown(
@@ -74,15 +55,14 @@ def measure_step_slowdown(
     `seconds_of` says what an all-reduce of so many bytes takes on the job's link, `step_s` what a step takes alone.
     """
     size = ranks.from_rank_0(beside_bytes(seconds_of))
-    within = Pairs.within(limit_s, step_s, seconds_of(size))
-    found = ranks.from_rank_0(within and asdict(within))
-    if found is None:
+    pairs = ranks.from_rank_0(pairs_within(limit_s, step_s, seconds_of(size)))
+    if pairs is None:
         return "too slow, budget_s= gives more"
-    pairs = Pairs(**found)
+    count, steps, messages = pairs
     ratios: list[float] = []
     timed, failed = ranks.attempt(lambda: _TimedSteps(model, example, ranks, size))
-    while timed is not None and failed is None and len(ratios) < pairs.count:
-        ratio, failed = ranks.attempt(partial(timed.ratio, pairs))
+    while timed is not None and failed is None and len(ratios) < count:
+        ratio, failed = ranks.attempt(partial(timed.ratio, steps, messages))
         ratios.append(ratio or 0.0)
     timed = None
     release(ranks.device)
@@ -93,19 +73,17 @@ def measure_step_slowdown(
 
 
 class _TimedSteps:
-    """Steps of a copy of the model."""
+    """Steps of a copy of the model, beside all-reduces of so many bytes."""
 
     def __init__(self, model: nn.Module, example: ExampleStep, ranks: RankStore, size: int) -> None:
-        """size: bytes of an all-reduce beside them."""
         copied = copy_of(model)
         self.training, self.ranks = example.training(copied, example.make_optimizer(copied)), ranks
         self.message = torch.zeros(size // 4, device=ranks.device)
         self.seconds(_WARMUP)
 
-    def ratio(self, pairs: Pairs) -> float:
-        """How much longer the steps take beside all-reduces."""
-        alone = self.seconds(pairs.steps)
-        return self.seconds(pairs.steps, [self.message] * pairs.messages) / alone
+    def ratio(self, steps: int, messages: int) -> float:
+        alone = self.seconds(steps)
+        return self.seconds(steps, [self.message] * messages) / alone
 
     def seconds(self, steps: int, messages: Sequence[torch.Tensor] = ()) -> float:
         """From the beginning of the first step to the end of the last, while these are reduced."""

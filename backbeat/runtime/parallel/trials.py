@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
@@ -18,23 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from backbeat.comm.agreement import RankStore
 from backbeat.comm.clock import clock_for
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError, where_raised
 from backbeat.measure.model.training_step import Loss, Training, make_optimizer, release, scaler_for
+from backbeat.model import Plan
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.preserve import copy_of
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-
-    from backbeat.comm.agreement import RankStore
-    from backbeat.comm.communicators import Communicators
-    from backbeat.model import Plan
     from backbeat.runtime.parallel.candidates import Candidate
 
 TURNS = 2
@@ -55,8 +52,6 @@ MakeOptimizer = str | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExampleStep:
-    """A training step to time."""
-
     batch: Any
     loss: Loss
     optimizer: MakeOptimizer
@@ -71,7 +66,6 @@ class ExampleStep:
             optimizer=optimizer,
             device=self.device,
             precision=self.precision,
-            accumulation=1,
             scaler=scaler_for(self.precision, self.device),
             clock=clock_for(self.device),
         )

@@ -30,9 +30,9 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import asdict
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -65,7 +65,12 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
     installed torch is refused before anything is changed.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
-    sharding = _sharding(loaded)
+    sharding = loaded.sharding
+    if sharding is None:
+        raise InputError(
+            f"the plan of strategy {loaded.strategy!r} has buckets and no sharding: run it with "
+            "backbeat.runtime.DistributedDataParallel, or make a plan of strategy fsdp or sharded"
+        )
     _check(model)
     check_knobs(loaded, sharding)
     units = find_units(model, loaded, sharding)
@@ -73,24 +78,24 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
     mesh = mesh_of(loaded, sharding, mesh)
     device = _device_of(mesh)
     with _all_ranks(mesh) as group:
-        _compare(model, loaded, group, device)
+        _compare(model, loaded, sharding, group, device)
         _check_dtypes(model, units)
         for block in recomputed:
             checkpoint(block, context_fn=partial(_contexts, block))
-        for unit in units:
-            _synchronise(unit.modules, group, device)
-            modules = unit.modules if len(unit.modules) > 1 else unit.modules[0]
-            policy = mixed_precision(sharding, [one for module in unit.modules for one in module.parameters()])
-            torch_fully_shard(modules, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy)
-            keep_statistics_dtype(unit.modules, policy.param_dtype)
-        # The root takes what is left.
-        _synchronise([model], group, device)
-        policy = mixed_precision(sharding, [one for one in model.parameters() if not isinstance(one, DTensor)])
-        torch_fully_shard(model, mesh=mesh, mp_policy=policy)
-        keep_statistics_dtype([model], policy.param_dtype)
+        # The root takes what is left, and torch decides whether it is resharded.
+        for modules, reshard in [*((unit.modules, unit.reshard) for unit in units), ([model], None)]:
+            _synchronise(modules, group, device)
+            own = [one for module in modules for one in module.parameters() if not isinstance(one, DTensor)]
+            policy = mixed_precision(sharding, own)
+            together = modules if len(modules) > 1 else modules[0]
+            torch_fully_shard(together, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            keep_statistics_dtype(modules, policy.param_dtype)
         if dist.get_rank(group) == 0:
             _tell_loop(sharding)
-    _set_prefetch(units)
+    firsts: list[Any] = [unit.modules[0] for unit in units]
+    for index, unit in enumerate(units):
+        if ahead := firsts[index + 1 : index + 1 + unit.prefetch]:
+            firsts[index].set_modules_to_forward_prefetch(ahead)
     set_knobs(model, sharding)
     _plans[model] = loaded
     return model
@@ -109,16 +114,6 @@ def _tell_loop(sharding: Sharding) -> None:
     ):
         if differs:
             logger.warning("with gradient accumulation, call %s before each backward: the plan counts on it", call)
-
-
-def _sharding(plan: Plan) -> Sharding:
-    found = plan.sharding
-    if found is None:
-        raise InputError(
-            f"the plan of strategy {plan.strategy!r} has buckets and no sharding: run it with "
-            "backbeat.runtime.DistributedDataParallel, or make a plan of strategy fsdp or sharded"
-        )
-    return found
 
 
 def _check(model: nn.Module) -> None:
@@ -245,14 +240,13 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
     return nullcontext(), statistics_unchanged(block.modules())
 
 
-def _compare(model: nn.Module, plan: Plan, group: Any, device: torch.device) -> None:
+def _compare(model: nn.Module, plan: Plan, sharding: Sharding, group: Any, device: torch.device) -> None:
     """Raise where ranks have different models or plans: they would wait for each other for ever."""
-    sharding = _sharding(plan)
     kept = plan.memory.segments if plan.memory is not None else ()
     lines = [
-        *(f"{name}={value}" for name, value in _fields(sharding).items() if name != "units"),
-        *(f"units[{index}] of {_fields(unit)}" for index, unit in enumerate(sharding.units)),
-        *(f"memory.segments[{index}] of {_fields(segment)}" for index, segment in enumerate(kept)),
+        *(f"{name}={value}" for name, value in asdict(sharding).items() if name != "units"),
+        *(f"units[{index}] of {asdict(unit)}" for index, unit in enumerate(sharding.units)),
+        *(f"memory.segments[{index}] of {asdict(segment)}" for index, segment in enumerate(kept)),
     ]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} trained {parameter.requires_grad}")
@@ -268,10 +262,6 @@ def _compare(model: nn.Module, plan: Plan, group: Any, device: torch.device) -> 
     communicators.close()
 
 
-def _fields(struct: msgspec.Struct) -> dict[str, Any]:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}
-
-
 def _synchronise(modules: Sequence[nn.Module], group: Any, device: torch.device) -> None:
     """Rank 0's values on every rank. Unit by unit: on the device, only one is whole at a time."""
     states: dict[torch.Tensor, None] = {}
@@ -284,14 +274,6 @@ def _synchronise(modules: Sequence[nn.Module], group: Any, device: torch.device)
                 states[tensor] = None
     if dist.get_world_size(group) > 1:
         _sync_params_and_buffers(group, [tensor.detach() for tensor in states], _BROADCAST_BYTES, 0)
-
-
-def _set_prefetch(units: Sequence[UnitModules]) -> None:
-    modules: list[Any] = [unit.modules[0] for unit in units]
-    for index, unit in enumerate(units):
-        ahead = modules[index + 1 : index + 1 + unit.prefetch]
-        if ahead:
-            modules[index].set_modules_to_forward_prefetch(ahead)
 
 
 def mesh_of(plan: Plan, sharding: Sharding, mesh: DeviceMesh | None) -> DeviceMesh:

@@ -10,7 +10,6 @@ has rounded them, and this widens them again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,42 +25,30 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CAST = ("weight", "bias")
 
 
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """A setting that came with a later torch."""
-
-    field: str
-    """In the plan's `sharding`."""
-    method: str
-    """Of `FSDPModule`."""
-    since: str
-    default: Any
-
-
 KNOBS = (
-    Knob("reduce_scatter_buffers", "set_reduce_scatter_max_input_buffers", "2.13", 1),
-    Knob("separate_reduce_scatter", "set_separate_reduce_scatter_group", "2.13", False),
+    ("reduce_scatter_buffers", "set_reduce_scatter_max_input_buffers", 1),
+    ("separate_reduce_scatter", "set_separate_reduce_scatter_group", False),
 )
+"""Settings that came with torch 2.13: in the plan's `sharding`, the method of `FSDPModule`, and what older ones do."""
 
 
 def check_knobs(plan: Plan, sharding: Sharding) -> None:
     """Refuse settings that the installed torch does not have."""
-    for knob in KNOBS:
-        value = getattr(sharding, knob.field)
-        if value != knob.default and not hasattr(FSDPModule, knob.method):
+    for field, method, default in KNOBS:
+        value = getattr(sharding, field)
+        if value != default and not hasattr(FSDPModule, method):
             raise InputError(
-                f"the plan says {knob.field}={value}, and torch {torch.__version__} has no "
-                f"FSDPModule.{knob.method} (torch {knob.since} has): {_without(plan)}install torch {knob.since}, or "
-                f"make the plan again where this torch is installed"
+                f"the plan says {field}={value}, and torch {torch.__version__} has no FSDPModule.{method} (torch 2.13 "
+                f"has): {_without(plan)}install torch 2.13, or make the plan again where this torch is installed"
             )
 
 
 def set_knobs(root: nn.Module, sharding: Sharding) -> None:
     """Apply the plan's settings to every unit. All ranks call it: they make a separate group together."""
-    for knob in KNOBS:
-        value = getattr(sharding, knob.field)
-        if value != knob.default:
-            getattr(root, knob.method)(value)
+    for field, method, default in KNOBS:
+        value = getattr(sharding, field)
+        if value != default:
+            getattr(root, method)(value)
 
 
 def mixed_precision(sharding: Sharding, parameters: Iterable[nn.Parameter]) -> MixedPrecisionPolicy:
@@ -76,13 +63,9 @@ def mixed_precision(sharding: Sharding, parameters: Iterable[nn.Parameter]) -> M
     gathered = param_dtype if torch.float32 in held and param_dtype != torch.float32 else None
     computed = {gathered} if gathered is not None else held
     # Without one, gradients are reduced as they are computed: in the dtype that was gathered.
-    narrows = torch.float32 in computed
-    reduced = (
-        reduce_dtype
-        if computed - {reduce_dtype, torch.float64} and (narrows or reduce_dtype == torch.float32)
-        else None
-    )
-    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced)
+    allowed = torch.float32 in computed or reduce_dtype == torch.float32
+    changes = allowed and computed - {reduce_dtype, torch.float64}
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce_dtype if changes else None)
 
 
 def _without(plan: Plan) -> str:
@@ -110,15 +93,12 @@ def keep_statistics_dtype(modules: Iterable[nn.Module], gathered: torch.dtype | 
     for module in modules:
         for norm in module.modules():
             statistics = norm.running_mean if isinstance(norm, _BatchNorm) and norm.affine else None
-            if gathered is None or statistics is None or statistics.dtype == gathered or _is_cast(norm):
+            # A unit inside this one may have seen to it.
+            seen_to = _cast in norm._forward_pre_hooks.values()
+            if gathered is None or statistics is None or statistics.dtype == gathered or seen_to:
                 continue
             norm.register_forward_pre_hook(_cast)
             norm.register_forward_hook(_uncast, always_call=True)
-
-
-def _is_cast(norm: nn.Module) -> bool:
-    """Whether a unit inside this one has seen to it."""
-    return _cast in norm._forward_pre_hooks.values()
 
 
 def _cast(norm: Any, inputs: Any) -> None:

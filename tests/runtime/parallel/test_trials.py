@@ -19,9 +19,9 @@ from backbeat.measure.network import calibration
 from backbeat.model import Profile
 from backbeat.model.sharded_times import ShardedHost, ShardedTimes
 from backbeat.runtime.parallel import preserve, trials
-from backbeat.runtime.parallel.plan_file import conditions
 from backbeat.runtime.parallel.prepare import ParallelSearch
 from backbeat.runtime.parallel.preserve import copy_of, room_for, without_original
+from backbeat.runtime.parallel.request import ParallelRequest
 from backbeat.runtime.parallel.trials import ExampleStep, take_turns, try_plan
 from backbeat.simulate.stragglers import between_ranks
 from tests.problems import make_profile
@@ -136,8 +136,9 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_plan_is_kept_for_the_same_model_batch_and_network() -> None:
     def digests(model: nn.Module, batch: Any, network: str = "10gbe") -> dict[str, Any]:
-        found = conditions(model, example(batch), ALONE, bb.Network.load(network), {"precision": "bf16"})
-        return msgspec.structs.asdict(found)
+        step = replace(example(batch), precision="bf16")
+        request = ParallelRequest(example=step, network=bb.Network.load(network), budget_s=1.0)
+        return msgspec.structs.asdict(request.conditions(model, ALONE))
 
     first = digests(nn.Linear(3, 2), torch.ones(4, 3))
     assert (first["ranks"], first["precision"], first["message_s"]) == (2, "bf16", None)

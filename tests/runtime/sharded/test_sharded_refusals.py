@@ -87,15 +87,15 @@ def test_a_parameter_shared_with_what_holds_the_units(alone: Context) -> None:
         units(plan_of(alone, (("inner",),)), Holder())
 
 
-@pytest.mark.parametrize("knob", torch_fsdp.KNOBS, ids=lambda knob: knob.field)
+@pytest.mark.parametrize(("field", "method"), [knob[:2] for knob in torch_fsdp.KNOBS])
 def test_what_the_installed_torch_lacks_is_refused_by_name(
-    knob: torch_fsdp.Knob, alone: Context, monkeypatch: pytest.MonkeyPatch
+    field: str, method: str, alone: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(FSDPModule, knob.method, raising=False)
-    value = 4 if knob.field == "reduce_scatter_buffers" else True
-    plan = plan_of(alone, **{knob.field: value})
+    monkeypatch.delattr(FSDPModule, method, raising=False)
+    value = 4 if field == "reduce_scatter_buffers" else True
+    plan = plan_of(alone, **{field: value})
     model = Chain()
-    with pytest.raises(InputError, match=rf"{knob.field}={value}, and torch .* has no FSDPModule.{knob.method}"):
+    with pytest.raises(InputError, match=rf"{field}={value}, and torch .* has no FSDPModule.{method}"):
         fully_shard(model, plan=plan)
     assert not isinstance(model, FSDPModule)
     predicted = replace(plan, predicted=PlanPrediction(iteration_s=0.1, older_torch_s=0.12))
