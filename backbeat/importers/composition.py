@@ -7,8 +7,9 @@ A table of bus bandwidths is CSV, one measurement a line:
     4,256MB,160.1,44.5,219.1,all_reduce
 
 `nodes` (or `workers`), `size` and `bus_bandwidth` (in GB/s, as nccl-tests defines it) are needed; `collective` is
-all_reduce where it is left out; `p5` and `p95` become the band from a busy to a quiet cluster. Tables with one column
-for each number of nodes, `nodes_1,nodes_2,…`, and the kind of figure in a column `metric`, are read as well.
+all_reduce where it is left out; `p5` and `p95` become the band from a busy to a quiet cluster. Of lines that repeat a
+measurement the median counts. Tables with one column for each number of nodes, `nodes_1,nodes_2,…`, are read as well;
+their column `metric` says mean, median, p5 or p95, and other lines are left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -39,8 +41,9 @@ from backbeat.units import parse_bytes
 
 _WIDE = re.compile(r"(nodes|workers)_([0-9]+)")
 _FIGURES = ("bus_bandwidth", "p5", "p95")
-_Key = tuple[int, Collective, int]
-"""(workers, collective, bytes)"""
+_METRIC = re.compile(r"(p5|p95|p50|median|mean|average|avg|bus_?bandwidth|busbw)(?![0-9])")
+_Found = dict[tuple[int, Collective, int], dict[str, list[float]]]
+"""By (workers, collective, bytes) and kind of figure."""
 
 
 def read_network(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBAND_HOP_S) -> Network:
@@ -113,11 +116,16 @@ def load_table(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAN
     text = files.read(where).decode("utf-8-sig", errors="replace")
     reader = csv.DictReader(io.StringIO(text))
     reader.fieldnames = [heading.strip().lower() for heading in reader.fieldnames or ()]
-    found: dict[_Key, dict[str, float]] = {}
+    found: _Found = {}
+    unread: set[str] = set()
     for line, cells in enumerate(reader, start=2):
         try:
             for workers, figure, value in _figures(cells, gpus_per_node):
-                found.setdefault((workers, _collective(cells), _size(cells)), {})[figure] = value
+                if figure in _FIGURES:
+                    of_key = found.setdefault((workers, _collective(cells), _size(cells)), {})
+                    of_key.setdefault(figure, []).append(value)
+                else:
+                    unread.add(figure)
         except InputError as error:
             raise InputError(f"{where}, line {line}: {error}") from None
     counts = sorted({workers for workers, collective, _ in found if collective == "all_reduce" and workers > 1})
@@ -127,29 +135,36 @@ def load_table(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAN
             "in GB/s are needed, one measurement a line"
         )
     one_size = len({size for _, _, size in found}) == 1
-    guessed = "guessed: other sizes than the one in the table, as NCCL's protocols have them"
+    notes = ["guessed: other sizes than the one in the table, as NCCL's protocols have them"] if one_size else []
+    if unread:
+        notes.append(f"left out: {', '.join(sorted(unread))}; mean, median, p5 and p95 are read")
     return network_of(
         [_row(count, found, gpus_per_node, hop_s, where) for count in counts],
         name=where.stem,
         topology=Topology(gpus_per_node=gpus_per_node),
         source=Source(method="imported", reference=f"table of bus bandwidths {where.name}"),
-        notes=(guessed,) if one_size else (),
+        notes=tuple(notes),
     )
 
 
-def _row(workers: int, found: dict[_Key, dict[str, float]], per_node: int, hop_s: float, where: Path) -> WorkersRow:
+def _row(workers: int, found: _Found, per_node: int, hop_s: float, where: Path) -> WorkersRow:
     times: dict[str, Any] = {}
     band = None
     for collective in COLLECTIVES:
         sizes = sorted(size for count, kind, size in found if (count, kind) == (workers, collective))
         points = []
         for size in sizes:
-            figures = found[workers, collective, size]
+            figures = {figure: median(values) for figure, values in found[workers, collective, size].items()}
             if "bus_bandwidth" not in figures:
                 raise InputError(f"{where}: {collective} on {workers} GPUs has no bus_bandwidth beside its percentiles")
             points.append((size, traffic(collective, "ring", workers) * size / (figures["bus_bandwidth"] * 1e9)))
             if collective == "all_reduce" and {"p5", "p95"} <= figures.keys():
                 middle = figures["bus_bandwidth"]
+                if not figures["p5"] <= middle <= figures["p95"]:
+                    raise InputError(
+                        f"{where}: all_reduce on {workers} GPUs has p5 {figures['p5']:g}, p95 {figures['p95']:g} and "
+                        f"{middle:g} GB/s between them: p5 is the lowest, p95 the highest"
+                    )
                 band = LoadBand(quiet=max(figures["p95"] / middle, 1.0), busy=min(figures["p5"] / middle, 1.0))
         if len(points) > 1:
             times[collective] = CollectiveTimes(points=tuple(points))
@@ -174,11 +189,13 @@ def _figures(cells: dict[str, str], per_node: int) -> Iterator[tuple[int, str, f
     """(workers, kind of figure, GB/s) of a line."""
     wide = [(match, value) for key, value in cells.items() if key and (match := _WIDE.fullmatch(key)) and value]
     if wide:
-        metric = cells.get("metric") or "bus_bandwidth"
-        named = re.match(r"p(5|95)(?![0-9])", metric.strip().lower())
+        metric = (cells.get("metric") or "bus_bandwidth").strip().lower()
+        named = _METRIC.match(metric)
+        figure = metric if named is None else named[0] if named[0] in _FIGURES else "bus_bandwidth"
         for match, value in wide:
             count = int(match[2]) * (per_node if match[1] == "nodes" else 1)
-            yield count, named[0] if named else "bus_bandwidth", _number(value)
+            # What is not read may be anything, like a deviation of zero.
+            yield count, figure, _number(value) if named else 0.0
         return
     given = cells.get("workers") or cells.get("nodes")
     if not given or not given.strip().isdigit() or int(given) < 1:

@@ -22,7 +22,7 @@ from backbeat.importers.trace_events import TraceReader
 from backbeat.importers.trace_facts import DeviceClock, Facts, Mark, Ready, arrays, collect, common, union
 from backbeat.model.checks import at_least
 from backbeat.model.files import Source, existing
-from backbeat.model.profile import Gradient, Profile
+from backbeat.model.profile import Dtype, Gradient, Profile
 from backbeat.units import format_bytes, format_seconds
 
 _IDLE = 0.1
@@ -108,6 +108,7 @@ def load(
             Gradient(name=label, bytes=size, ready_s=moment, forward_s=forward_s)
             for (label, size), moment, forward_s in zip(named, middle.ready_s, forward, strict=True)
         ),
+        gradient_dtype="fp32" if units else _gradient_dtype(facts, chosen[0].ready, like),
         # With other workers, an iteration contains their slowness too.
         iteration_s=() if facts.transfers else tuple(times),
         accumulation=middle.passes,
@@ -319,6 +320,17 @@ def _precision(facts: Facts, like: Profile | None, notes: list[str]) -> str:
         return like.precision
     notes.append("guessed: precision fp32, no operator has 16-bit inputs; tf32 leaves no mark in a trace")
     return "fp32"
+
+
+def _gradient_dtype(facts: Facts, ready: Sequence[Ready], like: Profile | None) -> Dtype:
+    """What most bytes of gradients are in."""
+    known = [one for one in ready if one.bytes]
+    if not known:
+        return like.gradient_dtype if like is not None else "fp32"
+    half = sum(one.bytes or 0 for one in known if one.element_bytes == 2)
+    if 2 * half <= sum(one.bytes or 0 for one in known):
+        return "fp32"
+    return "bf16" if "c10::BFloat16" in facts.types else "fp16"
 
 
 def _device(top: dict[str, Any], facts: Facts) -> str:

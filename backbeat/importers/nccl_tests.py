@@ -48,7 +48,10 @@ def load(
         raise InputError(f"--workers is {workers}: nothing travels between fewer than two")
     text = raw.decode("utf-8", errors="replace")
     runs = json_runs(raw, where) if text.lstrip()[:1] == "{" else text_runs(text)
+    wrong = sum(run.wrong for run in runs)
     runs = [run for run in runs if run.rows]
+    if not runs and wrong:
+        raise InputError(f"{where}: all {wrong} rows have wrong results (#wrong): mend the cluster, then run it again")
     if not runs:
         raise InputError(
             f"{where}: no nccl-tests results in it: a table headed `size count type … time algbw busbw` was expected; "
@@ -67,6 +70,8 @@ def load(
     wrong = sum(run.wrong for run in chosen)
     if wrong:
         notes.append(f"missing: {wrong} rows with wrong results were left out")
+    if not any(run.devices for run in chosen):
+        notes.append("guessed: one GPU a node, since the lines that list the devices are missing")
     gone = [one for one in COLLECTIVES if one not in curves]
     notes.append(
         f"missing: several communicators at once{', ' + ', '.join(gone) if gone else ''}: "

@@ -65,6 +65,17 @@ def test_a_table_gives_its_own_bandwidths_and_its_percentiles_become_the_band(tm
     assert bus(network, 32, 2**24) < 90 < bus(network, 32)
 
 
+def test_figures_that_are_no_bandwidth_are_left_out_and_repeats_count_by_their_median(tmp_path: Path) -> None:
+    text = "metric,size,nodes_2\nstd,256MB,0\nmean,256MB,361.7\np99,256MB,440\nstd_dev,256MB,21\n"
+    network = read_table(tmp_path, text, gpus_per_node=8)
+    assert bus(network, 16) == pytest.approx(361.7)
+    assert any("left out: p99, std, std_dev" in note for note in network.notes)
+    repeated = "nodes,size,bus_bandwidth\n2,256MB,300\n2,256MB,310\n2,256MB,20\n"
+    assert bus(read_table(tmp_path, repeated, gpus_per_node=8), 16) == pytest.approx(300)
+    with pytest.raises(InputError, match="p5 is the lowest"):
+        read_table(tmp_path, "nodes,size,bus_bandwidth,p5,p95\n2,256MB,300,350,250\n", gpus_per_node=8)
+
+
 def test_a_table_with_several_sizes_gives_a_curve(tmp_path: Path) -> None:
     text = "workers,size,bus_bandwidth\n16,1MB,20\n16,16MB,100\n16,256MB,300\n"
     network = read_table(tmp_path, text, gpus_per_node=8)

@@ -129,6 +129,14 @@ def test_a_gradient_is_ready_when_its_kernels_end(tmp_path: Path, name: str) -> 
     assert any(note.startswith("guessed: names") for note in profile.notes)
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("c10::BFloat16", "bf16"), ("c10::Half", "fp16"), ("float", "fp32")])
+def test_gradients_have_the_dtype_they_are_accumulated_in(tmp_path: Path, kind: str, dtype: str) -> None:
+    made = json.loads(json.dumps(gpu_trace()).replace('["float"]', f'["{kind}"]'))
+    profile = load(write(tmp_path, made)).profile
+    assert profile.gradient_dtype == dtype
+    assert [gradient.bytes // profile.element_bytes for gradient in profile.gradients] == [one // 4 for one in BYTES]
+
+
 def test_options_take_the_place_of_guesses(tmp_path: Path) -> None:
     profile = load(write(tmp_path, gpu_trace()), batch_size=7, model="net", name="mine").profile
     assert (profile.batch_size, profile.model, profile.name) == (7, "net", "mine")

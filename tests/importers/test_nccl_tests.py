@@ -262,6 +262,11 @@ def test_wrong_results_are_left_out() -> None:
     assert any("3 rows with wrong results" in note for note in network.notes)
 
 
+def test_a_file_of_wrong_results_is_refused_as_such() -> None:
+    with pytest.raises(InputError, match=f"all {len(SIZES)} rows have wrong results"):
+        read(text().replace("   0\n", "   7\n"))
+
+
 def test_empty_rows_are_skipped() -> None:
     extra = "    0    0    float    sum    -1    5.70    0.00    0.00    0    5.54    0.00    0.00    0\n"
     check(read(text().replace("# Out of bounds", extra + extra + "# Out of bounds")))
