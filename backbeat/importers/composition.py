@@ -12,10 +12,9 @@ from backbeat.errors import InputError
 from backbeat.importers import bandwidth_table, nccl_tests
 from backbeat.importers.bandwidth_table import network_of
 from backbeat.model import files
-from backbeat.model.fabric import Fabric
 from backbeat.model.files import Source
 from backbeat.model.network import Network, WorkersRow
-from backbeat.model.topology import Topology
+from backbeat.model.topology import Fabric, Topology
 
 
 def read_network(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBAND_HOP_S) -> Network:

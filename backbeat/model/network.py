@@ -16,12 +16,10 @@ from backbeat.cost.collectives import COLLECTIVES, Collective
 from backbeat.cost.scaling import beside_traffic, mixed, stretched
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked, at_least, whole
-from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
-from backbeat.model.fabric import Load
+from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint, ShardedTimes
 from backbeat.model.files import Document, Source
-from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.slowdown import Slowdown
-from backbeat.model.topology import LoadBand, Topology
+from backbeat.model.topology import Load, LoadBand, Topology
 
 _MOST_WORKERS = 10**9
 

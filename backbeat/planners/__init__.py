@@ -11,12 +11,11 @@ from msgspec.structs import replace
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Network, Plan, Profile
 from backbeat.planners.adaptive import adaptive
-from backbeat.planners.baselines import ddp, horovod, single, wfbp
+from backbeat.planners.baselines import asc_wfbp, ddp, horovod, mg_wfbp, single, wfbp
 from backbeat.planners.best import best
 from backbeat.planners.compressed_or_dense import compressed
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.memory_plan import plan_within_memory
-from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import decoupled, sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2

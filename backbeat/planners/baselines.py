@@ -1,5 +1,5 @@
-"""The schedules people have today: every gradient alone, all together, DDP's buckets, Horovod's buffer, and the
-buckets of other training frameworks by their caps."""
+"""The schedules people have today: every gradient alone, all together, DDP's buckets, Horovod's buffer, the merges of
+MG-WFBP and ASC-WFBP as published, and the buckets of other training frameworks by their caps."""
 
 from __future__ import annotations
 
@@ -42,6 +42,62 @@ def horovod(profile: Profile, network: Network, options: StrategyOptions) -> Dra
     )
     fused, _ = fuse_beside(profile, network.cost, settings, slowdown_of(profile, network).factor)
     return Draft(fused.ends, dynamic=settings)
+
+
+def mg_wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
+    """Shi, Chu, Li (TPDS 2021): a layer merges into the next if its communication would start after that is ready, or
+    would still be sending then and has started less than one latency before."""
+    alpha, beta = network.cost.isolated.line
+    ends = merge_sweep(profile.ready.tolist(), profile.sizes.tolist(), alpha, beta, patience_s=alpha)
+    return Draft(ends, options.communicators or 1)
+
+
+def asc_wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
+    """Shi, Chu, Li (INFOCOM 2021): a layer merges only if its communication would start after the next is ready;
+    otherwise it starts at once, and a second stream takes the next. Its bucketing ignores that they share the link; the
+    prediction does not."""
+    ends = merge_sweep(profile.ready.tolist(), profile.sizes.tolist(), *network.cost.isolated.line, patience_s=None)
+    return Draft(ends, options.communicators or 2)
+
+
+def merge_sweep(
+    ready: list[float], sizes: list[float], alpha: float, beta: float, patience_s: float | None
+) -> list[int]:
+    """Where buckets end. `patience_s` is how long after its start a layer may still be held back to merge (None:
+    never).
+
+    The papers sweep layers L..2 in forward order, here gradients in ready order, and recompute every start after every
+    merge. A merge empties the layer and changes nothing before it, so one pass with a running start finds the same.
+
+    Three gradients of 1 MB, ready at 0, 1 and 5 ms, each 1 ms + 1 ns/byte. The first would send from 0 to 2 ms, still
+    sending when the second is ready at 1 ms, but 1 ms is not less than one latency: it leaves alone. The second then
+    sends from 2 to 4 ms, before the third is ready: it leaves alone too.
+
+    >>> merge_sweep([0.0, 1e-3, 5e-3], [1e6] * 3, 1e-3, 1e-9, patience_s=1e-3)
+    [1, 2, 3]
+
+    Were the second ready at 0.5 ms, the first would wait for it.
+
+    >>> merge_sweep([0.0, 5e-4, 5e-3], [1e6] * 3, 1e-3, 1e-9, patience_s=1e-3)
+    [2, 3]
+    """
+    ends: list[int] = []
+    start, size = ready[0], sizes[0]
+    for index in range(1, len(ready)):
+        following = ready[index]
+        time = alpha + beta * size if size > 0 else 0.0
+        merge = start > following
+        if not merge and patience_s is not None:
+            merge = following < start + time and following - start < patience_s
+        if merge:
+            size += sizes[index]
+            start = max(start, following)
+        else:
+            ends.append(index)
+            start = max(start + time, following)
+            size = sizes[index]
+    ends.append(len(ready))
+    return ends
 
 
 def framework_plan(profile: Profile, network: Network, reduction: Reduction) -> Plan:

@@ -21,10 +21,9 @@ from itertools import combinations, product
 from backbeat.cost import LinkCost
 from backbeat.model import Network, Profile
 from backbeat.planners.adaptive import adaptive
-from backbeat.planners.baselines import ddp, single, wfbp
+from backbeat.planners.baselines import asc_wfbp, ddp, mg_wfbp, single, wfbp
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.merge_buckets import iteration_s, simplified
-from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import slowdown_of

@@ -1,7 +1,7 @@
 """What to keep, recompute or offload so that an iteration is fastest within a budget of device memory.
 
 Whether anything fits is known exactly (`memory_least_peak`). Candidates come from there, from the programme in
-`memory_segments`, at several prices for a byte copied, and from the uniform policies (every block treated alike); the
+`memory_moves`, at several prices for a byte copied, and from the uniform policies (every block treated alike); the
 simulation scores them all. The best are improved by small changes: a boundary moved, two ranges merged, one split,
 another action. First every change that helps is taken (hill climbing), then a random walk now and then accepts one that
 does not (simulated annealing). Random numbers are seeded and every limit counts evaluations, so the same profile and
@@ -28,8 +28,7 @@ from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_least_peak import LeastPeak
-from backbeat.planners.memory_moves import changes, count, every, one_by_one, random_change, uniform
-from backbeat.planners.memory_segments import Segmenter
+from backbeat.planners.memory_moves import Segmenter, changes, count, every, one_by_one, random_change, uniform
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRanges, segments_of
 from backbeat.simulate.memory_timeline import Chain, ChainRun, memory_timeline
 from backbeat.simulate.predict import predict

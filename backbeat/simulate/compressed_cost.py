@@ -20,8 +20,8 @@ from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model import Compression, Network, Plan, Profile
 from backbeat.simulate.contention import ComputeClock, contended
 from backbeat.simulate.engine import one_by_one
-from backbeat.simulate.gather_scatter import half_curve
 from backbeat.simulate.schedule import Flow, Schedule
+from backbeat.simulate.sharded_cost import half_curve
 
 ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
 """Where a profile has not measured it: about what a core of a CPU takes. A GPU takes far less: 0.006 ns a byte and

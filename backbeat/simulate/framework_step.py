@@ -19,9 +19,9 @@ from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.simulate.contention import UNDISTURBED
 from backbeat.simulate.engine import communicate
-from backbeat.simulate.gather_scatter import half_curve
 from backbeat.simulate.iteration import BucketRun, Iteration, communicate_beside, exposed_breakdown, least_end_s
 from backbeat.simulate.schedule import Schedule, capped, running_sums
+from backbeat.simulate.sharded_cost import half_curve
 
 
 def framework_iteration(

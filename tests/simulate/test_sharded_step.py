@@ -22,7 +22,7 @@ from backbeat.model import (
     Topology,
     WorkersRow,
 )
-from backbeat.model.sharded_times import CollectivePair, ShardedTimes
+from backbeat.model.collective_times import CollectivePair, ShardedTimes
 from backbeat.simulate.iteration import Iteration
 from backbeat.simulate.sharded_calls import call_order
 from backbeat.simulate.sharded_cost import ShardedCost

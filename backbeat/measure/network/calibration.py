@@ -44,9 +44,9 @@ from backbeat.measure.network.findings import (
 from backbeat.measure.network.jumps import SHARE, refine_jumps
 from backbeat.measure.network.sampling import BRIEF, THOROUGH, Effort, Progress, SamplingOutcome, sample_cases
 from backbeat.measure.network.sharded_host import AddedHostTimes, by_unit_and_parameter, measure_sharded_host
+from backbeat.model.collective_times import ShardedTimes
 from backbeat.model.files import Source
 from backbeat.model.network import Network
-from backbeat.model.sharded_times import ShardedTimes
 
 _LEAST_TIMEOUT_S = 30.0
 _HOST_S, _HOST_SHARE = 2.0, 0.1
