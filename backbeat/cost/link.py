@@ -70,14 +70,14 @@ class LinkCost:
         >>> round(cost.efficiency(2), 9)
         1.0
         """
-        busy = fit_busy(isolated, batches)
-        fitted = cls(isolated, busy, {}).fit_sharing(batches)
-        return cls(
-            isolated,
-            busy,
-            {count: efficiency for count, (efficiency, _) in fitted.items()},
-            {count: stretch for count, (_, stretch) in fitted.items()},
-        )
+        alone = cls(isolated, fit_busy(isolated, batches))
+        efficiencies, stretches = {}, {}
+        for sharing, points in _by_sharing(batches).items():
+            parts = alone._parts(points)
+            # Where these batches do not show e, it is 1.
+            fitted = _fit_pair(parts, sharing) or (1.0, _stretch(parts, 1.0, sharing))
+            efficiencies[sharing], stretches[sharing] = fitted
+        return cls(isolated, alone.busy, efficiencies, stretches)
 
     def efficiency(self, messages: int) -> float:
         """e(n): the fitted one, or that of the nearest n measured; e(1) = 1."""
@@ -136,8 +136,12 @@ class LinkCost:
 
         Both are piecewise monotone between the corners of the curves, so the corners decide.
         """
-        corners = [self.isolated.sizes] if self.busy is None else [self.isolated.sizes, self.busy.sizes]
-        candidates = np.concatenate([np.array([smallest, largest]), *corners, *self._kinks()])
+        curves = [self.isolated] if self.busy is None else [self.isolated, self.busy]
+        slope = self.isolated.link_s_per_byte
+        lines = [line for curve in curves for _, _, *line in curve.segments()]
+        # Where G·M crosses a curve between corners, the split changes its form.
+        kinks = [intercept / (slope - rise) for intercept, rise in lines if rise != slope]
+        candidates = np.concatenate([[smallest, largest], *(curve.sizes for curve in curves), kinks])
         candidates = candidates[(candidates >= smallest) & (candidates <= largest)]
         latency, _, work = self.split(candidates)
         moving = candidates > 0
@@ -176,13 +180,6 @@ class LinkCost:
             for batch in batches
         ]
 
-    def fit_sharing(self, points: Sequence[Batch]) -> dict[int, tuple[float, float]]:
-        """(e(n), u(n)) for every communicator count measured; e is 1 where these batches do not show it."""
-        return {
-            sharing: _fit_pair(parts, sharing) or (1.0, _stretch(parts, 1.0, sharing))
-            for sharing, parts in self._parts_by_sharing(points).items()
-        }
-
     def sharing_unknown(self, points: Sequence[Batch]) -> dict[int, int]:
         """The communicator counts whose e(n) these batches do not show, each with its largest message.
 
@@ -191,26 +188,25 @@ class LinkCost:
         >>> cost.sharing_unknown([Batch(size, 8, count, 1.0) for size, count in sizes_and_communicators])
         {2: 4096}
         """
-        largest = {sharing: max(one.bytes for one in batches) for sharing, batches in _by_sharing(points).items()}
-        parts = self._parts_by_sharing(points)
-        return {sharing: size for sharing, size in largest.items() if _fit_pair(parts[sharing], sharing) is None}
-
-    def _parts_by_sharing(self, points: Sequence[Batch]) -> dict[int, NDArray[np.float64]]:
         return {
-            sharing: np.array([self._parts(batch) for batch in batches])
+            sharing: max(batch.bytes for batch in batches)
             for sharing, batches in _by_sharing(points).items()
+            if _fit_pair(self._parts(batches), sharing) is None
         }
 
-    def _parts(self, batch: Batch) -> tuple[float, float, float]:
-        """(latency, shared transfer, what both are to explain), as shares of what the batch took."""
-        latency = shared = alone = 0.0
-        for count, starting, sending in self._rounds(batch.bytes, batch.messages, batch.communicators):
-            # A last message alone shares with nobody; a last few are taken to share like a full round.
-            if count == 1:
-                alone += starting + sending
-            else:
-                latency, shared = latency + starting, shared + sending
-        return latency / batch.seconds, shared / batch.seconds, 1 - alone / batch.seconds
+    def _parts(self, batches: Sequence[Batch]) -> NDArray[np.float64]:
+        """(latency, shared transfer, what both are to explain) of each, as shares of what the batch took."""
+        rows = []
+        for batch in batches:
+            latency = shared = alone = 0.0
+            for count, starting, sending in self._rounds(batch.bytes, batch.messages, batch.communicators):
+                # A last message alone shares with nobody; a last few are taken to share like a full round.
+                if count == 1:
+                    alone += starting + sending
+                else:
+                    latency, shared = latency + starting, shared + sending
+            rows.append((latency / batch.seconds, shared / batch.seconds, 1 - alone / batch.seconds))
+        return np.array(rows)
 
     def _rounds(self, size: float, messages: int, communicators: int) -> list[tuple[int, float, float]]:
         """(messages at once, latency seconds, link seconds at e = 1): rounds of one message per communicator, in step.
@@ -224,16 +220,6 @@ class LinkCost:
         starting, spared = max(latency, 0.0), max(-latency, 0.0)
         full = (sharing, starting + (rounds - 1) * latency_busy, rounds * sharing * work - spared)
         return [full, (rest, latency_busy, rest * work)] if rest else [full]
-
-    def _kinks(self) -> list[NDArray[np.float64]]:
-        """Sizes between corners where G·M crosses a curve: there the split changes its form."""
-        slope = self.isolated.link_s_per_byte
-        kinks = []
-        for curve in (self.isolated, self.busy):
-            for _, _, intercept, rise in curve.segments() if curve else ():
-                if rise != slope:
-                    kinks.append(intercept / (slope - rise))
-        return [np.array([kink for kink in kinks if kink > 0 and np.isfinite(kink)])]
 
 
 def _nearest(fitted: Mapping[int, float], messages: int) -> float:

@@ -36,7 +36,17 @@ class CollectiveTimes(Checked, frozen=True, kw_only=True):
         if self.alpha_s is not None or self.beta_s_per_byte is not None:
             raise InputError("points and alpha_s/beta_s_per_byte exclude each other: keep one of the two forms")
         force_setattr(self, "points", tuple((size, seconds) for size, seconds in self.points))
-        self._check_points(self.points)
+        if len(self.points) < 2:
+            raise InputError(f"points has {len(self.points)}: a curve needs two sizes or more; measure more sizes")
+        previous = -1
+        for index, (size, seconds) in enumerate(self.points):
+            not_negative(f"points[{index}][0]", size)
+            not_negative(f"points[{index}][1]", seconds)
+            if size <= previous:
+                raise InputError(
+                    f"points[{index}] has {size} bytes after {previous}: sizes must rise; sort them, one point a size"
+                )
+            previous = size
 
     @classmethod
     def of(cls, curve: Curve) -> CollectiveTimes:
@@ -53,20 +63,6 @@ class CollectiveTimes(Checked, frozen=True, kw_only=True):
         if self.points is None:
             return Curve.affine(self.alpha_s or 0.0, self.beta_s_per_byte or 0.0)
         return Curve.through(self.points)
-
-    @staticmethod
-    def _check_points(points: tuple[Point, ...]) -> None:
-        if len(points) < 2:
-            raise InputError(f"points has {len(points)}: a curve needs two sizes or more; measure more sizes")
-        previous = -1
-        for index, (size, seconds) in enumerate(points):
-            not_negative(f"points[{index}][0]", size)
-            not_negative(f"points[{index}][1]", seconds)
-            if size <= previous:
-                raise InputError(
-                    f"points[{index}] has {size} bytes after {previous}: sizes must rise; sort them, one point a size"
-                )
-            previous = size
 
 
 class ConcurrencyPoint(Checked, frozen=True, kw_only=True):

@@ -277,7 +277,7 @@ class Network(Document, frozen=True, kw_only=True):
             workers=workers,
             concurrency=self._nearest_concurrency(workers, times["all_reduce"]) if workers > 1 else (),
             band=self._band(workers),
-            moved_from=self._origin(used=used),
+            moved_from=Calibration(**_row_fields(self), used=used),
             **{name: times.get(name) for name in COLLECTIVES},
         )
 
@@ -376,16 +376,13 @@ class Network(Document, frozen=True, kw_only=True):
             else:
                 return self
             there[name] = CollectiveTimes.of(curve)
-        origin = self._origin() if self.moved_from is None else self.moved_from
+        origin = self.moved_from or Calibration(**_row_fields(self))
         return replace(
             self,
             concurrency=self.concurrency_on(there["all_reduce"]),
             moved_from=replace(origin, load=load),
             **there,
         )
-
-    def _origin(self, used: tuple[int, ...] = ()) -> Calibration:
-        return Calibration(**_row_fields(self), used=used)
 
 
 def _row_fields(times: Network | WorkersRow) -> dict[str, Any]:

@@ -174,9 +174,6 @@ class Profile(Document, frozen=True, kw_only=True):
             "gradients", (gradient.name for gradient in self.gradients), advice="each gradient travels once; remove one"
         )
         unique("blocks", (block.name for block in self.blocks), advice="a block is one module; remove one")
-        self._check_ready_order()
-
-    def _check_ready_order(self) -> None:
         previous = 0.0
         for index, gradient in enumerate(self.gradients):
             if gradient.ready_s < previous:
