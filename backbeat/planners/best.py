@@ -8,12 +8,11 @@ Candidates are `wfbp`, `single`, `ddp`, `mg-wfbp`, `asc-wfbp` and `adaptive`, th
 programme for plenty of communicators, on each communicator count allowed. The most promising are improved by moving,
 merging and splitting bucket boundaries, each step scored by the engine. A handful of gradients is searched exhaustively
 instead, and the plan says so. In the end buckets are merged as far as the 1 % allows: what the model has no price for,
-a host has. Nothing is random: the same input gives the same plan, unless a time budget cuts the search short.
+a host has. Nothing is random: the same input gives the same plan.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -59,11 +58,10 @@ def best(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
 
 
 def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
-    # A communicator without a bucket is of no use.
-    most = min(allowed_communicators(network, options.communicators), len(profile.gradients))
-    cost = network.cost
-    deadline = time.monotonic() + options.budget_s if options.budget_s is not None else float("inf")
-    search = _Search(profile, cost, deadline)
+    # Two, more where concurrency was measured on more; a communicator without a bucket is of no use.
+    allowed = options.communicators or max([2, *(row.communicators for row in network.concurrency)])
+    most, cost = min(allowed, len(profile.gradients)), network.cost
+    search = _Search(profile, cost)
     one = search.score(Draft(best_ends(profile, cost)))
     floor = communication_bound(profile, cost, most)
     candidates, fastest = [one], floor
@@ -91,7 +89,7 @@ def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -
         return min(close, key=_fewer_buckets)[1]
     return min(
         (
-            search.score(simplified(draft, profile, cost, slack=slack(end), deadline=deadline))
+            search.score(simplified(draft, profile, cost, slack=slack(end)))
             for end, draft in (min(close, key=search.rank), min(close, key=_fewer_buckets))
         ),
         key=_fewer_buckets,
@@ -101,13 +99,6 @@ def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -
 def _fewer_buckets(scored: tuple[float, Draft]) -> tuple[int, float]:
     end, draft = scored
     return len(draft.ends), end
-
-
-def allowed_communicators(network: Network, asked: int | None) -> int:
-    """Up to two communicators, more where the network's concurrency was measured on more or the caller says so."""
-    if asked is not None:
-        return asked
-    return max([2, *(row.communicators for row in network.concurrency)])
 
 
 def _candidates(profile: Profile, network: Network, communicators: int) -> Iterator[Draft]:
@@ -128,11 +119,10 @@ def _every(count: int, communicators: int) -> Iterator[Draft]:
 
 @dataclass
 class _Search:
-    """Local search over one problem, until a deadline."""
+    """Local search over one problem."""
 
     profile: Profile
     cost: LinkCost
-    deadline: float
 
     def score(self, draft: Draft) -> tuple[float, Draft]:
         return draft.end_s(self.profile, self.cost), draft
@@ -143,12 +133,8 @@ class _Search:
         # So many ways there are to cut gradients into consecutive buckets and give each a communicator.
         if most * (most + 1) ** (count - 1) <= _EXHAUSTIVE_PLANS:
             return [self.score(draft) for draft in _every(count, most)]
-        candidates: list[tuple[float, Draft]] = []
-        for communicators in range(2, most + 1):
-            if time.monotonic() > self.deadline:
-                break
-            candidates += [self.score(draft) for draft in _candidates(self.profile, network, communicators)]
-        candidates.sort(key=self.rank)
+        drafts = (draft for one in range(2, most + 1) for draft in _candidates(self.profile, network, one))
+        candidates = sorted(map(self.score, drafts), key=self.rank)
         for end, draft in candidates[:_IMPROVED]:
             least, _ = min(candidates, key=self.rank)
             if least > max(floor, self.profile.backward_s) * (1 + _CLOSE_ENOUGH):
@@ -170,7 +156,7 @@ class _Search:
             while improved:
                 improved = False
                 for candidate in _neighbours(draft, stride):
-                    if left <= 0 or time.monotonic() > self.deadline:
+                    if left <= 0:
                         return end, draft
                     left -= 1
                     found, _ = self.score(candidate)

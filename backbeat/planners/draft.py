@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -42,8 +42,6 @@ class StrategyOptions:
     """Sharded strategies: what gradients are reduced in; fp32 where None."""
     torch_version: str | None = None
     """`sharded`: what the plan will run on, like 2.13; what came after 2.10 is not chosen where None."""
-    budget_s: float | None = None
-    """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Draft:
     assignment: list[int] | None = None
     """Communicator of each bucket; round robin where None."""
     dynamic: DynamicFusion | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of_launches(cls, launches: Iterable[Sequence[int]], communicators: int) -> Draft:

@@ -35,8 +35,6 @@ from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.units import format_bytes
 
-__all__ = ["Chosen", "MemorySearch", "memory_plan", "plan_within_memory", "too_small", "uniform"]
-
 Score = Callable[[ChainRun], tuple[float, ...]]
 
 _PRICES = (0.2, 0.3, 0.5, 1.0)
@@ -55,14 +53,11 @@ _WALK = 1500
 _FEW = 3000
 """Chains with no more plans than this are searched exhaustively."""
 
-
 _RESERVE = 100
 _MOST_RESERVE = 64 * 2**20
 """A hundredth of a budget, and at most this, is left by default to what no profile counts (workspaces, rounding).
 Measured peaks in `validation/memory` are up to 47 MB above predicted ones. Workspaces that cuDNN's benchmark mode tries
 can take far more."""
-
-
 _BENCHMARK_RESERVE = 0.08
 """With cuDNN's benchmark mode: one run took 6.1 % of its budget more than predicted (`validation/memory`)."""
 
@@ -191,7 +186,9 @@ class MemorySearch:
                     return ranges
                 left -= 1
                 found = score(self.run(changed))
-                if found < best and not _same(found, best):
+                # The last bit of a sum is not worth a change.
+                same = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15) for a, b in zip(found, best, strict=True))
+                if found < best and not same:
                     ranges, best, improved = changed, found, True
                     break
         return ranges
@@ -307,8 +304,3 @@ def _up(size: int) -> str:
 
 def _no_worse(one: ChainRun, other: ChainRun) -> bool:
     return one.peak_bytes <= other.peak_bytes and one.time_s <= other.time_s * (1 + 1e-9)
-
-
-def _same(one: tuple[float, ...], two: tuple[float, ...]) -> bool:
-    """Equal but for rounding: the last bit of a sum is not worth a change."""
-    return all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15) for a, b in zip(one, two, strict=True))

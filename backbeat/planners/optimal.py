@@ -53,9 +53,14 @@ def merged_ends(profile: Profile, cost: LinkCost, ends: list[int], slack: float 
 
 
 def best_ends(profile: Profile, cost: LinkCost) -> list[int]:
+    ready = profile.ready.tolist()
     if cost.busy is None:
-        return queue_programme(profile.ready.tolist(), profile.sizes.tolist(), cost.isolated)
-    return dense_programme(profile, cost)
+        return queue_programme(ready, profile.sizes.tolist(), cost.isolated)
+
+    def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(np.maximum(ready[j - 1] + cost.time(messages), earliest + cost.busy_time(messages)))
+
+    return quadratic_programme(profile.sizes, finishes)
 
 
 def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> list[int]:
@@ -101,16 +106,6 @@ def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> lis
                 best, start = candidate, queue[0][1]
         earliest[j], bucket_start[j] = best, start
     return _walk_back(bucket_start)
-
-
-def dense_programme(profile: Profile, cost: LinkCost) -> list[int]:
-    """The same optimum with measured back-to-back times: E[j] = min over i of max(r_j + T, E[i] + T_busy)."""
-    ready = profile.ready.tolist()
-
-    def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.asarray(np.maximum(ready[j - 1] + cost.time(messages), earliest + cost.busy_time(messages)))
-
-    return quadratic_programme(profile.sizes, finishes)
 
 
 def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:

@@ -87,7 +87,7 @@ def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, who
             f"{_shorter(best.seconds, gained.seconds)}: plan with --torch {NEWER_TORCH} where that is installed"
         )
     if options.reduce_dtype is None:
-        in_bf16 = problem.seconds_reduced_in("bf16", best.choice)
+        in_bf16 = problem.seconds(best.choice, "bf16")
         if in_bf16 < best.seconds * (1 - SIMPLER_WITHIN):
             notes.append(
                 f"gradients reduced in bf16 would make a step {_shorter(best.seconds, in_bf16)}: plan with "

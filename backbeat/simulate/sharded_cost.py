@@ -10,6 +10,7 @@ joins the nodes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,15 +58,23 @@ class ShardedCost:
             )
         group = _at(network, mesh.shard)
         blocking = network.backend == "gloo"
-        in_a_row = 1.0 if blocking or network.sharded is None else network.sharded.in_a_row
+        in_a_row, together, sharing = 1.0, None, group.cost
+        if network.sharded is not None:
+            in_a_row, together = 1.0 if blocking else network.sharded.in_a_row, network.sharded.speed(2)
+        if together is not None:
+            sharing = LinkCost(sharing.isolated, sharing.busy, {2: together * in_a_row})
+        if copy_bytes_per_s is None:
+            # A device that is not in the table, such as a CPU, is taken to copy in no time.
+            device = accelerator(profile.device)
+            copy_bytes_per_s = math.inf if device is None else device.bytes_per_s
         return cls(
             gather=half_curve(group, "all_gather").slower(in_a_row),
             # Gloo's own reduce-scatter, which FSDP2 calls there, moves as many bytes as its all-reduce.
             scatter=group.cost.isolated if blocking else half_curve(group, "reduce_scatter").slower(in_a_row),
             replicate=_across(network, mesh) if mesh.replicate > 1 else None,
             one_link=_inside(network) is None or mesh.shard > network.topology.gpus_per_node,
-            sharing=_sharing(network, group.cost, in_a_row),
-            copy_s_per_byte=1 / copy_bytes_per_s if copy_bytes_per_s else _copy_s_per_byte(profile.device),
+            sharing=sharing,
+            copy_s_per_byte=1 / copy_bytes_per_s,
             shards=mesh.shard,
             param_bytes=DTYPE_BYTES[sharding.param_dtype],
             reduce_bytes=DTYPE_BYTES[sharding.reduce_dtype],
@@ -90,19 +99,6 @@ class ShardedCost:
     def scatter_in_s(self, elements: int) -> float:
         """Gradients, in the dtype they were computed in, into the reduce-scatter's input."""
         return elements * (self.param_bytes + self.reduce_bytes) * self.copy_s_per_byte
-
-
-def _sharing(network: Network, all_reduces: LinkCost, in_a_row: float) -> LinkCost:
-    speed = None if network.sharded is None else network.sharded.speed(2)
-    if speed is None:
-        return all_reduces
-    return LinkCost(all_reduces.isolated, all_reduces.busy, {2: speed * in_a_row})
-
-
-def _copy_s_per_byte(device: str) -> float:
-    """At the memory's bandwidth; 0 on a device that is not in the table, such as a CPU."""
-    known = accelerator(device)
-    return 0.0 if known is None else 1 / known.bytes_per_s
 
 
 def _inside(network: Network) -> Curve | None:
@@ -134,22 +130,16 @@ def _across(network: Network, mesh: Mesh) -> Curve:
         max(whole.link_s_per_byte - (inside.link_s_per_byte if apart else 0.0), 0.0),
     )
     if over.all_gather is not None:
-        across = across.joined(_as_gathered(over), np.minimum)
+        # At most what it takes at the rate at which the ring of an all-gather over all ranks crosses nodes. That takes
+        # more of every message across than one ring for each rank of a node: with two nodes of two ranks 3/4 of it,
+        # where an all-reduce over the nodes takes 1/2 twice.
+        more = traffic("all_reduce", "ring", over.nodes) / traffic("all_gather", "ring", over.workers)
+        across = across.joined(half_curve(over, "all_gather").slower(more), np.minimum)
     if mesh.shard >= per_node:
         return _by_part(across, per_node / mesh.shard)
     # Several copies in one node are first reduced there.
     local = _by_part(_at(network, per_node // mesh.shard).cost.isolated, 1 / mesh.shard)
     return across.joined(local, np.add)
-
-
-def _as_gathered(network: Network) -> Curve:
-    """The all-reduce over nodes, at the rate at which the ring of an all-gather over all ranks crosses them.
-
-    One ring over all ranks takes more of every message across than one ring for each rank of a node: with two nodes of
-    two ranks 3/4 of it in an all-gather, where an all-reduce over the nodes takes 1/2 twice.
-    """
-    ring = traffic("all_gather", "ring", network.workers)
-    return half_curve(network, "all_gather").slower(traffic("all_reduce", "ring", network.nodes) / ring)
 
 
 def _at(network: Network, workers: int) -> Network:

@@ -276,7 +276,7 @@ def test_what_bf16_sums_would_gain_is_said_where_they_gain() -> None:
     problem = ShardProblem(profile, slow, StrategyOptions())
     other = ShardProblem(profile, slow, StrategyOptions(reduce_dtype="bf16"))
     choice = ShardChoice(ends=(4, 8, 11, 12), shard=8, kept=(True,) * 4)
-    in_bf16 = problem.seconds_reduced_in("bf16", choice)
+    in_bf16 = problem.seconds(choice, "bf16")
     assert in_bf16 == other.seconds(choice) < 0.9 * problem.seconds(choice)
     saved = round(100 * (1 - in_bf16 / problem.seconds(choice)))
     assert note.startswith(f"gradients reduced in bf16 would make a step {saved} % shorter: plan with --reduce-dtype")
