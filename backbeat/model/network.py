@@ -13,7 +13,7 @@ from msgspec.structs import force_setattr, replace
 
 from backbeat.cost import Batch, Curve, LinkCost
 from backbeat.cost.collectives import COLLECTIVES, Collective
-from backbeat.cost.scaling import beside_traffic, mixed, stretched
+from backbeat.cost.curve import beside_traffic, mixed, stretched
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked, at_least, whole
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint, ShardedTimes

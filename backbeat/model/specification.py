@@ -175,7 +175,7 @@ class Specification:
         )
 
     def _typical(self, nodes: int, quiet: list[float]) -> CollectiveTimes:
-        """All but the smallest message's latency is slower than on a quiet cluster (`cost/scaling.beside_traffic`)."""
+        """All but the smallest message's latency is slower than on a quiet cluster (`cost/curve.beside_traffic`)."""
         slowdown = 1 / self.fabric.slowdown(nodes, "quiet") if self.fabric is not None and nodes > 1 else 1.0
         times = (_rounded(quiet[0] + (time - quiet[0]) * slowdown) for time in quiet)
         return CollectiveTimes(points=tuple(zip(SIZES, times, strict=True)))

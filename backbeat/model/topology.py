@@ -21,8 +21,7 @@ import numpy as np
 from msgspec import Meta
 
 from backbeat.cost.collectives import Collective, Shape, steps, traffic
-from backbeat.cost.curve import Curve
-from backbeat.cost.scaling import FAR_BYTES, cheapest, stretch_factors, through
+from backbeat.cost.curve import FAR_BYTES, Curve, cheapest, stretch_factors, through
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked
 from backbeat.model.collective_times import CollectiveTimes
