@@ -202,7 +202,8 @@ class Segmenter:
 
         block = k - 1
         entering = chain.input[block] if chain.saves_input[block] else 0
-        leaving = chain.output[block] if chain.saves_output[block] and not self._next_keeps(block) else 0
+        next_keeps = k < chain.count and chain.joined[k] and chain.saves_input[k]
+        leaving = chain.output[block] if chain.saves_output[block] and not next_keeps else 0
         kept = chain.saved[block] + entering + leaving
         own_backward = chain.output[block] + chain.backward_peak[block]
         offer(block, kept, own_backward, 0.0, KEEP)
@@ -220,9 +221,6 @@ class Segmenter:
             if chain.has_host and size:
                 offer(first, 0, need + size * (1 + ahead), seconds + price * size, FETCH)
         return _undominated(parts)
-
-    def _next_keeps(self, block: int) -> bool:
-        return block + 1 < self.chain.count and self.chain.joined[block + 1] and self.chain.saves_input[block + 1]
 
 
 def recompute_needs(chain: Chain, first: int, *, gives_up_input: bool = False) -> list[int]:

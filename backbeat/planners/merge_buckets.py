@@ -55,11 +55,6 @@ class Conditions:
     until_s: float = float("-inf")
     """The last bucket may end this late, even if it ends earlier before anything is merged."""
 
-    @classmethod
-    def of(cls, profile: Profile, cost: LinkCost) -> Conditions:
-        """A profile's gradients, in ready order."""
-        return cls(sums=running_sums(profile.sizes), cost=cost, ready=profile.ready)
-
     def finishes(self, ends: Sequence[int]) -> list[float]:
         """When each bucket is done."""
         sizes = np.diff(self.sums[[0, *ends]])

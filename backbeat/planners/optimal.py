@@ -46,7 +46,8 @@ def optimal(profile: Profile, network: Network, options: StrategyOptions) -> Dra
 def merged_ends(profile: Profile, cost: LinkCost, ends: list[int], slack: float | None = None) -> list[int]:
     """Fewer buckets on one communicator that end as early; or, with `slack`, with which an iteration takes no more than
     this share longer."""
-    conditions = [Conditions.of(profile, one) for one in possible_costs(cost)]
+    sums = running_sums(profile.sizes)
+    conditions = [Conditions(sums=sums, cost=one, ready=profile.ready) for one in possible_costs(cost)]
     if slack is not None:
         conditions = [replace(case, until_s=latest_end(profile, case.finishes(ends)[-1], slack)) for case in conditions]
     return merged(ends, conditions)

@@ -82,7 +82,7 @@ class ShardProblem:
         self.seconds: Callable[..., float] = cache(self._seconds)
         # The last is kept: its time and its peak are asked for one after the other.
         self.chain: Callable[[ShardChoice], ShardedChain] = lru_cache(maxsize=1)(self._chain)
-        self._peaks: dict[ShardChoice, int] = {}
+        self.peaks: dict[ShardChoice, int] = {}
         self._pieces: dict[int, ModelPieces] = {0: self.pieces}
 
     @cached_property
@@ -160,16 +160,11 @@ class ShardProblem:
         """0 where the profile has no memory figures."""
         # What hides behind what does not change what is held.
         alike = replace(choice, separate=False)
-        if alike not in self._peaks:
+        if alike not in self.peaks:
             plan = self.plan(alike)
             held = sharded_memory(self.profile, plan, micro_batches=self.micro_batches, chain=self.chain(alike))
-            self._peaks[alike] = held.peak_bytes if held is not None else 0
-        return self._peaks[alike]
-
-    @property
-    def least_peak(self) -> int:
-        """Of all that was tried."""
-        return min(self._peaks.values())
+            self.peaks[alike] = held.peak_bytes if held is not None else 0
+        return self.peaks[alike]
 
     def scored(self, choice: ShardChoice) -> Scored:
         return Scored(self.seconds(choice), self.peak(choice), choice)

@@ -123,7 +123,7 @@ def _knob_words(choice: ShardChoice) -> str:
 
 def _too_small(problem: ShardProblem, budget: int, reserve: float | None) -> str:
     """Why a budget is refused, and the smallest found that would not be."""
-    least = needed(problem.least_peak, reserve)
+    least = needed(min(problem.peaks.values()), reserve)
     return (
         f"a memory budget of {format_bytes(budget)} is too small: sharded over {problem.network.workers} workers and "
         f"with blocks recomputed, the smallest found that fits is {least} bytes ({format_bytes(least)}). Give that "

@@ -47,12 +47,6 @@ from backbeat.simulate.stream_engine import COMPUTE, StreamTask, StreamTimes, ru
 
 _COPY_IN, _GATHER, _SCATTER, _REPLICATE = 1, 2, 3, 4
 _SHARD_LINK, _REPLICA_LINK = 0, 1
-_WORDS = {
-    "all_gather": "all-gather",
-    "copy_out": "copy out",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-}
 
 
 class ShardedRun(NamedTuple):
@@ -265,7 +259,7 @@ def _timeline(run: ShardedRun, chain: ShardedChain, cost: ShardedCost) -> tuple[
         if task.stream not in lanes or end <= start:
             continue
         name = "loss and the rest" if call.unit == ROOT and not chain.has_root else chain.units[call.unit].name
-        word = _WORDS.get(call.event, call.event)
+        word = call.event.replace("_", "-" if task.link is not None else " ")
         if task.stream == COMPUTE and call.event == "reduce_scatter":
             word = "copy in"
         size = 0
