@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import Memory, Profile
 from backbeat.planners import propose
-from backbeat.simulate.sharded_levels import memory_levels
-from backbeat.simulate.sharded_memory import sharded_memory
+from backbeat.simulate.sharded_memory import memory_levels, sharded_memory
 from tests.chains import chains
 from tests.problems import affine, make_profile
 from tests.sharded_problems import sharded_plans

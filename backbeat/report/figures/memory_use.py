@@ -9,7 +9,7 @@ from typing import NamedTuple
 from backbeat.model import Memory
 from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import COLOURS, Drawing, axis, drawn, legend, mark, stacked, translucent, upright
-from backbeat.simulate.sharded_levels import MemoryLevel
+from backbeat.simulate.sharded_memory import MemoryLevel
 from backbeat.units import format_bytes
 
 SHARDED_KINDS = {
