@@ -378,10 +378,7 @@ class Network(Document, frozen=True, kw_only=True):
             there[name] = CollectiveTimes.of(curve)
         origin = self.moved_from or Calibration(**_row_fields(self))
         return replace(
-            self,
-            concurrency=self.concurrency_on(there["all_reduce"]),
-            moved_from=replace(origin, load=load),
-            **there,
+            self, concurrency=self.concurrency_on(there["all_reduce"]), moved_from=replace(origin, load=load), **there
         )
 
 

@@ -244,9 +244,7 @@ class Profile(Document, frozen=True, kw_only=True):
                 peak_bytes=memory.peak_bytes + self.total_bytes if memory.peak_bytes else 0,
             )
         return replace(
-            self,
-            gradients=tuple(replace(one, bytes=(one.bytes + 1) // 2) for one in self.gradients),
-            memory=memory,
+            self, gradients=tuple(replace(one, bytes=(one.bytes + 1) // 2) for one in self.gradients), memory=memory
         )
 
     @property

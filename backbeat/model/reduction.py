@@ -137,11 +137,7 @@ REDUCTIONS = {
         Reduction(name="torch-ddp", bucket_bytes=(DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES), broadcast_buffers=True),
         _MEGATRON,
         replace(
-            _MEGATRON,
-            name="megatron-no-overlap",
-            bucket_elements=None,
-            bucket_elements_per_worker=0,
-            overlap="none",
+            _MEGATRON, name="megatron-no-overlap", bucket_elements=None, bucket_elements_per_worker=0, overlap="none"
         ),
         replace(
             _MEGATRON,

@@ -88,13 +88,7 @@ class _Labels:
 
 
 def unit_ends(
-    atoms: Atoms,
-    cost: ShardedCost,
-    *,
-    reshard: bool,
-    buffers: int = 1,
-    most: int = 4000,
-    longest: int | None = None,
+    atoms: Atoms, cost: ShardedCost, *, reshard: bool, buffers: int = 1, most: int = 4000, longest: int | None = None
 ) -> UnitEnds:
     """The units of the shortest step; `longest` limits the atoms of a unit.
 

@@ -255,12 +255,7 @@ class Chain:
         return self.saves_output[k] and (k + 1 == self.count or not self.joined[k + 1])
 
     def _forward(
-        self,
-        ranges: Sequence[BlockRange],
-        action: list[int],
-        until: list[int | None],
-        away: list[bool],
-        tally: Tally,
+        self, ranges: Sequence[BlockRange], action: list[int], until: list[int | None], away: list[bool], tally: Tally
     ) -> int:
         """Bytes copied to the host."""
         free_at, wait_at = [0] * (self.count + AHEAD + 1), [0.0] * (self.count + AHEAD + 1)

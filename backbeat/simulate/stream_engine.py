@@ -41,10 +41,7 @@ class StreamTimes:
 
 
 def run_streams(
-    tasks: Sequence[StreamTask],
-    *,
-    slowdown: float = 1.0,
-    efficiency: Callable[[int], float] = lambda count: 1.0,
+    tasks: Sequence[StreamTask], *, slowdown: float = 1.0, efficiency: Callable[[int], float] = lambda count: 1.0
 ) -> StreamTimes:
     """When every task runs.
 
