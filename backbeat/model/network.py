@@ -167,13 +167,11 @@ class Network(Document, frozen=True, kw_only=True):
         at_least("links", links, 1)
         inside, beyond = base.all_reduce.curve, stretched(between.all_reduce.curve, transfer=1 / links)
         sizes = np.unique(np.concatenate([inside.sizes, beyond.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
-        times = inside.time(sizes) + beyond.time(sizes)
+        both = Curve(sizes, inside.time(sizes) + beyond.time(sizes), 0.0)
         return Network(
             name=f"{base.name}+{between.name}",
             workers=base.workers * between.workers,
-            all_reduce=CollectiveTimes(
-                points=tuple((round(size), float(time)) for size, time in zip(sizes, times, strict=True))
-            ),
+            all_reduce=CollectiveTimes.of(both),
             topology=Topology(
                 algorithm="hierarchical",
                 gpus_per_node=base.workers,

@@ -66,15 +66,11 @@ STRATEGIES = {
 }
 """By name; of those that people have a name for, the simplest first."""
 SHARDED = frozenset(name for name, one in STRATEGIES.items() if one.kind == "units")
-"""Strategies that shard parameters rather than send gradients in buckets."""
 BUDGETED = frozenset(name for name, one in STRATEGIES.items() if one.budgeted)
-"""Strategies that choose within a memory budget themselves."""
 BUCKETED = frozenset(name for name, one in STRATEGIES.items() if one.bucket)
-"""Strategies that take `bucket_bytes`."""
 FIXED_BUCKETS = frozenset(name for name, one in STRATEGIES.items() if one.kind == "buckets")
 """Strategies whose buckets are the same in every step, and hold gradients as they are."""
 SEVERAL = frozenset(name for name, one in STRATEGIES.items() if one.several)
-"""Strategies that use a second communicator where nobody says how many."""
 KNOWN_AS = {name: one.known_as for name, one in STRATEGIES.items() if one.known_as}
 """What people call the ways to hold a model, the simplest first."""
 

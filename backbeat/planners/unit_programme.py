@@ -21,7 +21,7 @@ too, and the result says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -64,8 +64,7 @@ class UnitEnds(NamedTuple):
     exact: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
+class _Unit(NamedTuple):
     """What units take, one for each index where they may begin."""
 
     copy_in_s: Floats
@@ -78,8 +77,7 @@ class _Unit:
     across_s: Floats
 
 
-@dataclass(slots=True)
-class _Labels:
+class _Labels(NamedTuple):
     """The labels of one cut, and where they come from."""
 
     rows: Floats
@@ -177,7 +175,7 @@ class _Programme:
             self.forward[end] - self.forward[begins] - self.atoms.gap_forward_s[begins],
             self.backward[end] - self.backward[begins] - self.atoms.gap_backward_s[begins],
         )
-        spread = _Unit(*(np.repeat(getattr(unit, name), counts) for name in _Unit.__slots__))
+        spread = _Unit(*(np.repeat(column, counts) for column in unit))
         new = np.empty_like(rows)
         self._forward(rows, spread, new)
         new[:, _FREE_COMPUTE] += self.atoms.gap_forward_s[end]
@@ -213,7 +211,9 @@ class _Programme:
         tail = _Tail(below, rows[:, _TAIL_LINK], rows[:, _TAIL_ACROSS], rows[:, _HELD:]).reduced(unit)
         first = begins == 0
         if first.any():
-            tail = tail.replaced(first, self._ending(unit, len(rows)))
+            ending = self._ending(unit, len(rows))
+            compute, link, across = (np.where(first, new, old) for new, old in zip(ending[:3], tail[:3], strict=True))
+            tail = _Tail(compute, link, across, np.where(first[:, None], ending.held, tail.held))
         new[:, _TAIL_ACROSS] = tail.across
         new[:, _HELD:] = tail.held
         if not self.reshard:
@@ -239,7 +239,7 @@ class _Programme:
             tail = tail.reduced(unit)
         if atoms.root_elements:
             tail = tail.reduced(self.root)
-        tail = replace(tail, compute=tail.compute + atoms.gap_backward_s[0])
+        tail = tail._replace(compute=tail.compute + atoms.gap_backward_s[0])
         return tail if atoms.first_is_last else tail.reduced(unit)
 
     def _promise(self, rows: Floats, end: int) -> tuple[Floats, Floats]:
@@ -266,8 +266,7 @@ class _Programme:
         return np.asarray(np.maximum(np.maximum(compute, copied + rows[:, _TAIL_COPY_IN]), onwards))
 
 
-@dataclass(frozen=True, slots=True)
-class _Tail:
+class _Tail(NamedTuple):
     """From where backward is entered to the end of the step."""
 
     compute: Floats
@@ -282,13 +281,6 @@ class _Tail:
         start = unit.scatter_s + end
         copy = unit.scatter_in_s + np.maximum(self.compute, start)
         return _Tail(copy, start, unit.across_s + self.across, np.column_stack([self.held[:, 1:], copy]))
-
-    def replaced(self, where: NDArray[np.bool_], other: _Tail) -> _Tail:
-        compute, link, across = (
-            np.where(where, new, old)
-            for old, new in ((self.compute, other.compute), (self.link, other.link), (self.across, other.across))
-        )
-        return _Tail(compute, link, across, np.where(where[:, None], other.held, self.held))
 
 
 def _undominated(rows: Floats, most: int) -> NDArray[np.int64]:

@@ -156,7 +156,10 @@ def bucket_iteration(profile: Profile, network: Network, plan: Plan, before: flo
     if run.compressed:
         # Its bound is that nothing is exposed.
         bound = around + run.backward_end_s - run.contention_s
-        breakdown = _compressed_breakdown(profile, run)
+        # All of what is exposed counts as waiting, compression included, but for the link being busy afterwards.
+        busy = covered_s(run.flow.starts.tolist(), run.flow.finishes.tolist(), run.backward_end_s)
+        waiting = max(run.end_s - profile.backward_s - busy - run.contention_s, 0.0)
+        breakdown = Breakdown(bandwidth_s=busy, waiting_s=waiting, contention_s=run.contention_s)
     else:
         bound = around + least_end_s(profile, network.cost, plan.communicators, slowdown)
         breakdown = exposed_breakdown(profile, network.cost, run, plan.communicators)
@@ -221,13 +224,6 @@ def exposed_breakdown(profile: Profile, cost: LinkCost, run: BucketRun, communic
         waiting_s=max(tail - latency - bandwidth, 0.0),
         contention_s=contention,
     )
-
-
-def _compressed_breakdown(profile: Profile, run: BucketRun) -> Breakdown:
-    """All of what is exposed counts as waiting, compression included, but for the link being busy after computation."""
-    busy = covered_s(run.flow.starts.tolist(), run.flow.finishes.tolist(), run.backward_end_s)
-    waiting = max(run.end_s - profile.backward_s - busy - run.contention_s, 0.0)
-    return Breakdown(bandwidth_s=busy, waiting_s=waiting, contention_s=run.contention_s)
 
 
 def least_end_s(profile: Profile, cost: LinkCost, communicators: int, slowdown: float) -> float:

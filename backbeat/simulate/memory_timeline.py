@@ -98,24 +98,20 @@ def memory_timeline(
     """Predict peak and times of one iteration; `plan` says how gradients are held (None: dense, flat buffers)."""
     chain = Chain(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
     run = chain.run(ranges_of(profile, memory_plan))
+    notes: tuple[str, ...] = ()
+    host_bound = any(note.startswith("launch-bound") for note in profile.notes)
+    if host_bound and not memory_plan.keeps_all and profile.host_recompute_s is None:
+        notes = (
+            "the host sets this model's pace, and the profile does not say what recomputing costs it: it computes "
+            "longer than predicted (BERT-Large on one H200 1.7 to 1.9 times); profile again to measure it",
+        )
     return MemoryTimeline(
         **{field.name: getattr(run, field.name) for field in fields(run)},
         where=chain.names[run.block] if run.phase != "loss" else "loss",
         host_more_s=run.host_s - chain.host_plain,
         holdings=chain.holdings,
         profile=chain.changed(profile, run),
-        notes=_remarks(profile, memory_plan),
-    )
-
-
-def _remarks(profile: Profile, memory_plan: MemoryPlan) -> tuple[str, ...]:
-    """Where the host sets the pace and nobody measured what recomputing costs it, times are too short."""
-    bound = any(note.startswith("launch-bound") for note in profile.notes)
-    if memory_plan.keeps_all or not bound or profile.host_recompute_s is not None:
-        return ()
-    return (
-        "the host sets this model's pace, and the profile does not say what recomputing costs it: it computes "
-        "longer than predicted (BERT-Large on one H200 1.7 to 1.9 times); profile again to measure it",
+        notes=notes,
     )
 
 
