@@ -223,26 +223,18 @@ def _at_host_pace(
     """The step with the host in, and what issuing it takes. backbeat's wrapper, where the plan is `wrapped`, has a hook
     for each gradient, and a status message after the last bucket."""
     lane, micro_batches = worker.lane, worker.micro_batches
-    fsdp = _with_fsdp(lane, worker.profile, network, plan, step.buckets)
-    if not lane.by_block or fsdp is not None:
-        issuing = fsdp or lane
-        return issuing.paced(device_s, micro_batches), issuing.step_s(micro_batches)
-    parts, hooks = step.breakdown, len(worker.profile.gradients) if wrapped else 0
+    names = [gradient.name for gradient in worker.profile.gradients]
+    host = None if network.sharded is None else network.sharded.host
+    if plan.sharding is not None and host is not None and lane.by_block:
+        # What FSDP2 was measured to take of the host holds its collectives.
+        units = UnitCounts(step.buckets, len(names))
+        lane = lane.longer(host.micro_batch_s(units, plan.sharding.resharded_counts(names)), host.update_s * len(names))
+        return lane.paced(device_s, micro_batches), lane.step_s(micro_batches)
+    parts, hooks = step.breakdown, len(names) if wrapped else 0
     tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if wrapped else None
     sent = sum(span.lane.startswith("communicator") for span in step.timeline)
     paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=hooks, tail_s=tail)
     return paced, lane.step_s(micro_batches, collectives=sent, gradients=hooks)
-
-
-def _with_fsdp(lane: HostLane, profile: Profile, network: Network, plan: Plan, units: int) -> HostLane | None:
-    """The lane with what FSDP2 takes of the host, its collectives included; None where nothing is sharded, or it was
-    not measured."""
-    host = None if network.sharded is None else network.sharded.host
-    if plan.sharding is None or host is None or not lane.by_block:
-        return None
-    names = [gradient.name for gradient in profile.gradients]
-    added_s = host.micro_batch_s(UnitCounts(units, len(names)), plan.sharding.resharded_counts(names))
-    return lane.longer(added_s, host.update_s * len(names))
 
 
 def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Span, ...]:
