@@ -290,7 +290,16 @@ def _together(tasks: Sequence[StreamTask], slowdown: float, efficiency: Callable
                     del queues[stream]
                 running[stream] = [head, tasks[head].seconds, tasks[head].work_s]
                 times.starts[head] = times.on_link[head] = now
-        paces = _paces(tasks, running, slowdown, efficiency)
+        links = {stream: tasks[int(number)].link for stream, (number, _, _) in running.items()}
+        computes = 1 / slowdown if any(link is not None for link in links.values()) else 1.0
+        sharing = [links[stream] for stream, (_, own, _) in running.items() if own == 0]
+        paces = {}
+        for stream, (_, own, _) in running.items():
+            # Seconds of its work that the task does a second.
+            paces[stream] = computes if stream == COMPUTE else 1.0
+            if links[stream] is not None and own == 0:
+                together = sharing.count(links[stream])
+                paces[stream] = min(efficiency(together) / together, 1.0)
         step = min((own or link) / paces[stream] for stream, (_, own, link) in running.items())
         now += step
         for stream, state in list(running.items()):
@@ -307,28 +316,3 @@ def _together(tasks: Sequence[StreamTask], slowdown: float, efficiency: Callable
                 done[number] = True
                 del running[stream]
     return times
-
-
-def _paces(
-    tasks: Sequence[StreamTask], running: dict[int, list[float]], slowdown: float, efficiency: Callable[[int], float]
-) -> dict[int, float]:
-    """Seconds of its work that each running task does a second."""
-    on_link: dict[int, int] = {}
-    communicating = False
-    for number, own, _ in running.values():
-        link = tasks[int(number)].link
-        if link is not None:
-            communicating = True
-            if own == 0:
-                on_link[link] = on_link.get(link, 0) + 1
-    found = {}
-    for stream, (number, own, _) in running.items():
-        link = tasks[int(number)].link
-        if link is None:
-            found[stream] = 1 / slowdown if stream == COMPUTE and communicating else 1.0
-        elif own > 0:
-            found[stream] = 1.0
-        else:
-            sharing = on_link[link]
-            found[stream] = min(efficiency(sharing) / sharing, 1.0)
-    return found

@@ -128,7 +128,7 @@ class _Worker:
             raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
         if plan.sharding is not None:
             held = sharded_memory(measured, plan, micro_batches=micro_batches)
-            peak = held.peak_bytes if held else None
+            peak = held.total_bytes if held else None
         return cls(profile, kept, lane, micro_batches, peak, notes)
 
     @cached_property

@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -53,36 +53,26 @@ MOST_MICRO_BATCHES = 3
 """Those after the second hold what the second holds."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardedMemory:
-    """Bytes on the device at the highest moment of a step. The kinds add up to `peak_bytes`."""
+Kinds = Counter[str]
+"""Bytes by kind. All the time: this rank's shards, `parameter` and `optimizer`; `other`, that is module buffers, the
+batch, workspaces and tensors outside the blocks. Then `gradient`, shards of gradients that are reduced already;
+`gathered`, parameters of units that are whole; `gather_buffer`, `whole_gradient`, `scatter_input`; and `activation`,
+with what operations need beside them."""
 
-    parameter_bytes: int
-    """This rank's shards."""
-    gradient_bytes: int
-    """Shards of gradients that are reduced already."""
-    optimizer_bytes: int
-    gathered_bytes: int
-    """Parameters of units that are whole."""
-    gather_buffer_bytes: int
-    whole_gradient_bytes: int
-    scatter_input_bytes: int
-    activation_bytes: int
-    """And what operations need beside them."""
-    other_bytes: int
-    """Module buffers, the batch, workspaces, tensors outside the blocks."""
+
+class MemoryLevel(NamedTuple):
+    """What the device holds at one moment, or from one to another."""
+
     where: str
-    """The block, or `loss`."""
+    """The block, `loss`, or `copies` between two blocks."""
     phase: Phase
+    held: Kinds
+    start_s: float = 0.0
+    end_s: float = 0.0
 
     @property
-    def peak_bytes(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self) if field.name.endswith("_bytes"))
-
-
-Kinds = Counter[str]
-"""Bytes by kind, as `ShardedMemory` names them; beside what is always there: gathered, gather_buffer, whole_gradient,
-scatter_input, gradient."""
+    def total_bytes(self) -> int:
+        return self.held.total()
 
 
 def always_held(resident: ResidentMemory, shards: int) -> Kinds:
@@ -106,9 +96,9 @@ class Moment:
 
 def sharded_memory(
     profile: Profile, plan: Plan, *, micro_batches: int = 1, chain: ShardedChain | None = None
-) -> ShardedMemory | None:
-    """The peak by kind; None where the profile has no memory figures. `chain` is the profile in the plan's units, where
-    that is known."""
+) -> MemoryLevel | None:
+    """The highest level; None where the profile has no memory figures. `chain`: the profile in the plan's units, where
+    it is known."""
     if profile.memory is None:
         return None
     chain = chain or chain_of(profile, plan)
@@ -116,11 +106,9 @@ def sharded_memory(
     count, tied = min(micro_batches, MOST_MICRO_BATCHES), tied_block(profile, chain) is not None
     levels = _levels(chain, step_moments(chain, count, tied=tied), Activations(profile, plan, chain, resident))
     most, activation, where, phase = max(levels, key=lambda level: level[0].total() + level[1])
-    held = Counter(activation=activation, **most)
-    held.update(always_held(resident, chain.sharding.mesh.shard))
-    kinds = [field.name for field in fields(ShardedMemory) if field.name.endswith("_bytes")]
-    sizes = {kind: held[kind.removesuffix("_bytes")] for kind in kinds}
-    return ShardedMemory(**sizes, where=where, phase=phase)
+    held = always_held(resident, chain.sharding.mesh.shard)
+    held.update(most, activation=activation)
+    return MemoryLevel(where, phase, held)
 
 
 class _Held:
@@ -263,21 +251,6 @@ def _levels(
                 yield moment.during, high, activations.names[block], phase
 
 
-class MemoryLevel(NamedTuple):
-    """What the device holds from one moment to another."""
-
-    start_s: float
-    end_s: float
-    where: str
-    """The block, or `copies` between two."""
-    phase: Phase
-    held: Kinds
-
-    @property
-    def total_bytes(self) -> int:
-        return self.held.total()
-
-
 def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batches: int = 1) -> tuple[MemoryLevel, ...]:
     """Every level of the step in order, in time; of many micro-batches the first three. Empty where the profile has no
     memory figures. Between two blocks the copies run: what they hold at most is a level of its own."""
@@ -298,7 +271,7 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
 
     def add(end: float, where: str, phase: Phase, held: Kinds, activation: int) -> None:
         nonlocal now
-        levels.append(MemoryLevel(now, end, where, phase, always + held + Counter(activation=activation)))
+        levels.append(MemoryLevel(where, phase, always + held + Counter(activation=activation), now, end))
         now = end
 
     moments = step_moments(chain, count, tied=tied_block(profile, chain) is not None)

@@ -12,7 +12,7 @@ from backbeat.planners.max_batch import GrownBatch
 from backbeat.report.tables.terminal_table import WINNER, fitted_table, table_of
 from backbeat.report.words.numbers import format_number
 from backbeat.simulate.memory_timeline import MemoryTimeline
-from backbeat.simulate.sharded_memory import ShardedMemory
+from backbeat.simulate.sharded_memory import MemoryLevel
 from backbeat.units import counted, first_to_last, format_bytes, format_seconds, printable
 
 
@@ -87,7 +87,7 @@ def peak_line(kept: MemoryTimeline, budget: int | None) -> str:
     return line
 
 
-def moment(held: MemoryTimeline | ShardedMemory) -> str:
+def moment(held: MemoryTimeline | MemoryLevel) -> str:
     """When the peak is reached."""
     return "at the loss" if held.phase == "loss" else f"in the {held.phase} of {held.where}"
 

@@ -15,7 +15,7 @@ from backbeat.report.study_row import StudyRow
 from backbeat.report.tables.memory_tables import moment
 from backbeat.report.tables.terminal_table import table_of
 from backbeat.report.words.numbers import format_number, scaling_range
-from backbeat.simulate.sharded_memory import ShardedMemory
+from backbeat.simulate.sharded_memory import MemoryLevel
 from backbeat.simulate.sharded_units import ROOT, chain_of
 from backbeat.units import counted, format_bytes, format_seconds, printable
 
@@ -69,16 +69,16 @@ def measured_units_table(units: Sequence[MeasuredUnit]) -> Table:
     return table_of(headings, rows, f"{len(units)} units, medians", left={"unit"})
 
 
-def memory_table(held: ShardedMemory) -> Table:
+def memory_table(held: MemoryLevel) -> Table:
     """The peak by kind, largest first; kinds below a thousandth are left out."""
-    kinds = [(words, int(getattr(held, f"{kind}_bytes"))) for kind, words in SHARDED_KINDS.items()]
+    kinds = [(words, held.held[kind]) for kind, words in SHARDED_KINDS.items()]
     rows = [
         (words, format_bytes(size))
         for words, size in sorted(kinds, key=lambda kind: -kind[1])
-        if size * 1000 >= held.peak_bytes
+        if size * 1000 >= held.total_bytes
     ]
     return table_of(
-        ("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {moment(held)}", left={"kind"}
+        ("kind", "bytes"), rows, f"{format_bytes(held.total_bytes)} at the peak, {moment(held)}", left={"kind"}
     )
 
 
