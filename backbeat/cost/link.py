@@ -44,7 +44,9 @@ class MessageTimes(NamedTuple):
     busy: NDArray[np.float64]
     """Right after another on the same communicator, T_busy(M)."""
     transfer: NDArray[np.float64]
-    """What of it is link time, w(M)."""
+    """Link time, w(M); never more than it adds back to back, or one communicator were not the recursion. It may be more
+    than an isolated message takes: one that finds a shaped link idle is let through faster than the link's rate, which
+    says nothing of many."""
 
 
 @dataclass(frozen=True)
@@ -110,26 +112,12 @@ class LinkCost:
         """Time added right after another message on the same communicator, T_busy(M)."""
         return (self.busy or self.isolated).time(sizes)
 
-    def transfer(self, sizes: ArrayLike) -> NDArray[np.float64]:
-        """Link time of each message; never more than it adds back to back, or one communicator were not the recursion.
-
-        It may be more than an isolated message takes: one that finds a shaped link idle is let through faster than the
-        link's rate, which says nothing of many.
-        """
-        return np.minimum(self.isolated.link_s_per_byte * np.asarray(sizes, dtype=np.float64), self.busy_time(sizes))
-
     def times(self, sizes: ArrayLike) -> MessageTimes:
-        """`time`, `busy_time` and `transfer`."""
+        """`time`, `busy_time` and link time."""
         alone = self.time(sizes)
         busy = alone if self.busy is None else self.busy.time(sizes)
         link = self.isolated.link_s_per_byte * np.asarray(sizes, dtype=np.float64)
         return MessageTimes(alone, busy, np.minimum(link, busy))
-
-    def split(self, sizes: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """(latency when isolated, latency right after another message, transfer) of each message; the first is
-        negative where an idle link gives a head start."""
-        alone, busy, work = self.times(sizes)
-        return alone - work, busy - work, work
 
     def cheapest(self, smallest: float, largest: float) -> tuple[float, float]:
         """(least latency, least link time per byte) over all message sizes from smallest to largest.
@@ -143,10 +131,10 @@ class LinkCost:
         kinks = [intercept / (slope - rise) for intercept, rise in lines if rise != slope]
         candidates = np.concatenate([[smallest, largest], *(curve.sizes for curve in curves), kinks])
         candidates = candidates[(candidates >= smallest) & (candidates <= largest)]
-        latency, _, work = self.split(candidates)
+        alone, _, work = self.times(candidates)
         moving = candidates > 0
-        per_byte = np.minimum(work, self.time(candidates))[moving] / candidates[moving]
-        return float(np.maximum(latency, 0.0).min()), float(per_byte.min()) if per_byte.size else 0.0
+        per_byte = np.minimum(work, alone)[moving] / candidates[moving]
+        return float(np.maximum(alone - work, 0.0).min()), float(per_byte.min()) if per_byte.size else 0.0
 
     def batch_s(self, size: float, messages: int, communicators: int) -> float:
         """Equal messages issued at once and spread over the communicators: seconds until the last is done."""
@@ -214,7 +202,8 @@ class LinkCost:
         All full rounds first, then the one that the rest make. A head start is transfer that one message is spared; no
         latency that others could stretch.
         """
-        latency, latency_busy, work = (float(part) for part in self.split(size))
+        alone, busy, work = (float(part) for part in self.times(size))
+        latency, latency_busy = alone - work, busy - work
         sharing = min(messages, communicators)
         rounds, rest = divmod(messages, sharing)
         starting, spared = max(latency, 0.0), max(-latency, 0.0)

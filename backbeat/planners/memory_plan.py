@@ -288,7 +288,7 @@ def too_small(search: MemorySearch, budget: int, reserve: float | None = None) -
             f"activations, {format_bytes(chain.base)} ({chain.holdings.described()}): "
             f"the smallest budget that fits is {least} bytes ({_up(least)})"
         )
-    moment = "at the loss" if run.phase == "loss" else f"in the {run.phase} of {chain.names[run.block]}"
+    moment = "at the loss" if run.phase == "loss" else f"in the {run.phase} of {run.where}"
     return (
         f"a memory budget of {format_bytes(budget)} is too small: the smallest that fits is {least} bytes "
         f"({_up(least)}). Its peak is {moment}: {format_bytes(run.peak_bytes - chain.base)} of activations and "

@@ -117,8 +117,8 @@ def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:
     ready = profile.ready.tolist()
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
-        latency, _, work = cost.split(messages)
-        return np.asarray(np.maximum(earliest, ready[j - 1] + latency) + work)
+        alone, _, work = cost.times(messages)
+        return np.asarray(np.maximum(earliest, ready[j - 1] + (alone - work)) + work)
 
     return quadratic_programme(profile.sizes, finishes, free_s=0.0)
 

@@ -196,9 +196,10 @@ def fuse(
             total += sizes[last]
             last += 1
         copy = total / settings.copy_bytes_per_s if last - first > 1 else 0.0
-        reduced = max(tick + copy + float(cost.time(total)), free + copy + float(cost.busy_time(total)))
+        alone, busy, work = (float(part) for part in cost.times(total))
+        reduced = max(tick + copy + alone, free + copy + busy)
         ends.append(last)
-        times.append((tick, max(reduced - float(cost.transfer(total)), tick + copy), reduced + copy))
+        times.append((tick, max(reduced - work, tick + copy), reduced + copy))
         free, first = reduced + copy, last
     starts, on_link, finishes = np.array(times).T
     return FusedFlow(starts, on_link, finishes, ends)

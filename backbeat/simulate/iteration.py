@@ -215,7 +215,7 @@ def exposed_breakdown(profile: Profile, cost: LinkCost, run: BucketRun, communic
         return Breakdown(contention_s=contention)
     moving = covered_s(flow.on_link.tolist(), flow.finishes.tolist(), backward_end)
     holding = covered_s(flow.starts.tolist(), flow.finishes.tolist(), backward_end)
-    link = float(cost.transfer(run.schedule.sizes).sum()) / cost.best_efficiency(communicators)
+    link = float(cost.times(run.schedule.sizes).transfer.sum()) / cost.best_efficiency(communicators)
     too_much = max(link - (backward_end - first), 0.0)
     latency, bandwidth = max(holding - moving, 0.0), min(moving, too_much)
     return Breakdown(

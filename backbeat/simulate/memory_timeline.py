@@ -53,8 +53,8 @@ class ChainRun:
     """One iteration of the chain, with one action for each range of blocks."""
 
     peak_bytes: int
-    block: int
-    """Where the peak is: the block's index, the last one's at the loss."""
+    where: str
+    """Where the peak is: a block's name, or `loss`."""
     phase: Phase
     forward_s: float
     """On the device, as is `backward_s`."""
@@ -82,8 +82,6 @@ class ChainRun:
 class MemoryTimeline(ChainRun):
     """One iteration under a memory plan."""
 
-    where: str
-    """Where the peak is: a block's name, or `loss`."""
     host_more_s: float
     """What the host takes to issue forward and backward beyond keeping every block."""
     holdings: ResidentMemory
@@ -107,7 +105,6 @@ def memory_timeline(
         )
     return MemoryTimeline(
         **{field.name: getattr(run, field.name) for field in fields(run)},
-        where=chain.names[run.block] if run.phase != "loss" else "loss",
         host_more_s=run.host_s - chain.host_plain,
         holdings=chain.holdings,
         profile=chain.changed(profile, run),
@@ -209,7 +206,7 @@ class Chain:
         starts = [start - forward_s for start in starts]
         return ChainRun(
             peak_bytes=tally.peak,
-            block=tally.block,
+            where=self.names[tally.block] if tally.phase != "loss" else "loss",
             phase=tally.phase,
             forward_s=forward_s,
             backward_s=backward_s,

@@ -96,13 +96,13 @@ class _Host:
             if unit != ROOT:
                 yield from self._gather(unit)
                 yield from self._copy_out(unit)
-                ahead = self.chain.units[unit].prefetch
+                ahead = self.sharding.units[unit].prefetch
                 for following in range(unit + 1, min(unit + 1 + ahead, self.chain.count)):
                     yield from self._gather(following)
             yield Call("forward", unit, index)
             if unit != ROOT:
                 ran.append(unit)
-                if self.chain.units[unit].reshard:
+                if self.sharding.units[unit].reshard:
                     yield from self._free(unit)
         yield Call("to_backward", ROOT)
         yield from self._backward(ran, last=last)

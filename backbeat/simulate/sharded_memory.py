@@ -142,7 +142,7 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
     gradients = [part.elements for part in chain.parts]
     if tied:
         gradients = [0 if one.unit == ROOT else one.elements for one in chain.parts]
-        gradients[-1] = chain.units[ROOT].elements
+        gradients[-1] = chain.elements[ROOT]
     indices: dict[int, list[int]] = {ROOT: []}
     for index, part in enumerate(chain.parts):
         indices.setdefault(part.unit, []).append(index)
@@ -152,14 +152,14 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
     buffer: int | None = None  # in forward: the unit whose gathered buffer is still there
     for call in calls(chain, micro_batches):
         event, unit = call.event, call.unit
-        content = chain.units[unit]
+        elements = chain.elements[unit]
         if event == "begin":
             forward, number = True, number + 1
         elif event == "all_gather":
-            held.put("gather_buffer", unit, content.elements * param)
+            held.put("gather_buffer", unit, elements * param)
         elif event == "copy_out":
             held.take("gather_buffer", buffer)
-            held.put("gathered", unit, content.elements * param)
+            held.put("gathered", unit, elements * param)
             if forward:
                 buffer = unit
             else:
@@ -181,10 +181,10 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
         elif event == "wait":
             held.take("scatter_input", unit)
         elif event == "reduce_scatter":
-            held.put("scatter_input", unit, content.elements * reduced)
+            held.put("scatter_input", unit, elements * reduced)
             for index in indices[unit]:
                 held.take("whole_gradient", index)
-            held.put("gradient", unit, -(-content.elements * ELEMENT_BYTES // sharding.mesh.shard))
+            held.put("gradient", unit, -(-elements * ELEMENT_BYTES // sharding.mesh.shard))
         elif event == "end":
             for one in range(-1, chain.count):
                 held.take("scatter_input", one)

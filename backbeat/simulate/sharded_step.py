@@ -83,7 +83,7 @@ def sharded_iteration(
         breakdown=_breakdown(run, compute_s, profile.update_s, update_s, hides=not cost.blocking),
         timeline=_timeline(run, chain, cost),
         buckets=chain.count + chain.has_root,
-        largest_bytes=float(max(cost.param_bytes, cost.reduce_bytes) * max(unit.elements for unit in chain.units)),
+        largest_bytes=float(max(cost.param_bytes, cost.reduce_bytes) * max(chain.elements)),
     )
 
 
@@ -138,7 +138,7 @@ class _Building:
 
     def add(self, call: Call) -> None:
         event, unit = call.event, call.unit
-        elements = self.chain.units[unit].elements
+        elements = self.chain.elements[unit]
         if event == "all_gather":
             copied = self._put(call, StreamTask(_COPY_IN, self.cost.gather_in_s(elements), after=self.gather_waits_for))
             self.gathers[unit] = self._send(call, _GATHER, (copied,))
@@ -184,7 +184,7 @@ class _Building:
         """Latency and transfer of a unit's collective: the same in every micro-batch."""
         if (event, unit) not in self.link_times:
             curve, width = self.cost.collective(event)
-            size = self.chain.units[unit].elements * width
+            size = self.chain.elements[unit] * width
             seconds = curve.at(size)
             work = min(curve.link_s_per_byte * size, seconds)
             self.link_times[event, unit] = seconds - work, work
@@ -258,13 +258,15 @@ def _timeline(run: ShardedRun, chain: ShardedChain, cost: ShardedCost) -> tuple[
     for task, call, start, end in zip(run.tasks, run.calls, run.times.starts, run.times.ends, strict=True):
         if task.stream not in lanes or end <= start:
             continue
-        name = "loss and the rest" if call.unit == ROOT and not chain.has_root else chain.units[call.unit].name
+        name = "root" if chain.has_root else "loss and the rest"
+        if call.unit != ROOT:
+            name = chain.sharding.units[call.unit].modules[0]
         word = call.event.replace("_", "-" if task.link is not None else " ")
         if task.stream == COMPUTE and call.event == "reduce_scatter":
             word = "copy in"
         size = 0
         if task.link is not None:
-            size = chain.units[call.unit].elements * cost.collective(call.event)[1]
+            size = chain.elements[call.unit] * cost.collective(call.event)[1]
         label = "update" if call.event == "update" else f"{word} {name}"
         spans.append(Span(lanes[task.stream], label, start, end, size))
     return tuple(spans)
@@ -303,7 +305,7 @@ def sharded_bound(chain: ShardedChain, cost: ShardedCost, update_s: float, micro
     holding = elements[elements > 0]
     smallest = float(holding.min()) if holding.size else total
     # Padding only adds to a unit's bytes, and a unit may hold everything.
-    most = float(sum(unit.elements for unit in chain.units))
+    most = float(sum(chain.elements))
     latency, per_byte = LinkCost(cost.gather).cheapest(smallest * cost.param_bytes, most * cost.param_bytes)
     forward = np.array([piece.forward_s for piece in pieces.pieces])
     backward = np.array([piece.backward_s for piece in pieces.pieces])

@@ -223,7 +223,7 @@ def test_a_tied_head_is_told_from_a_pooling(name: str, head: str | None) -> None
         [one.during["whole_gradient"] for one in step_moments(chain, 1, tied=tied) if one.call.event == "backward"]
         for tied in (True, False)
     ]
-    assert courses[0][0] == 2 * chain.units[ROOT].elements >= courses[1][0]
+    assert courses[0][0] == 2 * chain.elements[ROOT] >= courses[1][0]
     # At the end both have made all of it, once.
     assert courses[0][-1] == courses[1][-1]
 

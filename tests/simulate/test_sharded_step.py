@@ -153,7 +153,7 @@ def test_on_gloo_everything_comes_one_after_the_other(
         task.seconds for task, call in zip(run.tasks, run.calls, strict=True)
         if task.link is None and call.event not in ("forward", "backward", "update")
     ))  # fmt: skip
-    bytes_of = 4 * max(unit.elements for unit in chain.units)
+    bytes_of = 4 * max(chain.elements)
     assert cost.scatter.at(bytes_of) == there.at(workers=sharding.mesh.shard).cost.isolated.at(bytes_of)
     found = sharded_iteration(profile, there, plan, micro_batches=micro_batches)
     # All of the communication is the link's, none is held back.
@@ -265,7 +265,7 @@ def test_parameters_that_are_gathered_narrower_are_cast_first(param: str, reduce
     plan = one_each(profile, param_dtype=param, reduce_dtype=reduced)
     assert plan.sharding is not None
     cost = ShardedCost.of(profile, affine(0.0, 0.0), plan.sharding, copy_bytes_per_s=1000.0)
-    elements, width = chain_of(profile, plan).units[0].elements, 4 if param == "fp32" else 2
+    elements, width = chain_of(profile, plan).elements[0], 4 if param == "fp32" else 2
     assert cost.gather_in_s(elements) == pytest.approx(gather_in / 8)
     assert cost.copy_out_s(elements) == pytest.approx(2 * width)
     assert cost.scatter_in_s(elements) == pytest.approx(width + 4)
@@ -384,12 +384,12 @@ def test_bytes_are_conserved(profile: Profile, network: Network, data: st.DataOb
     assert sharding is not None
     chain, shards = chain_of(profile, plan), sharding.mesh.shard
     total = sum(-(-gradient.bytes // 4) for gradient in profile.gradients)
-    held = sum(unit.elements for unit in chain.units)
+    held = sum(chain.elements)
     assert total <= held < total + shards * len(profile.gradients) or held == total
     events = Counter(call_order(profile, plan, micro_batches=2))
     reductions = 1 if sharding.gradient_sync == "last" else 2
-    for index, unit in (*enumerate(chain.units[:ROOT]), (ROOT, chain.units[ROOT])):
-        if unit.elements:
+    for index in (*range(chain.count), ROOT):
+        if chain.elements[index]:
             assert events["reduce_scatter", index] == reductions
             assert events["all_reduce", index] == (reductions if sharding.mesh.replicate > 1 else 0)
             assert events["all_gather", index] == events["copy_out", index]

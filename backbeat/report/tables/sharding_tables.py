@@ -31,11 +31,11 @@ def units_table(profile: Profile, plan: Plan) -> Table:
     figures = [
         (
             len(unit.modules),
-            format_bytes(content.elements * element),
+            format_bytes(elements * element),
             "freed" if unit.reshard else "kept",
             unit.prefetch,
         )
-        for unit, content in zip(sharding.units, chain.units[:ROOT], strict=True)
+        for unit, elements in zip(sharding.units, chain.elements[:ROOT], strict=True)
     ]
     rows = []
     for alike, indices in groupby(range(len(figures)), key=lambda index: figures[index]):
@@ -43,7 +43,7 @@ def units_table(profile: Profile, plan: Plan) -> Table:
         modules, size, after, prefetch = alike
         ends = _between(run[0].modules[0], run[-1].modules[-1])
         rows.append((ends, str(len(run)), str(modules), size, after, str(prefetch) if prefetching else ""))
-    rows.append(("root: the rest", "1", "", format_bytes(chain.units[ROOT].elements * element), "kept", ""))
+    rows.append(("root: the rest", "1", "", format_bytes(chain.elements[ROOT] * element), "kept", ""))
     headings = ("modules", "units", "modules each", "gathered each", "after forward", "prefetch")
     title = f"{counted(len(figures), 'unit')} and the root, mesh {sharding.mesh}"
     return table_of(headings, rows, title, left={"modules", "after forward"})
