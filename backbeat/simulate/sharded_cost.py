@@ -10,7 +10,6 @@ joins the nodes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,9 +46,7 @@ class ShardedCost:
     """The host waits for every collective, and issues nothing meanwhile: FSDP2 on gloo."""
 
     @classmethod
-    def of(
-        cls, profile: Profile, network: Network, sharding: Sharding, *, copy_bytes_per_s: float | None = None
-    ) -> ShardedCost:
+    def of(cls, profile: Profile, network: Network, sharding: Sharding) -> ShardedCost:
         mesh = sharding.mesh
         if mesh.workers != network.workers:
             raise InputError(
@@ -63,10 +60,7 @@ class ShardedCost:
             in_a_row, together = 1.0 if blocking else network.sharded.in_a_row, network.sharded.speed(2)
         if together is not None:
             sharing = LinkCost(sharing.isolated, sharing.busy, {2: together * in_a_row})
-        if copy_bytes_per_s is None:
-            # A device that is not in the table, such as a CPU, is taken to copy in no time.
-            device = accelerator(profile.device)
-            copy_bytes_per_s = math.inf if device is None else device.bytes_per_s
+        device = accelerator(profile.device)
         return cls(
             gather=half_curve(group, "all_gather").slower(in_a_row),
             # Gloo's own reduce-scatter, which FSDP2 calls there, moves as many bytes as its all-reduce.
@@ -74,7 +68,8 @@ class ShardedCost:
             replicate=_across(network, mesh) if mesh.replicate > 1 else None,
             one_link=_inside(network) is None or mesh.shard > network.topology.gpus_per_node,
             sharing=sharing,
-            copy_s_per_byte=1 / copy_bytes_per_s,
+            # A device that is not in the table, such as a CPU, is taken to copy in no time.
+            copy_s_per_byte=0.0 if device is None else 1 / device.bytes_per_s,
             shards=mesh.shard,
             param_bytes=DTYPE_BYTES[sharding.param_dtype],
             reduce_bytes=DTYPE_BYTES[sharding.reduce_dtype],

@@ -62,18 +62,11 @@ class ShardedRun(NamedTuple):
 
 
 def sharded_iteration(
-    profile: Profile,
-    network: Network,
-    plan: Plan,
-    *,
-    micro_batches: int = 1,
-    slowdown: float = 1.0,
-    copy_bytes_per_s: float | None = None,
+    profile: Profile, network: Network, plan: Plan, *, micro_batches: int = 1, slowdown: float = 1.0
 ) -> Iteration:
-    """One step under a sharded plan. Computation takes `slowdown` times as long beside a collective; copies pass at
-    `copy_bytes_per_s`, or at the bandwidth of the device's memory."""
+    """One step under a sharded plan. Computation takes `slowdown` times as long beside a collective."""
     chain = chain_of(profile, plan)
-    cost = ShardedCost.of(profile, network, chain.sharding, copy_bytes_per_s=copy_bytes_per_s)
+    cost = ShardedCost.of(profile, network, chain.sharding)
     update_s = profile.update_s / chain.sharding.mesh.shard
     run = run_step(chain, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
     compute_s = micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from contextlib import AbstractContextManager
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import backbeat as bb
+from backbeat.cost.accelerators import accelerator_named
 from backbeat.model import (
     Block,
     CollectiveTimes,
@@ -71,6 +75,14 @@ def taking(gather_s: float, scatter_s: float, workers: int = 8) -> Network:
 
 def step_s(profile: Profile, network: Network, plan: Plan, **options: float) -> float:
     return sharded_iteration(profile, network, plan, **options).steady_s  # type: ignore[arg-type]
+
+
+def copying_at(bytes_per_s: float | None) -> AbstractContextManager[object]:
+    """A device whose memory has this bandwidth; None: one that is not in the table."""
+    known = None
+    if bytes_per_s is not None:
+        known = dataclasses.replace(accelerator_named("h200"), memory_gbps=bytes_per_s / 1e9)
+    return patch("backbeat.simulate.sharded_cost.accelerator", return_value=known)
 
 
 def test_gathers_hide_behind_the_unit_before() -> None:
@@ -247,7 +259,8 @@ def test_copies_pass_the_devices_memory() -> None:
     own eighth into the buffer, which holds up the first gather alone."""
     profile = row(1)
     alone = step_s(profile, taking(0.0, 0.0), one_each(profile))
-    copied = step_s(profile, taking(0.0, 0.0), one_each(profile), copy_bytes_per_s=8000.0)
+    with copying_at(8000.0):
+        copied = step_s(profile, taking(0.0, 0.0), one_each(profile))
     assert copied - alone == pytest.approx(1.0 + 1.0 + 1.0 + 0.125, rel=1e-9)
 
 
@@ -264,7 +277,8 @@ def test_parameters_that_are_gathered_narrower_are_cast_first(param: str, reduce
     profile = row(1)
     plan = one_each(profile, param_dtype=param, reduce_dtype=reduced)
     assert plan.sharding is not None
-    cost = ShardedCost.of(profile, affine(0.0, 0.0), plan.sharding, copy_bytes_per_s=1000.0)
+    with copying_at(1000.0):
+        cost = ShardedCost.of(profile, affine(0.0, 0.0), plan.sharding)
     elements, width = chain_of(profile, plan).elements[0], 4 if param == "fp32" else 2
     assert cost.gather_in_s(elements) == pytest.approx(gather_in / 8)
     assert cost.copy_out_s(elements) == pytest.approx(2 * width)
@@ -303,9 +317,8 @@ def test_the_bound_holds_and_the_parts_add_up(profile: Profile, network: Network
     micro_batches = data.draw(st.integers(1, 3))
     slowdown = data.draw(st.sampled_from([1.0, 1.0, 1.3]))
     rate = data.draw(st.sampled_from([None, 1e7]))
-    step = sharded_iteration(
-        profile, network, plan, micro_batches=micro_batches, slowdown=slowdown, copy_bytes_per_s=rate
-    )
+    with copying_at(rate):
+        step = sharded_iteration(profile, network, plan, micro_batches=micro_batches, slowdown=slowdown)
     assert step.bound_s <= step.steady_s * (1 + 1e-9)
     pieces = chain_of(profile, plan).pieces
     single = micro_batches * (pieces.forward_s + pieces.backward_s) + profile.update_s
@@ -367,7 +380,8 @@ def test_the_engine_of_events_is_the_recursion_where_nothing_shares(
 ) -> None:
     plan = data.draw(sharded_plans(profile, one_communicator=True))
     assert plan.sharding is not None
-    cost = ShardedCost.of(profile, network, plan.sharding, copy_bytes_per_s=1e8)
+    with copying_at(1e8):
+        cost = ShardedCost.of(profile, network, plan.sharding)
     run = run_step(chain_of(profile, plan), cost, 1e-3, micro_batches=2)
     one, other = _alone(run.tasks), _together(run.tasks, 1.0, lambda count: 1.0)
     for left, right in ((one.starts, other.starts), (one.on_link, other.on_link), (one.ends, other.ends)):
