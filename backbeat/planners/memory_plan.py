@@ -86,11 +86,9 @@ def needed(peak: int, reserve: float | None = None) -> int:
     >>> [(usable(needed(990, r), r), usable(needed(990, r) - 1, r)) for r in (None, 0.05, 20)]
     [(990, 989), (990, 989), (990, 989)]
     """
-    if reserve is None:
-        return peak + min(max(peak - 1, 0) // (_RESERVE - 1), _MOST_RESERVE)
-    budget = math.floor(peak / (1 - reserve)) - 1 if reserve < 1 else peak
-    while usable(budget, reserve) < peak:
-        budget += peak - usable(budget, reserve)
+    budget = peak
+    while (missing := peak - usable(budget, reserve)) > 0:
+        budget += missing
     return budget
 
 
@@ -163,18 +161,15 @@ class MemorySearch:
                     ranges = changed
         index = 0
         while index < len(ranges):
-            ranges = self._shortened(ranges, index)
+            first, last, what = ranges[index]
+            # Cut as early as is no worse, without a further copy if possible.
+            for middle, rest in product(range(first + 1, last), dict.fromkeys((RECOMPUTE, what))):
+                changed = (*ranges[:index], (first, middle, what), (middle, last, rest), *ranges[index + 1 :])
+                if self.chain.may_begin[middle] and _no_worse(self.run(changed), self.run(ranges)):
+                    ranges = changed
+                    break
             index += 1
         return Chosen(ranges, self.run(ranges))
-
-    def _shortened(self, ranges: BlockRanges, index: int) -> BlockRanges:
-        """With this segment cut as early as is no worse, without a further copy if possible."""
-        first, last, what = ranges[index]
-        for middle, rest in product(range(first + 1, last), dict.fromkeys((RECOMPUTE, what))):
-            changed = (*ranges[:index], (first, middle, what), (middle, last, rest), *ranges[index + 1 :])
-            if self.chain.may_begin[middle] and _no_worse(self.run(changed), self.run(ranges)):
-                return changed
-        return ranges
 
     def _climb(self, ranges: BlockRanges, score: Score) -> BlockRanges:
         """Take every change that scores better, until none does."""
