@@ -15,8 +15,7 @@ entered to the end: the *tail*. So a label for the first j atoms is
 A further unit maps labels to labels by sums and maxima, so a label that is no less in any of these can never end
 earlier, and is dropped. The step's time joins the head and the tail of all atoms.
 
-**Exact** as long as no more than `most` labels are left at any cut; otherwise those that promise least are dropped
-too, and the result says so.
+**Exact** as long as no more than `most` labels are left at any cut; otherwise those that promise least are dropped too.
 """
 
 from __future__ import annotations
@@ -57,11 +56,10 @@ class Atoms:
 
 
 class UnitEnds(NamedTuple):
-    """Where units end, what the step then takes before the update, and whether nothing is better."""
+    """Where units end, and what the step then takes before the update."""
 
     ends: list[int]
     seconds: float
-    exact: bool
 
 
 class _Unit(NamedTuple):
@@ -102,7 +100,7 @@ def unit_ends(
     >>> ones, gaps = np.ones(2), np.zeros(3)
     >>> two = Atoms(ones, ones, ones, gaps, gaps, np.array([False, True]), 0.0, False)
     >>> unit_ends(two, cost, reshard=False)
-    UnitEnds(ends=[1, 2], seconds=8.0, exact=True)
+    UnitEnds(ends=[1, 2], seconds=8.0)
     """
     return _Programme(atoms, cost, reshard, buffers, longest or len(atoms.elements)).solve(most)
 
@@ -129,16 +127,13 @@ class _Programme:
     def solve(self, most: int) -> UnitEnds:
         count = len(self.atoms.elements)
         cuts = [self._start()]
-        exact = True
         for end in range(1, count + 1):
             labels = self._reach(end, cuts)
             least, total = self._promise(labels.rows, end)
             order = np.lexsort((total, least))
             if end < count:
-                cut = order[: 4 * most]
-                whole = len(cut) == len(order)
-                order = cut[_undominated(labels.rows[cut], most)]
-                exact = exact and whole and len(order) < most
+                order = order[: 4 * most]
+                order = order[_undominated(labels.rows[order], most)]
             cuts.append(_Labels(labels.rows[order], labels.parents[order], labels.begins[order]))
         seconds = self._join(cuts[-1].rows)
         best = int(np.argmin(seconds))
@@ -148,7 +143,7 @@ class _Programme:
             ends.append(index)
             labels = cuts[index]
             index, row = int(labels.begins[row]), int(labels.parents[row])
-        return UnitEnds(ends[::-1], float(seconds[best]), exact)
+        return UnitEnds(ends[::-1], float(seconds[best]))
 
     def _start(self) -> _Labels:
         """Before the first unit: the root is gathered, and its forward may begin."""

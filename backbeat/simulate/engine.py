@@ -274,19 +274,17 @@ def _together(tasks: Sequence[StreamTask], slowdown: float, efficiency: Callable
     """Paces change whenever a task begins, reaches its link or ends: from one such moment to the next."""
     count = len(tasks)
     times = StreamTimes([0.0] * count, [0.0] * count, [0.0] * count)
-    queues: dict[int, list[int]] = {}
+    queues: dict[int, deque[int]] = {}
     for number, task in enumerate(tasks):
-        queues.setdefault(task.stream, []).append(number)
-    for queue in queues.values():
-        queue.reverse()
+        queues.setdefault(task.stream, deque()).append(number)
     done = [False] * count
     running: dict[int, list[float]] = {}  # stream -> [task, left of its own seconds, left on the link]
     now = 0.0
     while queues or running:
         for stream in list(queues):
-            head = queues[stream][-1]
+            head = queues[stream][0]
             if stream not in running and all(done[before] for before in tasks[head].after):
-                queues[stream].pop()
+                queues[stream].popleft()
                 if not queues[stream]:
                     del queues[stream]
                 running[stream] = [head, tasks[head].seconds, tasks[head].work_s]

