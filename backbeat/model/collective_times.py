@@ -12,7 +12,6 @@ from msgspec.structs import force_setattr
 from backbeat.cost import Curve
 from backbeat.errors import InputError
 from backbeat.model.checks import Bytes, Checked, Seconds, not_negative
-from backbeat.model.sharding import UnitCounts
 from backbeat.model.slowdown import Slowdown
 
 Point = tuple[Bytes, Seconds]
@@ -106,17 +105,17 @@ class ShardedHost(Checked, frozen=True, kw_only=True):
     reshard_parameter_s: Seconds = 0.0
     """Added for each parameter of such a unit."""
 
-    def micro_batch_s(self, every: UnitCounts, resharded: UnitCounts) -> float:
+    def micro_batch_s(self, units: int, parameters: int, resharded_units: int, resharded_parameters: int) -> float:
         """With so many units and parameters, of which some are resharded after forward.
 
         >>> host = ShardedHost(unit_s=1e-3, parameter_s=1e-4, reshard_unit_s=5e-4, reshard_parameter_s=1e-5)
-        >>> round(host.micro_batch_s(UnitCounts(10, 100), UnitCounts(0, 0)), 9)
+        >>> round(host.micro_batch_s(10, 100, 0, 0), 9)
         0.02
-        >>> round(host.micro_batch_s(UnitCounts(10, 100), UnitCounts(8, 80)), 9)
+        >>> round(host.micro_batch_s(10, 100, 8, 80), 9)
         0.0248
         """
-        kept_s = every.units * self.unit_s + every.parameters * self.parameter_s
-        return kept_s + resharded.units * self.reshard_unit_s + resharded.parameters * self.reshard_parameter_s
+        kept_s = units * self.unit_s + parameters * self.parameter_s
+        return kept_s + resharded_units * self.reshard_unit_s + resharded_parameters * self.reshard_parameter_s
 
 
 class ShardedTimes(Checked, frozen=True, kw_only=True):

@@ -14,7 +14,6 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.checks import whole
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
-from backbeat.model.sharding import UnitCounts
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.host_lane import HostLane, device_alone
@@ -227,8 +226,8 @@ def _at_host_pace(
     host = None if network.sharded is None else network.sharded.host
     if plan.sharding is not None and host is not None and lane.by_block:
         # What FSDP2 was measured to take of the host holds its collectives.
-        units = UnitCounts(step.buckets, len(names))
-        lane = lane.longer(host.micro_batch_s(units, plan.sharding.resharded_counts(names)), host.update_s * len(names))
+        added_s = host.micro_batch_s(step.buckets, len(names), *plan.sharding.resharded_counts(names))
+        lane = lane.longer(added_s, host.update_s * len(names))
         return lane.paced(device_s, micro_batches), lane.step_s(micro_batches)
     parts, hooks = step.breakdown, len(names) if wrapped else 0
     tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if wrapped else None
