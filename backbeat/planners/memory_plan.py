@@ -182,8 +182,8 @@ class MemorySearch:
                 left -= 1
                 found = score(self.run(changed))
                 # The last bit of a sum is not worth a change.
-                same = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15) for a, b in zip(found, best, strict=True))
-                if found < best and not same:
+                close = (math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15) for a, b in zip(found, best, strict=True))
+                if found < best and not all(close):
                     ranges, best, improved = changed, found, True
                     break
         return ranges
