@@ -121,6 +121,8 @@ class BucketRun:
         dense = [size for size, compression in zip(sizes, compressions, strict=True) if compression is None]
         word = "backward and compression" if self.compressed else "backward"
         spans = compute_spans(backward, backward + self.backward_end_s, end, end + update_s, forward=forward, word=word)
+        moments = zip(self.flow.starts.tolist(), self.flow.finishes.tolist(), strict=True)
+        rows = zip(self.buckets, compressions, sizes, schedule.communicators, moments, strict=True)
         travels = (
             Span(
                 f"communicator {communicator}",
@@ -129,15 +131,7 @@ class BucketRun:
                 backward + finish,
                 sent_bytes(size, compression, self.element_bytes),
             )
-            for bucket, compression, size, communicator, start, finish in zip(
-                self.buckets,
-                compressions,
-                sizes,
-                schedule.communicators,
-                self.flow.starts.tolist(),
-                self.flow.finishes.tolist(),
-                strict=True,
-            )
+            for bucket, compression, size, communicator, (start, finish) in rows
         )
         return Iteration(
             steady_s=steady_s,

@@ -109,15 +109,9 @@ class ShardedChain:
             own = [piece for _, piece in run]
             elements = [count for piece in own for count in piece.elements]
             held[unit].extend(elements)
-            parts.append(
-                UnitPart(
-                    unit,
-                    sum(piece.forward_s for piece in own),
-                    sum(piece.backward_s for piece in own),
-                    padded(elements, shards),
-                    tuple(piece.block for piece in own if piece.block is not None),
-                )
-            )
+            forward_s, backward_s = sum(piece.forward_s for piece in own), sum(piece.backward_s for piece in own)
+            blocks = tuple(piece.block for piece in own if piece.block is not None)
+            parts.append(UnitPart(unit, forward_s, backward_s, padded(elements, shards), blocks))
         _check_order(parts, sharding)
         for index, inside in enumerate(held[:ROOT]):
             if not inside:
