@@ -339,11 +339,9 @@ def operator_model(
         raise InputError("a GPU that is not known by name needs both --tflops and --gbps")
     curves = operator_curves(device or "")
     # A GPU that only its rates are known of is taken to be filled as the one measured is.
-    known = (
-        accelerator_named(device)
-        if device is not None
-        else replace(accelerator_named(curves.accelerator), name="custom")
-    )
+    known = accelerator_named(curves.accelerator if device is None else device)
+    if device is None:
+        known = replace(known, name="custom")
     if tflops is None and known.peak_flops(precision) is None:
         have = [each for each in ("fp32", "tf32", "fp16", "bf16", "fp8") if known.peak_flops(each) is not None]
         raise InputError(f"{known.name} has no {precision}: use {', '.join(have)}")

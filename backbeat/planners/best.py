@@ -87,13 +87,9 @@ def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -
     if close[0][1].assignment is not None:
         # Every plan there is was tried.
         return min(close, key=_fewer_buckets)[1]
-    return min(
-        (
-            search.score(simplified(draft, profile, cost, slack=slack(end)))
-            for end, draft in (min(close, key=search.rank), min(close, key=_fewer_buckets))
-        ),
-        key=_fewer_buckets,
-    )[1]
+    chosen = min(close, key=search.rank), min(close, key=_fewer_buckets)
+    fewer = [search.score(simplified(draft, profile, cost, slack=slack(end))) for end, draft in chosen]
+    return min(fewer, key=_fewer_buckets)[1]
 
 
 def _fewer_buckets(scored: tuple[float, Draft]) -> tuple[int, float]:

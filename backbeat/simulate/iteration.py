@@ -53,14 +53,8 @@ def alone(profile: Profile, plan: Plan, before: float) -> Iteration:
     update = backward + profile.backward_s
     end = update + profile.update_s
     count = len(plan.buckets) if plan.sharding is None else len(plan.sharding.units)
-    return Iteration(
-        steady_s=end,
-        bound_s=end,
-        breakdown=Breakdown(),
-        timeline=compute_spans(backward, update, update, end),
-        buckets=count,
-        largest_bytes=0.0,
-    )
+    drawn = compute_spans(backward, update, update, end)
+    return Iteration(steady_s=end, bound_s=end, breakdown=Breakdown(), timeline=drawn, buckets=count, largest_bytes=0.0)
 
 
 def compute_spans(
