@@ -173,8 +173,8 @@ def run_buckets(profile: Profile, network: Network, plan: Plan, slowdown: float 
         return BucketRun(buckets, schedule, flow, clock, profile.backward_s)
     schedule = replace(schedule, communicators=[0] * len(buckets))
     compressions = [bucket.compression for bucket in buckets]
-    gathers = CompressedCost.of(network, profile)
-    flow, clock, computed_s = compressed_flow(schedule, compressions, profile, gathers, slowdown)
+    gathers = CompressedCost(network, profile)
+    flow, clock, computed_s = compressed_flow(schedule, compressions, gathers, slowdown)
     return BucketRun(buckets, schedule, flow, clock, computed_s, compressed=True, element_bytes=profile.element_bytes)
 
 
