@@ -8,11 +8,12 @@ Candidates are `wfbp`, `single`, `ddp`, `mg-wfbp`, `asc-wfbp` and `adaptive`, th
 programme for plenty of communicators, on each communicator count allowed. The most promising are improved by moving,
 merging and splitting bucket boundaries, each step scored by the engine. A handful of gradients is searched exhaustively
 instead, and the plan says so. In the end buckets are merged as far as the 1 % allows: what the model has no price for,
-a host has. Nothing is random: the same input gives the same plan.
+a host has. Nothing is random: the same input gives the same plan, unless a time budget cuts the search short.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -61,7 +62,8 @@ def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -
     # Two, more where concurrency was measured on more; a communicator without a bucket is of no use.
     allowed = options.communicators or max([2, *(row.communicators for row in network.concurrency)])
     most, cost = min(allowed, len(profile.gradients)), network.cost
-    search = _Search(profile, cost)
+    deadline = time.monotonic() + options.budget_s if options.budget_s is not None else float("inf")
+    search = _Search(profile, cost, deadline)
     one = search.score(Draft(best_ends(profile, cost)))
     floor = communication_bound(profile, cost, most)
     candidates, fastest = [one], floor
@@ -88,7 +90,9 @@ def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -
         # Every plan there is was tried.
         return min(close, key=_fewer_buckets)[1]
     chosen = min(close, key=search.rank), min(close, key=_fewer_buckets)
-    fewer = [search.score(simplified(draft, profile, cost, slack=slack(end))) for end, draft in chosen]
+    fewer = [
+        search.score(simplified(draft, profile, cost, slack=slack(end), deadline=deadline)) for end, draft in chosen
+    ]
     return min(fewer, key=_fewer_buckets)[1]
 
 
@@ -115,10 +119,11 @@ def _every(count: int, communicators: int) -> Iterator[Draft]:
 
 @dataclass
 class _Search:
-    """Local search over one problem."""
+    """Local search over one problem, until a deadline."""
 
     profile: Profile
     cost: LinkCost
+    deadline: float
 
     def score(self, draft: Draft) -> tuple[float, Draft]:
         return draft.end_s(self.profile, self.cost), draft
@@ -129,8 +134,12 @@ class _Search:
         # So many ways there are to cut gradients into consecutive buckets and give each a communicator.
         if most * (most + 1) ** (count - 1) <= _EXHAUSTIVE_PLANS:
             return [self.score(draft) for draft in _every(count, most)]
-        drafts = (draft for one in range(2, most + 1) for draft in _candidates(self.profile, network, one))
-        candidates = sorted(map(self.score, drafts), key=self.rank)
+        candidates: list[tuple[float, Draft]] = []
+        for communicators in range(2, most + 1):
+            if time.monotonic() > self.deadline:
+                break
+            candidates += [self.score(draft) for draft in _candidates(self.profile, network, communicators)]
+        candidates.sort(key=self.rank)
         for end, draft in candidates[:_IMPROVED]:
             least, _ = min(candidates, key=self.rank)
             if least > max(floor, self.profile.backward_s) * (1 + _CLOSE_ENOUGH):
@@ -152,7 +161,7 @@ class _Search:
             while improved:
                 improved = False
                 for candidate in _neighbours(draft, stride):
-                    if left <= 0:
+                    if left <= 0 or time.monotonic() > self.deadline:
                         return end, draft
                     left -= 1
                     found, _ = self.score(candidate)

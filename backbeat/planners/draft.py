@@ -42,6 +42,8 @@ class StrategyOptions:
     """Sharded strategies: what gradients are reduced in; fp32 where None."""
     torch_version: str | None = None
     """`sharded`: what the plan will run on, like 2.13; what came after 2.10 is not chosen where None."""
+    budget_s: float | None = None
+    """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
 
 
 @dataclass(frozen=True, slots=True)

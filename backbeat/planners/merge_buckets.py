@@ -15,6 +15,7 @@ single boundaries are dropped, many neighbouring ones at once, then ever fewer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -141,14 +142,16 @@ def largest_allowed(sums: NDArray[np.float64], ends: Sequence[int], cost: LinkCo
     return max(min(DDP_BUCKET_BYTES, known), now)
 
 
-def simplified(draft: Draft, profile: Profile, cost: LinkCost, *, slack: float = 0.0) -> Draft:
+def simplified(
+    draft: Draft, profile: Profile, cost: LinkCost, *, slack: float = 0.0, deadline: float = float("inf")
+) -> Draft:
     """The draft with buckets merged as long as an iteration takes no more than `slack` longer, as a share, in each of
     `possible_costs`."""
     sums = running_sums(profile.sizes)
     largest = largest_allowed(sums, draft.ends, cost)
-    judge = _Judge(draft, profile, cost, slack)
+    judge = _Judge(draft, profile, cost, slack, deadline)
     for packed in _packings(draft.ends, sums, largest):
-        if judge.left <= 0:
+        if judge.out_of_runs:
             return draft
         if judge.allows(packed):
             draft = judge.with_ends(packed)
@@ -159,7 +162,7 @@ def simplified(draft: Draft, profile: Profile, cost: LinkCost, *, slack: float =
     while stride >= 1:
         index = 0
         while index < len(inner):
-            if judge.left <= 0:
+            if judge.out_of_runs:
                 return judge.with_ends([*inner, last])
             merged_end = inner[index + stride] if index + stride < len(inner) else last
             if sums[merged_end] - sums[inner[index - 1] if index else 0] > largest:
@@ -175,15 +178,19 @@ def simplified(draft: Draft, profile: Profile, cost: LinkCost, *, slack: float =
 
 
 class _Judge:
-    """Says whether other buckets are in time; `left` are engine runs to spend on it."""
+    """Says whether other buckets are in time, as long as it has engine runs left."""
 
-    def __init__(self, draft: Draft, profile: Profile, cost: LinkCost, slack: float) -> None:
-        self._draft, self._profile = draft, profile
-        self.left = min(_RUNS, _BUCKETS // len(draft.ends))
+    def __init__(self, draft: Draft, profile: Profile, cost: LinkCost, slack: float, deadline: float) -> None:
+        self._draft, self._profile, self._deadline = draft, profile, deadline
+        self._left = min(_RUNS, _BUCKETS // len(draft.ends))
         self._limits = [
             (one, latest_end(profile, draft.end_s(profile, one), slack) * (1 + _ROUNDING))
             for one in possible_costs(cost)
         ]
+
+    @property
+    def out_of_runs(self) -> bool:
+        return self._left <= 0 or time.monotonic() > self._deadline
 
     def with_ends(self, ends: list[int]) -> Draft:
         return Draft(ends, self._draft.communicators, notes=self._draft.notes)
@@ -191,7 +198,7 @@ class _Judge:
     def allows(self, ends: list[int]) -> bool:
         candidate = self.with_ends(ends)
         for cost, limit in self._limits:
-            self.left -= 1
+            self._left -= 1
             if candidate.end_s(self._profile, cost) > limit:
                 return False
         return True
