@@ -116,7 +116,11 @@ def resolve(
         plan = replace(plan, sharding=sharding, predicted=None)
     elif reduce_dtype is not None and not (isinstance(plan, str) and is_sharded(plan)):
         compressed = compresses(plan, choices.get("density")) if isinstance(plan, str) else plan.compressed
-        sent = _sent(profile, reduce_dtype, compressed=compressed)
+        if compressed:
+            raise InputError(
+                f"reduce_dtype is {reduce_dtype!r}, but compressed buckets have a format of their own: leave one out"
+            )
+        sent = profile.with_reduce_dtype(reduce_dtype)
     if isinstance(plan, str):
         bucketed = _bucketed(profile, sent, plan)
         plan = propose(bucketed, network, plan, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
@@ -129,14 +133,6 @@ def _need_loaded(profile: Profile, network: Network) -> None:
             raise InputError(
                 f"{name} is {given!r}: give a {kind.__name__}; {kind.__name__}.load reads a file or a bundled name"
             )
-
-
-def _sent(profile: Profile, reduce_dtype: str, *, compressed: bool) -> Profile:
-    if compressed:
-        raise InputError(
-            f"reduce_dtype is {reduce_dtype!r}, but compressed buckets have a format of their own: leave one out"
-        )
-    return profile.with_reduce_dtype(reduce_dtype)
 
 
 def _bucketed(profile: Profile, sent: Profile, strategy: str) -> Profile:

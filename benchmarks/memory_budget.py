@@ -31,7 +31,8 @@ from backbeat.errors import InputError
 from backbeat.measure import profile as measure_profile
 from backbeat.model import Bucket, Compression
 from backbeat.model.files import write
-from backbeat.planners.memory_plan import MemorySearch, uniform
+from backbeat.planners.memory_moves import uniform
+from backbeat.planners.memory_plan import MemorySearch
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed.topk import measure_topk
 from backbeat.runtime.memory import apply

@@ -10,7 +10,7 @@ and gives a plan that need not be optimal; `optimal` is exact. `programme` is th
 from __future__ import annotations
 
 from backbeat import plan, predict
-from backbeat.planners.mgwfbp import merge_sweep
+from backbeat.planners.baselines import merge_sweep
 from backbeat.planners.optimal import best_ends
 from benchmarks.harness import affine, machine, measured_curve, random_profile, seconds
 from benchmarks.published_merge import merge

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from backbeat.model import Block, Gradient, HostLink, Memory, Profile
-from backbeat.planners.memory_plan import MemorySearch, uniform
+from backbeat.planners.memory_moves import uniform
+from backbeat.planners.memory_plan import MemorySearch
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.resident_memory import ResidentMemory
 

@@ -15,9 +15,9 @@ from backbeat.cost.protocols import NicLatency
 from backbeat.errors import InputError, did_you_mean
 from backbeat.importers.composition import compose_networks, read_network
 from backbeat.model import CollectiveTimes, Fabric, Network, Source
-from backbeat.model.fabric import Kind
 from backbeat.model.slowdown import CHANNELS
 from backbeat.model.specification import Specification, reached_inside, transport_of, typical_hop_s
+from backbeat.model.topology import Kind
 from backbeat.report.tables.scaling_tables import every_row, network_table
 from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
 

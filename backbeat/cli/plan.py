@@ -211,7 +211,7 @@ def _sharding(one: Profile, made: Plan, sharding: Sharding, accumulation: int | 
         shown.append(tables.memory_table(held))
     shown += ["", f"{capitalised('; '.join(knobs))}."]
     if held is not None and made.memory is not None and made.memory.budget_bytes is not None:
-        shown.append(f"Budget: {format_bytes(held.peak_bytes)} of {format_bytes(made.memory.budget_bytes)}.")
+        shown.append(f"Budget: {format_bytes(held.total_bytes)} of {format_bytes(made.memory.budget_bytes)}.")
     if held is not None and one.autocast in ("bf16", "fp16"):
         shown.append(
             f"Activations are those under autocast in {one.precision}, as profiled: train under it too. Without it "

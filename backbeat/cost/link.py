@@ -44,7 +44,9 @@ class MessageTimes(NamedTuple):
     busy: NDArray[np.float64]
     """Right after another on the same communicator, T_busy(M)."""
     transfer: NDArray[np.float64]
-    """What of it is link time, w(M)."""
+    """Link time, w(M); never more than it adds back to back, or one communicator were not the recursion. It may be more
+    than an isolated message takes: one that finds a shaped link idle is let through faster than the link's rate, which
+    says nothing of many."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,14 @@ class LinkCost:
         >>> round(cost.efficiency(2), 9)
         1.0
         """
-        busy = fit_busy(isolated, batches)
-        fitted = cls(isolated, busy, {}).fit_sharing(batches)
-        return cls(
-            isolated,
-            busy,
-            {count: efficiency for count, (efficiency, _) in fitted.items()},
-            {count: stretch for count, (_, stretch) in fitted.items()},
-        )
+        alone = cls(isolated, fit_busy(isolated, batches))
+        efficiencies, stretches = {}, {}
+        for sharing, points in _by_sharing(batches).items():
+            parts = alone._parts(points)
+            # Where these batches do not show e, it is 1.
+            fitted = _fit_pair(parts, sharing) or (1.0, _stretch(parts, 1.0, sharing))
+            efficiencies[sharing], stretches[sharing] = fitted
+        return cls(isolated, alone.busy, efficiencies, stretches)
 
     def efficiency(self, messages: int) -> float:
         """e(n): the fitted one, or that of the nearest n measured; e(1) = 1."""
@@ -110,39 +112,29 @@ class LinkCost:
         """Time added right after another message on the same communicator, T_busy(M)."""
         return (self.busy or self.isolated).time(sizes)
 
-    def transfer(self, sizes: ArrayLike) -> NDArray[np.float64]:
-        """Link time of each message; never more than it adds back to back, or one communicator were not the recursion.
-
-        It may be more than an isolated message takes: one that finds a shaped link idle is let through faster than the
-        link's rate, which says nothing of many.
-        """
-        return np.minimum(self.isolated.link_s_per_byte * np.asarray(sizes, dtype=np.float64), self.busy_time(sizes))
-
     def times(self, sizes: ArrayLike) -> MessageTimes:
-        """`time`, `busy_time` and `transfer`."""
+        """`time`, `busy_time` and link time."""
         alone = self.time(sizes)
         busy = alone if self.busy is None else self.busy.time(sizes)
         link = self.isolated.link_s_per_byte * np.asarray(sizes, dtype=np.float64)
         return MessageTimes(alone, busy, np.minimum(link, busy))
-
-    def split(self, sizes: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """(latency when isolated, latency right after another message, transfer) of each message; the first is
-        negative where an idle link gives a head start."""
-        alone, busy, work = self.times(sizes)
-        return alone - work, busy - work, work
 
     def cheapest(self, smallest: float, largest: float) -> tuple[float, float]:
         """(least latency, least link time per byte) over all message sizes from smallest to largest.
 
         Both are piecewise monotone between the corners of the curves, so the corners decide.
         """
-        corners = [self.isolated.sizes] if self.busy is None else [self.isolated.sizes, self.busy.sizes]
-        candidates = np.concatenate([np.array([smallest, largest]), *corners, *self._kinks()])
+        curves = [self.isolated] if self.busy is None else [self.isolated, self.busy]
+        slope = self.isolated.link_s_per_byte
+        lines = [line for curve in curves for _, _, *line in curve.segments()]
+        # Where G·M crosses a curve between corners, the split changes its form.
+        kinks = [intercept / (slope - rise) for intercept, rise in lines if rise != slope]
+        candidates = np.concatenate([[smallest, largest], *(curve.sizes for curve in curves), kinks])
         candidates = candidates[(candidates >= smallest) & (candidates <= largest)]
-        latency, _, work = self.split(candidates)
+        alone, _, work = self.times(candidates)
         moving = candidates > 0
-        per_byte = np.minimum(work, self.time(candidates))[moving] / candidates[moving]
-        return float(np.maximum(latency, 0.0).min()), float(per_byte.min()) if per_byte.size else 0.0
+        per_byte = np.minimum(work, alone)[moving] / candidates[moving]
+        return float(np.maximum(alone - work, 0.0).min()), float(per_byte.min()) if per_byte.size else 0.0
 
     def batch_s(self, size: float, messages: int, communicators: int) -> float:
         """Equal messages issued at once and spread over the communicators: seconds until the last is done."""
@@ -176,13 +168,6 @@ class LinkCost:
             for batch in batches
         ]
 
-    def fit_sharing(self, points: Sequence[Batch]) -> dict[int, tuple[float, float]]:
-        """(e(n), u(n)) for every communicator count measured; e is 1 where these batches do not show it."""
-        return {
-            sharing: _fit_pair(parts, sharing) or (1.0, _stretch(parts, 1.0, sharing))
-            for sharing, parts in self._parts_by_sharing(points).items()
-        }
-
     def sharing_unknown(self, points: Sequence[Batch]) -> dict[int, int]:
         """The communicator counts whose e(n) these batches do not show, each with its largest message.
 
@@ -191,26 +176,25 @@ class LinkCost:
         >>> cost.sharing_unknown([Batch(size, 8, count, 1.0) for size, count in sizes_and_communicators])
         {2: 4096}
         """
-        largest = {sharing: max(one.bytes for one in batches) for sharing, batches in _by_sharing(points).items()}
-        parts = self._parts_by_sharing(points)
-        return {sharing: size for sharing, size in largest.items() if _fit_pair(parts[sharing], sharing) is None}
-
-    def _parts_by_sharing(self, points: Sequence[Batch]) -> dict[int, NDArray[np.float64]]:
         return {
-            sharing: np.array([self._parts(batch) for batch in batches])
+            sharing: max(batch.bytes for batch in batches)
             for sharing, batches in _by_sharing(points).items()
+            if _fit_pair(self._parts(batches), sharing) is None
         }
 
-    def _parts(self, batch: Batch) -> tuple[float, float, float]:
-        """(latency, shared transfer, what both are to explain), as shares of what the batch took."""
-        latency = shared = alone = 0.0
-        for count, starting, sending in self._rounds(batch.bytes, batch.messages, batch.communicators):
-            # A last message alone shares with nobody; a last few are taken to share like a full round.
-            if count == 1:
-                alone += starting + sending
-            else:
-                latency, shared = latency + starting, shared + sending
-        return latency / batch.seconds, shared / batch.seconds, 1 - alone / batch.seconds
+    def _parts(self, batches: Sequence[Batch]) -> NDArray[np.float64]:
+        """(latency, shared transfer, what both are to explain) of each, as shares of what the batch took."""
+        rows = []
+        for batch in batches:
+            latency = shared = alone = 0.0
+            for count, starting, sending in self._rounds(batch.bytes, batch.messages, batch.communicators):
+                # A last message alone shares with nobody; a last few are taken to share like a full round.
+                if count == 1:
+                    alone += starting + sending
+                else:
+                    latency, shared = latency + starting, shared + sending
+            rows.append((latency / batch.seconds, shared / batch.seconds, 1 - alone / batch.seconds))
+        return np.array(rows)
 
     def _rounds(self, size: float, messages: int, communicators: int) -> list[tuple[int, float, float]]:
         """(messages at once, latency seconds, link seconds at e = 1): rounds of one message per communicator, in step.
@@ -218,22 +202,13 @@ class LinkCost:
         All full rounds first, then the one that the rest make. A head start is transfer that one message is spared; no
         latency that others could stretch.
         """
-        latency, latency_busy, work = (float(part) for part in self.split(size))
+        alone, busy, work = (float(part) for part in self.times(size))
+        latency, latency_busy = alone - work, busy - work
         sharing = min(messages, communicators)
         rounds, rest = divmod(messages, sharing)
         starting, spared = max(latency, 0.0), max(-latency, 0.0)
         full = (sharing, starting + (rounds - 1) * latency_busy, rounds * sharing * work - spared)
         return [full, (rest, latency_busy, rest * work)] if rest else [full]
-
-    def _kinks(self) -> list[NDArray[np.float64]]:
-        """Sizes between corners where G·M crosses a curve: there the split changes its form."""
-        slope = self.isolated.link_s_per_byte
-        kinks = []
-        for curve in (self.isolated, self.busy):
-            for _, _, intercept, rise in curve.segments() if curve else ():
-                if rise != slope:
-                    kinks.append(intercept / (slope - rise))
-        return [np.array([kink for kink in kinks if kink > 0 and np.isfinite(kink)])]
 
 
 def _nearest(fitted: Mapping[int, float], messages: int) -> float:

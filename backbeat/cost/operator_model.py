@@ -9,7 +9,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -52,20 +52,25 @@ class ShapedTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     us: list[float]
 
 
-class HostCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the host takes to submit, in microseconds."""
+class HostTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=lambda name: name.removesuffix("_s")):
+    """What the host takes to submit; nothing, unless said otherwise. Files have microseconds."""
 
-    view: float
+    view_s: float = 0.0
     """A view, or an allocation."""
-    forward: dict[str, float]
-    """An operator of forward, with what autograd keeps of it, by kind of work."""
-    backward: dict[str, float]
-    parameter: float
-    """A parameter in one iteration, beside the operators: calling its module in forward, accumulating its gradient."""
-    compiled: float
+    forward_s: dict[str, float] = {}
+    """An operator of forward, with what autograd keeps of it, by family of work."""
+    backward_s: dict[str, float] = {}
+    parameter_s: float = 0.0
+    """A parameter beside the operators: calling its module in forward, and again accumulating its gradient in backward.
+    Files have both together."""
+    compiled_s: float = 0.0
     """A kernel of a compiled model."""
-    update: dict[str, list[float]]
+    update_s: dict[str, tuple[float, float]] = {}
     """An optimizer's step, by how it is split into kernels: at least, and for each tensor."""
+
+    def step_s(self, kernels: str, tensors: int) -> float:
+        fixed_s, each_s = self.update_s.get(kernels, (0.0, 0.0))
+        return fixed_s + each_s * tensors
 
 
 class OperatorCurves(msgspec.Struct, frozen=True):
@@ -81,7 +86,8 @@ class OperatorCurves(msgspec.Struct, frozen=True):
     traffic: dict[str, TrafficCurve]
     """By kind and bytes of an element."""
     shaped: dict[str, ShapedTimes]
-    host: HostCosts
+    host: dict[str, Any]
+    """`HostTimes`."""
 
 
 @cache
@@ -134,32 +140,14 @@ class Grid:
         return math.exp(float(values) + beyond)
 
 
-@dataclass(frozen=True)
-class HostTimes:
-    """What the host takes to submit operators; nothing, unless said otherwise."""
-
-    view_s: float = 0.0
-    forward_s: dict[str, float] = field(default_factory=dict)
-    """By family of work."""
-    backward_s: dict[str, float] = field(default_factory=dict)
-    parameter_s: float = 0.0
-    """In forward, and again in backward."""
-    compiled_s: float = 0.0
-    update_s: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    def step_s(self, kernels: str, tensors: int) -> float:
-        """Of an optimizer's step, by how it is split into kernels."""
-        fixed_s, each_s = self.update_s.get(kernels, (0.0, 0.0))
-        return fixed_s + each_s * tensors
-
-
 class OperatorModel:
     """One GPU's seconds of every operator."""
 
     def __init__(self, accelerator: Accelerator, curves: OperatorCurves, launch_overhead: bool = True) -> None:
         self.accelerator = accelerator
         self.curves = curves
-        self.host = _host(curves) if launch_overhead else HostTimes()
+        host_us = {**curves.host, "parameter": curves.host["parameter"] / 2} if launch_overhead else {}
+        self.host = msgspec.convert(_seconds(host_us), HostTimes)
         # How much larger an operator has to be to fill this GPU as well as the one measured.
         self._filling = accelerator.multiprocessors / curves.multiprocessors
         self._grids: dict[str, Grid] = {}
@@ -328,16 +316,11 @@ class OperatorModel:
         return self._grids[key]
 
 
-def _host(curves: OperatorCurves) -> HostTimes:
-    host = curves.host
-    return HostTimes(
-        view_s=host.view * 1e-6,
-        forward_s={family: each * 1e-6 for family, each in host.forward.items()},
-        backward_s={family: each * 1e-6 for family, each in host.backward.items()},
-        parameter_s=host.parameter / 2 * 1e-6,
-        compiled_s=host.compiled * 1e-6,
-        update_s={kernels: (fixed * 1e-6, each * 1e-6) for kernels, (fixed, each) in host.update.items()},
-    )
+def _seconds(us: Any) -> Any:
+    """Microseconds, in dictionaries and lists, as seconds."""
+    if isinstance(us, dict):
+        return {name: _seconds(each) for name, each in us.items()}
+    return [_seconds(each) for each in us] if isinstance(us, list) else us * 1e-6
 
 
 def operator_model(
@@ -356,11 +339,9 @@ def operator_model(
         raise InputError("a GPU that is not known by name needs both --tflops and --gbps")
     curves = operator_curves(device or "")
     # A GPU that only its rates are known of is taken to be filled as the one measured is.
-    known = (
-        accelerator_named(device)
-        if device is not None
-        else replace(accelerator_named(curves.accelerator), name="custom")
-    )
+    known = accelerator_named(curves.accelerator if device is None else device)
+    if device is None:
+        known = replace(known, name="custom")
     if tflops is None and known.peak_flops(precision) is None:
         have = [each for each in ("fp32", "tf32", "fp16", "bf16", "fp8") if known.peak_flops(each) is not None]
         raise InputError(f"{known.name} has no {precision}: use {', '.join(have)}")

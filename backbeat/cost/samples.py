@@ -34,7 +34,10 @@ def summarise(samples: Sequence[float]) -> Timing:
     median = quantile(ordered, 0.5)
     if median <= 0:
         return Timing(median_s=median, jitter=0.0, uncertainty=0.0, repeats=len(ordered))
-    low, high = _median_interval(ordered)
+    # Order statistics that enclose the median in 95 of 100 repetitions, whatever the distribution.
+    middle, reach = (len(ordered) - 1) / 2, _NORMAL_95 * math.sqrt(len(ordered)) / 2
+    low = ordered[max(0, math.floor(middle - reach))]
+    high = ordered[min(len(ordered) - 1, math.ceil(middle + reach))]
     return Timing(
         median_s=median,
         jitter=(quantile(ordered, 0.75) - quantile(ordered, 0.25)) / median,
@@ -49,15 +52,6 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
-
-
-def _median_interval(ordered: Sequence[float]) -> tuple[float, float]:
-    """Order statistics that enclose the median in 95 of 100 repetitions, whatever the distribution."""
-    count = len(ordered)
-    reach = _NORMAL_95 * math.sqrt(count) / 2
-    low = max(0, math.floor((count - 1) / 2 - reach))
-    high = min(count - 1, math.ceil((count - 1) / 2 + reach))
-    return ordered[low], ordered[high]
 
 
 def monotone(values: Sequence[float], weights: Sequence[float]) -> list[float]:

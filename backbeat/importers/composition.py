@@ -32,11 +32,10 @@ from backbeat.errors import InputError
 from backbeat.importers import nccl_tests
 from backbeat.model import files
 from backbeat.model.collective_times import CollectiveTimes
-from backbeat.model.fabric import Fabric
 from backbeat.model.files import Source
 from backbeat.model.network import Network, WorkersRow
 from backbeat.model.specification import SIZES
-from backbeat.model.topology import LoadBand, Topology
+from backbeat.model.topology import Fabric, LoadBand, Topology
 from backbeat.units import parse_bytes
 
 _WIDE = re.compile(r"(nodes|workers)_([0-9]+)")

@@ -21,11 +21,11 @@ from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
-from backbeat.model.fabric import Load
 from backbeat.model.profile import ComputeShares
 from backbeat.model.slowdown import Slowdown
+from backbeat.model.topology import Load
 from backbeat.simulate.contention import slowdown_on
-from backbeat.simulate.gather_scatter import half_curve
+from backbeat.simulate.sharded_cost import half_curve
 
 CALL_S, RANK_S = 25e-6, 8.5e-6
 """What a small collective takes inside a node that a layer waits for: at least, and for each further rank. All-reduces

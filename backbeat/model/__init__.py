@@ -2,7 +2,6 @@
 
 from backbeat.model.blocks import Block, HostLink, MemoryPlan, Segment
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
-from backbeat.model.fabric import Fabric
 from backbeat.model.files import Source
 from backbeat.model.network import Calibration, Network, WorkersRow
 from backbeat.model.plan import Bucket, Compression, DynamicFusion, Plan, PlanPrediction
@@ -11,39 +10,11 @@ from backbeat.model.profile import ComputeShares, Gradient, Memory, Profile
 from backbeat.model.reduction import Reduction
 from backbeat.model.sharding import Mesh, Sharding, ShardUnit
 from backbeat.model.slowdown import Slowdown
-from backbeat.model.topology import LoadBand, Topology
+from backbeat.model.topology import Fabric, LoadBand, Topology
 
 __all__ = [
-    "Band",
-    "Block",
-    "Breakdown",
-    "Bucket",
-    "Calibration",
-    "CollectiveTimes",
-    "Compression",
-    "ComputeShares",
-    "ConcurrencyPoint",
-    "DynamicFusion",
-    "Fabric",
-    "Gradient",
-    "HostLink",
-    "LoadBand",
-    "Memory",
-    "MemoryPlan",
-    "Mesh",
-    "Network",
-    "NetworkBand",
-    "Plan",
-    "PlanPrediction",
-    "Prediction",
-    "Profile",
-    "Reduction",
-    "Segment",
-    "ShardUnit",
-    "Sharding",
-    "Slowdown",
-    "Source",
-    "Span",
-    "Topology",
-    "WorkersRow",
-]
+    "Band", "Block", "Breakdown", "Bucket", "Calibration", "CollectiveTimes", "Compression", "ComputeShares",
+    "ConcurrencyPoint", "DynamicFusion", "Fabric", "Gradient", "HostLink", "LoadBand", "Memory", "MemoryPlan", "Mesh",
+    "Network", "NetworkBand", "Plan", "PlanPrediction", "Prediction", "Profile", "Reduction", "Segment", "ShardUnit",
+    "Sharding", "Slowdown", "Source", "Span", "Topology", "WorkersRow",
+]  # fmt: skip

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from functools import cache
 from numbers import Integral
-from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_origin
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import msgspec
 from msgspec import NODEFAULT, Meta
@@ -52,33 +52,21 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                         _refuse(f"{name}[{index}]", value, items)
 
 
-class _Number(NamedTuple):
-    name: str
-    default: Any
-    least: float
-    most: float
-    meta: Meta
-
-
-class _Sequence(NamedTuple):
-    name: str
-    default: Any
-    shortest: int
-    items: Meta | None
-    """The range of its items, where they are numbers."""
-
-
 @cache
-def _rules(kind: type[Checked]) -> tuple[list[_Number], list[_Sequence]]:
+def _rules(
+    kind: type[Checked],
+) -> tuple[list[tuple[str, Any, float, float, Meta]], list[tuple[str, Any, int, Meta | None]]]:
+    """Numbers: (field, default, least, most, meta). Sequences: (field, default, shortest, the range of its items where
+    they are numbers)."""
     numbers, sequences = [], []
     for field in fields(kind):
         default = field.default if field.default_factory is NODEFAULT else field.default_factory()
         bare, meta = _without_meta(field.type)
         if get_origin(bare) is tuple:
             shortest = meta.min_length or 0 if meta is not None else 0
-            sequences.append(_Sequence(field.name, default, shortest, _without_meta(get_args(bare)[0])[1]))
+            sequences.append((field.name, default, shortest, _without_meta(get_args(bare)[0])[1]))
         elif meta is not None:
-            numbers.append(_Number(field.name, default, *_bounds(meta), meta))
+            numbers.append((field.name, default, *_bounds(meta), meta))
     return numbers, sequences
 
 

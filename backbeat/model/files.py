@@ -169,7 +169,10 @@ def encode(document: Document) -> bytes:
     for field in document.derived:
         del body[field]
     text = msgspec.json.encode({"schema": document.schema, **body})
-    return _one_item_a_line(msgspec.json.format(text, indent=1)) + b"\n"
+    indented = msgspec.json.format(text, indent=1)
+    # The innermost objects and lists on one line each: files stay small and diffs readable.
+    one_line = re.compile(rb"[\[{]\s*[^\[\]{}]*?[\]}]")
+    return one_line.sub(lambda match: re.sub(rb"\n\s*", b" ", match.group(0)), indented) + b"\n"
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
@@ -279,8 +282,3 @@ def _schema_advice(found: object, wanted: str) -> str:
 
 def _noun(kind: type[Document]) -> str:
     return kind.__name__.lower()
-
-
-def _one_item_a_line(text: bytes) -> bytes:
-    """Fold the innermost objects and lists onto one line each: files stay small and diffs readable."""
-    return re.sub(rb"[\[{]\s*[^\[\]{}]*?[\]}]", lambda match: re.sub(rb"\n\s*", b" ", match.group(0)), text)

@@ -13,15 +13,13 @@ from msgspec.structs import force_setattr, replace
 
 from backbeat.cost import Batch, Curve, LinkCost
 from backbeat.cost.collectives import COLLECTIVES, Collective
-from backbeat.cost.scaling import beside_traffic, mixed, stretched
+from backbeat.cost.curve import beside_traffic, mixed, stretched
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked, at_least, whole
-from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
-from backbeat.model.fabric import Load
+from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint, ShardedTimes
 from backbeat.model.files import Document, Source
-from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.slowdown import Slowdown
-from backbeat.model.topology import LoadBand, Topology
+from backbeat.model.topology import Load, LoadBand, Topology
 
 _MOST_WORKERS = 10**9
 
@@ -169,13 +167,11 @@ class Network(Document, frozen=True, kw_only=True):
         at_least("links", links, 1)
         inside, beyond = base.all_reduce.curve, stretched(between.all_reduce.curve, transfer=1 / links)
         sizes = np.unique(np.concatenate([inside.sizes, beyond.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
-        times = inside.time(sizes) + beyond.time(sizes)
+        both = Curve(sizes, inside.time(sizes) + beyond.time(sizes), 0.0)
         return Network(
             name=f"{base.name}+{between.name}",
             workers=base.workers * between.workers,
-            all_reduce=CollectiveTimes(
-                points=tuple((round(size), float(time)) for size, time in zip(sizes, times, strict=True))
-            ),
+            all_reduce=CollectiveTimes.of(both),
             topology=Topology(
                 algorithm="hierarchical",
                 gpus_per_node=base.workers,
@@ -279,7 +275,7 @@ class Network(Document, frozen=True, kw_only=True):
             workers=workers,
             concurrency=self._nearest_concurrency(workers, times["all_reduce"]) if workers > 1 else (),
             band=self._band(workers),
-            moved_from=self._origin(used=used),
+            moved_from=Calibration(**_row_fields(self), used=used),
             **{name: times.get(name) for name in COLLECTIVES},
         )
 
@@ -378,16 +374,10 @@ class Network(Document, frozen=True, kw_only=True):
             else:
                 return self
             there[name] = CollectiveTimes.of(curve)
-        origin = self._origin() if self.moved_from is None else self.moved_from
+        origin = self.moved_from or Calibration(**_row_fields(self))
         return replace(
-            self,
-            concurrency=self.concurrency_on(there["all_reduce"]),
-            moved_from=replace(origin, load=load),
-            **there,
+            self, concurrency=self.concurrency_on(there["all_reduce"]), moved_from=replace(origin, load=load), **there
         )
-
-    def _origin(self, used: tuple[int, ...] = ()) -> Calibration:
-        return Calibration(**_row_fields(self), used=used)
 
 
 def _row_fields(times: Network | WorkersRow) -> dict[str, Any]:

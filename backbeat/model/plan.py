@@ -235,12 +235,6 @@ class Plan(Document, frozen=True, kw_only=True):
                         "`backbeat plan`"
                     )
 
-    def sent_buckets(self, profile: Profile) -> list[Bucket]:
-        """The buckets, and after them one of what they do not name. In training that last one is split at 25 MiB."""
-        self.check(profile)
-        missing = self.missing(profile)
-        return [*self.buckets, *([Bucket(gradients=tuple(missing), communicator=0)] if missing else [])]
-
     def missing(self, profile: Profile) -> list[str]:
         """Gradients of the profile that no bucket names, in ready order. The root of a sharded plan takes the rest."""
         if self.sharding is not None:

@@ -174,9 +174,6 @@ class Profile(Document, frozen=True, kw_only=True):
             "gradients", (gradient.name for gradient in self.gradients), advice="each gradient travels once; remove one"
         )
         unique("blocks", (block.name for block in self.blocks), advice="a block is one module; remove one")
-        self._check_ready_order()
-
-    def _check_ready_order(self) -> None:
         previous = 0.0
         for index, gradient in enumerate(self.gradients):
             if gradient.ready_s < previous:
@@ -247,9 +244,7 @@ class Profile(Document, frozen=True, kw_only=True):
                 peak_bytes=memory.peak_bytes + self.total_bytes if memory.peak_bytes else 0,
             )
         return replace(
-            self,
-            gradients=tuple(replace(one, bytes=(one.bytes + 1) // 2) for one in self.gradients),
-            memory=memory,
+            self, gradients=tuple(replace(one, bytes=(one.bytes + 1) // 2) for one in self.gradients), memory=memory
         )
 
     @property

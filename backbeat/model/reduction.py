@@ -94,15 +94,13 @@ class Reduction(Checked, frozen=True, kw_only=True):
         saved = memory.optimizer_bytes - -(-memory.optimizer_bytes // workers) if self.sharded_update else 0
         sent = self.sent(profile)
         buffer = 0 if sent is profile else sent.total_bytes
-        return replace(
-            profile,
-            memory=replace(
-                memory,
-                optimizer_bytes=memory.optimizer_bytes - saved,
-                steady_bytes=max(memory.steady_bytes - saved, 0) + buffer,
-                peak_bytes=max(memory.peak_bytes - saved, 0) + buffer if memory.peak_bytes else 0,
-            ),
+        held = replace(
+            memory,
+            optimizer_bytes=memory.optimizer_bytes - saved,
+            steady_bytes=max(memory.steady_bytes - saved, 0) + buffer,
+            peak_bytes=max(memory.peak_bytes - saved, 0) + buffer if memory.peak_bytes else 0,
         )
+        return replace(profile, memory=held)
 
     def cap(self, elements: int, workers: int) -> int:
         """A cap in elements on that many workers."""
@@ -137,11 +135,7 @@ REDUCTIONS = {
         Reduction(name="torch-ddp", bucket_bytes=(DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES), broadcast_buffers=True),
         _MEGATRON,
         replace(
-            _MEGATRON,
-            name="megatron-no-overlap",
-            bucket_elements=None,
-            bucket_elements_per_worker=0,
-            overlap="none",
+            _MEGATRON, name="megatron-no-overlap", bucket_elements=None, bucket_elements_per_worker=0, overlap="none"
         ),
         replace(
             _MEGATRON,

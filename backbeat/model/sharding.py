@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
@@ -40,13 +40,6 @@ class ShardUnit(Checked, frozen=True, kw_only=True):
     """All-gathers of this many following units are issued before this unit's forward
     (`set_modules_to_forward_prefetch`). 0 leaves torch's default: each is issued at its own forward. Backward always
     gathers one unit ahead, as torch does by itself."""
-
-
-class UnitCounts(NamedTuple):
-    """Units, and the parameters in them."""
-
-    units: int
-    parameters: int
 
 
 class Sharding(Checked, frozen=True, kw_only=True):
@@ -89,11 +82,11 @@ class Sharding(Checked, frozen=True, kw_only=True):
                         "nest; name the whole module or its parts"
                     )
 
-    def resharded_counts(self, parameters: Iterable[str]) -> UnitCounts:
+    def resharded_counts(self, parameters: Iterable[str]) -> tuple[int, int]:
         """Units that are resharded after forward, and how many of these parameters they hold."""
         units = [unit for unit in self.units if unit.reshard]
         modules = {name for unit in units for name in unit.modules}
-        return UnitCounts(len(units), sum(not modules.isdisjoint(enclosing(name)) for name in parameters))
+        return len(units), sum(not modules.isdisjoint(enclosing(name)) for name in parameters)
 
 
 @lru_cache(maxsize=2**15)

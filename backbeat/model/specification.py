@@ -17,11 +17,10 @@ from backbeat.cost.collectives import Collective, traffic
 from backbeat.cost.protocols import INFINIBAND, INFINIBAND_HOP_S, NicLatency, all_reduce_lines, fastest_s, ring_lines
 from backbeat.errors import InputError
 from backbeat.model.collective_times import CollectiveTimes
-from backbeat.model.fabric import Fabric
 from backbeat.model.files import Source
 from backbeat.model.network import Network, WorkersRow
 from backbeat.model.slowdown import Transport
-from backbeat.model.topology import LoadBand, Topology
+from backbeat.model.topology import Fabric, LoadBand, Topology
 from backbeat.units import counted, format_rate, format_seconds
 
 RING_EFFICIENCY = 0.82
@@ -176,7 +175,7 @@ class Specification:
         )
 
     def _typical(self, nodes: int, quiet: list[float]) -> CollectiveTimes:
-        """All but the smallest message's latency is slower than on a quiet cluster (`cost/scaling.beside_traffic`)."""
+        """All but the smallest message's latency is slower than on a quiet cluster (`cost/curve.beside_traffic`)."""
         slowdown = 1 / self.fabric.slowdown(nodes, "quiet") if self.fabric is not None and nodes > 1 else 1.0
         times = (_rounded(quiet[0] + (time - quiet[0]) * slowdown) for time in quiet)
         return CollectiveTimes(points=tuple(zip(SIZES, times, strict=True)))

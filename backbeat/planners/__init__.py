@@ -11,15 +11,13 @@ from msgspec.structs import replace
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Network, Plan, Profile
 from backbeat.planners.adaptive import adaptive
-from backbeat.planners.baselines import ddp, horovod, single, wfbp
+from backbeat.planners.baselines import asc_wfbp, ddp, fsdp, horovod, hsdp, mg_wfbp, single, wfbp, zero1, zero2
 from backbeat.planners.best import best
 from backbeat.planners.compressed_or_dense import compressed
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.memory_plan import plan_within_memory
-from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import decoupled, sharded
-from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
 from backbeat.simulate.host_lane import HostLane, device_alone
 from backbeat.simulate.predict import predict
 from backbeat.units import format_bytes
@@ -68,15 +66,11 @@ STRATEGIES = {
 }
 """By name; of those that people have a name for, the simplest first."""
 SHARDED = frozenset(name for name, one in STRATEGIES.items() if one.kind == "units")
-"""Strategies that shard parameters rather than send gradients in buckets."""
 BUDGETED = frozenset(name for name, one in STRATEGIES.items() if one.budgeted)
-"""Strategies that choose within a memory budget themselves."""
 BUCKETED = frozenset(name for name, one in STRATEGIES.items() if one.bucket)
-"""Strategies that take `bucket_bytes`."""
 FIXED_BUCKETS = frozenset(name for name, one in STRATEGIES.items() if one.kind == "buckets")
 """Strategies whose buckets are the same in every step, and hold gradients as they are."""
 SEVERAL = frozenset(name for name, one in STRATEGIES.items() if one.several)
-"""Strategies that use a second communicator where nobody says how many."""
 KNOWN_AS = {name: one.known_as for name, one in STRATEGIES.items() if one.known_as}
 """What people call the ways to hold a model, the simplest first."""
 

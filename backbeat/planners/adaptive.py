@@ -43,7 +43,7 @@ def adaptive(profile: Profile, network: Network, options: StrategyOptions) -> Dr
     buffer, ends = bucketings[chosen]
     best, finish = ends, end_s(ends)
     sizes = profile.sizes.tolist()
-    for candidate in (*_with_smaller_head(sizes, buffer), *_with_smaller_tail(sizes, ends)):
+    for candidate in _with_smaller_ends(sizes, buffer, ends):
         if (end := end_s(candidate)) < finish:
             best, finish = candidate, end
     note = f"adaptive: a buffer of {format_bytes(buffer)}" + ("" if best is ends else ", smaller at head or tail")
@@ -87,15 +87,12 @@ def _finishes(profile: Profile, cost: LinkCost, bucketings: list[tuple[float, li
     return finish
 
 
-def _with_smaller_head(sizes: list[float], buffer: float) -> Iterator[list[int]]:
-    """A smaller first cap before this buffer, and before DDP's own."""
+def _with_smaller_ends(sizes: list[float], buffer: float, ends: list[int]) -> Iterator[list[int]]:
+    """A smaller first cap before this buffer, and before DDP's own; then the same buckets with what follows one of the
+    last in other buckets by caps that shrink towards the end."""
     for cap in (buffer, float(DDP_BUCKET_BYTES)):
         for first in (float(DDP_FIRST_BUCKET_BYTES), cap / 8, cap / 4, cap / 2):
             yield capped(sizes, [first, cap])
-
-
-def _with_smaller_tail(sizes: list[float], ends: list[int]) -> Iterator[list[int]]:
-    """The same buckets with what follows one of the last in other buckets by caps that shrink towards the end."""
     for kept in range(max(len(ends) - 4, 0), len(ends)):
         start = ends[kept - 1] if kept else 0
         tail = sizes[start:]

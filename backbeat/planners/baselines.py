@@ -1,16 +1,24 @@
-"""The schedules people have today: every gradient alone, all together, DDP's buckets, Horovod's buffer, and the
-buckets of other training frameworks by their caps."""
+"""The schedules people have today: every gradient alone, all together, DDP's buckets, Horovod's buffer, the merges of
+MG-WFBP and ASC-WFBP as published, and the buckets of other training frameworks by their caps.
+
+And the ways people shard: FSDP2 with torch's defaults, HSDP, and ZeRO-1 and 2 on the same parts. One unit is one
+repeated block (`layers.3`), as every guide does it; embeddings, the head and what else stands alone are the root's,
+which also keeps tied weights in one unit.
+"""
 
 from __future__ import annotations
 
+from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.plan import DynamicFusion
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.reduction import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
+from backbeat.model.sharding import Mesh, ShardedDtype, Sharding, ShardUnit
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.iteration import fuse_beside
 from backbeat.simulate.schedule import capped
+from backbeat.simulate.sharded_units import ModelPieces, repeated
 
 
 def wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
@@ -44,6 +52,62 @@ def horovod(profile: Profile, network: Network, options: StrategyOptions) -> Dra
     return Draft(fused.ends, dynamic=settings)
 
 
+def mg_wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
+    """Shi, Chu, Li (TPDS 2021): a layer merges into the next if its communication would start after that is ready, or
+    would still be sending then and has started less than one latency before."""
+    alpha, beta = network.cost.isolated.line
+    ends = merge_sweep(profile.ready.tolist(), profile.sizes.tolist(), alpha, beta, patience_s=alpha)
+    return Draft(ends, options.communicators or 1)
+
+
+def asc_wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
+    """Shi, Chu, Li (INFOCOM 2021): a layer merges only if its communication would start after the next is ready;
+    otherwise it starts at once, and a second stream takes the next. Its bucketing ignores that they share the link; the
+    prediction does not."""
+    ends = merge_sweep(profile.ready.tolist(), profile.sizes.tolist(), *network.cost.isolated.line, patience_s=None)
+    return Draft(ends, options.communicators or 2)
+
+
+def merge_sweep(
+    ready: list[float], sizes: list[float], alpha: float, beta: float, patience_s: float | None
+) -> list[int]:
+    """Where buckets end. `patience_s` is how long after its start a layer may still be held back to merge (None:
+    never).
+
+    The papers sweep layers L..2 in forward order, here gradients in ready order, and recompute every start after every
+    merge. A merge empties the layer and changes nothing before it, so one pass with a running start finds the same.
+
+    Three gradients of 1 MB, ready at 0, 1 and 5 ms, each 1 ms + 1 ns/byte. The first would send from 0 to 2 ms, still
+    sending when the second is ready at 1 ms, but 1 ms is not less than one latency: it leaves alone. The second then
+    sends from 2 to 4 ms, before the third is ready: it leaves alone too.
+
+    >>> merge_sweep([0.0, 1e-3, 5e-3], [1e6] * 3, 1e-3, 1e-9, patience_s=1e-3)
+    [1, 2, 3]
+
+    Were the second ready at 0.5 ms, the first would wait for it.
+
+    >>> merge_sweep([0.0, 5e-4, 5e-3], [1e6] * 3, 1e-3, 1e-9, patience_s=1e-3)
+    [2, 3]
+    """
+    ends: list[int] = []
+    start, size = ready[0], sizes[0]
+    for index in range(1, len(ready)):
+        following = ready[index]
+        time = alpha + beta * size if size > 0 else 0.0
+        merge = start > following
+        if not merge and patience_s is not None:
+            merge = following < start + time and following - start < patience_s
+        if merge:
+            size += sizes[index]
+            start = max(start, following)
+        else:
+            ends.append(index)
+            start = max(start + time, following)
+            size = sizes[index]
+    ends.append(len(ready))
+    return ends
+
+
 def framework_plan(profile: Profile, network: Network, reduction: Reduction) -> Plan:
     """Consecutive buckets in ready order; one closes once it has reached its cap.
 
@@ -66,3 +130,70 @@ def framework_plan(profile: Profile, network: Network, reduction: Reduction) -> 
     ends = capped(sizes.tolist(), caps) if caps else [len(sizes)]
     pairs = network.backend == "gloo" and reduction.overlap != "none" and reduction.collective == "all_reduce"
     return Draft(ends, 2 if pairs else 1).named(profile, reduction.name, network.workers)
+
+
+def fsdp(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
+    """FSDP2 over all workers, a unit for each repeated block, resharded after forward (ZeRO-3).
+
+    >>> from backbeat.model import Network, Profile
+    >>> from backbeat.planners.draft import StrategyOptions
+    >>> made = fsdp(Profile.load("gpt2-b8-bf16-h200"), Network.load("ib400").at(workers=8), StrategyOptions())
+    >>> len(made.sharding.units), made.sharding.units[0].modules, str(made.sharding.mesh)
+    (12, ('transformer.h.0',), 'replicate(1) * shard(8)')
+    """
+    return _one_a_block("fsdp", profile, network, network.workers, options, reshard=True)
+
+
+def hsdp(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
+    """FSDP2 within groups of `shards` workers, gradients all-reduced between the groups."""
+    shards = options.shards or network.topology.gpus_per_node
+    if options.shards is None and shards < 2:
+        raise InputError(
+            f"hsdp shards within a node, and the network {network.name!r} has one GPU a node: say how many workers "
+            "hold one copy of the model, like hsdp:8"
+        )
+    if network.workers % shards:
+        raise InputError(
+            f"hsdp:{shards} needs a multiple of {shards} workers, and there are {network.workers}: choose another "
+            "number of workers or shards"
+        )
+    return _one_a_block("hsdp", profile, network, shards, options, reshard=True)
+
+
+def zero1(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
+    """Only the optimizer's state is sharded: parameters are gathered once a step, gradients added up whole over
+    micro-batches and reduced once. Without accumulation it runs as `zero2`."""
+    return _one_a_block("zero1", profile, network, network.workers, options, reshard=False, sync_every=False)
+
+
+def zero2(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
+    """Optimizer state and gradients are sharded: parameters are gathered once a step, gradients reduced in every
+    micro-batch."""
+    return _one_a_block("zero2", profile, network, network.workers, options, reshard=False)
+
+
+def _one_a_block(
+    strategy: str,
+    profile: Profile,
+    network: Network,
+    shards: int,
+    options: StrategyOptions,
+    *,
+    reshard: bool,
+    sync_every: bool = True,
+) -> Plan:
+    pieces = ModelPieces.of(profile)
+    units = repeated([piece.name for piece in pieces.pieces if piece.elements])
+    # fp32 sums, as under DDP with autocast; parameters travel as they are computed with.
+    gathered: dict[str, ShardedDtype] = {"bf16": "bf16", "fp16": "fp16"}
+    sharding = Sharding(
+        mesh=Mesh(replicate=network.workers // shards, shard=shards),
+        param_dtype=gathered.get(profile.compute_dtype, "fp32"),
+        reduce_dtype=options.reduce_dtype or "fp32",
+        reduce_scatter_buffers=1,
+        separate_reduce_scatter=False,
+        units=tuple(ShardUnit(modules=(name,), reshard=reshard, prefetch=0) for name in units),
+        gradient_sync="every" if sync_every else "last",
+        reshard_after_backward=reshard,
+    )
+    return Plan(strategy=strategy, model=profile.model, workers=network.workers, sharding=sharding, notes=pieces.notes)

@@ -21,10 +21,9 @@ from itertools import combinations, product
 from backbeat.cost import LinkCost
 from backbeat.model import Network, Profile
 from backbeat.planners.adaptive import adaptive
-from backbeat.planners.baselines import ddp, single, wfbp
+from backbeat.planners.baselines import asc_wfbp, ddp, mg_wfbp, single, wfbp
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.merge_buckets import iteration_s, simplified
-from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import slowdown_of
@@ -60,9 +59,9 @@ def best(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
 
 
 def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
-    # A communicator without a bucket is of no use.
-    most = min(allowed_communicators(network, options.communicators), len(profile.gradients))
-    cost = network.cost
+    # Two, more where concurrency was measured on more; a communicator without a bucket is of no use.
+    allowed = options.communicators or max([2, *(row.communicators for row in network.concurrency)])
+    most, cost = min(allowed, len(profile.gradients)), network.cost
     deadline = time.monotonic() + options.budget_s if options.budget_s is not None else float("inf")
     search = _Search(profile, cost, deadline)
     one = search.score(Draft(best_ends(profile, cost)))
@@ -90,25 +89,16 @@ def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -
     if close[0][1].assignment is not None:
         # Every plan there is was tried.
         return min(close, key=_fewer_buckets)[1]
-    return min(
-        (
-            search.score(simplified(draft, profile, cost, slack=slack(end), deadline=deadline))
-            for end, draft in (min(close, key=search.rank), min(close, key=_fewer_buckets))
-        ),
-        key=_fewer_buckets,
-    )[1]
+    chosen = min(close, key=search.rank), min(close, key=_fewer_buckets)
+    fewer = [
+        search.score(simplified(draft, profile, cost, slack=slack(end), deadline=deadline)) for end, draft in chosen
+    ]
+    return min(fewer, key=_fewer_buckets)[1]
 
 
 def _fewer_buckets(scored: tuple[float, Draft]) -> tuple[int, float]:
     end, draft = scored
     return len(draft.ends), end
-
-
-def allowed_communicators(network: Network, asked: int | None) -> int:
-    """Up to two communicators, more where the network's concurrency was measured on more or the caller says so."""
-    if asked is not None:
-        return asked
-    return max([2, *(row.communicators for row in network.concurrency)])
 
 
 def _candidates(profile: Profile, network: Network, communicators: int) -> Iterator[Draft]:

@@ -13,7 +13,6 @@ to them. Beside compressed neighbours they wait for the next dense bucket, or le
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,12 +23,7 @@ from backbeat.model import Network, Profile
 from backbeat.model.plan import Bucket, Compression, Plan
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.optimal import best_ends, quadratic_programme
-from backbeat.simulate.compressed_cost import (
-    CompressedCost,
-    compressed_flow,
-    compression_s_per_bucket,
-    compression_s_per_byte,
-)
+from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow
 from backbeat.simulate.schedule import Schedule, running_sums
 
 DEFAULT_DENSITY = 0.01
@@ -76,11 +70,11 @@ class Mixed:
             buckets.append((waiting, False))
         return buckets
 
-    def end_s(self, profile: Profile, cost: CompressedCost) -> float:
-        members, compressed = zip(*self.members(profile), strict=True)
-        schedule = Schedule.of_members(profile, members, [0] * len(members))
+    def end_s(self, cost: CompressedCost) -> float:
+        members, compressed = zip(*self.members(cost.profile), strict=True)
+        schedule = Schedule.of_members(cost.profile, members, [0] * len(members))
         compressions = [self.compression if one else None for one in compressed]
-        flow, _, computed_s = compressed_flow(schedule, compressions, profile, cost)
+        flow, _, computed_s = compressed_flow(schedule, compressions, cost)
         return max(computed_s, flow.end_s)
 
     def plan(self, profile: Profile, workers: int, note: str) -> Plan:
@@ -110,25 +104,21 @@ def compressed(profile: Profile, network: Network, options: StrategyOptions) -> 
             f"communicators is {options.communicators}: compressed plans use one communicator; leave it out"
         )
     ends = best_ends(profile, network.cost)
-    cost = CompressedCost.of(network, profile)
+    cost = CompressedCost(network, profile)
     dense = Mixed(ends, [False] * len(ends), compression)
     if network.workers == 1:
         return dense.plan(profile, 1, "one worker: nothing travels, nothing is compressed")
-    whole = compressed_ends(profile, cost, compression)
+    whole = compressed_ends(cost, compression)
     candidates = [dense, Mixed(ends, [True] * len(ends), compression), Mixed(whole, [True] * len(whole), compression)]
-
-    def end_s(mixed: Mixed) -> float:
-        return mixed.end_s(profile, cost)
-
-    least = end_s(dense), dense
+    least = dense.end_s(cost), dense
     for mixed in candidates:
-        found = _flipped(mixed, end_s)
+        found = _flipped(mixed, cost)
         if found[0] < least[0] * (1 - _ROUNDING):
             least = found
-    chosen = _merged(*least, end_s)
+    chosen = _merged(*least, cost)
     if any(chosen.compressed):
         indices = [chosen, *(replace(chosen, early=index) for index in range(len(chosen.ends) - 1))]
-        chosen = min(indices, key=end_s)
+        chosen = min(indices, key=lambda mixed: mixed.end_s(cost))
     buckets = chosen.members(profile)
     count = sum(compressed for _, compressed in buckets)
     if count == 0:
@@ -138,7 +128,7 @@ def compressed(profile: Profile, network: Network, options: StrategyOptions) -> 
     return chosen.plan(profile, network.workers, note)
 
 
-def compressed_ends(profile: Profile, cost: CompressedCost, compression: Compression) -> list[int]:
+def compressed_ends(cost: CompressedCost, compression: Compression) -> list[int]:
     """The exact one-communicator buckets if everything were compressed.
 
     E[j] = min over i < j of  max(r_j + c·S_j, E[i]) + T(S_j - S_i) + f
@@ -146,18 +136,17 @@ def compressed_ends(profile: Profile, cost: CompressedCost, compression: Compres
     The fixed cost of compressing a bucket, f, really delays the buckets after it. Here it counts as transfer time:
     that keeps buckets few, and the simulation that scores the result has it right.
     """
-    sums = running_sums(profile.sizes)
-    ready = (profile.ready + compression_s_per_byte(profile) * sums[1:]).tolist()
-    fixed = compression_s_per_bucket(profile)
+    sizes = cost.profile.sizes
+    ready = (cost.profile.ready + cost.s_per_byte * running_sums(sizes)[1:]).tolist()
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
-        times = cost.time(messages, compression) + fixed
+        times = cost.time(messages, compression) + cost.s_per_bucket
         return np.asarray(np.maximum(ready[j - 1], earliest) + times)
 
-    return quadratic_programme(profile.sizes, finishes)
+    return quadratic_programme(sizes, finishes)
 
 
-def _merged(end: float, mixed: Mixed, end_s: Callable[[Mixed], float]) -> Mixed:
+def _merged(end: float, mixed: Mixed, cost: CompressedCost) -> Mixed:
     """Neighbours of one kind merged where the predicted end stays: every bucket costs the host a launch."""
     index = len(mixed.ends) - 2
     while index >= 0:
@@ -167,15 +156,15 @@ def _merged(end: float, mixed: Mixed, end_s: Callable[[Mixed], float]) -> Mixed:
                 [*mixed.compressed[:index], *mixed.compressed[index + 1 :]],
                 mixed.compression,
             )
-            if end_s(fewer) <= end * (1 + _ROUNDING):
+            if fewer.end_s(cost) <= end * (1 + _ROUNDING):
                 mixed = fewer
         index -= 1
     return mixed
 
 
-def _flipped(mixed: Mixed, end_s: Callable[[Mixed], float]) -> tuple[float, Mixed]:
+def _flipped(mixed: Mixed, cost: CompressedCost) -> tuple[float, Mixed]:
     """Single buckets changed between dense and compressed, from the last, as long as the end falls."""
-    end, left = end_s(mixed), _FLIPS
+    end, left = mixed.end_s(cost), _FLIPS
     improved = True
     while improved and left > 0:
         improved = False
@@ -185,7 +174,7 @@ def _flipped(mixed: Mixed, end_s: Callable[[Mixed], float]) -> tuple[float, Mixe
                 break
             flags = [*mixed.compressed[:index], not mixed.compressed[index], *mixed.compressed[index + 1 :]]
             changed = Mixed(mixed.ends, flags, mixed.compression)
-            found = end_s(changed)
+            found = changed.end_s(cost)
             if found < end * (1 - _BETTER):
                 end, mixed, improved = found, changed, True
     return end, mixed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -56,7 +56,7 @@ class Draft:
     assignment: list[int] | None = None
     """Communicator of each bucket; round robin where None."""
     dynamic: DynamicFusion | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of_launches(cls, launches: Iterable[Sequence[int]], communicators: int) -> Draft:

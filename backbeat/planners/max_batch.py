@@ -36,11 +36,7 @@ class GrownBatch:
 
 
 def batches(
-    profile: Profile,
-    budget: int,
-    two: Profile | None = None,
-    workers: int | None = None,
-    reserve: float | None = None,
+    profile: Profile, budget: int, two: Profile | None = None, workers: int | None = None, reserve: float | None = None
 ) -> tuple[int, int]:
     """(largest batch with everything kept, 0 where none fits; largest with a memory plan)."""
     if two is not None and not same_blocks(profile, two):

@@ -19,8 +19,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from backbeat.planners.memory_moves import one_by_one
-from backbeat.planners.memory_segments import recompute_needs
+from backbeat.planners.memory_moves import one_by_one, recompute_needs
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
 from backbeat.simulate.memory_timeline import Chain
 

@@ -1,4 +1,5 @@
-"""Memory plans to try for a chain of blocks: every block treated alike, every plan there is, and those one change away.
+"""Memory plans to try for a chain of blocks: every block treated alike, every plan there is, those one change away, and
+the least recomputation within a budget.
 
 A plan is a tuple of ranges (first block, block after the last, action): blocks kept or offloaded one by one, or a
 segment recomputed together.
@@ -8,9 +9,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
 from backbeat.simulate.memory_timeline import Chain
+from backbeat.simulate.schedule import running_sums
+
+_FRONT = 128
+"""Pairs kept for each block by `Segmenter`; a longer front is thinned."""
 
 
 def uniform(chain: Chain) -> dict[str, BlockRanges]:
@@ -122,3 +131,135 @@ def _at(chain: Chain, ranges: BlockRanges, index: int) -> Iterator[tuple[int, Bl
     may_swap = (what not in again or chain.may_begin[last]) and (other not in again or begins)
     if other != what and beyond - first == 2 and may_swap:
         yield 2, ((first, last, other), (last, beyond, what))
+
+
+class _Front(NamedTuple):
+    """Pairs for the blocks up to one, and the range that led to each."""
+
+    held: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    start: NDArray[np.intp]
+    """First block of the range that led here."""
+    action: NDArray[np.intp]
+    parent: NDArray[np.intp]
+    """Its index in the front of `start`."""
+
+
+class Segmenter:
+    """The least recomputation within a budget, by a programme over one chain.
+
+    Blocks are taken in the order of forward. All that later ranges need to know of earlier ones is how many bytes these
+    hold for backward. A range fits if what is held before it, its own bytes, and the most that its backward needs stay
+    within the budget together. So for every block k there is a Pareto front of (bytes held, seconds added) pairs:
+
+        front[k] = undominated  { (held + own, seconds + added) : (held, seconds) in front[i], range i..k fits }
+
+    for ranges that are kept (own: saved tensors, nothing added), recomputed (own: their input; added: their forward) or
+    offloaded (own: nothing; added: a price per byte copied). Copies of different ranges compete for the link to the
+    host, which a front cannot represent. The price stands for that: several are tried, and the simulation decides.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.needs = [recompute_needs(chain, first) for first in range(chain.count)]
+        self.forward_sums = running_sums(chain.forward)
+
+    def least_time(self, room: float, price_s_per_byte: float, ahead: float) -> list[BlockRange] | None:
+        """Ranges that hold no more than `room` bytes at any moment and add the least time; None where none fit.
+
+        `ahead` says how many further tensors of the same size are assumed to be on their way back from the host.
+        """
+        chain = self.chain
+        fronts = [_Front(np.zeros(1), np.zeros(1), *(np.zeros(1, dtype=np.intp) for _ in range(3)))]
+        for k in range(1, chain.count + 1):
+            fronts.append(self._extend(fronts, k, room, price_s_per_byte, ahead))
+        last = fronts[-1]
+        fits = np.flatnonzero(last.held + chain.loss <= room)
+        if not fits.size:
+            return None
+        index = int(fits[np.argmin(last.seconds[fits])])
+        ranges: list[BlockRange] = []
+        k = chain.count
+        while k > 0:
+            front = fronts[k]
+            start, action, index = int(front.start[index]), int(front.action[index]), int(front.parent[index])
+            ranges.append((start, k, action))
+            k = start
+        return ranges[::-1]
+
+    def _extend(self, fronts: list[_Front], k: int, room: float, price: float, ahead: float) -> _Front:
+        chain = self.chain
+        parts: list[_Front] = []
+
+        def offer(first: int, own: float, need: float, seconds: float, action: int) -> None:
+            front = fronts[first]
+            if own + need > room:
+                return
+            fits = np.flatnonzero(front.held <= room - own - need)
+            if fits.size:
+                starts, actions = np.full((2, len(fits)), [[first], [action]], dtype=np.intp)
+                parts.append(_Front(front.held[fits] + own, front.seconds[fits] + seconds, starts, actions, fits))
+
+        block = k - 1
+        entering = chain.input[block] if chain.saves_input[block] else 0
+        next_keeps = k < chain.count and chain.joined[k] and chain.saves_input[k]
+        leaving = chain.output[block] if chain.saves_output[block] and not next_keeps else 0
+        kept = chain.saved[block] + entering + leaving
+        own_backward = chain.output[block] + chain.backward_peak[block]
+        offer(block, kept, own_backward, 0.0, KEEP)
+        if chain.has_host:
+            offer(block, 0, kept * (1 + ahead) + own_backward, price * kept, OFFLOAD)
+        for first in range(block, -1, -1):
+            if first < block and not chain.joined[first + 1]:
+                break
+            if not chain.may_begin[first]:
+                continue
+            need = self.needs[first][block - first]
+            seconds = float(self.forward_sums[k] - self.forward_sums[first])
+            size = chain.input[first]
+            offer(first, size, need, seconds, RECOMPUTE)
+            if chain.has_host and size:
+                offer(first, 0, need + size * (1 + ahead), seconds + price * size, FETCH)
+        return _undominated(parts)
+
+
+def recompute_needs(chain: Chain, first: int, *, gives_up_input: bool = False) -> list[int]:
+    """The most that a recomputed segment from `first` needs beyond its input, for every block it may end with.
+    `gives_up_input`: where its first block does not save it, the input goes once it has been read."""
+    needs: list[int] = []
+    # After recomputing: saved tensors and what lies between the blocks; `highest` while doing so.
+    level = highest = 0
+    for last in range(first, chain.count):
+        if last > first and not chain.joined[last]:
+            break
+        highest = max(highest, level + chain.forward_peak[last])
+        level += chain.saved[last] + chain.output[last]
+        goes = not chain.saves_output[last - 1] if last > first else gives_up_input
+        if goes and not chain.saves_input[last]:
+            level -= chain.input[last]
+        there = level if chain.saves_output[last] else level - chain.output[last]
+        most = highest + chain.output[last]
+        for k in range(last, first - 1, -1):
+            most = max(most, there + chain.output[k] + chain.backward_peak[k])
+            there -= chain.saved[k]
+            if chain.saves_output[k]:
+                there -= chain.output[k]
+            if k > first and chain.saves_input[k] and not chain.saves_output[k - 1]:
+                there -= chain.input[k]
+        needs.append(most)
+    return needs
+
+
+def _undominated(parts: list[_Front]) -> _Front:
+    if not parts:
+        return _Front(np.zeros(0), np.zeros(0), *(np.zeros(0, dtype=np.intp) for _ in range(3)))
+    pairs = _Front(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    order = np.lexsort((pairs.seconds, pairs.held))
+    seconds = pairs.seconds[order]
+    better = np.ones(len(order), dtype=bool)
+    better[1:] = seconds[1:] < np.minimum.accumulate(seconds)[:-1]
+    chosen = order[better]
+    if len(chosen) > _FRONT:
+        chosen = chosen[np.unique(np.linspace(0, len(chosen) - 1, _FRONT).round().astype(np.intp))]
+    columns: list[Any] = [column[chosen] for column in pairs]
+    return _Front(*columns)

@@ -1,7 +1,7 @@
 """What to keep, recompute or offload so that an iteration is fastest within a budget of device memory.
 
 Whether anything fits is known exactly (`memory_least_peak`). Candidates come from there, from the programme in
-`memory_segments`, at several prices for a byte copied, and from the uniform policies (every block treated alike); the
+`memory_moves`, at several prices for a byte copied, and from the uniform policies (every block treated alike); the
 simulation scores them all. The best are improved by small changes: a boundary moved, two ranges merged, one split,
 another action. First every change that helps is taken (hill climbing), then a random walk now and then accepts one that
 does not (simulated annealing). Random numbers are seeded and every limit counts evaluations, so the same profile and
@@ -28,15 +28,12 @@ from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_least_peak import LeastPeak
-from backbeat.planners.memory_moves import changes, count, every, one_by_one, random_change, uniform
-from backbeat.planners.memory_segments import Segmenter
+from backbeat.planners.memory_moves import Segmenter, changes, count, every, one_by_one, random_change, uniform
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRanges, segments_of
 from backbeat.simulate.memory_timeline import Chain, ChainRun, memory_timeline
 from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.units import format_bytes
-
-__all__ = ["Chosen", "MemorySearch", "memory_plan", "plan_within_memory", "too_small", "uniform"]
 
 Score = Callable[[ChainRun], tuple[float, ...]]
 
@@ -56,14 +53,11 @@ _WALK = 1500
 _FEW = 3000
 """Chains with no more plans than this are searched exhaustively."""
 
-
 _RESERVE = 100
 _MOST_RESERVE = 64 * 2**20
 """A hundredth of a budget, and at most this, is left by default to what no profile counts (workspaces, rounding).
 Measured peaks in `validation/memory` are up to 47 MB above predicted ones. Workspaces that cuDNN's benchmark mode tries
 can take far more."""
-
-
 _BENCHMARK_RESERVE = 0.08
 """With cuDNN's benchmark mode: one run took 6.1 % of its budget more than predicted (`validation/memory`)."""
 
@@ -92,11 +86,9 @@ def needed(peak: int, reserve: float | None = None) -> int:
     >>> [(usable(needed(990, r), r), usable(needed(990, r) - 1, r)) for r in (None, 0.05, 20)]
     [(990, 989), (990, 989), (990, 989)]
     """
-    if reserve is None:
-        return peak + min(max(peak - 1, 0) // (_RESERVE - 1), _MOST_RESERVE)
-    budget = math.floor(peak / (1 - reserve)) - 1 if reserve < 1 else peak
-    while usable(budget, reserve) < peak:
-        budget += peak - usable(budget, reserve)
+    budget = peak
+    while (missing := peak - usable(budget, reserve)) > 0:
+        budget += missing
     return budget
 
 
@@ -169,18 +161,15 @@ class MemorySearch:
                     ranges = changed
         index = 0
         while index < len(ranges):
-            ranges = self._shortened(ranges, index)
+            first, last, what = ranges[index]
+            # Cut as early as is no worse, without a further copy if possible.
+            for middle, rest in product(range(first + 1, last), dict.fromkeys((RECOMPUTE, what))):
+                changed = (*ranges[:index], (first, middle, what), (middle, last, rest), *ranges[index + 1 :])
+                if self.chain.may_begin[middle] and _no_worse(self.run(changed), self.run(ranges)):
+                    ranges = changed
+                    break
             index += 1
         return Chosen(ranges, self.run(ranges))
-
-    def _shortened(self, ranges: BlockRanges, index: int) -> BlockRanges:
-        """With this segment cut as early as is no worse, without a further copy if possible."""
-        first, last, what = ranges[index]
-        for middle, rest in product(range(first + 1, last), dict.fromkeys((RECOMPUTE, what))):
-            changed = (*ranges[:index], (first, middle, what), (middle, last, rest), *ranges[index + 1 :])
-            if self.chain.may_begin[middle] and _no_worse(self.run(changed), self.run(ranges)):
-                return changed
-        return ranges
 
     def _climb(self, ranges: BlockRanges, score: Score) -> BlockRanges:
         """Take every change that scores better, until none does."""
@@ -192,7 +181,9 @@ class MemorySearch:
                     return ranges
                 left -= 1
                 found = score(self.run(changed))
-                if found < best and not _same(found, best):
+                # The last bit of a sum is not worth a change.
+                close = (math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15) for a, b in zip(found, best, strict=True))
+                if found < best and not all(close):
                     ranges, best, improved = changed, found, True
                     break
         return ranges
@@ -292,7 +283,7 @@ def too_small(search: MemorySearch, budget: int, reserve: float | None = None) -
             f"activations, {format_bytes(chain.base)} ({chain.holdings.described()}): "
             f"the smallest budget that fits is {least} bytes ({_up(least)})"
         )
-    moment = "at the loss" if run.phase == "loss" else f"in the {run.phase} of {chain.names[run.block]}"
+    moment = "at the loss" if run.phase == "loss" else f"in the {run.phase} of {run.where}"
     return (
         f"a memory budget of {format_bytes(budget)} is too small: the smallest that fits is {least} bytes "
         f"({_up(least)}). Its peak is {moment}: {format_bytes(run.peak_bytes - chain.base)} of activations and "
@@ -308,8 +299,3 @@ def _up(size: int) -> str:
 
 def _no_worse(one: ChainRun, other: ChainRun) -> bool:
     return one.peak_bytes <= other.peak_bytes and one.time_s <= other.time_s * (1 + 1e-9)
-
-
-def _same(one: tuple[float, ...], two: tuple[float, ...]) -> bool:
-    """Equal but for rounding: the last bit of a sum is not worth a change."""
-    return all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15) for a, b in zip(one, two, strict=True))

@@ -56,11 +56,6 @@ class Conditions:
     until_s: float = float("-inf")
     """The last bucket may end this late, even if it ends earlier before anything is merged."""
 
-    @classmethod
-    def of(cls, profile: Profile, cost: LinkCost) -> Conditions:
-        """A profile's gradients, in ready order."""
-        return cls(sums=running_sums(profile.sizes), cost=cost, ready=profile.ready)
-
     def finishes(self, ends: Sequence[int]) -> list[float]:
         """When each bucket is done."""
         sizes = np.diff(self.sums[[0, *ends]])
@@ -186,9 +181,7 @@ class _Judge:
     """Says whether other buckets are in time, as long as it has engine runs left."""
 
     def __init__(self, draft: Draft, profile: Profile, cost: LinkCost, slack: float, deadline: float) -> None:
-        self._draft = draft
-        self._profile = profile
-        self._deadline = deadline
+        self._draft, self._profile, self._deadline = draft, profile, deadline
         self._left = min(_RUNS, _BUCKETS // len(draft.ends))
         self._limits = [
             (one, latest_end(profile, draft.end_s(profile, one), slack) * (1 + _ROUNDING))

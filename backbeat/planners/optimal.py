@@ -46,16 +46,22 @@ def optimal(profile: Profile, network: Network, options: StrategyOptions) -> Dra
 def merged_ends(profile: Profile, cost: LinkCost, ends: list[int], slack: float | None = None) -> list[int]:
     """Fewer buckets on one communicator that end as early; or, with `slack`, with which an iteration takes no more than
     this share longer."""
-    conditions = [Conditions.of(profile, one) for one in possible_costs(cost)]
+    sums = running_sums(profile.sizes)
+    conditions = [Conditions(sums=sums, cost=one, ready=profile.ready) for one in possible_costs(cost)]
     if slack is not None:
         conditions = [replace(case, until_s=latest_end(profile, case.finishes(ends)[-1], slack)) for case in conditions]
     return merged(ends, conditions)
 
 
 def best_ends(profile: Profile, cost: LinkCost) -> list[int]:
+    ready = profile.ready.tolist()
     if cost.busy is None:
-        return queue_programme(profile.ready.tolist(), profile.sizes.tolist(), cost.isolated)
-    return dense_programme(profile, cost)
+        return queue_programme(ready, profile.sizes.tolist(), cost.isolated)
+
+    def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(np.maximum(ready[j - 1] + cost.time(messages), earliest + cost.busy_time(messages)))
+
+    return quadratic_programme(profile.sizes, finishes)
 
 
 def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> list[int]:
@@ -103,16 +109,6 @@ def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> lis
     return _walk_back(bucket_start)
 
 
-def dense_programme(profile: Profile, cost: LinkCost) -> list[int]:
-    """The same optimum with measured back-to-back times: E[j] = min over i of max(r_j + T, E[i] + T_busy)."""
-    ready = profile.ready.tolist()
-
-    def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.asarray(np.maximum(ready[j - 1] + cost.time(messages), earliest + cost.busy_time(messages)))
-
-    return quadratic_programme(profile.sizes, finishes)
-
-
 def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:
     """Buckets for plenty of communicators, where latency hides behind earlier transfers.
 
@@ -121,8 +117,8 @@ def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:
     ready = profile.ready.tolist()
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
-        latency, _, work = cost.split(messages)
-        return np.asarray(np.maximum(earliest, ready[j - 1] + latency) + work)
+        alone, _, work = cost.times(messages)
+        return np.asarray(np.maximum(earliest, ready[j - 1] + (alone - work)) + work)
 
     return quadratic_programme(profile.sizes, finishes, free_s=0.0)
 

@@ -22,8 +22,8 @@ from backbeat.model import Network, Profile, Sharding
 from backbeat.model.blocks import MemoryPlan, Segment
 from backbeat.model.plan import Plan
 from backbeat.model.sharding import Mesh, ShardedDtype, ShardUnit
+from backbeat.planners.baselines import fsdp
 from backbeat.planners.draft import StrategyOptions
-from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.sharded_cost import ShardedCost
@@ -79,10 +79,10 @@ class ShardProblem:
         self.stock = [unit.modules[0] for unit in usual.units]
         self.names = [*self.stock, *_after_blocks(self.pieces, self.stock, profile.index)]
         self.cost: Callable[[int], ShardedCost] = cache(self._cost)
-        self.seconds: Callable[[ShardChoice], float] = cache(self._seconds)
+        self.seconds: Callable[..., float] = cache(self._seconds)
         # The last is kept: its time and its peak are asked for one after the other.
         self.chain: Callable[[ShardChoice], ShardedChain] = lru_cache(maxsize=1)(self._chain)
-        self._peaks: dict[ShardChoice, int] = {}
+        self.peaks: dict[ShardChoice, int] = {}
         self._pieces: dict[int, ModelPieces] = {0: self.pieces}
 
     @cached_property
@@ -147,17 +147,12 @@ class ShardProblem:
     def _chain(self, choice: ShardChoice) -> ShardedChain:
         return ShardedChain.of(self.pieces_with(choice), self.sharding(choice))
 
-    def _seconds(self, choice: ShardChoice) -> float:
-        """The step of one worker, by the engine."""
-        return self._step(choice, self.cost(choice.shard))
-
-    def seconds_reduced_in(self, dtype: ShardedDtype, choice: ShardChoice) -> float:
-        """The same with gradients reduced in another dtype."""
-        sharding = msgspec.structs.replace(self.sharding(choice), reduce_dtype=dtype)
-        return self._step(choice, ShardedCost.of(self.profile, self.network, sharding))
-
-    def _step(self, choice: ShardChoice, cost: ShardedCost) -> float:
-        update_s = self.profile.update_s / choice.shard
+    def _seconds(self, choice: ShardChoice, reduced_in: ShardedDtype | None = None) -> float:
+        """The step of one worker, by the engine; or with gradients `reduced_in` another dtype."""
+        cost, update_s = self.cost(choice.shard), self.profile.update_s / choice.shard
+        if reduced_in is not None:
+            sharding = msgspec.structs.replace(self.sharding(choice), reduce_dtype=reduced_in)
+            cost = ShardedCost.of(self.profile, self.network, sharding)
         run = run_step(self.chain(choice), cost, update_s, micro_batches=self.micro_batches, slowdown=self.slowdown)
         return run.end_s
 
@@ -165,16 +160,11 @@ class ShardProblem:
         """0 where the profile has no memory figures."""
         # What hides behind what does not change what is held.
         alike = replace(choice, separate=False)
-        if alike not in self._peaks:
+        if alike not in self.peaks:
             plan = self.plan(alike)
             held = sharded_memory(self.profile, plan, micro_batches=self.micro_batches, chain=self.chain(alike))
-            self._peaks[alike] = held.peak_bytes if held is not None else 0
-        return self._peaks[alike]
-
-    @property
-    def least_peak(self) -> int:
-        """Of all that was tried."""
-        return min(self._peaks.values())
+            self.peaks[alike] = held.total_bytes if held is not None else 0
+        return self.peaks[alike]
 
     def scored(self, choice: ShardChoice) -> Scored:
         return Scored(self.seconds(choice), self.peak(choice), choice)

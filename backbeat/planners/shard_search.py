@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product
 
@@ -111,19 +111,10 @@ class ShardSearch:
         """What differs from `fsdp`: how many kinds of things, then how much of each. Units of like lengths come first,
         and small ones, which take less memory."""
         choice = one.choice
-        kinds = (
-            choice.ends != self.stock.ends,
-            bool(choice.kept),
-            choice.shard != self.workers,
-            choice.prefetch > 0,
-            choice.buffers > 1,
-            choice.separate,
-            choice.recomputed > 0,
-            choice.accumulate != "reshard",
-        )
+        kinds = sum(getattr(choice, field.name) != getattr(self.stock, field.name) for field in fields(choice))
         how_much = choice.recomputed, len(set(choice.kept)), choice.prefetch, choice.buffers
         lengths = {last - first for first, last in pairwise((0, *choice.ends))}
-        return sum(kinds), *how_much, len(lengths), -len(choice.ends)
+        return kinds, *how_much, len(lengths), -len(choice.ends)
 
     def shards(self) -> list[int]:
         """All workers, then shard groups of whole nodes, or of equal parts of one."""

@@ -29,7 +29,7 @@ from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_plan import needed, reserve_for, usable
-from backbeat.planners.shard_problem import ShardChoice, ShardProblem
+from backbeat.planners.shard_problem import ShardProblem
 from backbeat.planners.shard_search import ShardSearch
 from backbeat.units import format_bytes
 
@@ -75,19 +75,26 @@ def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, who
     newer = _has_knobs(options.torch_version)
     found = search.run()
     if not found:
-        raise InputError(_too_small(problem, size or 0, reserve))
+        least = needed(min(problem.peaks.values()), reserve)
+        raise InputError(
+            f"a memory budget of {format_bytes(size or 0)} is too small: sharded over {network.workers} workers and "
+            f"with blocks recomputed, the smallest found that fits is {least} bytes ({format_bytes(least)}). Give that "
+            "much, more workers, or a smaller batch"
+        )
     knobs = search.with_knobs(found)
     best = search.simplest([*found, *knobs] if newer else found)
     gained = best if newer else search.simplest([*found, *knobs])
     plan = problem.plan(best.choice)
     notes, memory = list(problem.pieces.notes), plan.memory
     if gained.seconds < best.seconds * (1 - SIMPLER_WITHIN):
+        knob_words = [f"{gained.choice.buffers} reduce-scatter inputs"] * (gained.choice.buffers > 1)
+        knob_words += ["a communicator for reduce-scatters"] * gained.choice.separate
         notes.append(
-            f"with torch {NEWER_TORCH}, {_knob_words(gained.choice)} would make a step "
+            f"with torch {NEWER_TORCH}, {' and '.join(knob_words)} would make a step "
             f"{_shorter(best.seconds, gained.seconds)}: plan with --torch {NEWER_TORCH} where that is installed"
         )
     if options.reduce_dtype is None:
-        in_bf16 = problem.seconds_reduced_in("bf16", best.choice)
+        in_bf16 = problem.seconds(best.choice, "bf16")
         if in_bf16 < best.seconds * (1 - SIMPLER_WITHIN):
             notes.append(
                 f"gradients reduced in bf16 would make a step {_shorter(best.seconds, in_bf16)}: plan with "
@@ -114,18 +121,3 @@ def _has_knobs(version: str | None) -> bool:
     if len(parts) < 2 or not all(part.isascii() and part.isdigit() for part in parts):
         raise InputError(f"torch_version is {version!r}: it must begin with two numbers, like 2.11 or 2.13.0")
     return [int(part) for part in parts] >= [int(part) for part in NEWER_TORCH.split(".")]
-
-
-def _knob_words(choice: ShardChoice) -> str:
-    words = [f"{choice.buffers} reduce-scatter inputs"] if choice.buffers > 1 else []
-    return " and ".join([*words, *(["a communicator for reduce-scatters"] if choice.separate else [])])
-
-
-def _too_small(problem: ShardProblem, budget: int, reserve: float | None) -> str:
-    """Why a budget is refused, and the smallest found that would not be."""
-    least = needed(problem.least_peak, reserve)
-    return (
-        f"a memory budget of {format_bytes(budget)} is too small: sharded over {problem.network.workers} workers and "
-        f"with blocks recomputed, the smallest found that fits is {least} bytes ({format_bytes(least)}). Give that "
-        "much, more workers, or a smaller batch"
-    )

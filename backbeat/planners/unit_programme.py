@@ -15,13 +15,12 @@ entered to the end: the *tail*. So a label for the first j atoms is
 A further unit maps labels to labels by sums and maxima, so a label that is no less in any of these can never end
 earlier, and is dropped. The step's time joins the head and the tail of all atoms.
 
-**Exact** as long as no more than `most` labels are left at any cut; otherwise those that promise least are dropped
-too, and the result says so.
+**Exact** as long as no more than `most` labels are left at any cut; otherwise those that promise least are dropped too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -57,15 +56,13 @@ class Atoms:
 
 
 class UnitEnds(NamedTuple):
-    """Where units end, what the step then takes before the update, and whether nothing is better."""
+    """Where units end, and what the step then takes before the update."""
 
     ends: list[int]
     seconds: float
-    exact: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
+class _Unit(NamedTuple):
     """What units take, one for each index where they may begin."""
 
     copy_in_s: Floats
@@ -78,8 +75,7 @@ class _Unit:
     across_s: Floats
 
 
-@dataclass(slots=True)
-class _Labels:
+class _Labels(NamedTuple):
     """The labels of one cut, and where they come from."""
 
     rows: Floats
@@ -88,13 +84,7 @@ class _Labels:
 
 
 def unit_ends(
-    atoms: Atoms,
-    cost: ShardedCost,
-    *,
-    reshard: bool,
-    buffers: int = 1,
-    most: int = 4000,
-    longest: int | None = None,
+    atoms: Atoms, cost: ShardedCost, *, reshard: bool, buffers: int = 1, most: int = 4000, longest: int | None = None
 ) -> UnitEnds:
     """The units of the shortest step; `longest` limits the atoms of a unit.
 
@@ -110,7 +100,7 @@ def unit_ends(
     >>> ones, gaps = np.ones(2), np.zeros(3)
     >>> two = Atoms(ones, ones, ones, gaps, gaps, np.array([False, True]), 0.0, False)
     >>> unit_ends(two, cost, reshard=False)
-    UnitEnds(ends=[1, 2], seconds=8.0, exact=True)
+    UnitEnds(ends=[1, 2], seconds=8.0)
     """
     return _Programme(atoms, cost, reshard, buffers, longest or len(atoms.elements)).solve(most)
 
@@ -137,16 +127,13 @@ class _Programme:
     def solve(self, most: int) -> UnitEnds:
         count = len(self.atoms.elements)
         cuts = [self._start()]
-        exact = True
         for end in range(1, count + 1):
             labels = self._reach(end, cuts)
             least, total = self._promise(labels.rows, end)
             order = np.lexsort((total, least))
             if end < count:
-                cut = order[: 4 * most]
-                whole = len(cut) == len(order)
-                order = cut[_undominated(labels.rows[cut], most)]
-                exact = exact and whole and len(order) < most
+                order = order[: 4 * most]
+                order = order[_undominated(labels.rows[order], most)]
             cuts.append(_Labels(labels.rows[order], labels.parents[order], labels.begins[order]))
         seconds = self._join(cuts[-1].rows)
         best = int(np.argmin(seconds))
@@ -156,7 +143,7 @@ class _Programme:
             ends.append(index)
             labels = cuts[index]
             index, row = int(labels.begins[row]), int(labels.parents[row])
-        return UnitEnds(ends[::-1], float(seconds[best]), exact)
+        return UnitEnds(ends[::-1], float(seconds[best]))
 
     def _start(self) -> _Labels:
         """Before the first unit: the root is gathered, and its forward may begin."""
@@ -183,7 +170,7 @@ class _Programme:
             self.forward[end] - self.forward[begins] - self.atoms.gap_forward_s[begins],
             self.backward[end] - self.backward[begins] - self.atoms.gap_backward_s[begins],
         )
-        spread = _Unit(*(np.repeat(getattr(unit, name), counts) for name in _Unit.__slots__))
+        spread = _Unit(*(np.repeat(column, counts) for column in unit))
         new = np.empty_like(rows)
         self._forward(rows, spread, new)
         new[:, _FREE_COMPUTE] += self.atoms.gap_forward_s[end]
@@ -219,7 +206,9 @@ class _Programme:
         tail = _Tail(below, rows[:, _TAIL_LINK], rows[:, _TAIL_ACROSS], rows[:, _HELD:]).reduced(unit)
         first = begins == 0
         if first.any():
-            tail = tail.replaced(first, self._ending(unit, len(rows)))
+            ending = self._ending(unit, len(rows))
+            compute, link, across = (np.where(first, new, old) for new, old in zip(ending[:3], tail[:3], strict=True))
+            tail = _Tail(compute, link, across, np.where(first[:, None], ending.held, tail.held))
         new[:, _TAIL_ACROSS] = tail.across
         new[:, _HELD:] = tail.held
         if not self.reshard:
@@ -245,7 +234,7 @@ class _Programme:
             tail = tail.reduced(unit)
         if atoms.root_elements:
             tail = tail.reduced(self.root)
-        tail = replace(tail, compute=tail.compute + atoms.gap_backward_s[0])
+        tail = tail._replace(compute=tail.compute + atoms.gap_backward_s[0])
         return tail if atoms.first_is_last else tail.reduced(unit)
 
     def _promise(self, rows: Floats, end: int) -> tuple[Floats, Floats]:
@@ -272,8 +261,7 @@ class _Programme:
         return np.asarray(np.maximum(np.maximum(compute, copied + rows[:, _TAIL_COPY_IN]), onwards))
 
 
-@dataclass(frozen=True, slots=True)
-class _Tail:
+class _Tail(NamedTuple):
     """From where backward is entered to the end of the step."""
 
     compute: Floats
@@ -288,13 +276,6 @@ class _Tail:
         start = unit.scatter_s + end
         copy = unit.scatter_in_s + np.maximum(self.compute, start)
         return _Tail(copy, start, unit.across_s + self.across, np.column_stack([self.held[:, 1:], copy]))
-
-    def replaced(self, where: NDArray[np.bool_], other: _Tail) -> _Tail:
-        compute, link, across = (
-            np.where(where, new, old)
-            for old, new in ((self.compute, other.compute), (self.link, other.link), (self.across, other.across))
-        )
-        return _Tail(compute, link, across, np.where(where[:, None], other.held, self.held))
 
 
 def _undominated(rows: Floats, most: int) -> NDArray[np.int64]:

@@ -206,7 +206,7 @@ def device_fit(
 
 def _peak(profile: Profile, measured: Memory, plan: Plan | None, workers: int | None) -> int:
     if plan is not None and plan.sharding is not None and (held := sharded_memory(profile, plan)) is not None:
-        return held.peak_bytes
+        return held.total_bytes
     memory = plan.memory if plan is not None else None
     resident = ResidentMemory.of(profile, plan, memory.residuals if memory else "device", workers).total_bytes
     if profile.blocks:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,8 +21,8 @@ from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model import Compression, Network, Plan, Profile
 from backbeat.simulate.contention import ComputeClock, contended
 from backbeat.simulate.engine import one_by_one
-from backbeat.simulate.gather_scatter import half_curve
 from backbeat.simulate.schedule import Flow, Schedule
+from backbeat.simulate.sharded_cost import half_curve
 
 ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
 """Where a profile has not measured it: about what a core of a CPU takes. A GPU takes far less: 0.006 ns a byte and
@@ -48,20 +49,29 @@ def kept_bytes(elements: int, compression: Compression) -> int:
 
 @dataclass(frozen=True)
 class CompressedCost:
-    """How long compressed buckets travel on a network."""
+    """How long compressed buckets of a profile travel on a network."""
 
     network: Network
-    gather: Curve
-    element_bytes: int
-    """Of a gradient."""
+    profile: Profile
 
-    @classmethod
-    def of(cls, network: Network, profile: Profile) -> CompressedCost:
-        return cls(network, half_curve(network, "all_gather"), profile.element_bytes)
+    @cached_property
+    def gather(self) -> Curve:
+        return half_curve(self.network, "all_gather")
+
+    @property
+    def s_per_byte(self) -> float:
+        """Of compressing."""
+        known = self.profile.compression_s_per_byte
+        return ASSUMED_COMPRESSION_S_PER_BYTE if known is None else known
+
+    @property
+    def s_per_bucket(self) -> float:
+        """Nothing where it was not measured: then the cost per byte holds some of it."""
+        return self.profile.compression_s_per_bucket or 0.0
 
     def time(self, sizes: ArrayLike, compression: Compression) -> NDArray[np.float64]:
         """Of buckets of these bytes, all compressed alike."""
-        elements = np.asarray(sizes, dtype=np.float64) / self.element_bytes
+        elements = np.asarray(sizes, dtype=np.float64) / self.profile.element_bytes
         return self.gather.time(self.network.workers * message_bytes(elements, compression.density))
 
     def times(self, sizes: NDArray[np.float64], compressions: Sequence[Compression | None]) -> MessageTimes:
@@ -77,24 +87,19 @@ class CompressedCost:
 
 
 def compressed_flow(
-    schedule: Schedule,
-    compressions: Sequence[Compression | None],
-    profile: Profile,
-    cost: CompressedCost,
-    slowdown: float = 1.0,
+    schedule: Schedule, compressions: Sequence[Compression | None], cost: CompressedCost, slowdown: float = 1.0
 ) -> tuple[Flow, ComputeClock, float]:
     """One communicator. Compression runs on the compute stream as buckets become ready, and computation takes
     `slowdown` times as long beside communication. The last is what backward and compression take without it."""
-    rate, fixed = compression_s_per_byte(profile), compression_s_per_bucket(profile)
     ready, sizes = schedule.ready.tolist(), schedule.sizes.tolist()
     spent = 0.0
     for index in sorted(range(len(ready)), key=ready.__getitem__):
         if compressions[index] is not None:
-            spent += fixed + rate * sizes[index]
+            spent += cost.s_per_bucket + cost.s_per_byte * sizes[index]
         ready[index] += spent
     times = cost.times(schedule.sizes, compressions)
     flow, clock = contended(lambda moments: one_by_one(moments, times), np.array(ready), slowdown)
-    return flow, clock, profile.backward_s + spent
+    return flow, clock, cost.profile.backward_s + spent
 
 
 def sent_bytes(size: float, compression: Compression | None, element_bytes: int) -> int:
@@ -102,16 +107,6 @@ def sent_bytes(size: float, compression: Compression | None, element_bytes: int)
     if compression is None:
         return int(size)
     return round(float(message_bytes(size / element_bytes, compression.density)))
-
-
-def compression_s_per_byte(profile: Profile) -> float:
-    known = profile.compression_s_per_byte
-    return ASSUMED_COMPRESSION_S_PER_BYTE if known is None else known
-
-
-def compression_s_per_bucket(profile: Profile) -> float:
-    """Nothing where it was not measured: then the cost per byte holds some of it."""
-    return profile.compression_s_per_bucket or 0.0
 
 
 def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:

@@ -53,8 +53,8 @@ class ChainRun:
     """One iteration of the chain, with one action for each range of blocks."""
 
     peak_bytes: int
-    block: int
-    """Where the peak is: the block's index, the last one's at the loss."""
+    where: str
+    """Where the peak is: a block's name, or `loss`."""
     phase: Phase
     forward_s: float
     """On the device, as is `backward_s`."""
@@ -82,8 +82,6 @@ class ChainRun:
 class MemoryTimeline(ChainRun):
     """One iteration under a memory plan."""
 
-    where: str
-    """Where the peak is: a block's name, or `loss`."""
     host_more_s: float
     """What the host takes to issue forward and backward beyond keeping every block."""
     holdings: ResidentMemory
@@ -98,24 +96,19 @@ def memory_timeline(
     """Predict peak and times of one iteration; `plan` says how gradients are held (None: dense, flat buffers)."""
     chain = Chain(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
     run = chain.run(ranges_of(profile, memory_plan))
+    notes: tuple[str, ...] = ()
+    host_bound = any(note.startswith("launch-bound") for note in profile.notes)
+    if host_bound and not memory_plan.keeps_all and profile.host_recompute_s is None:
+        notes = (
+            "the host sets this model's pace, and the profile does not say what recomputing costs it: it computes "
+            "longer than predicted (BERT-Large on one H200 1.7 to 1.9 times); profile again to measure it",
+        )
     return MemoryTimeline(
         **{field.name: getattr(run, field.name) for field in fields(run)},
-        where=chain.names[run.block] if run.phase != "loss" else "loss",
         host_more_s=run.host_s - chain.host_plain,
         holdings=chain.holdings,
         profile=chain.changed(profile, run),
-        notes=_remarks(profile, memory_plan),
-    )
-
-
-def _remarks(profile: Profile, memory_plan: MemoryPlan) -> tuple[str, ...]:
-    """Where the host sets the pace and nobody measured what recomputing costs it, times are too short."""
-    bound = any(note.startswith("launch-bound") for note in profile.notes)
-    if memory_plan.keeps_all or not bound or profile.host_recompute_s is not None:
-        return ()
-    return (
-        "the host sets this model's pace, and the profile does not say what recomputing costs it: it computes "
-        "longer than predicted (BERT-Large on one H200 1.7 to 1.9 times); profile again to measure it",
+        notes=notes,
     )
 
 
@@ -213,7 +206,7 @@ class Chain:
         starts = [start - forward_s for start in starts]
         return ChainRun(
             peak_bytes=tally.peak,
-            block=tally.block,
+            where=self.names[tally.block] if tally.phase != "loss" else "loss",
             phase=tally.phase,
             forward_s=forward_s,
             backward_s=backward_s,
@@ -255,12 +248,7 @@ class Chain:
         return self.saves_output[k] and (k + 1 == self.count or not self.joined[k + 1])
 
     def _forward(
-        self,
-        ranges: Sequence[BlockRange],
-        action: list[int],
-        until: list[int | None],
-        away: list[bool],
-        tally: Tally,
+        self, ranges: Sequence[BlockRange], action: list[int], until: list[int | None], away: list[bool], tally: Tally
     ) -> int:
         """Bytes copied to the host."""
         free_at, wait_at = [0] * (self.count + AHEAD + 1), [0.0] * (self.count + AHEAD + 1)

@@ -14,12 +14,10 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.checks import whole
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
-from backbeat.model.sharding import UnitCounts
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.contention import slowdown_of
-from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.host_lane import HostLane, device_alone
-from backbeat.simulate.iteration import Iteration, alone, bucket_iteration
+from backbeat.simulate.iteration import Iteration, alone, bucket_iteration, framework_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
@@ -129,7 +127,7 @@ class _Worker:
             raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
         if plan.sharding is not None:
             held = sharded_memory(measured, plan, micro_batches=micro_batches)
-            peak = held.peak_bytes if held else None
+            peak = held.total_bytes if held else None
         return cls(profile, kept, lane, micro_batches, peak, notes)
 
     @cached_property
@@ -224,26 +222,18 @@ def _at_host_pace(
     """The step with the host in, and what issuing it takes. backbeat's wrapper, where the plan is `wrapped`, has a hook
     for each gradient, and a status message after the last bucket."""
     lane, micro_batches = worker.lane, worker.micro_batches
-    fsdp = _with_fsdp(lane, worker.profile, network, plan, step.buckets)
-    if not lane.by_block or fsdp is not None:
-        issuing = fsdp or lane
-        return issuing.paced(device_s, micro_batches), issuing.step_s(micro_batches)
-    parts, hooks = step.breakdown, len(worker.profile.gradients) if wrapped else 0
+    names = [gradient.name for gradient in worker.profile.gradients]
+    host = None if network.sharded is None else network.sharded.host
+    if plan.sharding is not None and host is not None and lane.by_block:
+        # What FSDP2 was measured to take of the host holds its collectives.
+        added_s = host.micro_batch_s(step.buckets, len(names), *plan.sharding.resharded_counts(names))
+        lane = lane.longer(added_s, host.update_s * len(names))
+        return lane.paced(device_s, micro_batches), lane.step_s(micro_batches)
+    parts, hooks = step.breakdown, len(names) if wrapped else 0
     tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if wrapped else None
     sent = sum(span.lane.startswith("communicator") for span in step.timeline)
     paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=hooks, tail_s=tail)
     return paced, lane.step_s(micro_batches, collectives=sent, gradients=hooks)
-
-
-def _with_fsdp(lane: HostLane, profile: Profile, network: Network, plan: Plan, units: int) -> HostLane | None:
-    """The lane with what FSDP2 takes of the host, its collectives included; None where nothing is sharded, or it was
-    not measured."""
-    host = None if network.sharded is None else network.sharded.host
-    if plan.sharding is None or host is None or not lane.by_block:
-        return None
-    names = [gradient.name for gradient in profile.gradients]
-    added_s = host.micro_batch_s(UnitCounts(units, len(names)), plan.sharding.resharded_counts(names))
-    return lane.longer(added_s, host.update_s * len(names))
 
 
 def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Span, ...]:

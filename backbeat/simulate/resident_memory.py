@@ -8,7 +8,7 @@ from typing import Literal
 
 from backbeat.cost.message import message_bytes
 from backbeat.errors import InputError
-from backbeat.model import Block, Plan, Profile
+from backbeat.model import Plan, Profile
 from backbeat.simulate.compressed_cost import kept_bytes, selection_bytes
 from backbeat.units import format_bytes
 
@@ -78,6 +78,9 @@ class ResidentMemory:
         total = sum(sizes)
         # On the host, two buffers as large as the largest: one is worked on while the other leaves and comes.
         residual = total if residuals == "device" or not sizes else max(sizes) * min(2, len(sizes))
+        # Inputs of chained blocks that are not the output of the block before.
+        chained = [(before, block) for before, block in pairwise(profile.blocks) if block.chained]
+        beside = sum(max(block.input_bytes - before.output_bytes, 0) for before, block in chained)
         return cls(
             parameter_bytes=memory.parameter_bytes,
             buffer_bytes=memory.buffer_bytes,
@@ -85,10 +88,10 @@ class ResidentMemory:
             batch_bytes=max(stays, memory.batch_bytes),
             gradient_bytes=profile.total_bytes - total,
             residual_bytes=residual,
-            scratch_bytes=max((2 * size + beside for size, beside, _ in compressed), default=0)
+            scratch_bytes=max((2 * size + around for size, around, _ in compressed), default=0)
             + sum(kept for _, _, kept in compressed),
             streamed_bytes=total if residuals == "host" else 0,
-            outside_bytes=memory.outside_bytes + _beside(profile.blocks),
+            outside_bytes=memory.outside_bytes + beside,
             loss_bytes=memory.head_bytes,
         )
 
@@ -99,11 +102,6 @@ class ResidentMemory:
             ((size, name) for name, size in self.parts.items() if size * 100 >= self.total_bytes and size), reverse=True
         )
         return ", ".join(f"{name} {format_bytes(size)}" for size, name in listed)
-
-
-def _beside(blocks: tuple[Block, ...]) -> int:
-    """Inputs of chained blocks that are not the output of the block before."""
-    return sum(max(block.input_bytes - before.output_bytes, 0) for before, block in pairwise(blocks) if block.chained)
 
 
 def _compressed_buckets(profile: Profile, plan: Plan | None, workers: int) -> list[tuple[int, int, int]]:

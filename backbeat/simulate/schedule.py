@@ -62,9 +62,13 @@ class Schedule:
 
     @classmethod
     def of_plan(cls, profile: Profile, plan: Plan) -> tuple[Schedule, list[Bucket]]:
-        """The plan's buckets, and one of what it does not name; as arrays, and as they are."""
+        """The plan's buckets, and one of what it does not name, which training splits at 25 MiB; as arrays, and as they
+        are."""
         plan.need_buckets("this schedule")
-        buckets, index_of = plan.sent_buckets(profile), profile.index
+        plan.check(profile)
+        buckets, index_of = list(plan.buckets), profile.index
+        if missing := plan.missing(profile):
+            buckets.append(Bucket(gradients=tuple(missing), communicator=0))
         members = [[index_of[name] for name in bucket.gradients] for bucket in buckets]
         return cls.of_members(profile, members, [bucket.communicator for bucket in buckets]), buckets
 

@@ -90,29 +90,26 @@ class _Host:
         yield Call("begin", ROOT)
         yield from self._gather(ROOT)
         yield from self._copy_out(ROOT)
-        ran: list[int] = []
         for index, part in enumerate(self.chain.parts):
             unit = part.unit
             if unit != ROOT:
                 yield from self._gather(unit)
                 yield from self._copy_out(unit)
-                ahead = self.chain.units[unit].prefetch
+                ahead = self.sharding.units[unit].prefetch
                 for following in range(unit + 1, min(unit + 1 + ahead, self.chain.count)):
                     yield from self._gather(following)
             yield Call("forward", unit, index)
-            if unit != ROOT:
-                ran.append(unit)
-                if self.chain.units[unit].reshard:
-                    yield from self._free(unit)
+            if unit != ROOT and self.sharding.units[unit].reshard:
+                yield from self._free(unit)
         yield Call("to_backward", ROOT)
-        yield from self._backward(ran, last=last)
+        yield from self._backward(last=last)
         yield Call("end", ROOT)
         self.held.clear()
 
-    def _backward(self, ran: list[int], *, last: bool) -> Iterator[Call]:
+    def _backward(self, *, last: bool) -> Iterator[Call]:
         # The root has a pre-backward of its own where it holds parameters.
-        if self.chain.has_root and ran:
-            yield from self._gather(ran[-1])
+        if self.chain.has_root and self.chain.count:
+            yield from self._gather(self.chain.count - 1)
         yield Call("loss", ROOT)
         for index in range(len(self.chain.parts) - 1, -1, -1):
             unit = self.chain.parts[index].unit

@@ -1,4 +1,4 @@
-"""What the collectives and copies of a sharded step take.
+"""What the collectives and copies of a sharded step take; all-gathers and reduce-scatters of other steps too.
 
 Parameters are gathered, and gradients scattered, within a *shard group*; with several copies of the model (HSDP) each
 rank then all-reduces its shard with the ranks that hold the same one. All-gathers and reduce-scatters take what the
@@ -11,17 +11,17 @@ joins the nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from backbeat.cost.accelerators import accelerator
-from backbeat.cost.collectives import traffic
+from backbeat.cost.collectives import Shape, steps, traffic
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.errors import InputError
 from backbeat.model import Mesh, Network, Profile, Sharding
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
-from backbeat.simulate.gather_scatter import half_curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,7 @@ class ShardedCost:
     """The host waits for every collective, and issues nothing meanwhile: FSDP2 on gloo."""
 
     @classmethod
-    def of(
-        cls, profile: Profile, network: Network, sharding: Sharding, *, copy_bytes_per_s: float | None = None
-    ) -> ShardedCost:
+    def of(cls, profile: Profile, network: Network, sharding: Sharding) -> ShardedCost:
         mesh = sharding.mesh
         if mesh.workers != network.workers:
             raise InputError(
@@ -57,15 +55,21 @@ class ShardedCost:
             )
         group = _at(network, mesh.shard)
         blocking = network.backend == "gloo"
-        in_a_row = 1.0 if blocking or network.sharded is None else network.sharded.in_a_row
+        in_a_row, together, sharing = 1.0, None, group.cost
+        if network.sharded is not None:
+            in_a_row, together = 1.0 if blocking else network.sharded.in_a_row, network.sharded.speed(2)
+        if together is not None:
+            sharing = LinkCost(sharing.isolated, sharing.busy, {2: together * in_a_row})
+        device = accelerator(profile.device)
         return cls(
             gather=half_curve(group, "all_gather").slower(in_a_row),
             # Gloo's own reduce-scatter, which FSDP2 calls there, moves as many bytes as its all-reduce.
             scatter=group.cost.isolated if blocking else half_curve(group, "reduce_scatter").slower(in_a_row),
             replicate=_across(network, mesh) if mesh.replicate > 1 else None,
             one_link=_inside(network) is None or mesh.shard > network.topology.gpus_per_node,
-            sharing=_sharing(network, group.cost, in_a_row),
-            copy_s_per_byte=1 / copy_bytes_per_s if copy_bytes_per_s else _copy_s_per_byte(profile.device),
+            sharing=sharing,
+            # A device that is not in the table, such as a CPU, is taken to copy in no time.
+            copy_s_per_byte=0.0 if device is None else 1 / device.bytes_per_s,
             shards=mesh.shard,
             param_bytes=DTYPE_BYTES[sharding.param_dtype],
             reduce_bytes=DTYPE_BYTES[sharding.reduce_dtype],
@@ -90,19 +94,6 @@ class ShardedCost:
     def scatter_in_s(self, elements: int) -> float:
         """Gradients, in the dtype they were computed in, into the reduce-scatter's input."""
         return elements * (self.param_bytes + self.reduce_bytes) * self.copy_s_per_byte
-
-
-def _sharing(network: Network, all_reduces: LinkCost, in_a_row: float) -> LinkCost:
-    speed = None if network.sharded is None else network.sharded.speed(2)
-    if speed is None:
-        return all_reduces
-    return LinkCost(all_reduces.isolated, all_reduces.busy, {2: speed * in_a_row})
-
-
-def _copy_s_per_byte(device: str) -> float:
-    """At the memory's bandwidth; 0 on a device that is not in the table, such as a CPU."""
-    known = accelerator(device)
-    return 0.0 if known is None else 1 / known.bytes_per_s
 
 
 def _inside(network: Network) -> Curve | None:
@@ -134,22 +125,16 @@ def _across(network: Network, mesh: Mesh) -> Curve:
         max(whole.link_s_per_byte - (inside.link_s_per_byte if apart else 0.0), 0.0),
     )
     if over.all_gather is not None:
-        across = across.joined(_as_gathered(over), np.minimum)
+        # At most what it takes at the rate at which the ring of an all-gather over all ranks crosses nodes. That takes
+        # more of every message across than one ring for each rank of a node: with two nodes of two ranks 3/4 of it,
+        # where an all-reduce over the nodes takes 1/2 twice.
+        more = traffic("all_reduce", "ring", over.nodes) / traffic("all_gather", "ring", over.workers)
+        across = across.joined(half_curve(over, "all_gather").slower(more), np.minimum)
     if mesh.shard >= per_node:
         return _by_part(across, per_node / mesh.shard)
     # Several copies in one node are first reduced there.
     local = _by_part(_at(network, per_node // mesh.shard).cost.isolated, 1 / mesh.shard)
     return across.joined(local, np.add)
-
-
-def _as_gathered(network: Network) -> Curve:
-    """The all-reduce over nodes, at the rate at which the ring of an all-gather over all ranks crosses them.
-
-    One ring over all ranks takes more of every message across than one ring for each rank of a node: with two nodes of
-    two ranks 3/4 of it in an all-gather, where an all-reduce over the nodes takes 1/2 twice.
-    """
-    ring = traffic("all_gather", "ring", network.workers)
-    return half_curve(network, "all_gather").slower(traffic("all_reduce", "ring", network.nodes) / ring)
 
 
 def _at(network: Network, workers: int) -> Network:
@@ -160,3 +145,39 @@ def _at(network: Network, workers: int) -> Network:
 def _by_part(curve: Curve, part: float) -> Curve:
     """The cost by whole bytes of a message of which this part is sent."""
     return Curve(curve.sizes / part, curve.times, curve.link_s_per_byte * part)
+
+
+def half_curve(network: Network, collective: Literal["all_gather", "reduce_scatter"]) -> Curve:
+    """What this half costs. Where the network has not measured it, it is half of the all-reduce, or more where switches
+    reduce: they spare the all-reduce bytes that its halves do send.
+
+    Never less than its time on the link: an isolated message may be let through faster where a shaped link was idle,
+    but most halves follow each other without a gap.
+    """
+    times = network.all_gather if collective == "all_gather" else network.reduce_scatter
+    if times is not None:
+        alone = times.curve
+    else:
+        whole = network.cost.isolated
+        alone = whole.slower(0.5)
+        if (parts := _parts(network)) is not None:
+            latency, work = parts
+            times_s = latency * whole.latency(whole.sizes) + work * whole.transfer(whole.sizes)
+            alone = Curve(whole.sizes, times_s, work * whole.link_s_per_byte)
+    return Curve(alone.sizes, np.maximum(alone.times, alone.link_s_per_byte * alone.sizes), alone.link_s_per_byte)
+
+
+def _parts(network: Network) -> tuple[float, float] | None:
+    """Of an all-reduce's latency and link time, what a half takes where switches reduce; None elsewhere."""
+    topology, workers = network.topology, network.workers
+    shape: Shape | Literal["auto", "hierarchical"] = topology.algorithm
+    if shape == "hierarchical":
+        shape = topology.inside_algorithm
+        if workers > topology.gpus_per_node:
+            shape, workers = topology.across_algorithm, network.nodes
+    if (shape != "nvls" and shape != "sharp") or workers == 1:
+        return None
+    return (
+        steps("all_gather", shape, workers) / steps("all_reduce", shape, workers),
+        traffic("all_gather", shape, workers) / traffic("all_reduce", shape, workers),
+    )

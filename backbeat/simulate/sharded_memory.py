@@ -1,4 +1,4 @@
-"""Device memory of a sharded step, by kind, at its highest moment.
+"""Device memory of a sharded step, by kind: at its highest moment, and in time.
 
 Counted in the order in which the host issues work, as the device's allocator counts it:
 
@@ -9,8 +9,8 @@ Counted in the order in which the host issues work, as the device's allocator co
 - Backward takes a unit's whole gradients, in the parameters' dtype. They go when the reduce-scatter's input, in the
   reduce dtype, is filled; that goes when its turn to be waited for comes. Gradients that are not reduced in this
   micro-batch stay whole, in the reduce dtype.
-- Activations are kept, recomputed or offloaded block by block, as `memory_timeline` counts them. A profile without
-  blocks says only how many there are at the end of forward: all of them are taken to be there all the time.
+- Activations are kept, recomputed or offloaded block by block, as `memory_timeline` counts them. Those of a profile
+  without blocks are taken to be there all the time.
 
 **Activations of a sharded model** (`sharded_activations`). A profile is measured with whole fp32 parameters, in bf16
 under autocast. Three things differ under `fully_shard`:
@@ -31,18 +31,21 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from backbeat.model import Block, MemoryPlan, Plan, Profile
+from backbeat.model import Block, MemoryPlan, Network, Plan, Profile
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.simulate.actions import ranges_of
+from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_calls import Call, calls
+from backbeat.simulate.sharded_cost import ShardedCost
+from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import ROOT, ShardedChain, chain_of
 
 _HALF = ("bf16", "fp16")
@@ -50,36 +53,26 @@ MOST_MICRO_BATCHES = 3
 """Those after the second hold what the second holds."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardedMemory:
-    """Bytes on the device at the highest moment of a step. The kinds add up to `peak_bytes`."""
+Kinds = Counter[str]
+"""Bytes by kind. All the time: this rank's shards, `parameter` and `optimizer`; `other`, that is module buffers, the
+batch, workspaces and tensors outside the blocks. Then `gradient`, shards of gradients that are reduced already;
+`gathered`, parameters of units that are whole; `gather_buffer`, `whole_gradient`, `scatter_input`; and `activation`,
+with what operations need beside them."""
 
-    parameter_bytes: int
-    """This rank's shards."""
-    gradient_bytes: int
-    """Shards of gradients that are reduced already."""
-    optimizer_bytes: int
-    gathered_bytes: int
-    """Parameters of units that are whole."""
-    gather_buffer_bytes: int
-    whole_gradient_bytes: int
-    scatter_input_bytes: int
-    activation_bytes: int
-    """And what operations need beside them."""
-    other_bytes: int
-    """Module buffers, the batch, workspaces, tensors outside the blocks."""
+
+class MemoryLevel(NamedTuple):
+    """What the device holds at one moment, or from one to another."""
+
     where: str
-    """The block, or `loss`."""
+    """The block, `loss`, or `copies` between two blocks."""
     phase: Phase
+    held: Kinds
+    start_s: float = 0.0
+    end_s: float = 0.0
 
     @property
-    def peak_bytes(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self) if field.name.endswith("_bytes"))
-
-
-Kinds = Counter[str]
-"""Bytes by kind, as `ShardedMemory` names them; beside what is always there: gathered, gather_buffer, whole_gradient,
-scatter_input, gradient."""
+    def total_bytes(self) -> int:
+        return self.held.total()
 
 
 def always_held(resident: ResidentMemory, shards: int) -> Kinds:
@@ -103,21 +96,19 @@ class Moment:
 
 def sharded_memory(
     profile: Profile, plan: Plan, *, micro_batches: int = 1, chain: ShardedChain | None = None
-) -> ShardedMemory | None:
-    """The peak by kind; None where the profile has no memory figures. `chain` is the profile in the plan's units, where
-    that is known."""
+) -> MemoryLevel | None:
+    """The highest level; None where the profile has no memory figures. `chain`: the profile in the plan's units, where
+    it is known."""
     if profile.memory is None:
         return None
     chain = chain or chain_of(profile, plan)
     resident = ResidentMemory.of(profile)
-    moments = step_moments(chain, min(micro_batches, MOST_MICRO_BATCHES), tied=tied_block(profile, chain) is not None)
-    activations = Activations(profile, plan, chain, resident)
-    peak = max(_levels(chain, moments, activations), key=lambda level: level.total_bytes)
-    held = Counter(activation=peak.activation_bytes, **peak.held)
-    held.update(always_held(resident, chain.sharding.mesh.shard))
-    kinds = [field.name for field in fields(ShardedMemory) if field.name.endswith("_bytes")]
-    sizes = {kind: held[kind.removesuffix("_bytes")] for kind in kinds}
-    return ShardedMemory(**sizes, where=peak.where, phase=peak.phase)
+    count, tied = min(micro_batches, MOST_MICRO_BATCHES), tied_block(profile, chain) is not None
+    levels = _levels(chain, step_moments(chain, count, tied=tied), Activations(profile, plan, chain, resident))
+    most, activation, where, phase = max(levels, key=lambda level: level[0].total() + level[1])
+    held = always_held(resident, chain.sharding.mesh.shard)
+    held.update(most, activation=activation)
+    return MemoryLevel(where, phase, held)
 
 
 class _Held:
@@ -151,7 +142,7 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
     gradients = [part.elements for part in chain.parts]
     if tied:
         gradients = [0 if one.unit == ROOT else one.elements for one in chain.parts]
-        gradients[-1] = chain.units[ROOT].elements
+        gradients[-1] = chain.elements[ROOT]
     indices: dict[int, list[int]] = {ROOT: []}
     for index, part in enumerate(chain.parts):
         indices.setdefault(part.unit, []).append(index)
@@ -161,14 +152,14 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
     buffer: int | None = None  # in forward: the unit whose gathered buffer is still there
     for call in calls(chain, micro_batches):
         event, unit = call.event, call.unit
-        content = chain.units[unit]
+        elements = chain.elements[unit]
         if event == "begin":
             forward, number = True, number + 1
         elif event == "all_gather":
-            held.put("gather_buffer", unit, content.elements * param)
+            held.put("gather_buffer", unit, elements * param)
         elif event == "copy_out":
             held.take("gather_buffer", buffer)
-            held.put("gathered", unit, content.elements * param)
+            held.put("gathered", unit, elements * param)
             if forward:
                 buffer = unit
             else:
@@ -190,10 +181,10 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
         elif event == "wait":
             held.take("scatter_input", unit)
         elif event == "reduce_scatter":
-            held.put("scatter_input", unit, content.elements * reduced)
+            held.put("scatter_input", unit, elements * reduced)
             for index in indices[unit]:
                 held.take("whole_gradient", index)
-            held.put("gradient", unit, -(-content.elements * ELEMENT_BYTES // sharding.mesh.shard))
+            held.put("gradient", unit, -(-elements * ELEMENT_BYTES // sharding.mesh.shard))
         elif event == "end":
             for one in range(-1, chain.count):
                 held.take("scatter_input", one)
@@ -229,47 +220,86 @@ class Activations(Tally):
             high, highest = self.level + above, phase
         self.levels[key] = max(low, self.level), high, highest
 
-    def between(self, block: int | None, phase: Phase) -> int:
-        """Before a block runs."""
-        return self.at_loss if block is None else self.levels[phase, block][0]
-
-    def at(self, block: int | None, phase: Phase) -> tuple[str, int]:
-        """The block's name and the most while it runs."""
-        return ("the rest", self.at_loss) if block is None else (self.names[block], self.levels[phase, block][1])
+    def at(self, block: int | None, phase: Phase) -> tuple[str, int, int]:
+        """The block's name, the level before it runs, and the most while it does."""
+        if block is None:
+            return "the rest", self.at_loss, self.at_loss
+        return self.names[block], *self.levels[phase, block][:2]
 
 
-class _Level(NamedTuple):
-    """What sharding holds at some moment, the activations beside it, and where that is."""
-
-    held: Kinds
-    activation_bytes: int
-    where: str
-    phase: Phase
-
-    @property
-    def total_bytes(self) -> int:
-        return self.held.total() + self.activation_bytes
-
-
-def _levels(chain: ShardedChain, moments: list[Moment], activations: Activations) -> Iterator[_Level]:
-    """Every level of a step, those between two blocks included."""
+def _levels(
+    chain: ShardedChain, moments: list[Moment], activations: Activations
+) -> Iterator[tuple[Kinds, int, str, Phase]]:
+    """Every level of a step, those between two blocks included: what sharding holds, the bytes of activations beside
+    it, and where that is."""
     if not activations.names:
         for held in (one for moment in moments for one in (moment.before, moment.during)):
-            yield _Level(held, activations.at_loss, "loss", "backward")
+            yield held, activations.at_loss, "loss", "backward"
         return
     for moment in moments:
         event = moment.call.event
         if event == "end":
             # What is reduced when backward is done has no activations beside it.
-            yield _Level(moment.before, 0, activations.names[0], "backward")
+            yield moment.before, 0, activations.names[0], "backward"
         elif event == "loss":
-            yield _Level(moment.before, activations.at_loss, "loss", "loss")
-            yield _Level(moment.during, activations.loss_bytes, "loss", "loss")
+            yield moment.before, activations.at_loss, "loss", "loss"
+            yield moment.during, activations.loss_bytes, "loss", "loss"
         else:
             for block in chain.parts[moment.call.part].blocks:
                 low, high, phase = activations.levels[event, block]
-                yield _Level(moment.before, low, activations.names[block], phase)
-                yield _Level(moment.during, high, activations.names[block], phase)
+                yield moment.before, low, activations.names[block], phase
+                yield moment.during, high, activations.names[block], phase
+
+
+def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batches: int = 1) -> tuple[MemoryLevel, ...]:
+    """Every level of the step in order, in time; of many micro-batches the first three. Empty where the profile has no
+    memory figures. Between two blocks the copies run: what they hold at most is a level of its own."""
+    if profile.memory is None or plan.sharding is None or network.workers == 1:
+        return ()
+    chain = chain_of(profile, plan)
+    shards, count = chain.sharding.mesh.shard, min(micro_batches, MOST_MICRO_BATCHES)
+    cost = ShardedCost.of(profile, network, chain.sharding)
+    factor = slowdown_of(profile, network, sharded=True).factor
+    run = run_step(chain, cost, profile.update_s / shards, micro_batches=count, slowdown=factor)
+    calls_in_time = zip(run.calls, run.times.starts, run.times.ends, strict=True)
+    parts = ((start, end) for call, start, end in calls_in_time if call.event in ("forward", "backward"))
+    resident = ResidentMemory.of(profile)
+    always = always_held(resident, shards)
+    activations = Activations(profile, plan, chain, resident)
+    levels: list[MemoryLevel] = []
+    now = 0.0
+
+    def add(end: float, where: str, phase: Phase, held: Kinds, activation: int) -> None:
+        nonlocal now
+        levels.append(MemoryLevel(where, phase, always + held + Counter(activation=activation), now, end))
+        now = end
+
+    moments = step_moments(chain, count, tied=tied_block(profile, chain) is not None)
+    for moment in moments:
+        event = moment.call.event
+        phase: Phase = "forward" if event == "forward" else "backward"
+        if event == "end":
+            add(run.end_s if moment is moments[-1] else now, "copies", phase, moment.before, 0)
+            continue
+        if event == "loss":
+            add(now, "copies", "loss", moment.before, activations.at_loss)
+            add(now, "loss", "loss", moment.during, activations.loss_bytes)
+            continue
+        start, end = next(parts)
+        mine = set(chain.parts[moment.call.part].blocks)
+        pieces = [piece for piece in chain.pieces.pieces if piece.block in mine]
+        blocks: list[tuple[int | None, float]] = [(piece.block, piece.forward_s) for piece in pieces]
+        if event == "backward":
+            blocks = [(piece.block, piece.backward_s) for piece in reversed(pieces)]
+        blocks = blocks or [(None, 1.0)]
+        add(max(start, now), "copies", phase, moment.before, activations.at(blocks[0][0], phase)[1])
+        length, whole = end - start, sum(seconds for _, seconds in blocks)
+        for block, seconds in blocks:
+            share = seconds / whole if whole > 0 else 1 / len(blocks)
+            name, _, high = activations.at(block, phase)
+            add(now + length * share, name, phase, moment.during, high)
+        now = max(now, end)
+    return tuple(levels)
 
 
 def tied_block(profile: Profile, chain: ShardedChain) -> int | None:

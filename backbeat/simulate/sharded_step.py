@@ -1,6 +1,6 @@
 """One step of sharded data parallel (FSDP2, HSDP, ZeRO) in time.
 
-`sharded_calls` says in which order the host issues work; here each call becomes tasks on streams (`stream_engine`). The
+`sharded_calls` says in which order the host issues work; here each call becomes tasks on streams (`engine`). The
 host is taken to be ahead of the device.
 
 | stream | what it does, in order of issue |
@@ -33,24 +33,20 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
+
+from backbeat.cost import LinkCost
 from backbeat.model import Network, Plan, Profile, Sharding
 from backbeat.model.prediction import Breakdown, Span
+from backbeat.simulate.engine import COMPUTE, StreamTask, StreamTimes, run_streams
 from backbeat.simulate.iteration import Iteration
 from backbeat.simulate.schedule import busy_periods
-from backbeat.simulate.sharded_bound import sharded_bound
 from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import ROOT, ModelPieces, ShardedChain, chain_of
-from backbeat.simulate.stream_engine import COMPUTE, StreamTask, StreamTimes, run_streams
 
 _COPY_IN, _GATHER, _SCATTER, _REPLICATE = 1, 2, 3, 4
 _SHARD_LINK, _REPLICA_LINK = 0, 1
-_WORDS = {
-    "all_gather": "all-gather",
-    "copy_out": "copy out",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-}
 
 
 class ShardedRun(NamedTuple):
@@ -66,18 +62,11 @@ class ShardedRun(NamedTuple):
 
 
 def sharded_iteration(
-    profile: Profile,
-    network: Network,
-    plan: Plan,
-    *,
-    micro_batches: int = 1,
-    slowdown: float = 1.0,
-    copy_bytes_per_s: float | None = None,
+    profile: Profile, network: Network, plan: Plan, *, micro_batches: int = 1, slowdown: float = 1.0
 ) -> Iteration:
-    """One step under a sharded plan. Computation takes `slowdown` times as long beside a collective; copies pass at
-    `copy_bytes_per_s`, or at the bandwidth of the device's memory."""
+    """One step under a sharded plan. Computation takes `slowdown` times as long beside a collective."""
     chain = chain_of(profile, plan)
-    cost = ShardedCost.of(profile, network, chain.sharding, copy_bytes_per_s=copy_bytes_per_s)
+    cost = ShardedCost.of(profile, network, chain.sharding)
     update_s = profile.update_s / chain.sharding.mesh.shard
     run = run_step(chain, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
     compute_s = micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s)
@@ -87,7 +76,7 @@ def sharded_iteration(
         breakdown=_breakdown(run, compute_s, profile.update_s, update_s, hides=not cost.blocking),
         timeline=_timeline(run, chain, cost),
         buckets=chain.count + chain.has_root,
-        largest_bytes=float(max(cost.param_bytes, cost.reduce_bytes) * max(unit.elements for unit in chain.units)),
+        largest_bytes=float(max(cost.param_bytes, cost.reduce_bytes) * max(chain.elements)),
     )
 
 
@@ -142,7 +131,7 @@ class _Building:
 
     def add(self, call: Call) -> None:
         event, unit = call.event, call.unit
-        elements = self.chain.units[unit].elements
+        elements = self.chain.elements[unit]
         if event == "all_gather":
             copied = self._put(call, StreamTask(_COPY_IN, self.cost.gather_in_s(elements), after=self.gather_waits_for))
             self.gathers[unit] = self._send(call, _GATHER, (copied,))
@@ -188,7 +177,7 @@ class _Building:
         """Latency and transfer of a unit's collective: the same in every micro-batch."""
         if (event, unit) not in self.link_times:
             curve, width = self.cost.collective(event)
-            size = self.chain.units[unit].elements * width
+            size = self.chain.elements[unit] * width
             seconds = curve.at(size)
             work = min(curve.link_s_per_byte * size, seconds)
             self.link_times[event, unit] = seconds - work, work
@@ -262,13 +251,72 @@ def _timeline(run: ShardedRun, chain: ShardedChain, cost: ShardedCost) -> tuple[
     for task, call, start, end in zip(run.tasks, run.calls, run.times.starts, run.times.ends, strict=True):
         if task.stream not in lanes or end <= start:
             continue
-        name = "loss and the rest" if call.unit == ROOT and not chain.has_root else chain.units[call.unit].name
-        word = _WORDS.get(call.event, call.event)
+        name = "root" if chain.has_root else "loss and the rest"
+        if call.unit != ROOT:
+            name = chain.sharding.units[call.unit].modules[0]
+        word = call.event.replace("_", "-" if task.link is not None else " ")
         if task.stream == COMPUTE and call.event == "reduce_scatter":
             word = "copy in"
         size = 0
         if task.link is not None:
-            size = chain.units[call.unit].elements * cost.collective(call.event)[1]
+            size = chain.elements[call.unit] * cost.collective(call.event)[1]
         label = "update" if call.event == "update" else f"{word} {name}"
         spans.append(Span(lanes[task.stream], label, start, end, size))
     return tuple(spans)
+
+
+def sharded_bound(chain: ShardedChain, cost: ShardedCost, update_s: float, micro_batches: int = 1) -> float:
+    """What no plan on this mesh, with these dtypes, can beat: whatever its units, knobs and communicators.
+
+    Take any plan whose units hold whole pieces (blocks). P_j and G_j are the bytes of piece j that are gathered and
+    scattered, f_j and b_j its forward and backward, s and g the least latency and the least link time per byte of the
+    collective over the sizes possible.
+
+    **Forward.** Every parameter has changed in the last update, so all of it is gathered anew. Piece j computes when it
+    and all pieces before it are gathered; on one communicator that takes at least s + g·(P_1 + … + P_j). Then j and
+    those after it still compute. All parameters are copied out on the compute stream. So forward ends no earlier than
+
+        A = max( sum of f + copies out,  max over j of  s + g·(P_1 + … + P_j) + f_j + … + f_last ).
+
+    **Backward** follows, after other micro-batches: it ends no earlier than A + (their computation) + the sum of b +
+    all copies into reduce-scatter inputs. Gradients are scattered at least once, in the last micro-batch. Piece j's is
+    whole when the pieces after it and itself have run backward. It and those that come later (1 to j) then travel, in
+    at least s' + g'·(G_1 + … + G_j). Where the copies of the model are reduced too, an all-reduce's latency follows the
+    last reduce-scatter, and all link time of the all-reduces the first one's latency. The update comes last.
+
+    **Link.** All gathers and scatters pass it, at most e_max seconds of work a second.
+
+    **Blocking.** Where the host waits for every collective (FSDP2 on gloo), all of this comes one after the other.
+
+    Sharing a link and slowing computation down only add.
+    """
+    pieces = chain.pieces
+    elements = np.array([float(sum(piece.elements)) for piece in pieces.pieces])
+    total = float(elements.sum() + sum(pieces.loose))
+    gathers = chain.sharding.mesh.shard > 1
+    gathered, scattered = elements * cost.param_bytes * gathers, elements * cost.reduce_bytes
+    holding = elements[elements > 0]
+    smallest = float(holding.min()) if holding.size else total
+    # Padding only adds to a unit's bytes, and a unit may hold everything.
+    most = float(sum(chain.elements))
+    latency, per_byte = LinkCost(cost.gather).cheapest(smallest * cost.param_bytes, most * cost.param_bytes)
+    forward = np.array([piece.forward_s for piece in pieces.pieces])
+    backward = np.array([piece.backward_s for piece in pieces.pieces])
+    out_s = 2 * total * cost.param_bytes * gathers * cost.copy_s_per_byte
+    into_s = total * (cost.param_bytes + cost.reduce_bytes) * cost.copy_s_per_byte
+    # A piece without parameters waits for nothing of its own.
+    arrival = np.where(gathered > 0, latency + per_byte * np.cumsum(gathered), 0.0)
+    forward_end = max(float(forward.sum()) + out_s, float((arrival + np.cumsum(forward[::-1])[::-1]).max()))
+    between = (micro_batches - 1) * (pieces.forward_s + pieces.backward_s)
+    ready = np.cumsum(backward[::-1])[::-1]
+    sizes = smallest * cost.reduce_bytes, most * cost.reduce_bytes
+    back_latency, back = LinkCost(cost.scatter).cheapest(*sizes)
+    across_latency, across = (0.0, 0.0) if cost.replicate is None else LinkCost(cost.replicate).cheapest(*sizes)
+    travel = back_latency + across_latency + max(back, across) * np.cumsum(scattered)
+    travel = np.where(scattered > 0, travel, 0.0)
+    end = forward_end + between + max(float(backward.sum()) + into_s, float((ready + travel).max()))
+    link = total * (per_byte * cost.param_bytes * gathers + back * cost.reduce_bytes)
+    if cost.blocking:
+        alone = latency * gathers + back_latency + across_latency + link + across * total * cost.reduce_bytes
+        return between + pieces.forward_s + pieces.backward_s + out_s + into_s + alone + update_s
+    return max(end, link / max(cost.sharing.best_efficiency(3), 1.0)) + update_s

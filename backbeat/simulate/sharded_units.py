@@ -75,22 +75,12 @@ class UnitPart:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitContent:
-    """What one unit holds."""
-
-    name: str
-    elements: int
-    """All parameters, each padded to a whole number of elements a shard."""
-    reshard: bool
-    prefetch: int
-
-
-@dataclass(frozen=True, slots=True)
 class ShardedChain:
-    """A model in units. `units` ends with the root, so that `units[ROOT]` is it."""
+    """A model in units."""
 
     parts: tuple[UnitPart, ...]
-    units: tuple[UnitContent, ...]
+    elements: tuple[int, ...]
+    """Of each unit, and last of the root: all parameters, each padded to a whole number of elements a shard."""
     reduced_last: frozenset[int]
     """Units whose input needs no gradient: autograd never reaches their input, so they are reduced when all of backward
     is done."""
@@ -100,12 +90,12 @@ class ShardedChain:
     @property
     def count(self) -> int:
         """Units without the root."""
-        return len(self.units) - 1
+        return len(self.sharding.units)
 
     @property
     def has_root(self) -> bool:
         """The root holds parameters."""
-        return self.units[ROOT].elements > 0
+        return self.elements[ROOT] > 0
 
     @classmethod
     def of(cls, pieces: ModelPieces, sharding: Sharding) -> ShardedChain:
@@ -119,15 +109,9 @@ class ShardedChain:
             own = [piece for _, piece in run]
             elements = [count for piece in own for count in piece.elements]
             held[unit].extend(elements)
-            parts.append(
-                UnitPart(
-                    unit,
-                    sum(piece.forward_s for piece in own),
-                    sum(piece.backward_s for piece in own),
-                    padded(elements, shards),
-                    tuple(piece.block for piece in own if piece.block is not None),
-                )
-            )
+            forward_s, backward_s = sum(piece.forward_s for piece in own), sum(piece.backward_s for piece in own)
+            blocks = tuple(piece.block for piece in own if piece.block is not None)
+            parts.append(UnitPart(unit, forward_s, backward_s, padded(elements, shards), blocks))
         _check_order(parts, sharding)
         for index, inside in enumerate(held[:ROOT]):
             if not inside:
@@ -135,13 +119,9 @@ class ShardedChain:
                     f"units[{index}] ({', '.join(sharding.units[index].modules)}) holds no parameter with a gradient: "
                     "remove it, its modules are the root's"
                 )
-        contents = [
-            UnitContent(unit.modules[0], padded(inside, shards), unit.reshard, unit.prefetch)
-            for unit, inside in zip(sharding.units, held[:ROOT], strict=True)
-        ]
-        contents.append(UnitContent("root", padded(held[ROOT], shards), False, 0))
+        units = tuple(padded(inside, shards) for inside in held)
         holding = [unit for unit, piece in zip(owner, pieces.pieces, strict=True) if piece.elements]
-        return cls(tuple(parts), tuple(contents), frozenset({ROOT, *holding[:1]}), pieces, sharding)
+        return cls(tuple(parts), units, frozenset({ROOT, *holding[:1]}), pieces, sharding)
 
 
 def chain_of(profile: Profile, plan: Plan) -> ShardedChain:

@@ -100,10 +100,7 @@ def straggling(iteration_s: tuple[float, ...], workers: int, longer: float = 1.0
     times = _fitted(iteration_s)
     if times is None:
         return None
-    one = times.slowest(workers)
-    if longer == 1:
-        return one
-    by = math.sqrt(longer)
+    one, by = times.slowest(workers), math.sqrt(longer)
     return Straggling(one.wait_s * by, one.p10_s * by, one.p90_s * by, one.extrapolated)
 
 

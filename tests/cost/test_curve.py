@@ -47,13 +47,13 @@ def test_cost_rises_with_size_and_splits_without_remainder(network: object) -> N
     sizes = np.sort(np.concatenate([SIZES, np.geomspace(1, 1e9, 50)]))
     assert (np.diff(cost.time(sizes)) >= -1e-15).all()
     assert (np.diff(cost.busy_time(sizes)) >= -1e-15).all()
-    latency, latency_busy, work = cost.split(sizes)
-    assert latency + work == pytest.approx(cost.time(sizes))
-    assert latency_busy + work == pytest.approx(cost.busy_time(sizes))
-    for part in (latency_busy, work):
+    alone, busy, work = cost.times(sizes)
+    assert alone == pytest.approx(cost.time(sizes))
+    assert busy == pytest.approx(cost.busy_time(sizes))
+    for part in (busy - work, work):
         assert (part >= -1e-12).all()
     # An isolated message is faster than the link only where messages in a row were measured and are not.
-    assert ((latency >= -1e-12) | (cost.time(sizes) < cost.busy_time(sizes) + 1e-12)).all()
+    assert ((alone - work >= -1e-12) | (cost.time(sizes) < cost.busy_time(sizes) + 1e-12)).all()
 
 
 @given(networks(), st.floats(1, 1e8), st.floats(1, 1e8))
@@ -62,8 +62,8 @@ def test_the_cheapest_message_is_nowhere_beaten(network: object, one: float, two
     low, high = min(one, two), max(one, two)
     least_latency, least_per_byte = cost.cheapest(low, high)
     sizes = np.geomspace(low, high, 400)
-    latency, _, work = cost.split(sizes)
-    assert np.maximum(latency, 0.0).min() >= least_latency * (1 - 1e-9) - 1e-12
+    alone, _, work = cost.times(sizes)
+    assert np.maximum(alone - work, 0.0).min() >= least_latency * (1 - 1e-9) - 1e-12
     assert (np.minimum(work, cost.time(sizes)) / sizes).min() >= least_per_byte * (1 - 1e-9)
 
 
@@ -100,7 +100,7 @@ def test_a_head_start_on_an_idle_link_is_not_bandwidth() -> None:
         all_reduce=CollectiveTimes(points=points),
         concurrency=(ConcurrencyPoint(bytes=500_000, messages=9, communicators=1, seconds=0.3e-3 + 8 * 0.5e-3),),
     ).cost
-    assert float(cost.transfer(500_000)) == pytest.approx(0.5e-3, rel=1e-6)
+    assert float(cost.times(500_000).transfer) == pytest.approx(0.5e-3, rel=1e-6)
     both = Schedule(np.zeros(20), np.full(20, 5e5), [0, 1] * 10)
     # Twenty at once: the first finds the link idle, all others find it busy.
     assert simulate(both, cost).end_s == pytest.approx(0.3e-3 + 19 * 0.5e-3, rel=1e-3)

@@ -117,9 +117,10 @@ def test_a_head_start_is_not_stretched_as_latencies_are(alone: float, stretch: f
         row(simulate(Schedule(np.zeros(2), np.full(2, float(size)), [0, 1]), truth).end_s, 2, 2, size)
         for size in (1000, large)
     ]
-    fitted, stretched = LinkCost(isolated, busy, {}).fit_sharing(rows)[2]
-    assert fitted == pytest.approx(1.0, rel=1e-6)
-    assert stretched == pytest.approx(stretch, rel=1e-3)
+    in_a_row = [row(isolated.at(size) + busy.at(size), 2, 1, size) for size in (1000, large)]
+    fitted = LinkCost.fit(isolated, [*rows, *in_a_row])
+    assert fitted.efficiency(2) == pytest.approx(1.0, rel=1e-6)
+    assert fitted.stretch(2) == pytest.approx(stretch, rel=1e-3)
 
 
 @given(

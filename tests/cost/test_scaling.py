@@ -11,7 +11,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.cost import Curve
 from backbeat.cost.collectives import bus_bandwidth, seconds, steps, traffic
-from backbeat.cost.scaling import beside_traffic, stretched
+from backbeat.cost.curve import beside_traffic, stretched
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from tests.problems import affine, curve, networks

@@ -17,8 +17,8 @@ from backbeat import layouts
 from backbeat.layouts import Layout
 from backbeat.layouts.layout_prediction import StepBreakdown
 from backbeat.model import Fabric, Gradient, LoadBand
-from backbeat.model.fabric import Load
 from backbeat.model.specification import Specification
+from backbeat.model.topology import Load
 from tests.problems import affine
 
 JOB: dict[str, Any] = {"global_batch": 64, "sequence": 4096}

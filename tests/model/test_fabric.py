@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.errors import InputError
-from backbeat.model.fabric import FALL, Fabric, Kind, Load
+from backbeat.model.topology import FALL, Fabric, Kind, Load
 
 KINDS = st.sampled_from(get_args(Kind))
 LOADS = st.sampled_from(get_args(Load))

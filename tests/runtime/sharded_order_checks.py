@@ -392,12 +392,12 @@ def _compare(ctx: Context, case: Case) -> Log:
         seen = seen[:turn] + [event for event in seen[turn:] if event[0] != "forward"]
     assert seen == predicted, f"\ntorch {torch.__version__} calls {_said(seen)}\npredicted:    {_said(predicted)}"
     log.predicted_waits = _predicted_waits(profile, plan, case.micro_batches)
-    contents = chain_of(profile, plan).units
+    elements = chain_of(profile, plan).elements
     parameter_bytes = 2 if case.param_dtype == "bf16" else 4
     for unit, size in log.gathered.items():
-        assert size == contents[unit].elements * parameter_bytes, f"unit {unit} gathers {size} bytes"
+        assert size == elements[unit] * parameter_bytes, f"unit {unit} gathers {size} bytes"
     for unit, size in log.scattered.items():
-        assert size == contents[unit].elements * 4, f"unit {unit} scatters {size} bytes"
+        assert size == elements[unit] * 4, f"unit {unit} scatters {size} bytes"
     return log
 
 

@@ -97,7 +97,7 @@ def test_the_link_is_never_overdrawn_and_nothing_is_early(buckets: Schedule, net
     assert (flow.finishes >= flow.on_link - 1e-12).all()
     most = cost.best_efficiency(3)
     span = flow.end_s - flow.on_link.min()
-    least = np.minimum(cost.transfer(buckets.sizes), cost.time(buckets.sizes)).sum()
+    least = np.minimum(cost.times(buckets.sizes).transfer, cost.time(buckets.sizes)).sum()
     assert least / most <= span * (1 + 1e-9) + 1e-12
     for communicator in set(buckets.communicators):
         mine = [index for index, other in enumerate(buckets.communicators) if other == communicator]

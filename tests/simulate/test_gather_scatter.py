@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from backbeat.model import CollectiveTimes, Topology
-from backbeat.simulate.gather_scatter import half_curve
+from backbeat.simulate.sharded_cost import half_curve
 from tests.problems import affine, curve
 
 ALPHA, BETA = 1e-4, 1e-9

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Gradient, MemoryPlan, Profile, Segment
-from backbeat.model.sharded_times import ShardedHost, ShardedTimes
+from backbeat.model.collective_times import ShardedHost, ShardedTimes
 from backbeat.report.words.answer import limit
 from backbeat.simulate.batch import at_batch
 from backbeat.simulate.host_lane import COLLECTIVE_S, GRADIENT_S, HostLane, device_alone, done_s

@@ -27,9 +27,9 @@ def test_a_gather_is_the_measured_one_or_half_an_all_reduce() -> None:
     network = affine(2e-3, 4e-9, workers=4)
     sent = float(message_bytes(1_000_000, TOPK.density))
     fp32 = make_profile([4], [0.1])
-    assert float(CompressedCost.of(network, fp32).time(4_000_000, TOPK)) == pytest.approx(1e-3 + 2e-9 * 4 * sent)
+    assert float(CompressedCost(network, fp32).time(4_000_000, TOPK)) == pytest.approx(1e-3 + 2e-9 * 4 * sent)
     measured = replace(network, all_gather=CollectiveTimes(alpha_s=5e-3, beta_s_per_byte=1e-9))
-    assert float(CompressedCost.of(measured, fp32).time(4_000_000, TOPK)) == pytest.approx(5e-3 + 1e-9 * 4 * sent)
+    assert float(CompressedCost(measured, fp32).time(4_000_000, TOPK)) == pytest.approx(5e-3 + 1e-9 * 4 * sent)
 
 
 def test_encoding_delays_what_comes_after_it() -> None:
@@ -68,7 +68,7 @@ def test_without_encodings_it_is_the_recursion() -> None:
     network = affine(2e-3, 1e-8)
     dense = bb.predict(profile, network, two_groups(None, None))
     schedule, _ = Schedule.of_plan(profile, two_groups(None, None))
-    flow, _, _ = compressed_flow(schedule, [None, None], profile, CompressedCost.of(network, profile))
+    flow, _, _ = compressed_flow(schedule, [None, None], CompressedCost(network, profile))
     assert profile.forward_s + flow.end_s + profile.update_s == pytest.approx(dense.iteration_s)
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Bucket, MemoryPlan, Network, Plan, Profile, Segment
-from backbeat.planners.memory_plan import uniform
+from backbeat.planners.memory_moves import uniform
 from backbeat.simulate.batch import at_batch
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.predict import predict

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from contextlib import AbstractContextManager
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import backbeat as bb
+from backbeat.cost.accelerators import accelerator_named
 from backbeat.model import (
     Block,
     CollectiveTimes,
@@ -22,13 +26,13 @@ from backbeat.model import (
     Topology,
     WorkersRow,
 )
-from backbeat.model.sharded_times import CollectivePair, ShardedTimes
+from backbeat.model.collective_times import CollectivePair, ShardedTimes
+from backbeat.simulate.engine import _alone, _together
 from backbeat.simulate.iteration import Iteration
 from backbeat.simulate.sharded_calls import call_order
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_step import run_step, sharded_iteration
 from backbeat.simulate.sharded_units import ROOT, chain_of, owning_module
-from backbeat.simulate.stream_engine import _alone, _together
 from tests.chains import chains
 from tests.problems import affine, make_profile, networks, profiles
 from tests.sharded_problems import sharded_plan, sharded_plans
@@ -71,6 +75,14 @@ def taking(gather_s: float, scatter_s: float, workers: int = 8) -> Network:
 
 def step_s(profile: Profile, network: Network, plan: Plan, **options: float) -> float:
     return sharded_iteration(profile, network, plan, **options).steady_s  # type: ignore[arg-type]
+
+
+def copying_at(bytes_per_s: float | None) -> AbstractContextManager[object]:
+    """A device whose memory has this bandwidth; None: one that is not in the table."""
+    known = None
+    if bytes_per_s is not None:
+        known = dataclasses.replace(accelerator_named("h200"), memory_gbps=bytes_per_s / 1e9)
+    return patch("backbeat.simulate.sharded_cost.accelerator", return_value=known)
 
 
 def test_gathers_hide_behind_the_unit_before() -> None:
@@ -153,7 +165,7 @@ def test_on_gloo_everything_comes_one_after_the_other(
         task.seconds for task, call in zip(run.tasks, run.calls, strict=True)
         if task.link is None and call.event not in ("forward", "backward", "update")
     ))  # fmt: skip
-    bytes_of = 4 * max(unit.elements for unit in chain.units)
+    bytes_of = 4 * max(chain.elements)
     assert cost.scatter.at(bytes_of) == there.at(workers=sharding.mesh.shard).cost.isolated.at(bytes_of)
     found = sharded_iteration(profile, there, plan, micro_batches=micro_batches)
     # All of the communication is the link's, none is held back.
@@ -247,7 +259,8 @@ def test_copies_pass_the_devices_memory() -> None:
     own eighth into the buffer, which holds up the first gather alone."""
     profile = row(1)
     alone = step_s(profile, taking(0.0, 0.0), one_each(profile))
-    copied = step_s(profile, taking(0.0, 0.0), one_each(profile), copy_bytes_per_s=8000.0)
+    with copying_at(8000.0):
+        copied = step_s(profile, taking(0.0, 0.0), one_each(profile))
     assert copied - alone == pytest.approx(1.0 + 1.0 + 1.0 + 0.125, rel=1e-9)
 
 
@@ -264,8 +277,9 @@ def test_parameters_that_are_gathered_narrower_are_cast_first(param: str, reduce
     profile = row(1)
     plan = one_each(profile, param_dtype=param, reduce_dtype=reduced)
     assert plan.sharding is not None
-    cost = ShardedCost.of(profile, affine(0.0, 0.0), plan.sharding, copy_bytes_per_s=1000.0)
-    elements, width = chain_of(profile, plan).units[0].elements, 4 if param == "fp32" else 2
+    with copying_at(1000.0):
+        cost = ShardedCost.of(profile, affine(0.0, 0.0), plan.sharding)
+    elements, width = chain_of(profile, plan).elements[0], 4 if param == "fp32" else 2
     assert cost.gather_in_s(elements) == pytest.approx(gather_in / 8)
     assert cost.copy_out_s(elements) == pytest.approx(2 * width)
     assert cost.scatter_in_s(elements) == pytest.approx(width + 4)
@@ -303,9 +317,8 @@ def test_the_bound_holds_and_the_parts_add_up(profile: Profile, network: Network
     micro_batches = data.draw(st.integers(1, 3))
     slowdown = data.draw(st.sampled_from([1.0, 1.0, 1.3]))
     rate = data.draw(st.sampled_from([None, 1e7]))
-    step = sharded_iteration(
-        profile, network, plan, micro_batches=micro_batches, slowdown=slowdown, copy_bytes_per_s=rate
-    )
+    with copying_at(rate):
+        step = sharded_iteration(profile, network, plan, micro_batches=micro_batches, slowdown=slowdown)
     assert step.bound_s <= step.steady_s * (1 + 1e-9)
     pieces = chain_of(profile, plan).pieces
     single = micro_batches * (pieces.forward_s + pieces.backward_s) + profile.update_s
@@ -367,7 +380,8 @@ def test_the_engine_of_events_is_the_recursion_where_nothing_shares(
 ) -> None:
     plan = data.draw(sharded_plans(profile, one_communicator=True))
     assert plan.sharding is not None
-    cost = ShardedCost.of(profile, network, plan.sharding, copy_bytes_per_s=1e8)
+    with copying_at(1e8):
+        cost = ShardedCost.of(profile, network, plan.sharding)
     run = run_step(chain_of(profile, plan), cost, 1e-3, micro_batches=2)
     one, other = _alone(run.tasks), _together(run.tasks, 1.0, lambda count: 1.0)
     for left, right in ((one.starts, other.starts), (one.on_link, other.on_link), (one.ends, other.ends)):
@@ -384,12 +398,12 @@ def test_bytes_are_conserved(profile: Profile, network: Network, data: st.DataOb
     assert sharding is not None
     chain, shards = chain_of(profile, plan), sharding.mesh.shard
     total = sum(-(-gradient.bytes // 4) for gradient in profile.gradients)
-    held = sum(unit.elements for unit in chain.units)
+    held = sum(chain.elements)
     assert total <= held < total + shards * len(profile.gradients) or held == total
     events = Counter(call_order(profile, plan, micro_batches=2))
     reductions = 1 if sharding.gradient_sync == "last" else 2
-    for index, unit in (*enumerate(chain.units[:ROOT]), (ROOT, chain.units[ROOT])):
-        if unit.elements:
+    for index in (*range(chain.count), ROOT):
+        if chain.elements[index]:
             assert events["reduce_scatter", index] == reductions
             assert events["all_reduce", index] == (reductions if sharding.mesh.replicate > 1 else 0)
             assert events["all_gather", index] == events["copy_out", index]

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import ComputeShares, Network, Profile, Slowdown, Topology
+from backbeat.model.collective_times import ShardedTimes
 from backbeat.model.files import bundled
-from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.slowdown import CHANNELS, KINDS, RING_MEMORY, SlowdownCurve
 from backbeat.simulate.contention import emulated, slowdown_of
 from tests.problems import affine, make_profile, networks, profiles

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.model import Profile
-from backbeat.planners.mgwfbp import merge_sweep
+from backbeat.planners.baselines import merge_sweep
 from benchmarks.published_merge import merge
 from validation.published import greedy_vs_optimal as study
 from validation.published.shapes import analytic_profile

@@ -16,7 +16,7 @@ import numpy as np
 from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
 from backbeat.model.files import bundled
-from backbeat.planners.mgwfbp import merge_sweep
+from backbeat.planners.baselines import merge_sweep
 from backbeat.planners.optimal import queue_programme
 from backbeat.simulate.engine import one_communicator
 from backbeat.simulate.schedule import Schedule

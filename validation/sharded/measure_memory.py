@@ -201,15 +201,14 @@ def main() -> None:
                     plan = plan_for(profile, case)
                     held = sharded_memory(profile, plan, micro_batches=case[2])
                     assert held is not None
-                    row["predicted_bytes"] = held.peak_bytes
-                    row["kinds"] = {
-                        field: getattr(held, field) for field in held.__dataclass_fields__ if field.endswith("_bytes")
-                    } | {"where": held.where, "phase": held.phase}
+                    row["predicted_bytes"] = held.total_bytes
+                    kinds = {f"{kind}_bytes": size for kind, size in held.held.items()}
+                    row["kinds"] = kinds | {"where": held.where, "phase": held.phase}
                     for style in ("native", "autocast") if precision in ("bf16", "fp16") else ("native",):
                         under = precision if style == "autocast" else "fp32"
                         found = peak_of(factory, batch_size, device, plan, case, under)
                         row[f"{style}_bytes"] = found
-                        row[f"{style}_error"] = held.peak_bytes / found - 1 if found else None
+                        row[f"{style}_error"] = held.total_bytes / found - 1 if found else None
                 except Exception as error:
                     row["failed"] = f"{type(error).__name__}: {error}"
                     row["trace"] = traceback.format_exc()

@@ -16,9 +16,9 @@ import msgspec
 from backbeat.cost.collectives import seconds
 from backbeat.cost.protocols import INFINIBAND, NicLatency
 from backbeat.model import CollectiveTimes, Fabric, Network, Source, Topology
-from backbeat.model.fabric import Kind
 from backbeat.model.slowdown import Transport
 from backbeat.model.specification import Specification
+from backbeat.model.topology import Kind
 
 FOLDER = Path(__file__).resolve().parents[2] / "backbeat" / "zoo" / "networks"
 

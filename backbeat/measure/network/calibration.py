@@ -36,8 +36,8 @@ from backbeat.measure.network.findings import (
 )
 from backbeat.measure.network.sampling import SHARE, Progress, SamplingOutcome, refine_jumps, sample_cases
 from backbeat.measure.network.sharded_host import AddedHostTimes, by_unit_and_parameter, measure_sharded_host
+from backbeat.model.collective_times import ShardedTimes
 from backbeat.model.network import Network
-from backbeat.model.sharded_times import ShardedTimes
 
 _LEAST_TIMEOUT_S = 30.0
 _HOST_S, _HOST_SHARE = 2.0, 0.1

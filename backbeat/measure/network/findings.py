@@ -16,10 +16,9 @@ from backbeat.cost.samples import Timing, monotone
 from backbeat.errors import MeasurementError
 from backbeat.measure.network.case import Case
 from backbeat.measure.network.sampling import REPEATS, SamplingOutcome
-from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
+from backbeat.model.collective_times import CollectivePair, CollectiveTimes, ConcurrencyPoint, ShardedTimes
 from backbeat.model.files import Source
 from backbeat.model.network import Network
-from backbeat.model.sharded_times import CollectivePair, ShardedTimes
 from backbeat.model.topology import Topology
 from backbeat.units import format_bytes, format_seconds
 

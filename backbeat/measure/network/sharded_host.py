@@ -26,7 +26,7 @@ from backbeat.comm.agreement import RankStore
 from backbeat.errors import MissingPartError, where_raised
 from backbeat.measure.model.training_step import make_optimizer
 from backbeat.measure.network.bench import until_idle
-from backbeat.model.sharded_times import ShardedHost
+from backbeat.model.collective_times import ShardedHost
 
 if TYPE_CHECKING:
     from backbeat.comm.communicators import Communicators

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from backbeat.cost import Curve
 from backbeat.cost.collectives import COLLECTIVES
-from backbeat.cost.scaling import stretched
+from backbeat.cost.curve import stretched
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network, Profile
 from backbeat.model.files import bundled

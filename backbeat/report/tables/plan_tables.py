@@ -16,7 +16,7 @@ from backbeat.report.figures.compared import SHARDED_KINDS
 from backbeat.report.tables.terminal_table import WINNER, fitted_table, table_of
 from backbeat.report.words.numbers import format_number
 from backbeat.simulate.memory_timeline import MemoryTimeline
-from backbeat.simulate.sharded_memory import ShardedMemory
+from backbeat.simulate.sharded_memory import MemoryLevel
 from backbeat.simulate.sharded_units import ROOT, chain_of
 from backbeat.units import counted, first_to_last, format_bytes, format_seconds, printable
 
@@ -52,11 +52,11 @@ def units_table(profile: Profile, plan: Plan) -> Table:
     figures = [
         (
             len(unit.modules),
-            format_bytes(content.elements * element),
+            format_bytes(elements * element),
             "freed" if unit.reshard else "kept",
             unit.prefetch,
         )
-        for unit, content in zip(sharding.units, chain.units[:ROOT], strict=True)
+        for unit, elements in zip(sharding.units, chain.elements[:ROOT], strict=True)
     ]
     rows = []
     for alike, indices in groupby(range(len(figures)), key=lambda index: figures[index]):
@@ -64,7 +64,7 @@ def units_table(profile: Profile, plan: Plan) -> Table:
         modules, size, after, prefetch = alike
         ends = _between(run[0].modules[0], run[-1].modules[-1])
         rows.append((ends, str(len(run)), str(modules), size, after, str(prefetch) if prefetching else ""))
-    rows.append(("root: the rest", "1", "", format_bytes(chain.units[ROOT].elements * element), "kept", ""))
+    rows.append(("root: the rest", "1", "", format_bytes(chain.elements[ROOT] * element), "kept", ""))
     headings = ("modules", "units", "modules each", "gathered each", "after forward", "prefetch")
     title = f"{counted(len(figures), 'unit')} and the root, mesh {sharding.mesh}"
     return table_of(headings, rows, title, left={"modules", "after forward"})
@@ -90,16 +90,16 @@ def measured_units_table(units: Sequence[MeasuredUnit]) -> Table:
     return table_of(headings, rows, f"{len(units)} units, medians", left={"unit"})
 
 
-def memory_table(held: ShardedMemory) -> Table:
+def memory_table(held: MemoryLevel) -> Table:
     """The peak by kind, largest first; kinds below a thousandth are left out."""
-    kinds = [(words, int(getattr(held, f"{kind}_bytes"))) for kind, words in SHARDED_KINDS.items()]
+    kinds = [(words, held.held[kind]) for kind, words in SHARDED_KINDS.items()]
     rows = [
         (words, format_bytes(size))
         for words, size in sorted(kinds, key=lambda kind: -kind[1])
-        if size * 1000 >= held.peak_bytes
+        if size * 1000 >= held.total_bytes
     ]
     return table_of(
-        ("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {moment(held)}", left={"kind"}
+        ("kind", "bytes"), rows, f"{format_bytes(held.total_bytes)} at the peak, {moment(held)}", left={"kind"}
     )
 
 
@@ -192,7 +192,7 @@ def peak_line(kept: MemoryTimeline, budget: int | None) -> str:
     return line
 
 
-def moment(held: MemoryTimeline | ShardedMemory) -> str:
+def moment(held: MemoryTimeline | MemoryLevel) -> str:
     return "at the loss" if held.phase == "loss" else f"in the {held.phase} of {held.where}"
 
 

@@ -17,7 +17,7 @@ import backbeat as bb
 from backbeat.measure.model.profiler import profile
 from backbeat.measure.network import calibration
 from backbeat.model import Profile
-from backbeat.model.sharded_times import ShardedHost, ShardedTimes
+from backbeat.model.collective_times import ShardedHost, ShardedTimes
 from backbeat.runtime.parallel import preserve, trials
 from backbeat.runtime.parallel.prepare import ParallelSearch
 from backbeat.runtime.parallel.preserve import copy_of, room_for, without_original

@@ -2,7 +2,7 @@
 
     python validation/published/fabric/fit.py [--judge h100_cluster_bandwidth.csv]
 
-Prints the table `FALL` of `backbeat/model/fabric.py` and writes `fit.json`. The sweep that judges has no stated
+Prints the table `FALL` of `backbeat/model/topology.py` and writes `fit.json`. The sweep that judges has no stated
 licence, so its figures are read from where they are kept (`--judge`) and only errors are written.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from backbeat.model.fabric import FALL, Kind, Load
+from backbeat.model.topology import FALL, Kind, Load
 
 HERE = Path(__file__).resolve().parent
 METRICS: dict[str, Load] = {"p95": "quiet", "mean": "typical", "p5": "busy"}
@@ -113,4 +113,5 @@ if __name__ == "__main__":
         result["left_out"] = json.loads((HERE / "fit.json").read_text())["left_out"]
     (HERE / "fit.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    print("as in backbeat/model/fabric.py" if table == FALL else "backbeat/model/fabric.py differs: copy `fall` there")
+    where = "backbeat/model/topology.py"
+    print(f"as in {where}" if table == FALL else f"{where} differs: copy `fall` there")
