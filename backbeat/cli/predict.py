@@ -27,7 +27,7 @@ from backbeat.report.words.answer import above_linear, caveats, knee_sentence, l
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import decide, stock_name, way_sentences
 from backbeat.simulate.predict import knee
-from backbeat.units import SCREEN, format_bytes, parse_price, parse_workers
+from backbeat.units import SCREEN, counted, format_bytes, parse_price, parse_workers
 
 _SAMPLES = 1_000_000
 
@@ -113,7 +113,7 @@ def predict(
         return found
 
     partial_groups = {
-        (name, count): f"note: {name} is left out at {count} workers, which are not whole groups of its shards"
+        (name, count): f"note: {name} is left out at {counted(count, 'worker')}: not whole groups of its shards"
         for count in counts
         for name in names
         if count != max(counts) and not whole_groups(name, cluster, count)
@@ -237,8 +237,6 @@ def _show_sharded(found: Study, settings: Settings, title: str) -> None:
             *way_sentences(found.rows_at(found.top)),
             *caveats(taken, found.network, found.given),
         ]
-        if any(row.plan is not None and row.plan.memory and not row.plan.memory.keeps_all for row in found.rows):
-            why.append("* where blocks are recomputed, scaling is by one GPU that recomputes them, too")
         why.append("")
     print_answer(
         title,

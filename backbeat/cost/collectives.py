@@ -22,7 +22,7 @@ that share out again, and every share in; 1 + 1/N each way. On 8 H100 NCCL's rin
 NVLS 480 (github.com/NVIDIA/nccl-tests/issues/212); 5 to 8 GPUs with NVLS all come to 307 to 310 GB/s on the link by
 this form (github.com/NVIDIA/nccl/issues/1455). With SHARP a node sends its vector up once and receives the sum once;
 NCCL's own model counts one network latency for it, whatever the number of nodes (CollNet in its src/graph/tuning.cc).
-Neither changes what an all-gather, a reduce-scatter or a broadcast moves; under SHARP these are rings.
+Neither changes what an all-gather, a reduce-scatter or a broadcast does: these are rings.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def steps(collective: Collective, shape: Shape, workers: int) -> float:
     """Message latencies in a row."""
     if workers <= 1:
         return 0.0
-    if shape == "sharp":
-        return 1.0 if collective == "all_reduce" else workers - 1.0
-    one_way = {"ring": workers - 1.0, "nvls": 1.0}.get(shape, math.log2(workers))
+    if collective == "all_reduce" and shape in ("nvls", "sharp"):
+        return 2.0 if shape == "nvls" else 1.0
+    one_way = math.log2(workers) if shape in ("tree", "halving-doubling") else workers - 1.0
     return 2 * one_way if collective == "all_reduce" else one_way
 
 

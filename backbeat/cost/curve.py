@@ -221,7 +221,8 @@ def cheapest(factors: list[tuple[float, float]], curve: Curve) -> Curve:
         return cheaper_line(
             [(float(curve.times[0]) * latency, curve.link_s_per_byte * work) for latency, work in factors]
         )
-    sizes = np.concatenate([curve.sizes, curve.sizes[-1] * np.array([2.0, 4.0])])
+    beyond = curve.sizes[-1] * np.array([2.0, 4.0])
+    sizes = np.union1d(np.concatenate([curve.sizes, beyond]), [max(_LARGEST_BYTES, beyond[-1])])
     latency, work = curve.latency(sizes), curve.transfer(sizes)
     candidates = [latency * by_latency + work * by_work for by_latency, by_work in factors]
     if len(candidates) == 2:

@@ -113,7 +113,8 @@ def load_table(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAN
     """Where the table has one size, others are guessed with `hop_s`, one message from node to node."""
     where = files.existing(path, "a table of bus bandwidths as CSV")
     text = files.read(where).decode("utf-8-sig", errors="replace")
-    reader = csv.DictReader(io.StringIO(text))
+    first = text.partition("\n")[0]
+    reader = csv.DictReader(io.StringIO(text), delimiter=";" if ";" in first and "," not in first else ",")
     reader.fieldnames = [heading.strip().lower() for heading in reader.fieldnames or ()]
     found: _Found = {}
     unread: set[str] = set()

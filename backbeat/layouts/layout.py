@@ -185,6 +185,8 @@ def impossible(model: Transformer, layout: Layout, job: Job, gpus: int | None = 
     count = layout.micro_batches(job)
     if layout.chunks > 1 and (layout.schedule != "interleaved" or pp == 1):
         return f"chunks({layout.chunks}) > 1 needs schedule=interleaved and pp > 1, not {layout.schedule} and pp({pp})"
+    if layout.schedule == "interleaved" and pp > 1 and layout.chunks == 1:
+        return "schedule=interleaved with chunks(1) is 1f1b: give each stage several chunks, like vp=2"
     if layout.schedule == "interleaved" and pp > 1 and count % pp:
         return f"micro-batches({count}) % pp({pp}) != 0: the interleaved schedule takes them in rounds of pp"
     return None

@@ -90,7 +90,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     single_s: float
     """T(1), the same iteration on one worker."""
     scaling_factor: float
-    """T(1) / T(N)."""
+    """T(1) / T(N); under a memory plan, T(1) of a worker that keeps everything."""
     exposed_s: float
     """T(N) - T(1)."""
     bound_s: float

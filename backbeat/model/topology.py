@@ -49,6 +49,9 @@ _GROUP: dict[Kind, int] = {"rail-optimised": 32, "fat-tree": 4, "cloud": 16}
 
 _NVLS_OVER_RING = 309 / 370
 """Bytes a second through a GPU's links, of large all-reduces on 8 H100 (`cost/collectives.py` names the sources)."""
+_RING_BASE_S, _RING_STEP_S = 6.6e-6, 0.6e-6
+"""What NCCL's own model counts for a small all-reduce by a ring inside a node, and for each of its steps (LL in its
+src/graph/tuning.cc)."""
 _LARGE = (2.0**20, 2.0**24, 2.0**28)
 """Bytes at which a cost that is the greater of two is sampled beside their own sizes."""
 
@@ -160,23 +163,20 @@ class Topology(Checked, frozen=True, kw_only=True):
             return self.inside.curve
         if self.gpus_per_node == 1:
             return Curve.affine(0.0, 0.0)
-        shape = self.inside_algorithm
-        latency, work = (
-            of(collective, shape, self.gpus_per_node) / of("all_reduce", shape, self.gpus_per_node)
-            for of in (steps, traffic)
-        )
-        return cheapest([(latency, work)], self.inside.curve)
+        shape, count = self.inside_algorithm, self.gpus_per_node
+        work = traffic(collective, shape, count) / traffic("all_reduce", shape, count)
+        return cheapest([(0.5, work)], self.inside.curve)
 
     def _moved_inside(self, whole: Curve, collective: Collective, new: int) -> Curve:
         """Fewer GPUs of a node. Few have more of NVLS than they need: then NCCL takes the ring."""
-        if new == self.gpus_per_node:
+        shape, whole_node = self.inside_algorithm, self.gpus_per_node
+        if new == whole_node:
             return whole
-        shape = self.inside_algorithm
-        factors = [stretch_factors(collective, shape, shape, self.gpus_per_node, new)]
+        factors = [stretch_factors(collective, shape, shape, whole_node, new)]
         if shape == "nvls" and collective == "all_reduce":
-            latency, _ = factors[0]
-            work = traffic(collective, "ring", new) / traffic(collective, "nvls", self.gpus_per_node)
-            factors.append((latency, work * _NVLS_OVER_RING))
+            latencies = [_RING_BASE_S + _RING_STEP_S * steps(collective, "ring", one) for one in (new, whole_node)]
+            work = traffic(collective, "ring", new) / traffic(collective, "nvls", whole_node)
+            factors.append((latencies[0] / latencies[1], work * _NVLS_OVER_RING))
         return cheapest(factors, whole)
 
     def _moved_across(self, whole: Curve, inner: Curve, old: int, new: int, slowdown: float) -> Curve:

@@ -44,7 +44,8 @@ _EXHAUSTIVE_NOTE = "the simplest plan within 1 % of the optimum, by exhaustive s
 
 
 def best(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
-    """The simplest plan found within `SIMPLER_WITHIN` of the fastest, and not slower than stock DDP.
+    """The simplest plan found within `SIMPLER_WITHIN` of the fastest; not slower than stock DDP, and faster by as much
+    where the fastest is.
 
     Plans are found as if communication did not slow computation down; stock DDP is taken where it does and that plan
     loses by it.
@@ -72,9 +73,11 @@ def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -
         if most > 1:
             candidates += search.on_several(network, most, floor)
         fastest = min(end for end, _ in candidates)
-    # A simpler plan may cost a little, but never so much that stock DDP would be faster.
-    stock = search.score(ddp(profile, network, StrategyOptions()))[0]
-    limit = min(iteration_s(profile, fastest) * (1 + SIMPLER_WITHIN), iteration_s(profile, stock))
+    # A simpler plan may cost a little, but never so much that stock DDP would be faster, or that a gain over it that
+    # counts would be lost.
+    stock = iteration_s(profile, search.score(ddp(profile, network, StrategyOptions()))[0])
+    limit = iteration_s(profile, fastest) * (1 + SIMPLER_WITHIN)
+    limit = min(limit, stock / (1 + SIMPLER_WITHIN) if stock > limit else stock)
     limit = max(limit, min(iteration_s(profile, end) for end, _ in candidates))
 
     def slack(end: float) -> float:

@@ -62,6 +62,11 @@ def decoupled(profile: Profile, network: Network, options: StrategyOptions) -> P
 
 def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, whole: bool) -> Plan:
     problem = ShardProblem(profile, network, options)
+    if not problem.names:
+        raise InputError(
+            f"the profile {profile.name!r} has no modules to make units of: their parameters are named like "
+            "layers.0.weight; profile the model again, or use --strategy fsdp, which shards it as one unit"
+        )
     reserve = reserve_for(profile, options.reserve)
     budget = options.memory_bytes
     device = accelerator(profile.device)

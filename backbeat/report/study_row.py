@@ -172,7 +172,8 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
     found = []
     for row in rows:
         one, band = row.prediction, row.prediction.network_band
-        by = alone_s / (one.workers * one.single_s) if alone_s is not None and one.single_s > 0 else 1.0
+        share_s = one.scaling_factor * one.iteration_s
+        by = alone_s / (one.workers * share_s) if alone_s is not None and share_s > 0 else 1.0
         if band is not None:
             band = msgspec.structs.replace(
                 band,

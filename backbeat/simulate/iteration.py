@@ -287,7 +287,7 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
     if reduction.gather_elements is not None:
         cap = DTYPE_BYTES[reduction.gather_dtype] * reduction.cap(reduction.gather_elements, network.workers)
         ends = capped(sizes.tolist(), [float(cap)])
-    sums, computed = running_sums(sizes), running_sums(_forward_s(profile))
+    sums, computed = running_sums(sizes).tolist(), running_sums(_forward_s(profile)).tolist()
     bounds = list(pairwise([0, *ends]))
     curve = half_curve(network, "all_gather")
     parts = [(sums[last] - sums[first], computed[last] - computed[first]) for first, last in bounds]

@@ -51,7 +51,8 @@ def predict(
     """How long one iteration takes on the network's workers under the plan, and why.
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. Where the plan has a
-    memory part, every time, T(1) too, is that of an iteration under it, and the peak is predicted. A `reduction` says
+    memory part, every time, T(1) too, is that of an iteration under it, and the peak is predicted; the scaling factor
+    is by one worker that keeps everything, whose work is what all of them are asked to do. A `reduction` says
     what else the framework does with the plan's buckets; gradients in the profile must then be as the framework sends
     them. Where the network has a band, the plan is simulated on a quiet and on a busy cluster, too.
     """
@@ -69,8 +70,8 @@ def predict(
         network_band=NetworkBand(
             quiet_s=quiet_s,
             busy_s=busy_s,
-            quiet_scaling_factor=found.single_s / quiet_s if quiet_s > 0 else 1.0,
-            busy_scaling_factor=found.single_s / busy_s if busy_s > 0 else 1.0,
+            quiet_scaling_factor=found.scaling_factor * found.iteration_s / quiet_s if quiet_s > 0 else 1.0,
+            busy_scaling_factor=found.scaling_factor * found.iteration_s / busy_s if busy_s > 0 else 1.0,
             margin=_ANALYTIC if profile.analytic else _REPEATS,
         ),
     )
@@ -107,6 +108,8 @@ class _Worker:
     """Without waiting for the host; under the plan's memory part, where it has one."""
     kept: Profile
     """The same without the memory part."""
+    kept_s: float
+    """T(1) of that."""
     lane: HostLane
     micro_batches: int
     peak_bytes: int | None
@@ -114,7 +117,8 @@ class _Worker:
 
     @classmethod
     def of(cls, measured: Profile, network: Network, plan: Plan, accumulation: int | None) -> _Worker:
-        lane, peak = HostLane.of(measured), None
+        lane = kept_lane = HostLane.of(measured)
+        peak = None
         notes: tuple[str, ...] = ()
         profile = kept = device_alone(measured)
         if plan.memory is not None and (profile.blocks or plan.memory.segments):
@@ -128,7 +132,8 @@ class _Worker:
         if plan.sharding is not None:
             held = sharded_memory(measured, plan, micro_batches=micro_batches)
             peak = held.total_bytes if held else None
-        return cls(profile, kept, lane, micro_batches, peak, notes)
+        kept_s = kept_lane.paced(_compute_s(kept, micro_batches), micro_batches)
+        return cls(profile, kept, kept_s, lane, micro_batches, peak, notes)
 
     @cached_property
     def before_s(self) -> float:
@@ -137,12 +142,17 @@ class _Worker:
 
     @cached_property
     def device_s(self) -> float:
-        return self.before_s + self.profile.forward_s + self.profile.backward_s + self.profile.update_s
+        return _compute_s(self.profile, self.micro_batches)
 
     @cached_property
     def single_s(self) -> float:
         """T(1)."""
         return self.lane.paced(self.device_s, self.micro_batches)
+
+
+def _compute_s(profile: Profile, micro_batches: int) -> float:
+    passes = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
+    return passes + profile.forward_s + profile.backward_s + profile.update_s
 
 
 def _step(worker: _Worker, network: Network, plan: Plan, reduction: Reduction | None, slowdown: float) -> Iteration:
@@ -197,7 +207,7 @@ def _predicted(
         buckets=step.buckets,
         iteration_s=iteration,
         single_s=single,
-        scaling_factor=single / iteration if iteration > 0 else 1.0,
+        scaling_factor=worker.kept_s / iteration if iteration > 0 else 1.0,
         exposed_s=iteration - single,
         bound_s=iteration if iteration < bound <= iteration * (1 + _ROUNDING) else bound,
         samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,

@@ -3,7 +3,8 @@
 Each worker's compute time is a draw from the profile's own iteration times; a synchronous step takes the largest of N
 draws. The largest of N draws from 30 samples stops growing at 30. So above the 80th percentile a generalised Pareto
 tail, fitted by L-moments, replaces the samples. Few samples pull its shape towards the exponential (shape 0): six
-exceedances cannot tell a bounded tail from a heavy one.
+exceedances cannot tell a bounded tail from a heavy one. Where the largest sample comes up again and again, iterations
+take one of a few times, and nothing is taken to lie beyond it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _SHAPE_PRIOR_SAMPLES = 30
 """Exceedances needed before the fitted shape counts for half."""
 _SHAPE_LIMIT = 0.4
 """Heavier tails than this have means too wild to predict from a few hundred samples."""
+_OFTEN = 3
+"""Samples that equal the largest, from which on it is a limit."""
 _LEAST_SAMPLES = 5
 """Below this a spread cannot be told from a fluke: no stragglers are predicted."""
 
@@ -48,6 +51,8 @@ class ComputeTimes:
     scale_s: float
     shape: float
     count: int
+    limit_s: float
+    """No iteration takes longer."""
 
     @classmethod
     def fit(cls, iteration_s: Sequence[float]) -> ComputeTimes | None:
@@ -62,7 +67,9 @@ class ComputeTimes:
         scale, shape = _pareto(samples[body:] - threshold)
         # Sample i of n stands for probabilities (i, i+1)/n; its middle is where the quantile curve passes through it.
         levels = np.append((np.arange(body) + 0.5) / count, body / count)
-        return cls(levels, np.append(samples[:body], threshold), tail / count, scale, shape, count)
+        often = np.count_nonzero(samples == samples[-1]) >= _OFTEN
+        limit = float(samples[-1]) if often else math.inf
+        return cls(levels, np.append(samples[:body], threshold), tail / count, scale, shape, count, limit)
 
     def quantile(self, exceedance: NDArray[np.float64]) -> NDArray[np.float64]:
         """The time that is exceeded with these probabilities. Small ones are given as such: 1 - p would lose them."""
@@ -72,7 +79,8 @@ class ComputeTimes:
             over = -self.scale_s * np.log(share)
         else:
             over = self.scale_s * np.expm1(-self.shape * np.log(share)) / self.shape
-        return np.asarray(np.where(exceedance < self.tail_share, self.samples[-1] + over, body))
+        found = np.where(exceedance < self.tail_share, self.samples[-1] + over, body)
+        return np.minimum(found, self.limit_s)
 
     def slowest(self, workers: int) -> Straggling:
         """The largest of `workers` draws.

@@ -164,7 +164,7 @@ def nothing_fits(
     least = least_memory(predictor_of(model, network, asked, **known), gpus, zero)
     if least is None:
         return None, f"No layout of {gpus} GPUs can be: their factors divide neither heads, layers nor batch."
-    advice = "" if 3 in zero else ", or shard parameters as well (--zero 3)"
+    advice = ", or shard parameters as well (--zero 3)" if 3 not in zero and least.layout.dp > 1 else ""
     return least, (
         f"No layout fits on {counted(gpus, 'GPU')}: {least.layout.label} takes least, "
         f"{format_bytes(least.memory_bytes)} of {format_bytes(least.limit_bytes)}. Take more GPUs{advice}."

@@ -140,7 +140,9 @@ def _run(study: Study, settings: Settings, taken: StudyRow) -> str:
     plain = next(point for point in study.curves[stock] if point.workers == taken.workers)
     faster = gain(plain, taken.prediction)
     if not too_big and faster < SIMPLER_WITHIN:
-        return f"Keep {name}: {'no plan' if PLANNED in study.curves else 'nothing asked for here'} is 1 % faster."
+        return (
+            f"Keep {name}: {'the plan is not' if PLANNED in study.curves else 'nothing asked for here is'} 1 % faster."
+        )
     made = _command(study, settings, taken)
     what = "the plan" if made else taken.label
     why = f"; {name} does not fit" if too_big else f", {percent(faster)} faster than {name}"
