@@ -25,9 +25,6 @@ _LARGEST_POINTS = 3
 """What G is fitted to where fewer than two points are that large: smaller ones would pull it towards their latency."""
 FAR_BYTES = 2**40
 """A curve must be sampled somewhere; nobody all-reduces more than this in one message."""
-_LARGEST_BYTES = 2.0**34
-"""And hardly anybody more than this: up to here a changed curve costs what it should, not what a line through its
-points says."""
 
 
 class Curve:
@@ -172,7 +169,7 @@ def mixed(one: Curve, two: Curve, share: float) -> Curve:
     times = (1 - share) * one.time(sizes) + share * two.time(sizes)
     if one.is_affine and two.is_affine:
         return Curve.affine(float(times[0]), slope)
-    return _with_slope(sizes, times, slope)
+    return Curve(sizes, times, slope)
 
 
 def stretched(curve: Curve, *, latency: float = 1.0, transfer: float = 1.0) -> Curve:
@@ -185,7 +182,7 @@ def stretched(curve: Curve, *, latency: float = 1.0, transfer: float = 1.0) -> C
     if curve.is_affine:
         return Curve.affine(float(curve.times[0]) * latency, slope)
     sizes = curve.sizes
-    return _with_slope(sizes, curve.latency(sizes) * latency + curve.transfer(sizes) * transfer, slope)
+    return Curve(sizes, curve.latency(sizes) * latency + curve.transfer(sizes) * transfer, slope)
 
 
 def beside_traffic(curve: Curve, slowdown: float) -> Curve:
@@ -202,7 +199,7 @@ def beside_traffic(curve: Curve, slowdown: float) -> Curve:
         return stretched(curve, transfer=slowdown)
     latency = curve.times[0]
     times = latency + (curve.times - latency) * slowdown
-    return _with_slope(curve.sizes, times, curve.link_s_per_byte * slowdown)
+    return Curve(curve.sizes, times, curve.link_s_per_byte * slowdown)
 
 
 def stretch_factors(
@@ -221,13 +218,16 @@ def cheapest(factors: list[tuple[float, float]], curve: Curve) -> Curve:
         return cheaper_line(
             [(float(curve.times[0]) * latency, curve.link_s_per_byte * work) for latency, work in factors]
         )
-    beyond = curve.sizes[-1] * np.array([2.0, 4.0])
-    sizes = np.union1d(np.concatenate([curve.sizes, beyond]), [max(_LARGEST_BYTES, beyond[-1])])
+    # Beyond the last size too: latencies, which smaller messages may have more of, hold a cost up until transfer passes
+    # it. The curves may cross as far as the very last, which is beyond all messages.
+    further = curve.sizes[-1] * 2.0 ** np.arange(1, 9)
+    sizes = np.concatenate([curve.sizes, further, [max(float(FAR_BYTES), 2 * further[-1])]])
     latency, work = curve.latency(sizes), curve.transfer(sizes)
     candidates = [latency * by_latency + work * by_work for by_latency, by_work in factors]
     if len(candidates) == 2:
         sizes, candidates = _with_crossings(sizes, candidates[0], candidates[1])
-    return through(sizes, np.minimum.reduce(candidates))
+    slope = curve.link_s_per_byte * min(by_work for _, by_work in factors)
+    return Curve(sizes[:-1], np.minimum.reduce(candidates)[:-1], slope)
 
 
 def cheaper_line(lines: list[tuple[float, float]]) -> Curve:
@@ -243,9 +243,8 @@ def cheaper_line(lines: list[tuple[float, float]]) -> Curve:
     crossing = max(round((high - low) / (steep - flat)), 2)
     if crossing > FAR_BYTES:
         return Curve.affine(low, steep)
-    far = max(crossing, 2**20)
-    sizes = np.array([0, crossing, 2 * far, 1024 * far], dtype=np.float64)
-    return through(sizes, np.minimum(low + steep * sizes, high + flat * sizes))
+    sizes = np.array([0, crossing], dtype=np.float64)
+    return Curve(sizes, np.minimum(low + steep * sizes, high + flat * sizes), flat)
 
 
 def _with_crossings(
@@ -257,16 +256,3 @@ def _with_crossings(
     crossings = np.round(sizes[changes] + share * (sizes[changes + 1] - sizes[changes]))
     everywhere = np.union1d(sizes, crossings)
     return everywhere, [np.interp(everywhere, sizes, one), np.interp(everywhere, sizes, two)]
-
-
-def _with_slope(sizes: NDArray[np.float64], times: NDArray[np.float64], slope: float) -> Curve:
-    """With a point beyond the last, and one at the largest message, which keep the slope where a file keeps points
-    alone."""
-    first = max(4 * float(sizes[-1]), 2.0**22)
-    far = np.array([first] if first >= _LARGEST_BYTES else [first, _LARGEST_BYTES])
-    return through(np.append(sizes, far), np.append(times, times[-1] + slope * (far - sizes[-1])))
-
-
-def through(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> Curve:
-    """The curve as a network file keeps it, in whole bytes."""
-    return Curve.through([(round(size), float(time)) for size, time in zip(sizes, seconds, strict=True)])

@@ -23,12 +23,16 @@ class CollectiveTimes(Checked, frozen=True, kw_only=True):
 
     points: tuple[Point, ...] | None = None
     """(bytes, seconds), sizes rising."""
+    link_s_per_byte: Seconds | None = None
+    """With points: what a byte takes of the link, and beyond the last point. Fitted to the points where left out."""
     alpha_s: Seconds | None = None
     beta_s_per_byte: Seconds | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.points is None:
+            if self.link_s_per_byte is not None:
+                raise InputError("link_s_per_byte goes with points: write beta_s_per_byte, or give points")
             if self.alpha_s is None or self.beta_s_per_byte is None:
                 raise InputError("give either points, or both alpha_s and beta_s_per_byte")
             return
@@ -54,14 +58,16 @@ class CollectiveTimes(Checked, frozen=True, kw_only=True):
             alpha, beta = curve.line
             return cls(alpha_s=alpha, beta_s_per_byte=beta)
         sizes = (round(size) for size in curve.sizes.tolist())
-        return cls(points=tuple(zip(sizes, curve.times.tolist(), strict=True)))
+        points = tuple(zip(sizes, curve.times.tolist(), strict=True))
+        return cls(points=points, link_s_per_byte=curve.link_s_per_byte)
 
     @property
     def curve(self) -> Curve:
         """The cost model of this collective."""
         if self.points is None:
             return Curve.affine(self.alpha_s or 0.0, self.beta_s_per_byte or 0.0)
-        return Curve.through(self.points)
+        found = Curve.through(self.points)
+        return found if self.link_s_per_byte is None else Curve(found.sizes, found.times, self.link_s_per_byte)
 
 
 class ConcurrencyPoint(Checked, frozen=True, kw_only=True):

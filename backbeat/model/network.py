@@ -167,7 +167,8 @@ class Network(Document, frozen=True, kw_only=True):
         at_least("links", links, 1)
         inside, beyond = base.all_reduce.curve, stretched(between.all_reduce.curve, transfer=1 / links)
         sizes = np.unique(np.concatenate([inside.sizes, beyond.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
-        both = Curve(sizes, inside.time(sizes) + beyond.time(sizes), 0.0)
+        slope = inside.link_s_per_byte + beyond.link_s_per_byte
+        both = Curve(sizes, inside.time(sizes) + beyond.time(sizes), slope)
         return Network(
             name=f"{base.name}+{between.name}",
             workers=base.workers * between.workers,

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta
 
 from backbeat.cost.collectives import Collective, Shape, steps, traffic
-from backbeat.cost.curve import FAR_BYTES, Curve, cheapest, stretch_factors, through
+from backbeat.cost.curve import Curve, cheapest, stretch_factors
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked
 from backbeat.model.collective_times import CollectiveTimes
@@ -153,7 +153,8 @@ class Topology(Checked, frozen=True, kw_only=True):
         if inner is None:
             return there
         sizes = np.unique(np.concatenate([there.sizes, inner.sizes, _LARGE]))
-        return through(sizes, np.maximum(there.time(sizes), inner.time(sizes)))
+        slope = max(there.link_s_per_byte, inner.link_s_per_byte)
+        return Curve(sizes, np.maximum(there.time(sizes), inner.time(sizes)), slope)
 
     def inner(self, collective: Collective) -> Curve | None:
         """A collective inside one full node, from the all-reduce there; None where the algorithm knows no nodes."""
@@ -188,7 +189,7 @@ class Topology(Checked, frozen=True, kw_only=True):
                 f"the calibration on {old} workers is within one node of {self.gpus_per_node}: it says nothing of the "
                 "network between nodes; calibrate across two nodes or more"
             )
-        sizes = np.unique(np.concatenate([inner.sizes, whole.sizes, _LARGE, [float(FAR_BYTES)]]))
+        sizes = np.unique(np.concatenate([inner.sizes, whole.sizes, _LARGE]))
         # What overlaps with the inside is not seen of it: then all of the transfer is taken to cross nodes.
         within = inner.latency if self.pipelined else inner.time
         across = Curve(
@@ -200,7 +201,9 @@ class Topology(Checked, frozen=True, kw_only=True):
         factors = [stretch_factors("all_reduce", shape, shapes[0], old_nodes, new_nodes, slowdown) for shape in shapes]
         beyond = cheapest(factors, across)
         sizes = np.union1d(sizes, beyond.sizes)
-        return through(sizes, np.maximum(beyond.time(sizes) + within(sizes), inner.time(sizes)))
+        slope = beyond.link_s_per_byte + (0.0 if self.pipelined else inner.link_s_per_byte)
+        times = np.maximum(beyond.time(sizes) + within(sizes), inner.time(sizes))
+        return Curve(sizes, times, max(slope, inner.link_s_per_byte))
 
     def nodes(self, workers: int) -> int:
         """That so many workers take."""

@@ -161,10 +161,11 @@ def nothing_fits(
     """The layout that takes least, and what to do, where none fits. `job` is as `layouts.search` takes it."""
     known = {name: job[name] for name in ("framework", "accelerator", "imbalance") if name in job}
     asked = job_of(job["global_batch"], job["sequence"], job["precision"])
-    least = least_memory(predictor_of(model, network, asked, **known), gpus, zero)
+    predictor = predictor_of(model, network, asked, **known)
+    least, sharded = (least_memory(predictor, gpus, stages) for stages in (zero, (3,)))
     if least is None:
         return None, f"No layout of {gpus} GPUs can be: their factors divide neither heads, layers nor batch."
-    advice = ", or shard parameters as well (--zero 3)" if 3 not in zero and least.layout.dp > 1 else ""
+    advice = ", or shard parameters as well (--zero 3)" if sharded is not None and sharded.fits else ""
     return least, (
         f"No layout fits on {counted(gpus, 'GPU')}: {least.layout.label} takes least, "
         f"{format_bytes(least.memory_bytes)} of {format_bytes(least.limit_bytes)}. Take more GPUs{advice}."
