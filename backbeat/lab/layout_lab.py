@@ -84,6 +84,8 @@ class LayoutCase:
     def __post_init__(self) -> None:
         check(self.model, self.layout, self.job)
         runnable(self.layout)
+        # torch's schedules know nothing of a head that shares the embedding's weights: its gradient is not reduced.
+        object.__setattr__(self, "model", msgspec.structs.replace(self.model, tied=False))
 
     def predictor(self, setting: Setting, links: TimedLinks) -> LayoutPredictor:
         times = CollectiveTimes(alpha_s=0.0, beta_s_per_byte=8 / setting.rate_bits)
