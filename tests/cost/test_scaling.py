@@ -14,6 +14,7 @@ from backbeat.cost.collectives import bus_bandwidth, seconds, steps, traffic
 from backbeat.cost.curve import beside_traffic, stretched
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
+from backbeat.model.files import decode, encode
 from tests.problems import affine, curve, networks
 
 SIZES = np.array([0, 1, 7, 1024, 2**20, 10**8], dtype=float)
@@ -240,3 +241,27 @@ def test_two_gpus_of_a_node_with_nvls_take_the_ring() -> None:
     two, eight = (cluster.at(workers=workers).all_reduce.curve.at(float(2**32)) for workers in (2, 8))
     # NVLS sends 1 + 1/N bytes a byte at 309 GB/s, a ring 2(N - 1)/N at 370.
     assert two / eight == pytest.approx((1 / 370) / ((9 / 8) / 309), rel=0.02)
+
+
+@given(networks(), st.sampled_from([2, 16, 64, 512, 2048]), st.sampled_from(["ring", "tree", "halving-doubling"]))
+def test_a_moved_curve_keeps_the_slope_of_its_links_in_a_file_too(network: Network, new: int, algorithm: str) -> None:
+    there = replace(network, topology=Topology(algorithm=algorithm)).at(workers=new)  # type: ignore[arg-type]
+    grown = traffic("all_reduce", algorithm, new) / traffic("all_reduce", algorithm, network.workers)  # type: ignore[arg-type]
+    wanted = network.all_reduce.curve.link_s_per_byte * grown
+    assert there.all_reduce.curve.link_s_per_byte == pytest.approx(wanted)
+    assert decode(encode(there), Network, where="a file").all_reduce.curve.link_s_per_byte == pytest.approx(wanted)
+
+
+def test_messages_beyond_the_curve_take_no_less_on_more_workers() -> None:
+    points = [(4096, 2e-5), (65536, 3e-5), (262144, 6e-5), (2**20, 3e-4), (2**22, 7e-4), (2**24, 1.2e-3), (2**26, 4e-3)]
+    network = curve(points, workers=8, topology=Topology(algorithm="ring"))
+    times = [network.at(workers=workers).cost.time(2.0**32) for workers in (8, 16, 64, 256, 2048)]
+    assert times == sorted(times)
+
+
+def test_a_few_gpus_of_a_large_nvlink_domain_wait_for_a_few() -> None:
+    small, large = Network.load("dgx-b200").at(workers=8), Network.load("gb200-nvl72").at(workers=8)
+    assert large.cost.time(8.0) == pytest.approx(small.cost.time(8.0), rel=0.5)
+    assert large.all_gather is not None
+    assert small.all_gather is not None
+    assert large.all_gather.curve.at(8.0) == pytest.approx(small.all_gather.curve.at(8.0), rel=0.05)

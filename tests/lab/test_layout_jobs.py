@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from backbeat.cost import Curve
@@ -139,3 +142,9 @@ def test_layouts_of_two_dimensions_need_ordered_launches() -> None:
 def test_what_the_lab_does_not_run_is_refused(text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         case(text)
+
+
+def test_a_tied_head_runs_and_is_predicted_as_one_of_its_own() -> None:
+    tied = replace(case("pp=4"), model=msgspec.structs.replace(SMALL, tied=True))
+    steps = [predicted_layout(one, FOUR, LINKS)[0]["events"].step_s for one in (tied, case("pp=4"))]
+    assert steps[0] == steps[1]

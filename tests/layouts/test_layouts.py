@@ -39,6 +39,7 @@ def cluster(nic: float = 50e9, inside: float = 450e9) -> bb.Network:
         ({"dp": 8, "micro_batch": 3}, r"global_batch\(64\) % \(dp\(8\) \* micro_batch\(3\)\) = 16 != 0"),
         ({"pp": 8, "chunks": 2, "global_batch": 12}, r"micro-batches\(12\) % pp\(8\) != 0"),
         ({"dp": 8, "chunks": 2}, "chunks"),
+        ({"pp": 8, "schedule": "interleaved"}, "like vp=2"),
         ({"dp": 8, "zero": 4}, "zero"),
         ({"dp": 8, "schedule": "best"}, "schedule"),
         ({"dp": 8, "precision": "fp4"}, "precision"),

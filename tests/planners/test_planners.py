@@ -262,3 +262,10 @@ def test_any_bucketing_is_reached_by_small_changes() -> None:
                 reached[tuple(one.ends)] = one
                 left.append(one)
     assert sorted(reached) == sorted(map(tuple, every_partition(4)))
+
+
+@given(profiles(), networks())
+def test_best_gains_one_percent_on_ddp_where_any_plan_does(profile: Profile, network: Network) -> None:
+    ddp, optimal, best = (bb.predict(profile, network, name).iteration_s for name in ("ddp", "optimal", "best"))
+    if min(optimal, best) > 0 and profile.iteration_s == () and ddp / optimal - 1 > SIMPLER_WITHIN * 1.01:
+        assert ddp / best - 1 >= SIMPLER_WITHIN * 0.99

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import backbeat as bb
+from backbeat.errors import InputError
 from backbeat.model import Block, Gradient, Memory, Network, Plan, Profile
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.shard_problem import ShardChoice, ShardProblem
 from backbeat.planners.shard_search import ShardSearch, _neighbours
 from backbeat.planners.unit_programme import unit_ends
 from backbeat.simulate.sharded_memory import sharded_memory
-from tests.problems import affine, curve
+from tests.problems import affine, curve, make_profile
 
 MB = 10**6
 SECONDS = st.sampled_from([1e-4, 1e-3, 4e-3, 1e-2])
@@ -352,3 +353,11 @@ def test_a_block_computed_again_adds_its_forward_to_the_step() -> None:
     problem = ShardProblem(profile, affine(1e-6, 1e-12), StrategyOptions())
     times = [problem.seconds(ShardChoice(ends=(1, 2, 3), shard=8, recomputed=count)) for count in range(4)]
     assert np.diff(times) == pytest.approx([4e-3] * 3, rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "decoupled"])
+def test_parameters_outside_of_modules_make_no_units(strategy: str) -> None:
+    profile = make_profile([4000], [1.0])
+    profile = replace(profile, gradients=(replace(profile.gradients[0], name="w"),))
+    with pytest.raises(InputError, match="no modules to make units of"):
+        bb.plan(profile, Network.load("10gbe"), strategy)

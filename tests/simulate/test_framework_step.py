@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -182,3 +183,10 @@ def test_a_framework_stands_in_place_of_a_plan() -> None:
         bb.predict(profile, network, framework="nanotron", reduce_dtype="bf16")
     with pytest.raises(InputError, match="nothing to predict"):
         bb.predict(profile, network)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_what_is_predicted_of_a_framework_can_be_written_down(name: str) -> None:
+    profile, network = Profile.load("resnet50-b64-bf16-h200"), Network.load("10gbe").at(workers=16)
+    found = bb.predict(profile, network, framework=name)
+    assert msgspec.json.decode(msgspec.json.encode(found))["iteration_s"] == found.iteration_s

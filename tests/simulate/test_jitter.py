@@ -126,3 +126,11 @@ def test_what_is_left_has_the_spread_of_one_rank() -> None:
     wandering = np.random.default_rng(1).normal(0.0, 20.0, 5000)
     assert np.std(between_ranks((drawn + wandering).tolist())) == pytest.approx(1.0, rel=0.02)
     assert between_ranks([[3.0, 5.0]]) == (3.0, 5.0)
+
+
+def test_iterations_that_take_one_of_two_times_take_no_other() -> None:
+    found = straggling((0.128,) * 450 + (0.140,) * 50, 256)
+    assert found is not None
+    mean = 0.9 * 0.128 + 0.1 * 0.140
+    assert mean + found.wait_s == pytest.approx(0.140, rel=2e-3)
+    assert found.p10_s == found.p90_s

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import Block, Bucket, Compression, Gradient, HostLink, Memory, MemoryPlan, Plan, Profile, Segment
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of, segments_of
@@ -254,3 +255,12 @@ def test_resnet152_against_what_was_measured() -> None:
     plain = memory_timeline(resnet152(), MemoryPlan())
     assert plain.peak_bytes == pytest.approx(22.8e9, rel=0.1)
     assert plain.forward_s + plain.backward_s == pytest.approx(0.210)
+
+
+def test_scaling_is_by_one_gpu_that_keeps_everything() -> None:
+    profile, network = Profile.load("resnet50-b128-bf16-h200"), bb.Network.load("100gbe").at(workers=16)
+    plain = bb.predict(profile, network, "optimal")
+    less = bb.predict(profile, network, bb.plan(profile, network, "optimal", memory_bytes=4_000_000_000))
+    assert less.single_s > plain.single_s
+    assert less.exposed_s == pytest.approx(less.iteration_s - less.single_s)
+    assert less.scaling_factor == pytest.approx(plain.single_s / less.iteration_s)
