@@ -13,7 +13,16 @@ from backbeat.planners import SHARDED
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.study import STOCK, Study, chosen
 from backbeat.report.words.commands import Settings, sharding_lines, wrapping_lines
-from backbeat.report.words.decision import Verdict, gain, judged, percent, stock_name, way_headline, way_sentences
+from backbeat.report.words.decision import (
+    Verdict,
+    faster_than,
+    gain,
+    judged,
+    percent,
+    stock_name,
+    way_headline,
+    way_sentences,
+)
 from backbeat.report.words.numbers import figures_line, format_number, gpu_hours, lowered, over_bound
 from backbeat.simulate.predict import knee
 from backbeat.units import format_bytes, format_seconds
@@ -186,7 +195,7 @@ def _sending(study: Study, settings: Settings, command: Callable[[str], str]) ->
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
         found.append(
             Action(
-                title=f"Run the plan: {percent(faster)} faster than stock DDP",
+                title=f"Run the plan: {faster_than(faster, 'stock DDP')}",
                 text=f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
                 f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
                 f"{over_bound(best):.1%} above it.",

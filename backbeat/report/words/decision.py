@@ -145,7 +145,7 @@ def _run(study: Study, settings: Settings, taken: StudyRow) -> str:
         )
     made = _command(study, settings, taken)
     what = "the plan" if made else taken.label
-    why = f"; {name} does not fit" if too_big else f", {percent(faster)} faster than {name}"
+    why = f"; {name} does not fit" if too_big else f", {faster_than(faster, name)}"
     return f"Run {what}{why}:\n  {made}" if made else f"Run {what}{why}."
 
 
@@ -180,6 +180,14 @@ def _busy_knee(curve: Sequence[Prediction]) -> int | None:
 
 def gain(stock: Prediction, other: Prediction) -> float:
     return stock.iteration_s / other.iteration_s - 1 if other.iteration_s > 0 else 0.0
+
+
+def faster_than(share: float, name: str) -> str:
+    """
+    >>> faster_than(0.036, "stock DDP"), faster_than(1.55, "stock DDP")
+    ('3.6% faster than stock DDP', '2.5 times as fast as stock DDP')
+    """
+    return f"{percent(share)} faster than {name}" if share < 1 else f"{1 + share:.1f} times as fast as {name}"
 
 
 def percent(share: float) -> str:
