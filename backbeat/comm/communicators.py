@@ -29,7 +29,7 @@ from backbeat.model.checks import at_least
 logger = logging.getLogger("backbeat.runtime")
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _FIRST_VERSION = (2, 26)
-"""Of NCCL, that knows it."""
+"""The first NCCL that has it."""
 _MOST_NCCL = 16
 
 _warn_once = functools.cache(logger.warning)

@@ -1,6 +1,6 @@
 """How long one isolated collective takes: T(M), from two numbers or from a measured curve.
 
-Symbols of the papers, here and nowhere else: T(M) time of M bytes · a (alpha) latency of an affine cost · b (beta)
+Symbols of the papers, defined here: T(M) time of M bytes · a (alpha) latency of an affine cost · b (beta)
 seconds per byte · G seconds per byte of link time · s(M) = max(0, T(M) - G·M) latency · w(M) = T(M) - s(M) transfer.
 
 And costs made from measured ones: on another number of workers, between two of them, on a slower link. Latency grows

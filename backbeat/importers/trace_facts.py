@@ -68,6 +68,8 @@ class Transfer:
 
 @dataclass(slots=True)
 class Mark:
+    """An annotation of the profiler or the optimizer."""
+
     name: str
     start: float
     end: float
@@ -89,6 +91,8 @@ class Spans:
 
 @dataclass(slots=True)
 class Facts:
+    """What was found in a trace."""
+
     ready: list[Ready] = field(default_factory=list)
     outer_ready: list[Ready] = field(default_factory=list)
     """The engine's calls around the accumulations: what older traces have instead."""
@@ -121,11 +125,11 @@ def collect(events: Iterable[dict[str, Any]]) -> Facts:
             continue
         given = event.get("args")
         arguments = given if isinstance(given, dict) else {}
-        _sort(facts, event, name, arguments, start * 1e-6, (start + length) * 1e-6)
+        _take(facts, event, name, arguments, start * 1e-6, (start + length) * 1e-6)
     return facts
 
 
-def _sort(facts: Facts, event: dict[str, Any], name: str, args: dict[str, Any], start: float, end: float) -> None:
+def _take(facts: Facts, event: dict[str, Any], name: str, args: dict[str, Any], start: float, end: float) -> None:
     kind = event.get("cat")
     if kind in _DEVICE:
         if kind == "kernel" and ("Collective name" in args or name.startswith("nccl")):

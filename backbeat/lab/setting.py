@@ -92,8 +92,8 @@ class Setting:
 
     @property
     def settle(self) -> bool:
-        """gloo's socket threads take cores from its workers where there are fewer than three for each node. Settled
-        beside threads that compute all the time, they would hardly ever run."""
+        """gloo's socket threads get idle priority where there are fewer than three cores for each node, since they take
+        cores from its workers. Beside threads that compute all the time, they would hardly ever run."""
         return self.backend == "gloo" and not self.busy and (os.cpu_count() or 1) < 3 * self.ranks
 
     @property

@@ -97,8 +97,8 @@ class CollectivePair(Checked, frozen=True, kw_only=True):
 
 
 class ShardedHost(Checked, frozen=True, kw_only=True):
-    """What FSDP2 adds to the host's time for a step, wherever the parameters are large or small: hooks, views, copies
-    and collectives are issued one by one."""
+    """What FSDP2 adds to the host's time for a step, whatever the size of the parameters: hooks, views, copies and
+    collectives are issued one by one."""
 
     unit_s: Seconds
     """For each unit, in every micro-batch."""

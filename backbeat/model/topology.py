@@ -8,8 +8,8 @@ A collective on many nodes goes at the pace of its slowest link. The more links 
 carries other traffic as well. Published sweeps are followed by a `share = 1 / (1 + fall * log2(nodes))` of the
 bandwidth, with one `fall` for each kind of fabric and each load (`FALL`). `validation/published/fabric/fit.py` fits
 them, and names the sources and the one left out to judge the fit. What falls is the bandwidth of large messages;
-latency grows with the algorithm's steps, and accounts for most of what small ones lose. On two nodes NCCL's tree passes
-the link's own rate, which more nodes cannot: shares are those of the ring.
+latency grows with the algorithm's steps, and accounts for most of what small ones lose. On two nodes NCCL's tree
+exceeds the link's own rate, which more nodes cannot: shares are those of the ring.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Topology(Checked, frozen=True, kw_only=True):
         return cheapest([(0.5, work)], self.inside.curve)
 
     def _moved_inside(self, whole: Curve, collective: Collective, new: int) -> Curve:
-        """Fewer GPUs of a node. Few have more of NVLS than they need: then NCCL takes the ring."""
+        """Fewer GPUs of a node. With few the ring is faster than NVLS, and NCCL takes it."""
         shape, whole_node = self.inside_algorithm, self.gpus_per_node
         if new == whole_node:
             return whole

@@ -1,5 +1,5 @@
 """Memory plans to try for a chain of blocks: every block treated alike, every plan there is, those one change away, and
-the least recomputation within a budget.
+the least added time within a budget.
 
 A plan is a tuple of ranges (first block, block after the last, action): blocks kept or offloaded one by one, or a
 segment recomputed together.
@@ -146,7 +146,7 @@ class _Front(NamedTuple):
 
 
 class Segmenter:
-    """The least recomputation within a budget, by a programme over one chain.
+    """The least added time within a budget, by a programme over one chain.
 
     Blocks are taken in the order of forward. All that later ranges need to know of earlier ones is how many bytes these
     hold for backward. A range fits if what is held before it, its own bytes, and the most that its backward needs stay

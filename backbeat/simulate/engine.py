@@ -1,4 +1,5 @@
-"""When buckets travel: a recursion on one communicator, events on several, which share one link; or at run time.
+"""When buckets travel: a recursion on one communicator, events on several, which share one link. They may also form at
+run time, as Horovod's do. `run_streams` runs the tasks of sharded steps, without head starts and u(n).
 
 On one communicator every bucket starts when it is ready and the one before it is done. On several, buckets start in
 plan order from one thread. A bucket launches no earlier than the one before it in the plan, no earlier than it is

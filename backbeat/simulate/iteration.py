@@ -1,9 +1,9 @@
-"""One iteration's computation and communication, before buffers and stragglers: how long, why, and drawn in time.
+"""One iteration's computation and communication, without buffers and stragglers: how long, why, and drawn in time.
 
-As a plan's buckets run it, or as a training framework does (`framework_iteration`): with its overlap, its collective, a
-sharded update. Then it is drawn from the start of forward, and parameters that the last update sharded are gathered
-first: before forward, or behind it (Megatron), the first bucket before forward, each next one while forward works on
-the bucket before.
+There are two kinds: a plan's buckets (`bucket_iteration`), and what a training framework does (`framework_iteration`),
+with its overlap, its collective and a sharded update. Parameters that the last update sharded are then gathered first:
+all of them before forward or, as Megatron does, the first bucket before forward and each next one while forward works
+on the bucket before.
 """
 
 from __future__ import annotations
@@ -267,7 +267,8 @@ def framework_iteration(
 
 @dataclass(frozen=True, slots=True)
 class GatheredForward:
-    """The first forward of an iteration, and the parameters that are gathered for it; times count from its begin."""
+    """The first forward of an iteration, and the parameters that are gathered for it; times count from the
+    start of the iteration."""
 
     forward_start_s: float
     forward_end_s: float

@@ -186,7 +186,7 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
                 held.take("whole_gradient", index)
             held.put("gradient", unit, -(-elements * ELEMENT_BYTES // sharding.mesh.shard))
         elif event == "end":
-            for one in range(-1, chain.count):
+            for one in (ROOT, *range(chain.count)):
                 held.take("scatter_input", one)
             moments.append(held.moment(call))
     return moments

@@ -8,7 +8,8 @@ import pytest
 
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.errors import InputError
-from backbeat.importers.composition import compose_networks, load_table, read_network
+from backbeat.importers.bandwidth_table import load_table
+from backbeat.importers.composition import compose_networks, read_network
 from backbeat.model import Fabric, Network, Topology
 from backbeat.model.slowdown import Slowdown
 from tests.problems import affine

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 import backbeat as bb
-from backbeat.importers.composition import load_table
+from backbeat.importers.bandwidth_table import load_table
 from backbeat.measure.model.analytic import analytic_profile
 from backbeat.measure.model.factory import inspect_factory
 from backbeat.model import Fabric, Network, Prediction, Profile, Reduction

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
-TopkSpeed = Callable[[Training, int], tuple[float, float] | None]
+MeasureTopK = Callable[[Training, int], tuple[float, float] | None]
 """Seconds of top-k per byte and per bucket, given the bytes of all gradients; None where memory is too short.
 `backbeat.runtime.compressed.topk.measure_topk`: measuring knows no runtime, so callers that have one hand it
 in."""
@@ -54,13 +54,14 @@ class MeasureOptions:
     """Put the model back as it was, which takes copies."""
     command: str | None = None
     notes: Iterable[str] = ()
-    topk_speed: TopkSpeed | None = None
+    topk_speed: MeasureTopK | None = None
     """Without it the profile does not say what top-k costs. `backbeat profile` hands it in, as the next."""
     apply_memory: ApplyMemory | None = None
     """Without it the profile does not say what recomputation costs the host of a GPU."""
     ranks: RankStore | None = None
     """Where several measure at once, they begin each series of iterations together, as the steps of training do: what
-    they share, like a device or a host, is then shared alike. None waits long for one that does not come."""
+    they share, like a device or a host, is then shared alike. No rank waits long for one that does not
+    come."""
     brief: bool = False
     """For a job that waits: the time limit may lower the number of all iterations to 9, and FLOPs are left out."""
 

@@ -1,5 +1,5 @@
-"""One training iteration, marked: forward and backward of every micro-batch, then the update; in one of the four
-precisions that a profile can be taken in, as PyTorch's own switches, and with an optimizer given or by name.
+"""One training iteration, marked: forward and backward of every micro-batch, then the update. It runs in one of four
+precisions, by PyTorch's own switches, and with an optimizer given or by name.
 
 Hooks mark when each gradient is complete, and when each module that owns parameters begins its forward, in iterations
 of their own, so that neither kind of hook costs the other's figures anything. Forward time is divided where modules
@@ -75,8 +75,8 @@ def find_owners(
 class PhaseMarks(ExitStack):
     """A context in which one phase of observed iterations is recorded: of each, which gradient was marked when.
 
-    It is told about the last micro-batch, the one that completes the gradients. What it does first is not timed. With a
-    head start, the device is kept busy for so long before the phase.
+    It is told about the last micro-batch, the one that completes the gradients. With a head start, which is not timed,
+    the device is kept busy for so long before the phase.
     """
 
     def __init__(self, phase: Literal["forward", "backward"], clock: Clock, head_start_s: float) -> None:

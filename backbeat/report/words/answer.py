@@ -1,5 +1,5 @@
 """The answer in words: how it scales, what limits it, what to do, and what that is worth. The page shows all of it, the
-terminal parts."""
+terminal parts of it."""
 
 from __future__ import annotations
 

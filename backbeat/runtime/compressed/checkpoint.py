@@ -273,7 +273,7 @@ def remove_residuals(path: str | os.PathLike[str]) -> None:
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
-    """Beside the checkpoint, which residuals are many times as large as."""
+    """Beside the checkpoint: residuals are many times as large."""
     return Path(f"{os.fspath(path)}.residuals")
 
 

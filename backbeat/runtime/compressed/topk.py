@@ -324,14 +324,14 @@ def _addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
-class TopKSpeed(NamedTuple):
+class TopKCost(NamedTuple):
     """The cost of compressing a bucket: `s_per_bucket` plus `s_per_byte` for each byte of its gradients."""
 
     s_per_byte: float
     s_per_bucket: float
 
 
-def measure_topk(training: Training, gradient_bytes: int) -> TopKSpeed | None:
+def measure_topk(training: Training, gradient_bytes: int) -> TopKCost | None:
     """Measure top-k on the training's device, on buckets of up to `gradient_bytes`; None where memory runs out."""
     most = 2**22 if training.device.type == "cpu" else 2**24
     elements = min(max(gradient_bytes // 4, _FEWEST_ELEMENTS), most)
@@ -345,7 +345,7 @@ def measure_topk(training: Training, gradient_bytes: int) -> TopKSpeed | None:
             raise
         return None
     s_per_byte = max(large_s - small_s, 0.0) / (4 * (elements - _SMALL_ELEMENTS))
-    return TopKSpeed(float(f"{s_per_byte:.3g}"), float(f"{max(host_s, small_s):.3g}"))
+    return TopKCost(float(f"{s_per_byte:.3g}"), float(f"{max(host_s, small_s):.3g}"))
 
 
 def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[float, float]:

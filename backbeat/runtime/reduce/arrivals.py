@@ -1,6 +1,6 @@
 """What autograd reports: whether a backward runs, and which gradients have arrived, on which CUDA stream.
 
-Gradients arrive: a hook on every parameter counts them down until a bucket is complete.
+A hook on every parameter counts gradients down until a bucket is complete (`GradientHooks`, `Arrivals`).
 
 How often each parameter's gradient arrives in one backward is learned from the steps before. It only decides *when* a
 bucket may leave, never *whether*. A bucket waits for what does not arrive until backward ends, and what arrives after

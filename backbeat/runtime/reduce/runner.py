@@ -217,7 +217,7 @@ class StepRunner:
         """Called by the engine when a backward is over."""
         self._backward.forget()
         if self.step.state is StepState.ACCUMULATING:
-            # What came more than once, or not as expected.
+            # Gradients of buckets that never became complete were not moved when they came.
             self.context.bucket_set.move_all_into_buffers()
             self.step.close()
             if self.context.recorder is not None:

@@ -2,7 +2,7 @@
 (`ReducerContext`).
 
 ARCHITECTURE.md draws its states. Only this module writes them: whoever packs, sends or waits for a bucket returns what
-came of it, and the runner (`runner.StepRunner`) hands that to a method here.
+came of it, and the caller (`exchange.Sender`, `runner.StepRunner`) hands that to a method here.
 """
 
 from __future__ import annotations
