@@ -71,8 +71,8 @@ class LabRank:
         )
         world: Any = dist.group.WORLD
         stock = Communicator(world, backend)
-        links = list(Communicators(world, self.device, communicators))
-        for communicator in links:
+        opened = list(Communicators(world, self.device, communicators))
+        for communicator in opened:
             # A communicator is built at its first collective.
             communicator.all_reduce(torch.zeros(1, device=self.device)).wait()
         if on_gpu:
@@ -81,7 +81,7 @@ class LabRank:
             stock.all_reduce(torch.zeros(1)).wait()
             settle_gloo()
         self.factor = slowdowns(setting.slowdown(rank), setting.jitter, seed=rank)
-        self.player = SpinningPlayer(links, self.device) if on_gpu else SleepingPlayer(links, stock)
+        self.player = SpinningPlayer(opened, self.device) if on_gpu else SleepingPlayer(opened, stock)
 
     def describe(self) -> dict[str, Any]:
         """The machine and the libraries, as this rank sees them."""

@@ -184,21 +184,21 @@ def _predicted(
     waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation) if several else None
     wait = waits.wait_s if waits else 0.0
     device = buffers + step.steady_s
-    steady, issued = single, single
+    paced, issued = single, single
     if several:
-        steady, issued = _at_host_pace(worker, network, plan, step, device, wrapped=not sharded and reduction is None)
-    host_alone = steady > device and issued >= steady
-    iteration = steady + wait
+        paced, issued = _at_host_pace(worker, network, plan, step, device, wrapped=not sharded and reduction is None)
+    host_alone = paced > device and issued >= paced
+    iteration = paced + wait
     bound = worker.lane.paced(step.bound_s + buffers, micro_batches) + wait
     notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
-    if steady > device:
+    if paced > device:
         how = "sets the pace" if host_alone else "issues a backward after the last step's communication has ended"
         notes.append(
-            f"the host {how}: a step takes {format_seconds(steady)} that would take {format_seconds(device)} "
+            f"the host {how}: a step takes {format_seconds(paced)} that would take {format_seconds(device)} "
             "if the device never waited for work"
         )
     breakdown = replace(
-        step.breakdown, stragglers_s=wait, buffers_s=buffers, host_s=(steady - device) - (single - worker.device_s)
+        step.breakdown, stragglers_s=wait, buffers_s=buffers, host_s=(paced - device) - (single - worker.device_s)
     )
     return Prediction(
         strategy=plan.strategy,
@@ -213,14 +213,14 @@ def _predicted(
         samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,
         breakdown=breakdown,
         bottleneck="host" if host_alone else _bottleneck(breakdown, single),
-        band=Band(p10_s=steady + waits.p10_s, p90_s=steady + waits.p90_s, extrapolated=waits.extrapolated)
+        band=Band(p10_s=paced + waits.p10_s, p90_s=paced + waits.p90_s, extrapolated=waits.extrapolated)
         if waits
         else None,
         peak_bytes=worker.peak_bytes,
         extrapolated=extrapolated,
         timeline=(
             *_shifted(step.timeline, buffers, profile.buffer_bytes),
-            *((Span("compute", "waiting for the host", device, steady),) if steady > device else ()),
+            *((Span("compute", "waiting for the host", device, paced),) if paced > device else ()),
         ),
         notes=(*worker.notes, *notes, *slowdown.notes),
     )

@@ -86,29 +86,29 @@ def measure_cluster(
     timeout_s = max(_LEAST_TIMEOUT_S, budget_s)
     counts = set(communicators) if why_only_one is None else {1}
     with explained("opening communicators"):
-        links = Communicators(group, where, max(counts), timeout=datetime.timedelta(seconds=timeout_s))
-    counts = {min(count, len(links)) for count in counts}
+        opened = Communicators(group, where, max(counts), timeout=datetime.timedelta(seconds=timeout_s))
+    counts = {min(count, len(opened)) for count in counts}
     notes = [f"only one communicator was measured: {why_only_one}"] if why_only_one else []
     if settle and backend == "gloo":
         done = settle_gloo()
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
 
-    bench = Bench(list(links), workers=links.size, device=where, timeout_s=timeout_s, idle=not brief)
+    bench = Bench(list(opened), workers=opened.size, device=where, timeout_s=timeout_s, idle=not brief)
     held_out = () if brief else held_out_cases(sorted(set(sizes)))
     series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded, brief=brief)
     show: Progress = progress or (lambda what, share: None)
     host_s = min(_HOST_S, _HOST_SHARE * budget_s) if sharded and where.type == "cuda" else 0.0
     outcome, of_curves = _sampled(bench, series, held_out, budget_s, host_s, show, brief=brief)
-    notes += notes_of(outcome, budget_s, backend, hosts, links.size)
+    notes += notes_of(outcome, budget_s, backend, hosts, opened.size)
     if bench.timed:
         notes.append(host_note(bench.pace_s, bench.late, bench.timed))
     what = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{os.cpu_count()} cores"
     on_hosts = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"
-    machine = f"{links.size} workers on {on_hosts}, {platform.machine()}, {what}"
+    machine = f"{opened.size} workers on {on_hosts}, {platform.machine()}, {what}"
     network = network_from(
         of_curves,
-        name=name or f"{backend}-{links.size}",
-        workers=links.size,
+        name=name or f"{backend}-{opened.size}",
+        workers=opened.size,
         backend=backend,
         per_node=max(hosts),
         source=msgspec.structs.replace(source("backbeat calibrate", where), machine=machine, date=date),
@@ -119,12 +119,12 @@ def measure_cluster(
     if slowdown and where.type == "cuda" and not shared_devices(group, where):
         show("computation beside collectives", 1.0)
         with explained("computation beside collectives"):
-            network = _with_slowdowns(network, links[0], where, timeout_s)
+            network = _with_slowdowns(network, opened[0], where, timeout_s)
     if host_s:
         show("what FSDP2 costs the host", 1.0)
-        network = with_sharded_host(network, links, bench.largest_over_ranks, host_s)
+        network = with_sharded_host(network, opened, bench.largest_over_ranks, host_s)
     # Only after success: taking down a communicator whose peer is gone can wait for ever.
-    links.close()
+    opened.close()
     measured = tuple(case for case in held_out if case in outcome.timings)
     return MeasuredCluster(network=network, outcome=outcome, held_out=measured)
 
@@ -171,7 +171,10 @@ def _with_sharded_times(network: Network, **found: Any) -> Network:
 
 
 def with_sharded_host(
-    network: Network, links: Communicators, largest_over_ranks: Callable[[Sequence[float]], list[float]], limit_s: float
+    network: Network,
+    opened: Communicators,
+    largest_over_ranks: Callable[[Sequence[float]], list[float]],
+    limit_s: float,
 ) -> Network:
     """The network with what FSDP2 costs the host. Collective.
 
@@ -180,18 +183,18 @@ def with_sharded_host(
     what = "what FSDP2 costs the host"
     try:
         with explained(what):
-            added = AddedHostTimes(*largest_over_ranks(measure_sharded_host(links, limit_s)))
+            added = AddedHostTimes(*largest_over_ranks(measure_sharded_host(opened, limit_s)))
     except MissingPartError as error:
         return msgspec.structs.replace(network, notes=(*network.notes, f"{what} was not measured: {error}"))
     return _with_sharded_times(network, host=by_unit_and_parameter(added))
 
 
-def _share_facts(group: Any, why_one: str | None) -> tuple[str, str | None, tuple[int, ...]]:
+def _share_facts(group: Any, reason: str | None) -> tuple[str, str | None, tuple[int, ...]]:
     """What all ranks must hold alike before the first sample: the date, why some rank may use only one communicator,
     and the ranks on each host."""
     facts: list[Any] = [None] * dist.get_world_size(group)
     with explained("the first exchange"):
-        dist.all_gather_object(facts, (today(), why_one, _host()), group=group)
+        dist.all_gather_object(facts, (today(), reason, _host()), group=group)
     dates, reasons, hosts = zip(*facts, strict=True)
     ranks = tuple(hosts.count(host) for host in dict.fromkeys(hosts))
     return dates[0], next((why for why in reasons if why), None), ranks

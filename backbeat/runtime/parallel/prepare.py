@@ -297,15 +297,15 @@ class ParallelSearch:
 
     def _calibrated(self, profile: Profile) -> Network:
         self._say("measuring the network")
-        links = self.ranks.communicators
+        opened = self.ranks.communicators
         broadcast = ("broadcast",) if profile.buffer_bytes else ()
         return calibrate(
-            group=links.process_group,
-            device=links.device,
+            group=opened.process_group,
+            device=opened.device,
             budget_s=self.budget_s * CALIBRATE_SHARE,
             sizes=message_sizes(profile.total_bytes),
             collectives=("all_reduce", "all_gather", "reduce_scatter", *broadcast),
-            communicators=tuple(sorted({1, links.allowed(2)})),
+            communicators=tuple(sorted({1, opened.allowed(2)})),
             sharded=True,
             brief=True,
         )
