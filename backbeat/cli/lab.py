@@ -257,7 +257,9 @@ def _table(
             f"{result.repeat:.1%}",
             format_seconds(result.prediction.iteration_s),
             f"{result.error:+.1%}",
-            "" if losses else f"{result.prediction.single_s / result.measured_s:.1%}",
+            ""
+            if losses
+            else f"{result.prediction.scaling_factor * result.prediction.iteration_s / result.measured_s:.1%}",
             f"{losses[index][-1]:.6f}" if losses else "",
         )
         for index, result in enumerate(results)

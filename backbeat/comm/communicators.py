@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 
 from backbeat.comm import gloo
+from backbeat.comm.machine import nccl_version
 from backbeat.model.checks import at_least
 
 logger = logging.getLogger("backbeat.runtime")
@@ -240,10 +241,6 @@ def _has_communicator(process_group: Any, device: torch.device | None) -> bool |
 
 def _is_eager(process_group: Any) -> bool:
     return getattr(process_group, "bound_device_id", None) is not None
-
-
-def nccl_version() -> tuple[int, ...]:
-    return tuple(torch.cuda.nccl.version())
 
 
 def backend_of(process_group: ProcessGroup, device: torch.device) -> str:

@@ -227,7 +227,12 @@ def cheapest(factors: list[tuple[float, float]], curve: Curve) -> Curve:
     if len(candidates) == 2:
         sizes, candidates = _with_crossings(sizes, candidates[0], candidates[1])
     slope = curve.link_s_per_byte * min(by_work for _, by_work in factors)
-    return Curve(sizes[:-1], np.minimum.reduce(candidates)[:-1], slope)
+    sizes, times = sizes[:-1], np.maximum.accumulate(np.minimum.reduce(candidates)[:-1])
+    # What the slope says already needs no points: nobody has measured them.
+    straight = np.isclose(times, times[-1] - slope * (sizes[-1] - sizes), rtol=1e-9, atol=0.0)
+    bent = np.flatnonzero(~straight | (sizes < curve.sizes[-1]))
+    last = int(bent[-1]) + 1 if len(bent) else 0
+    return Curve(sizes[: last + 1], times[: last + 1], slope)
 
 
 def cheaper_line(lines: list[tuple[float, float]]) -> Curve:
@@ -243,7 +248,9 @@ def cheaper_line(lines: list[tuple[float, float]]) -> Curve:
     crossing = max(round((high - low) / (steep - flat)), 2)
     if crossing > FAR_BYTES:
         return Curve.affine(low, steep)
-    sizes = np.array([0, crossing], dtype=np.float64)
+    # Beyond the crossing too, or a line through the points (`Curve.line`) would be that of small messages alone.
+    far = max(crossing, 2**20)
+    sizes = np.array([0, crossing, 2 * far, 1024 * far], dtype=np.float64)
     return Curve(sizes, np.minimum(low + steep * sizes, high + flat * sizes), flat)
 
 

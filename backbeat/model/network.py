@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from backbeat.model.slowdown import Slowdown
 from backbeat.model.topology import Load, LoadBand, Topology
 
 _MOST_WORKERS = 10**9
+Row = TypeVar("Row", "Network", "WorkersRow")
 
 
 class WorkersRow(Checked, frozen=True, kw_only=True):
@@ -200,28 +201,26 @@ class Network(Document, frozen=True, kw_only=True):
 
     @cached_property
     def cost(self) -> LinkCost:
-        """The cost model of this network's all-reduce, fitted once.
+        """The cost model of this network's all-reduce, fitted once."""
+        times = self._by_halves(self).all_reduce if self.moved_from is None else self.all_reduce
+        return LinkCost.fit(times.curve, self._batches)
 
-        Where NCCL's all-gathers and reduce-scatters were measured with larger messages, each further byte of an
-        all-reduce takes as long as one of each: NCCL moves the bytes of both, unless switches add up. The all-reduce's
-        own slope may be too small where its messages are small enough for buffers to take them in at once.
-        validation/training/README.md says how near that is.
+    def _by_halves(self, row: Row) -> Row:
+        """The row, with its all-reduce's slope from all-gathers and reduce-scatters where those have larger messages.
+
+        Each further byte of an all-reduce then takes as long as one of each: NCCL moves the bytes of both, unless
+        switches add up. The all-reduce's own slope may be too small where its messages are small enough for buffers to
+        take them in at once. validation/training/README.md says how near that is.
         """
-        own, further = self.all_reduce.curve, self._larger_halves
-        slope = own.link_s_per_byte if not further else sum(one.link_s_per_byte for one in further)
-        return LinkCost.fit(Curve(own.sizes, own.times, slope), self._batches)
-
-    @property
-    def _larger_halves(self) -> list[Curve]:
-        """All-gather and reduce-scatter, where both are known of larger messages than the all-reduce is."""
-        nodes = self.topology
+        nodes, points = self.topology, row.all_reduce.points
         switched = {"nvls", "sharp"} & {nodes.algorithm, nodes.inside_algorithm, nodes.across_algorithm}
-        halves = [one for one in (self.all_gather, self.reduce_scatter) if one is not None and one.points]
-        if self.backend != "nccl" or self.all_reduce.points is None or len(halves) < 2 or switched or self.one_node:
-            return []
-        curves = [one.curve for one in halves]
-        largest = self.all_reduce.points[-1][0]
-        return curves if all(curve.sizes[-1] > largest for curve in curves) else []
+        if self.backend != "nccl" or points is None or switched or row.workers <= nodes.gpus_per_node:
+            return row
+        halves = [one for one in (row.all_gather, row.reduce_scatter) if one is not None and one.points]
+        if len(halves) < 2 or any(half.points[-1][0] <= points[-1][0] for half in halves if half.points):
+            return row
+        slope = sum(half.curve.link_s_per_byte for half in halves)
+        return replace(row, all_reduce=replace(row.all_reduce, link_s_per_byte=slope))
 
     @property
     def _batches(self) -> list[Batch]:
@@ -271,6 +270,8 @@ class Network(Document, frozen=True, kw_only=True):
                     used = sources
                 elif len(sources) == 1 and len(used) != 1:
                     times[name] = self._beside_all_reduce(times[name], times["all_reduce"], sources[0], workers)
+        rows = [self._by_halves(row) for row in self._rows_with("all_reduce")]
+        times["all_reduce"], _ = self._times("all_reduce", workers, rows)
         return replace(
             self,
             workers=workers,
@@ -360,8 +361,9 @@ class Network(Document, frozen=True, kw_only=True):
         """The times of a typical cluster as they are on a quiet or a busy one."""
         fabric, band = self.topology.fabric, self.band
         there: dict[str, Any] = {}
+        base = self._by_halves(self) if self.moved_from is None else self
         for name in COLLECTIVES:
-            times = getattr(self, name)
+            times = getattr(base, name)
             if times is None:
                 continue
             if band is not None:

@@ -100,7 +100,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     breakdown: Breakdown
     bottleneck: str
     """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`,
-    `contention`, `gather`, `copies`; or `host`, where it issues work slower than the device does it."""
+    `contention`, `gather`, `copies`; `memory`, where what is not kept of activations costs more than these; or `host`,
+    where it issues work slower than the device does it."""
     band: Band | None = None
     network_band: NetworkBand | None = None
     """The iteration on a quiet and on a busy cluster, where the network has a band; `iteration_s` is a typical

@@ -173,11 +173,14 @@ class Topology(Checked, frozen=True, kw_only=True):
         shape, whole_node = self.inside_algorithm, self.gpus_per_node
         if new == whole_node:
             return whole
-        factors = [stretch_factors(collective, shape, shape, whole_node, new)]
+        # NCCL's own latency does not fall with the number of GPUs.
+        own_s, ring_s = (_RING_BASE_S + _RING_STEP_S * steps(collective, "ring", one) for one in (new, whole_node))
+        least = min(own_s / max(float(whole.times[0]), 1e-9), 1.0)
+        latency, work = stretch_factors(collective, shape, shape, whole_node, new)
+        factors = [(max(latency, least), work)]
         if shape == "nvls" and collective == "all_reduce":
-            latencies = [_RING_BASE_S + _RING_STEP_S * steps(collective, "ring", one) for one in (new, whole_node)]
             work = traffic(collective, "ring", new) / traffic(collective, "nvls", whole_node)
-            factors.append((latencies[0] / latencies[1], work * _NVLS_OVER_RING))
+            factors.append((max(own_s / ring_s, least), work * _NVLS_OVER_RING))
         return cheapest(factors, whole)
 
     def _moved_across(self, whole: Curve, inner: Curve, old: int, new: int, slowdown: float) -> Curve:

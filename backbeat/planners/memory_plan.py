@@ -86,7 +86,8 @@ def needed(peak: int, reserve: float | None = None) -> int:
     >>> [(usable(needed(990, r), r), usable(needed(990, r) - 1, r)) for r in (None, 0.05, 20)]
     [(990, 989), (990, 989), (990, 989)]
     """
-    budget = peak
+    share = reserve if reserve is not None and reserve < 1 else 0.0
+    budget = math.floor(peak / (1 - share)) - 1
     while (missing := peak - usable(budget, reserve)) > 0:
         budget += missing
     return budget

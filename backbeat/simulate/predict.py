@@ -197,6 +197,12 @@ def _predicted(
             f"the host {how}: a step takes {format_seconds(paced)} that would take {format_seconds(device)} "
             "if the device never waited for work"
         )
+    not_kept_s = single - worker.kept_s
+    if not_kept_s > _NEGLIGIBLE * single:
+        notes.append(
+            f"what is not kept of activations costs {format_seconds(not_kept_s)} of each step; scaling counts it as "
+            "lost"
+        )
     breakdown = replace(
         step.breakdown, stragglers_s=wait, buffers_s=buffers, host_s=(paced - device) - (single - worker.device_s)
     )
@@ -212,7 +218,7 @@ def _predicted(
         bound_s=iteration if iteration < bound <= iteration * (1 + _ROUNDING) else bound,
         samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,
         breakdown=breakdown,
-        bottleneck="host" if host_alone else _bottleneck(breakdown, single),
+        bottleneck="host" if host_alone else _bottleneck(breakdown, not_kept_s, single),
         band=Band(p10_s=paced + waits.p10_s, p90_s=paced + waits.p90_s, extrapolated=waits.extrapolated)
         if waits
         else None,
@@ -268,9 +274,10 @@ def broadcast_s(network: Network, size: int) -> float:
     return float(curve.latency(size)) / 2 + float(curve.transfer(size)) * ratio
 
 
-def _bottleneck(breakdown: Breakdown, single: float) -> str:
+def _bottleneck(breakdown: Breakdown, not_kept_s: float, single: float) -> str:
+    """The largest loss; `not_kept_s` is that of a memory plan."""
     fields = [field for field in Breakdown.__struct_fields__ if field != "sharding_s"]
-    parts = {field.removesuffix("_s"): getattr(breakdown, field) for field in fields}
+    parts = {field.removesuffix("_s"): getattr(breakdown, field) for field in fields} | {"memory": not_kept_s}
     # `host` is negative where the device waits for communication in place of the host, which costs nothing.
     if sum(parts.values()) < _NEGLIGIBLE * single:
         return "compute"

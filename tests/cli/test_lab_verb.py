@@ -16,7 +16,7 @@ def result(name: str, communicators: int, *, sharded: bool = False) -> SimpleNam
     plan = SimpleNamespace(
         communicators=communicators, buckets=parts, sharding=SimpleNamespace(units=parts) if sharded else None
     )
-    prediction = SimpleNamespace(iteration_s=0.1234, single_s=0.1)
+    prediction = SimpleNamespace(iteration_s=0.1234, scaling_factor=0.81)
     return SimpleNamespace(
         plan=plan, choice=SimpleNamespace(name=name), measured_s=0.1245, repeat=0.125, error=-0.125,
         prediction=prediction,

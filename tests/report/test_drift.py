@@ -74,7 +74,7 @@ def test_stationary_noise_is_no_drift(seed: int, noise: float, ranks: int, units
     assert alerts(job(seed, noise, ranks=ranks, units=units)) == []
 
 
-@given(st.integers(0, 10**6), st.floats(0.0, 0.15), st.integers(1, 9), st.floats(0.85, 1.15))
+@given(st.integers(0, 10**6), st.floats(0.0, 0.05), st.integers(1, 9), st.floats(0.85, 1.15))
 @settings(deadline=None)
 def test_noise_from_the_start_is_no_alert(seed: int, noise: float, ranks: int, near: float) -> None:
     """Nor a prediction that is near. Ranks of one job, and what each waits for the noisiest, are not."""

@@ -33,8 +33,9 @@ class Scaling:
         if self.load_band:
             return [(point.workers, *load_range(point)) for point in self.curves[self.best]]
         return [
-            (point.workers, point.single_s / point.band.p90_s, point.single_s / point.band.p10_s)
+            (point.workers, perfect_s / point.band.p90_s, perfect_s / point.band.p10_s)
             for point in self.curves[self.best]
+            for perfect_s in [point.scaling_factor * point.iteration_s]
             if point.band is not None and point.band.p10_s > 0
         ]
 

@@ -49,6 +49,8 @@ LIMITS = {
     "faster CPU help; a faster network or other buckets do not.",
     "contention": "Communication slows computation down: it takes multiprocessors and memory bandwidth from it. What "
     "helps is fewer bytes (--reduce-dtype bf16) or fewer channels (NCCL_MAX_CTAS); other buckets help little.",
+    "memory": "The memory budget: activations that are not kept are computed again or wait on the host. A larger "
+    "budget, a smaller batch or sharding over more GPUs help; a faster network does not.",
     "gather": "Gathering updated parameters, which the sharded optimizer needs before every forward. Gathering them "
     "behind it helps (Megatron's --overlap-param-gather), or an optimizer that is not sharded, where memory allows.",
 }

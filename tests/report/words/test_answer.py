@@ -19,7 +19,7 @@ def many_small() -> bb.Profile:
 
 
 def test_every_bottleneck_has_words() -> None:
-    assert set(LIMITS) == {"compute", *PARTS}
+    assert set(LIMITS) == {"compute", "memory", *PARTS}
 
 
 def test_a_job_that_scales_well_is_worth_it_and_needs_no_change() -> None:
