@@ -121,7 +121,7 @@ def _run(rank: int, backend: str, options: dict[str, Any], output: Path, *, as_j
     import torch
     import torch.distributed as dist
 
-    from backbeat.comm.communicators import set_nccl_launch_order
+    from backbeat.comm.nccl import set_nccl_launch_order
     from backbeat.measure.network.bench import explained
     from backbeat.measure.network.calibration import measure_cluster
 

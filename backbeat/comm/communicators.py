@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,21 +22,17 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 
-from backbeat.comm import gloo
-from backbeat.comm.machine import nccl_version
+from backbeat.comm import gloo, nccl
 from backbeat.model.checks import at_least
 
 logger = logging.getLogger("backbeat.runtime")
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-_FIRST_VERSION = (2, 26)
-"""The first NCCL that has it."""
-_MOST_NCCL = 16
 
 _warn_once = functools.cache(logger.warning)
 
-# Ranks open communicators on one process group in one order, so counting gives each the same name everywhere. By the
-# object: names come again after `destroy_process_group`, and what ranks did before may differ.
 _opened: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+"""How often communicators were opened on each process group. Ranks open them in one order, so that counting gives each
+the same name everywhere. By the object: names come again after `destroy_process_group`, and what ranks did before may
+differ."""
 
 
 class Communicator:
@@ -104,7 +99,7 @@ class Communicators:
         self.store = PrefixStore(self.key, dist.distributed_c10d._get_default_store())
         self._communicators: list[Communicator] = []
         self._why_one = why_one(self.backend)
-        most = _MOST_NCCL if self.backend == "nccl" else gloo.MOST_COMMUNICATORS
+        most = nccl.MOST_COMMUNICATORS if self.backend == "nccl" else gloo.MOST_COMMUNICATORS
         self.limit = most if self._why_one is None else 1
         """How many can be had here."""
         self.grow(count)
@@ -122,7 +117,7 @@ class Communicators:
         """How many of the communicators asked for can be had here; says why where it is fewer."""
         if count > self.limit:
             why = self._why_one or f"{self.limit} is the most on {self.backend}"
-            advice = f"export {LAUNCH_ORDER}=1 where training starts, or " if self.backend == "nccl" else ""
+            advice = f"export {nccl.LAUNCH_ORDER}=1 where training starts, or " if self.backend == "nccl" else ""
             _warn_once(
                 f"{count} communicators were asked for, running on {self.limit}: {why}; {advice}plan with "
                 f"--communicators {self.limit}"
@@ -196,51 +191,9 @@ def abort(backends: Sequence[Any], *, in_one_call: bool = False) -> None:
 
 def why_one(backend: str) -> str | None:
     """Why this process may use only one communicator of this library at a time; None where it may use several."""
-    if backend != "nccl":
-        return None if backend == "gloo" else f"several at once are not used on {backend}"
-    version = nccl_version()
-    if version < _FIRST_VERSION:
-        found = ".".join(str(part) for part in version)
-        return f"NCCL {found} has no {LAUNCH_ORDER} (2.26 or newer does)"
-    if os.environ.get(LAUNCH_ORDER) != "1":
-        eager = dist.is_initialized() and _is_eager(dist.group.WORLD)
-        which = " which init_process_group(device_id=…) makes," if eager else ""
-        return (
-            f"{LAUNCH_ORDER}=1 was not set before the first NCCL communicator,{which} and without it collectives on "
-            "several communicators can deadlock"
-        )
-    return None
-
-
-def set_nccl_launch_order(process_group: Any = None, device: torch.device | None = None) -> None:
-    """Set `NCCL_LAUNCH_ORDER_IMPLICIT=1` in this process's environment, unless it is set already.
-
-    Every NCCL communicator of the process, also those of other libraries, then launches its kernels in the order of the
-    host's calls. Without it, collectives in flight on two communicators can start in another order on another rank, and
-    both wait for ever. Processes started later inherit the variable.
-
-    NCCL reads it with the first communicator, so call this before. Given a process group, it sets nothing where that
-    group is not NCCL's on this device, or where it or the job's own has its communicator already.
-    """
-    if process_group is not None:
-        world = dist.group.WORLD if dist.is_initialized() else None
-        if _has_communicator(process_group, device) is not False or (world and _has_communicator(world, device)):
-            return
-    os.environ.setdefault(LAUNCH_ORDER, "1")
-
-
-def _has_communicator(process_group: Any, device: torch.device | None) -> bool | None:
-    """Whether NCCL has made it; None where the process group is not NCCL's on this device."""
-    try:
-        made = getattr(process_group._get_backend(device), "_is_initialized", None)
-    except RuntimeError:
-        return None
-    # Made at once where a device was given, and in the background: until it is done the library says that it is not.
-    return None if made is None else made() or _is_eager(process_group)
-
-
-def _is_eager(process_group: Any) -> bool:
-    return getattr(process_group, "bound_device_id", None) is not None
+    if backend == "nccl":
+        return nccl.why_one_nccl()
+    return None if backend == "gloo" else f"several at once are not used on {backend}"
 
 
 def backend_of(process_group: ProcessGroup, device: torch.device) -> str:

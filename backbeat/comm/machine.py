@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 
 from backbeat import __version__
+from backbeat.comm.nccl import nccl_version
 from backbeat.model import Source
+
+cuda: Any = torch.cuda
+"""Untyped in parts."""
 
 
 def device_name(device: torch.device) -> str:
@@ -40,10 +44,6 @@ def source(command: str | None, device: torch.device) -> Source:
 
 def today() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-
-
-def nccl_version() -> tuple[int, ...]:
-    return tuple(torch.cuda.nccl.version())
 
 
 def versions(device: torch.device) -> dict[str, str]:

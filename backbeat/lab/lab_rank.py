@@ -36,7 +36,7 @@ _STEAL = 8
 
 def order_launches(backend: str, communicators: int) -> None:
     """Several NCCL communicators deadlock without it; one is measured as it runs without."""
-    from backbeat.comm.communicators import set_nccl_launch_order
+    from backbeat.comm.nccl import set_nccl_launch_order
 
     if backend == "nccl" and communicators > 1:
         set_nccl_launch_order()

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from backbeat.comm.clock import SpinRate, spin_rate, until
 from backbeat.comm.communicators import Communicator
+from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.lab.jobs import LabJob, LayoutJob, RankResult, ReplayJob, SpunJob, TransferJob, Turn
 from backbeat.measure.network.bench import largest
 

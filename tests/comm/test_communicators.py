@@ -16,14 +16,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from backbeat.comm import communicators  # noqa: E402
-from backbeat.comm.communicators import (  # noqa: E402
-    LAUNCH_ORDER,
-    Communicators,
-    abort,
-    backend_of,
-    set_nccl_launch_order,
-    why_one,
-)
+from backbeat.comm.communicators import Communicators, abort, backend_of, why_one  # noqa: E402
+from backbeat.comm.nccl import LAUNCH_ORDER, set_nccl_launch_order  # noqa: E402
 from backbeat.errors import InputError  # noqa: E402
 
 CARD = torch.device("cuda", 0)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="the lab's workers need torch")
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
 
-from backbeat.comm.communicators import LAUNCH_ORDER
+from backbeat.comm.nccl import LAUNCH_ORDER
 from backbeat.lab.lab_rank import LabRank, order_launches
 from backbeat.lab.session import rank_environment
 

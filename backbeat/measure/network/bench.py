@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from backbeat.comm.clock import SpinRate, spin_rate, until
 from backbeat.comm.communicators import Communicator
+from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.errors import MeasurementError, first_line
 from backbeat.measure.network.case import Case
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 
-from backbeat.comm.clock import until
 from backbeat.comm.communicators import Communicator
+from backbeat.comm.spin import until
 from backbeat.measure.network.bench import largest
 from backbeat.model.slowdown import Slowdown
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from backbeat.comm.agreement import RankStore, same_on_all_ranks
-from backbeat.comm.communicators import Communicators, set_nccl_launch_order
+from backbeat.comm.communicators import Communicators
+from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.measure.model.inputs import MeasureOptions, device_of, samples_in
 from backbeat.measure.model.profiler import measure

@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from backbeat.comm.agreement import RankStore
-from backbeat.comm.communicators import Communicators, set_nccl_launch_order
+from backbeat.comm.communicators import Communicators
+from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
 from backbeat.model import Plan, PlanPrediction
 from backbeat.report.tables.bucket_table import BucketReport, Report

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from backbeat.comm.communicators import Communicators, set_nccl_launch_order
+from backbeat.comm.communicators import Communicators
+from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.model import Plan
 from backbeat.runtime.compressed.updates import check_uncompressed

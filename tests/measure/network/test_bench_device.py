@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="calibration needs PyTorch")
 
-from backbeat.comm.clock import SpinRate  # noqa: E402
+from backbeat.comm.spin import SpinRate  # noqa: E402
 from backbeat.measure.network import bench as bench_module  # noqa: E402
 from backbeat.measure.network.bench import Bench  # noqa: E402
 from backbeat.measure.network.case import Case  # noqa: E402
