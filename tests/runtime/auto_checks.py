@@ -11,7 +11,8 @@ from scenario_rig import Context, Oracle, mlp, registry, train
 from torch import nn
 
 from backbeat.model import CollectiveTimes, Network
-from backbeat.runtime import DistributedDataParallel, auto
+from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.reduce import tuner as tuner_module
 from backbeat.runtime.reduce.timing import TimedStep
 
 CHECKS, check = registry()
@@ -48,7 +49,7 @@ def _timed_as(wrapped: DistributedDataParallel, **seconds: tuple[float, float]) 
     steps = recorder.steps
 
     def told() -> list[TimedStep]:
-        iteration_s, exposed_s = seconds.get(tuner.state, (None, None))
+        iteration_s, exposed_s = seconds.get(tuner.state.value, (None, None))
         if iteration_s is None or exposed_s is None:
             return steps()
         return [replace(one, iteration_s=iteration_s, ended_s=one.computed_s + exposed_s) for one in steps()]
@@ -76,15 +77,15 @@ def auto_calibrates_beneath_training(ctx: Context) -> str:
     networks = []
 
     def measured(**options: Any) -> Network:
-        networks.append(auto_calibrate(**options))
+        networks.append(tuner_calibrate(**options))
         return networks[-1]
 
-    auto_calibrate = auto.calibrate
+    tuner_calibrate = tuner_module.calibrate
     with (
-        mock.patch.object(auto, "FIRST_STEPS", 0),
-        mock.patch.object(auto, "CALIBRATE_S", (0.2, 0.2)),
-        mock.patch.object(auto, "CONNECT_S", 0.0),
-        mock.patch.object(auto, "calibrate", measured),
+        mock.patch.object(tuner_module, "FIRST_STEPS", 0),
+        mock.patch.object(tuner_module, "CALIBRATE_S", (0.2, 0.2)),
+        mock.patch.object(tuner_module, "CONNECT_S", 0.0),
+        mock.patch.object(tuner_module, "calibrate", measured),
     ):
         wrapped = DistributedDataParallel(model, plan="auto", bucket_cap_mb=0.0004)
         _timed_as(wrapped, measuring=(0.53, 0.01), waiting=(0.53, 0.01))
@@ -180,7 +181,7 @@ def a_strategy_by_name(ctx: Context) -> None:
 def auto_follows_drift(ctx: Context) -> None:
     """Exposed time that moves far from what it was makes the tuner measure again."""
     for exposed_s, state, said in ((0.12, "watching", "the plan runs"), (0.9, "measuring", "exposed time moved")):
-        with mock.patch.object(auto, "WATCH_EVERY", 12):
+        with mock.patch.object(tuner_module, "WATCH_EVERY", 12):
             model = ctx.build(lambda: mlp(depth=6))
             wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
         times = {"measuring": (2.0, 0.1), "trying": (1.0, 0.1), "comparing": (1.5, 0.1), "watching": (1.0, exposed_s)}

@@ -39,7 +39,7 @@ from backbeat.runtime.reduce.timing import Recorder, median
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
-    from backbeat.runtime.auto import Tuner
+    from backbeat.runtime.reduce.tuner import Tuner
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -99,7 +99,7 @@ class Reducer:
         self.recorder = Recorder(self.device)
         self.tuner: Tuner | None = None
         if settings.strategy is not None:
-            from backbeat.runtime.auto import Tuner
+            from backbeat.runtime.reduce.tuner import Tuner
 
             self.tuner = Tuner(self, settings.strategy)
         # The first steps are timed: for the ready order, for the tuner, for the report.
@@ -169,7 +169,7 @@ class Reducer:
             self.managed.check_known(thoroughly=timed)
         if not self.ready_order_known:
             self._form_in_ready_order()
-        if self.tuner is not None and self.tuner.state != "settled":
+        if self.tuner is not None and not self.tuner.settled:
             self.tuner.after_step()
         else:
             following = runner.step.number + 1
@@ -309,7 +309,7 @@ def make_report(reducer: Reducer) -> Report:
     iteration = known.iteration_s if known is not None else None
     return Report(
         strategy=reducer.partition.strategy,
-        state=tuner.state if tuner is not None else "running",
+        state=tuner.state.value if tuner is not None else "running",
         steps=reducer.steps,
         buckets=tuple(buckets),
         predicted_iteration_s=forecast.iteration_s,

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 import backbeat as bb
-from backbeat.runtime import auto
-from backbeat.runtime.auto import Tuner
+from backbeat.runtime.reduce import tuner as tuner_module
+from backbeat.runtime.reduce.tuner import Tuner
 
 PROFILE = bb.Profile.load("gpt2-b8-bf16-h200")
 
@@ -41,8 +41,8 @@ def test_the_best_units_are_weighed_as_far_as_training_can_wait(monkeypatch: pyt
         now[0] += 2.0
         return SimpleNamespace(predicted=SimpleNamespace(iteration_s=seconds[strategy]))
 
-    monkeypatch.setattr(auto, "make_plan", plan)
-    monkeypatch.setattr(auto, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(tuner_module, "make_plan", plan)
+    monkeypatch.setattr(tuner_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     network = bb.Network.load("10gbe").at(workers=8)
     (said,) = hint(network, iteration_s=20.0)
     assert "save 2000.00 of 20000.00 ms" in said
@@ -82,7 +82,7 @@ def test_the_network_is_measured_for_a_small_share_of_the_first_steps(
         size=2, backend=backend, allowed=lambda count: min(count, limit), process_group=None, device=None
     )
     tuner._reducer = SimpleNamespace(communicators=communicators)
-    with mock.patch("backbeat.runtime.auto.calibrate") as calibrate:
+    with mock.patch("backbeat.runtime.reduce.tuner.calibrate") as calibrate:
         tuner._measure_network(bb.Profile.load("gpt2-b8-bf16-h200"), iteration_s)
     assert calibrate.call_args.kwargs["budget_s"] == pytest.approx(budget_s)
     assert calibrate.call_args.kwargs["communicators"] == ((1,) if most == 1 else (1, most))

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -42,21 +43,42 @@ TOLERANCE = 0.01
 DRIFT = 0.5
 """Exposed time may move by this share of itself before the tuner plans anew."""
 DRIFT_FLOOR = 0.02
-"""And by this share of an iteration, below which drift is noise."""
+"""Exposed time that moved by less than this share of an iteration is noise."""
 WORTH_TELLING = 0.03
 """Units are mentioned where they are predicted to save more than this share of an iteration."""
 TELL_STEPS = 0.5
 """No further kind of units is predicted once that took as long as this share of an iteration."""
 WATCH_EVERY = 200
-CALIBRATE_S = (0.2, 2.0)
-"""Training stands still while the network is measured: so long at least and at most."""
 CALIBRATE_STEPS = 2.0
-"""And for as long as so many iterations: 0.4 % of the first 500."""
+"""Training stands still for as long as this many iterations while the network is measured: 0.4 % of the first 500."""
+CALIBRATE_S = (0.2, 2.0)
+"""The least and the most seconds of that."""
 CONNECT_S = 1.5
-"""And what NCCL takes to open communicators for measuring several at once; gloo's take next to nothing."""
+"""What NCCL takes to open communicators for measuring several at once; gloo's take next to nothing."""
 FIRST_STEPS = 500
-"""Over so many steps training takes no more than TOLERANCE longer than under DDP's buckets. Where measuring the network
-takes more than that share of them, it waits until it is one of the steps done."""
+"""Measuring the network may cost at most TOLERANCE of this many steps. If it costs more, it waits until it is no more
+than TOLERANCE of the steps done."""
+
+
+class TunerState(Enum):
+    """What the tuner does until its next decision. The values are what `report()` prints."""
+
+    MEASURING = "measuring"
+    """DDP's buckets, or after a drift those that run, are timed, to plan from."""
+    WAITING = "waiting"
+    """The same buckets run on until measuring the network costs little enough."""
+    TRYING = "trying"
+    """The plan is timed."""
+    COMPARING = "comparing"
+    """The buckets before the plan are timed once more."""
+    WATCHING = "watching"
+    """The plan runs, and is timed now and then."""
+    SETTLED = "settled"
+    """Nothing more is decided."""
+
+
+_TIMED = frozenset({TunerState.MEASURING, TunerState.TRYING, TunerState.COMPARING})
+"""States all of whose steps are timed; in the others only those before a decision are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +108,7 @@ class Tuner:
         self._communicators = reducer.settings.communicators
         self._watch_every = WATCH_EVERY
         self._plans = 0
-        self.state = "measuring"
+        self.state = TunerState.MEASURING
         self.history: list[str] = []
         self.running = MeasuredBuckets(partition=reducer.partition)
         """What runs now."""
@@ -95,6 +117,10 @@ class Tuner:
         # By the number of the step, which ranks have in common, not by calls: a step may break off on some of them.
         self._due = SETTLE_STEPS + MEASURED_STEPS
 
+    @property
+    def settled(self) -> bool:
+        return self.state is TunerState.SETTLED
+
     def restart(self, why: str) -> None:
         """Measure again: the graph or the world changed."""
         self.running = MeasuredBuckets(partition=self._reducer.partition)
@@ -102,38 +128,38 @@ class Tuner:
 
     def _measure_again(self, why: str) -> None:
         self._say(f"measuring again: {why}")
-        self._begin("measuring")
+        self._begin(TunerState.MEASURING)
 
     def after_step(self) -> None:
         reducer = self._reducer
         measuring = self._measuring()
         reducer.time_steps(measuring)
-        left = self._left()
+        left = self._steps_left()
         if left >= MEASURED_STEPS or not measuring:
             reducer.recorder.clear()
         # A decision is taken by every rank or by none.
         reducer.runner.status.read_at_once = left == 1
         if left > 0:
             return
-        if self.state in ("measuring", "waiting"):
+        if self.state in (TunerState.MEASURING, TunerState.WAITING):
             self._plan_and_switch()
-        elif self.state == "trying":
-            self._judge()
-        elif self.state == "comparing":
+        elif self.state is TunerState.TRYING:
+            self._after_trial()
+        elif self.state is TunerState.COMPARING:
             self._compare()
-        elif self.state == "watching":
-            self._look()
+        elif self.state is TunerState.WATCHING:
+            self._check_drift()
 
-    def _left(self) -> int:
+    def _steps_left(self) -> int:
         """Steps to go until the next decision."""
         return self._due - int(self._reducer.steps)
 
     def _measuring(self) -> bool:
-        return self.state in ("measuring", "trying", "comparing") or (
-            self.state in ("waiting", "watching") and self._left() <= MEASURED_STEPS
-        )
+        if self.settled:
+            return False
+        return self.state in _TIMED or self._steps_left() <= MEASURED_STEPS
 
-    def _begin(self, state: str, steps: int = SETTLE_STEPS + MEASURED_STEPS) -> None:
+    def _begin(self, state: TunerState, steps: int = SETTLE_STEPS + MEASURED_STEPS) -> None:
         self.state = state
         self._due = self._reducer.steps + steps
         self._reducer.recorder.clear()
@@ -146,13 +172,13 @@ class Tuner:
             return
         iteration = found.iteration_s or 0.0
         measures = self._auto and self._network is None
-        if measures and self.state == "measuring" and (more := self._too_early(iteration)) > 0:
+        if measures and self.state is TunerState.MEASURING and (more := self._too_early(iteration)) > 0:
             self.running = found
             self._say(
                 f"planning in {more} steps: measuring the network takes {self._pause_s(iteration):.1f} s, which is "
                 f"{TOLERANCE:.0%} of training by then"
             )
-            self._begin("waiting", more)
+            self._begin(TunerState.WAITING, more)
             return
         profile = self._profile(found)
         network = self._measure_network(profile, iteration)
@@ -178,7 +204,7 @@ class Tuner:
             "communicator(s)"
         )
         self._switch(MeasuredBuckets(partition=partition, plan=plan))
-        self._begin("trying")
+        self._begin(TunerState.TRYING)
 
     def _too_early(self, iteration_s: float) -> int:
         """In how many steps the network may be measured."""
@@ -211,7 +237,7 @@ class Tuner:
         strategy = self._base.partition.strategy
         return "DDP's buckets" if strategy == "ddp" else f"{strategy}'s buckets"
 
-    def _judge(self) -> None:
+    def _after_trial(self) -> None:
         """Unless the plan measured worse, DDP's buckets are measured once more; a strategy asked for by name stays."""
         found = self._measured(self.running.plan)
         iteration, before = found.iteration_s or 0.0, self._base.iteration_s or 0.0
@@ -228,37 +254,38 @@ class Tuner:
             return
         # The first steps of a job are slower than the rest: what came later would seem to gain.
         self._tried = found
-        self._begin("comparing")
+        self._begin(TunerState.COMPARING)
 
     def _compare(self) -> None:
         """Keep the plan where DDP's buckets were no faster before it, nor are after it."""
         found = self._measured(self._base.plan)
         before, after, planned = (one.iteration_s or 0.0 for one in (self._base, found, self._tried))
-        told = f"{before * 1e3:.2f} ms before and {after * 1e3:.2f} ms after"
+        both = f"{before * 1e3:.2f} ms before and {after * 1e3:.2f} ms after"
         if planned > min(before, after) * (1 + TOLERANCE):
-            words = f"staying with {self._base_words}: they took {told}, the plan {planned * 1e3:.2f} ms an iteration"
+            words = f"staying with {self._base_words}: they took {both}, the plan {planned * 1e3:.2f} ms an iteration"
             self._settle(words, found)
             return
         self._switch(self._tried)
-        self._say(f"the plan runs: {planned * 1e3:.2f} ms an iteration, {self._base_words} took {told}")
-        self._begin("watching", self._watch_every)
+        self._say(f"the plan runs: {planned * 1e3:.2f} ms an iteration, {self._base_words} took {both}")
+        self._begin(TunerState.WATCHING, self._watch_every)
 
-    def _look(self) -> None:
+    def _check_drift(self) -> None:
+        """Measure again where exposed time has moved."""
         before = self.running.exposed_s or 0.0
         self.running = found = self._measured(self.running.plan)
         exposed, iteration = found.exposed_s or 0.0, found.iteration_s or 0.0
         moved = abs(exposed - before)
         if moved > DRIFT * max(before, 1e-9) and moved > DRIFT_FLOOR * iteration:
-            # Each look costs measured steps: a job that keeps drifting is looked at less and less often.
+            # Looking costs measured steps: a job that keeps drifting is looked at less and less often.
             self._watch_every *= 2
             self._measure_again(f"exposed time moved from {before * 1e3:.2f} to {exposed * 1e3:.2f} ms")
             return
-        self._begin("watching", self._watch_every)
+        self._begin(TunerState.WATCHING, self._watch_every)
 
     def _settle(self, why: str, on: MeasuredBuckets) -> None:
         self.running = on
         self._say(why)
-        self._begin("settled")
+        self._begin(TunerState.SETTLED)
         self._reducer.time_steps(False)
 
     def _measured(self, plan: Plan | None) -> MeasuredBuckets:
