@@ -1,4 +1,4 @@
-"""Watches a running job: times a few steps in fifty on every rank; rank 0 says what they show.
+"""Watches a running job: times a few steps in fifty on every rank; rank 0 reports what they show.
 
     watch = Watch(model, log="watch.jsonl")        # model: from parallelize, fully_shard or a wrapper; keep the watch
 
@@ -65,7 +65,7 @@ class Watch:
         self._steps = watched_steps(model, every, self._sample)
 
     def _sample(self, step: int, own: RankFigures) -> None:
-        """Every rank leaves its figures at the job's store; rank 0 tells.
+        """Every rank leaves its figures at the job's store; rank 0 reports.
 
         No collective: ranks that count their steps differently would wait for each other for ever.
         """
@@ -90,15 +90,15 @@ class Watch:
         sample = msgspec.structs.replace(sample, **self._steps.predicted())
         alerts = self._drift.after(sample)
         self.last = sample = msgspec.structs.replace(sample, alerts=alerts)
-        self._tell(sample)
+        self._report(sample)
 
-    def _tell(self, sample: StepSample) -> None:
+    def _report(self, sample: StepSample) -> None:
         for alert in sample.alerts:
             logger.warning("step %d: %s", sample.step, alert)
-        tells = [*self._to, *([self._write] if self._log is not None else [])]
-        for tell in tells:
+        targets = [*self._to, *([self._write] if self._log is not None else [])]
+        for target in targets:
             try:
-                tell(sample)
+                target(sample)
             except Exception as error:
                 # What only shows the job must not end it.
                 logger.warning("step %d is not shown: %s: %s", sample.step, type(error).__name__, error)

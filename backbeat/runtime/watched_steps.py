@@ -39,7 +39,7 @@ STEPS_PER_SAMPLE = 3
 
 
 class RankFigures(NamedTuple):
-    """What a rank tells of its timed steps; zeros where it timed none or cannot tell."""
+    """One rank's figures of its timed steps; zeros where it timed none or does not know."""
 
     own_s: float = 0.0
     """An iteration without the time that the rank waits."""

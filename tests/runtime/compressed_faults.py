@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from backbeat.errors import BrokenStepError, CommunicationError, NonFiniteError
 from backbeat.model.blocks import MemoryPlan
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.reduce import arrivals
+from backbeat.runtime.reduce import backward as backward_module
 
 CHECKS, check = registry("compressed_")
 
@@ -86,13 +86,13 @@ def a_failed_step_that_autograd_lets_go_of_late(ctx: Context) -> None:
         queue(callback)
 
     engine = SimpleNamespace(_execution_engine=SimpleNamespace(queue_callback=queue_and_hold))
-    with mock.patch.object(arrivals, "Variable", engine):
+    with mock.patch.object(backward_module, "Variable", engine):
         raises((FloatingPointError, BrokenStepError), lambda: backward(ctx, wrapped, 2))
     wrapped.module.fail_at = None
     # Each time that the forward waits, one of those who hold on to the backward lets go.
     waiting = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: held.pop())
-    foreign = mock.patch.object(arrivals, "_is_pythons", return_value=False)
-    with foreign, mock.patch.object(arrivals, "time", waiting):
+    foreign = mock.patch.object(backward_module, "_started_by_python", return_value=False)
+    with foreign, mock.patch.object(backward_module, "time", waiting):
         backward(ctx, wrapped, 3)
     assert not held or ctx.rank != 0, "the forward did not wait for the backward before it"
     optimizer.step()

@@ -24,8 +24,8 @@ from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.reduce.bucket import BucketMemory
+from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.settings import TorchDDP
-from backbeat.runtime.reduce.step import ReducerContext
 from backbeat.runtime.weak_call import WeakCall
 
 logger = logging.getLogger("backbeat.runtime")

@@ -27,11 +27,12 @@ from backbeat.runtime.compressed.residual import Scratch, Store, make_stores
 from backbeat.runtime.compressed.topk import CudaGraphs, TopK
 from backbeat.runtime.compressed.updates import Updates, without_modes
 from backbeat.runtime.reduce.bucket import BucketMemory
+from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.exchange import Exchange
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
 from backbeat.runtime.reduce.settings import CompressionOptions
 from backbeat.runtime.reduce.status import StatusOffsets, SummedStatus, parse
-from backbeat.runtime.reduce.step import InFlight, ReducerContext
+from backbeat.runtime.reduce.step import InFlight
 
 _cuda: Any = torch.cuda
 WARMUP_DENSITY = 0.25

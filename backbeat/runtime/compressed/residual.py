@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from backbeat.errors import InputError
+from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
-from backbeat.runtime.reduce.step import ReducerContext
 
 _cuda: Any = torch.cuda
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from backbeat.errors import InputError
 from backbeat.model import Plan
-from backbeat.runtime.reduce.partition import check_free
+from backbeat.runtime.reduce.managed_parameters import check_free
 from backbeat.runtime.reduce.settings import TorchDDP, check_model
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 

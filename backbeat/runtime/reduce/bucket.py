@@ -19,6 +19,8 @@ class BucketMemory:
 
     compressed = False
     """Whether the bucket sends only part of its gradients (`CompressedBucket`)."""
+    sparse = False
+    """Whether its gradients are sparse tensors (`SparseBucket`)."""
     dtype: torch.dtype
     """Of what is added up."""
     payload: torch.Tensor
@@ -29,8 +31,7 @@ class BucketMemory:
         self.members = spec.members
         self.parameters = [parameters[index] for index in spec.members]
         self.device = self.parameters[0].device
-        self.sparse = spec.sparse
-        self.numel = 0 if self.sparse else sum(reals(parameter) for parameter in self.parameters)
+        self.numel = sum(map(reals, self.parameters))
         self.reduce_dtype: torch.dtype | None = None
         """The dtype that travels, where it is a narrower one."""
         self.status_length = 0
@@ -52,9 +53,22 @@ class BucketMemory:
         """As `take_all`, in any step: finds which members this rank used, and keeps the others' gradients."""
         raise NotImplementedError
 
+    def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        """Begin to sum what was taken, scaled, in the reduce dtype, with the status message at the end; returns the
+        tensor that will hold the sum, and the work."""
+        raise NotImplementedError
+
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
         """Take the sum in; returns the status message, where it carries one."""
         return None
+
+    def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
+        """Gradients that came after the bucket had left, scaled, and after them one number a member that has one."""
+        raise NotImplementedError
+
+    def add_late(self, message: torch.Tensor) -> list[float]:
+        """Add the sum of what came late to what arrived; returns how many ranks sent each member."""
+        raise NotImplementedError
 
     def hand_back(self, used: Sequence[bool] | None, unused_grads: Mapping[int, torch.Tensor]) -> None:
         """`.grad` of each member that some rank used becomes its mean; None: all were used. A member that no rank used
@@ -78,17 +92,15 @@ class BucketBuffer(BucketMemory):
         status_length: int = 0,
     ) -> None:
         super().__init__(spec, parameters)
-        first = self.parameters[0]
-        real = first.dtype.to_real() if first.dtype.is_complex else first.dtype
-        self.dtype = real
+        self.dtype = real = real_dtype(self.parameters[0])
         narrower = reduce_dtype is not None and reduce_dtype.itemsize < real.itemsize
         self.reduce_dtype = reduce_dtype if narrower else None
         self.status_length = status_length
         held = self.numel + (status_length if self.reduce_dtype is None else 0)
         self.flat = torch.zeros(held, dtype=real, device=self.device)
         self.payload = self.flat[: self.numel]
-        self.views = [] if self.sparse else views_of(self.payload, self.parameters)
-        self._pairs = list(zip(self.parameters, self.views, strict=not self.sparse))
+        self.views = views_of(self.payload, self.parameters)
+        self._pairs = list(zip(self.parameters, self.views, strict=True))
         self._slices = [view.detach() for view in self.views]
         self._addresses = addresses_of(self.views)
         self._tail_view = self.flat[self.numel :]
@@ -174,8 +186,6 @@ class BucketBuffer(BucketMemory):
         return TakenGradients(used, unused_grads, removed)
 
     def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-        """Begin to sum what was taken, scaled, in the reduce dtype, with the status message at the end; returns the
-        tensor that will hold the sum, and the work."""
         if self.reduce_dtype is None:
             if scale != 1.0:
                 self.payload.mul_(self._factor_of(scale))
@@ -204,7 +214,6 @@ class BucketBuffer(BucketMemory):
         return message[self.numel : self.numel + self.status_length]
 
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
-        """Gradients that came after the bucket had left, scaled, and after them one number a member that has one."""
         message = torch.zeros(self.numel + len(self.members), dtype=self.dtype, device=self.device)
         slots = views_of(message[: self.numel], self._slices)
         for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
@@ -216,7 +225,6 @@ class BucketBuffer(BucketMemory):
         return message
 
     def add_late(self, message: torch.Tensor) -> list[float]:
-        """Add the sum of what came late to what arrived; returns how many ranks sent each member."""
         self.payload.add_(message[: self.numel])
         return list(message[self.numel :].float().tolist())
 
@@ -229,6 +237,11 @@ def addresses_of(views: Sequence[torch.Tensor]) -> list[int]:
 def reals(parameter: torch.Tensor) -> int:
     """Real numbers that a parameter's gradient is made of."""
     return parameter.numel() * (2 if parameter.dtype.is_complex else 1)
+
+
+def real_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What those are."""
+    return parameter.dtype.to_real() if parameter.dtype.is_complex else parameter.dtype
 
 
 def views_of(payload: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -249,14 +262,23 @@ def views_of(payload: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[
     return views
 
 
-class SparseBucket(BucketBuffer):
+class SparseBucket(BucketMemory):
     """One parameter that has sparse gradients, as of `nn.Embedding(sparse=True)`: they travel alone, as they are. There
     is no buffer: their rows differ from step to step."""
 
+    sparse = True
+
     def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter]) -> None:
         super().__init__(spec, parameters)
+        self.dtype = real_dtype(self.parameters[0])
+        self.payload = torch.empty(0, dtype=self.dtype, device=self.device)
         self._gradient: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Not known ahead of the step."""
+        return 0
 
     def take_all(self) -> bool:
         return False

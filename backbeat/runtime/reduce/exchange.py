@@ -1,17 +1,17 @@
 """Where buckets are sent, in the plan's order and from one place, and where their sums are waited for.
 
-The `Sender` decides *when* a bucket leaves; an `Exchange` says what then happens, by the kind of plan: all-reduce, a
-communication hook, or compressed buckets (`compressed.compressed_exchange`). Its methods are called in this order, on
+The `Sender` decides *when* a bucket leaves; an `Exchange` says what then happens: an all-reduce here, a communication
+hook in `comm_hooks`, compressed buckets in `compressed.compressed_exchange`. Its methods are called in this order, on
 every rank alike:
 
     make_buckets                                 a partition is taken in
     check_open                                   a step is about to begin
+    undo                                         the step before had failed on some rank, which is known only now
     send (each bucket)                           a bucket leaves
     absorb_late, carries_status                  the last bucket is about to leave, with the status message or without
     add_to_status                                a status message that travels alone is about to leave
     wait_for_last, receive (each bucket)         every bucket has left; its sum is there
     hand_back, or give_up                        the step has gradients; or it has none, and collectives stay in order
-    undo                                         the step before had none either, which is known only now
 
 What differs from bucket to bucket is in the bucket's class (`bucket.BucketMemory` and its subclasses): how it takes
 gradients, which collective carries it, what becomes of the sum.
@@ -25,16 +25,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed import DistError
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn import Parameter
 
-from backbeat.errors import BackbeatError, InputError
 from backbeat.runtime.reduce.bucket import BucketBuffer, BucketMemory, SparseBucket
+from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
 from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets, SummedStatus
-from backbeat.runtime.reduce.step import InFlight, ReducerContext
+from backbeat.runtime.reduce.step import InFlight
 
 profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _nothing = nullcontext()
@@ -59,7 +56,7 @@ class Sender:
             last = len(buckets) - 1
             regular = self._status.regular
             # In a hook gradients are mostly off and nobody profiles: two contexts would cost more than the rest.
-            send = self._send_shown if torch.is_grad_enabled() or profiling() else self._send
+            send = self._send_traced if torch.is_grad_enabled() or profiling() else self._send
             while arrivals.next_bucket < last and arrivals.missing[arrivals.next_bucket] <= 0:
                 # What comes late can be added to a dense sum, not to a sparse one.
                 if not regular and buckets[arrivals.next_bucket].sparse:
@@ -71,12 +68,13 @@ class Sender:
         arrivals = self._step.arrivals
         # The last bucket of a regular step waited only for the step to end.
         regular = self._status.regular and not self._step.contributes_nothing
-        send = self._send_shown if profiling() else self._send
+        send = self._send_traced if profiling() else self._send
         with self._lock:
             while arrivals.next_bucket < len(self._context.bucket_set.buckets):
                 send(arrivals.next_bucket, regular and arrivals.missing[arrivals.next_bucket] <= 0)
 
-    def _send_shown(self, index: int, whole: bool) -> None:
+    def _send_traced(self, index: int, whole: bool) -> None:
+        """With gradients off, and with a span for a profiler that runs."""
         with torch.no_grad(), self._span("bucket", index):
             self._send(index, whole)
 
@@ -102,12 +100,12 @@ class Sender:
         step, exchange, status = self._step, self.exchange, self._status
         if step.arrivals.late:
             step.arrivals.late -= exchange.absorb_late(step.arrivals.late)
-        told = step.tell()
+        own = step.set_own_status()
         if exchange.carries_status(bucket):
-            self._launch(index, bucket, status.write(told, step.number))
+            self._launch(index, bucket, status.write(own, step.number))
             return
         self._launch(index, bucket, None)
-        message = status.write_alone(told, step.number)
+        message = status.write_alone(own, step.number)
         exchange.add_to_status(message, status.offsets)
         work = self._context.communicators[bucket.spec.communicator].all_reduce(message)
         step.add_status_sent(InFlight(index, bucket, message, work))
@@ -145,7 +143,6 @@ class Sender:
         context = self._context
         for index in summed.late:
             bucket = context.bucket_set.buckets[index]
-            assert isinstance(bucket, BucketBuffer)  # `absorb_late` has seen to the others
             context.late_buckets += 1
             message = bucket.late_message(self._step.arrivals.late, context.scale)
             work = context.communicators[bucket.spec.communicator].all_reduce(message)
@@ -192,7 +189,6 @@ class Exchange:
     def send(self, index: int, bucket: BucketMemory, status: torch.Tensor | None) -> InFlight:
         """Start the collective of a bucket that has taken its gradients."""
         context = self.context
-        assert isinstance(bucket, BucketBuffer)  # others have an exchange of their own
         message, work = bucket.launch(context.communicators[bucket.spec.communicator], context.scale, status)
         return InFlight(index, bucket, message, work)
 
@@ -239,90 +235,3 @@ class Exchange:
 
     def undo(self) -> None:
         """The step before, taken for good until now, had failed on some rank."""
-
-
-Hook = Callable[[Any, Any], Any]
-
-
-class HookExchange(Exchange):
-    """A communication hook written for stock DDP reduces the buckets."""
-
-    def __init__(self, context: ReducerContext, state: Any, hook: Hook) -> None:
-        super().__init__(context)
-        self._state = state
-        self._hook = hook
-
-    def carries_status(self, bucket: BucketMemory) -> bool:
-        return False
-
-    def send(self, index: int, bucket: BucketMemory, status: torch.Tensor | None) -> InFlight:
-        if bucket.sparse:
-            return super().send(index, bucket, status)
-        last = index == len(self.context.bucket_set.buckets) - 1
-        return InFlight(index, bucket, bucket.payload, self._hook(self._state, GradBucket(bucket, index, last)))
-
-    def wait_for_last(self) -> None:
-        """A hook's buckets come in an order of their own."""
-
-    def receive(self, sent: InFlight) -> torch.Tensor:
-        if sent.bucket.sparse:
-            return super().receive(sent)
-        try:
-            return _tensor_of_future(sent.work, sent.bucket_index)
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, BackbeatError):
-                raise
-            raise self.context.failure(sent.bucket_index, error) from error
-
-
-class GradBucket:
-    """A bucket as hooks see it: the methods of torch's `dist.GradBucket`, which cannot be built from Python."""
-
-    def __init__(self, bucket: BucketMemory, index: int, last: bool) -> None:
-        self._bucket = bucket
-        self._buffer = bucket.payload
-        self._index = index
-        self._last = last
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        return list(self._bucket.views)
-
-    def parameters(self) -> list[Parameter]:
-        return list(self._bucket.parameters)
-
-    def is_last(self) -> bool:
-        return self._last
-
-    def set_buffer(self, tensor: torch.Tensor) -> None:
-        self._buffer = tensor
-
-
-def _tensor_of_future(future: Any, index: int) -> torch.Tensor:
-    """The tensor a hook's future holds: itself, or alone in a list."""
-    if not hasattr(future, "wait"):
-        raise InputError(
-            f"the communication hook returned {type(future).__name__} for bucket {index}: it must return a future"
-        )
-    value = future.wait()
-    while isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
-    if not isinstance(value, torch.Tensor):
-        raise InputError(
-            f"the communication hook's future holds {type(value).__name__} for bucket {index}: it must hold one tensor"
-        )
-    return value
-
-
-def builtin_hook(kind: Any) -> Hook:
-    """Torch's C++ hooks by their Python twins."""
-    if kind == BuiltinCommHookType.FP16_COMPRESS:
-        return default_hooks.fp16_compress_hook
-    if kind == BuiltinCommHookType.ALLREDUCE:
-        return default_hooks.allreduce_hook
-    raise InputError(f"built-in communication hook {kind} is unknown: use ALLREDUCE or FP16_COMPRESS")

@@ -29,20 +29,23 @@ from backbeat.errors import do_not_answer, first_line
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
-    from backbeat.runtime.reduce.step import InFlight, ReducerContext
+    from backbeat.runtime.reduce.context import ReducerContext
+    from backbeat.runtime.reduce.step import InFlight
 
 logger = logging.getLogger("backbeat.runtime")
 
-# The store is looked at this often for a question; who asks waits a few of these for answers.
 POLL_S = 1.0
+"""The store is looked at this often for a question."""
 ANSWER_S = 4.0
+"""Who asks waits this long for answers."""
 _c10d: Any = _distributed_c10d
 _future: Any = torch._C.Future
 IN_FLIGHT, DONE = "", "done"
 _NAMES = {int(value): str(name) for name, value in _c10d.WorkResult.__members__.items()}
 _GOOD = int(_c10d.WorkResult.SUCCESS)
-# The host reads the status of a step before it opens the one after the next: no bucket in flight is older.
 _KEPT = 3
+"""Steps whose works are kept: the host reads the status of a step before it opens the one after the next, so that no
+bucket in flight is older."""
 
 
 class RankState(TypedDict):

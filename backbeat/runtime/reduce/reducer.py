@@ -19,23 +19,17 @@ from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
-from backbeat.model import Plan, PlanPrediction
-from backbeat.report.tables.bucket_table import BucketReport, Report
+from backbeat.model import Plan
 from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.memory.budget import BudgetCheck
 from backbeat.runtime.reduce.bucket import BucketMemory
-from backbeat.runtime.reduce.exchange import Hook
-from backbeat.runtime.reduce.partition import (
-    ManagedParameters,
-    Partition,
-    first_partition,
-    stock_partition,
-    with_newcomers,
-)
+from backbeat.runtime.reduce.comm_hooks import Hook
+from backbeat.runtime.reduce.managed_parameters import ManagedParameters
+from backbeat.runtime.reduce.partition import Partition, first_partition, stock_partition, with_newcomers
 from backbeat.runtime.reduce.runner import StepRunner
 from backbeat.runtime.reduce.settings import WrapperSettings
-from backbeat.runtime.reduce.timing import Recorder, median
+from backbeat.runtime.reduce.timing import Recorder
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
@@ -43,9 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("backbeat.runtime")
 
-# Steps that are timed for `report()`: the first few, then a few in a thousand.
 SAMPLED_FIRST = 8
+"""Steps at the start that are timed for `report()`."""
 SAMPLED_EVERY = 200
+"""After these, one step in so many is timed."""
 
 
 class Reducer:
@@ -244,8 +239,14 @@ class Reducer:
         """What this rank has not sent yet of compressed buckets."""
         if not self.compressed:
             raise InputError("there are no residuals: no bucket of the plan is compressed")
-        found: Residuals = self.runner.exchange.residuals
-        return found
+        return self.compressed_exchange.residuals
+
+    @property
+    def compressed_exchange(self) -> CompressedExchange:
+        """What sends the buckets of a plan that compresses some."""
+        exchange = self.runner.exchange
+        assert isinstance(exchange, CompressedExchange)  # who calls this has looked at `compressed`
+        return exchange
 
     def set_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let a hook reduce the buckets from now on."""
@@ -262,7 +263,7 @@ class Reducer:
         if self._runner is not None:
             self._runner.remove_hooks()
 
-    # Frameworks call these on the reducer they find; ours needs nothing of the kind.
+    # Frameworks call these on the reducer they find; the first two have nothing to do here.
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         pass
 
@@ -275,48 +276,3 @@ class Reducer:
             raise CommunicationError(
                 f"the backward of step {step.number} has not ended: {step.arrivals.next_bucket} buckets are sent"
             )
-
-
-def make_report(reducer: Reducer) -> Report:
-    """How a reducer's buckets ran: those that run now, by their own prediction and by steps that ran under them."""
-    tuner, plan, ranks = reducer.tuner, reducer.running_plan, reducer.communicators.size
-    known = tuner.running if tuner is not None else None
-    recorded = reducer.recorder.steps() or (known.timed if known is not None else ())
-    timed = [found for found in recorded if len(found.launched_s) == len(reducer.buckets)]
-    forecast, predicted, notes = PlanPrediction(), {}, []
-    if plan is not None and plan.predicted is not None:
-        forecast = plan.predicted
-        times = zip(forecast.launch_s, forecast.done_s, strict=False)
-        predicted = {frozenset(bucket.gradients): found for bucket, found in zip(plan.buckets, times, strict=False)}
-        if plan.workers not in (None, ranks):
-            notes = [f"what is predicted is for {plan.workers} ranks, as the plan was made; this job has {ranks}"]
-    buckets = []
-    for index, bucket in enumerate(reducer.buckets):
-        gradients = tuple(reducer.managed.names[member] for member in bucket.members)
-        begin, end = predicted.get(frozenset(gradients), (None, None))
-        buckets.append(
-            BucketReport(
-                gradients=gradients,
-                communicator=bucket.spec.communicator,
-                bytes=bucket.bytes,
-                predicted_launch_s=begin,
-                predicted_done_s=end,
-                launched_s=median(one.launched_s.get(index) for one in timed),
-                done_s=median(one.done_s.get(index) for one in timed),
-            )
-        )
-    exposed = median(found.exposed_s for found in timed)
-    iteration = known.iteration_s if known is not None else None
-    return Report(
-        strategy=reducer.partition.strategy,
-        state=tuner.state.value if tuner is not None else "running",
-        steps=reducer.steps,
-        buckets=tuple(buckets),
-        predicted_iteration_s=forecast.iteration_s,
-        predicted_exposed_s=forecast.exposed_s,
-        iteration_s=iteration if iteration is not None else median(found.iteration_s for found in timed),
-        exposed_s=exposed if exposed is not None else (known.exposed_s if known is not None else None),
-        late_buckets=reducer.runner.context.late_buckets,
-        history=tuple(tuner.history) if tuner is not None else (),
-        notes=tuple(notes),
-    )

@@ -22,21 +22,18 @@ from torch.nn import Parameter
 
 from backbeat.comm.communicators import Communicators
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
-from backbeat.runtime.reduce.arrivals import (
-    Arrivals,
-    Backward,
-    GradientHooks,
-    GraphReach,
-    Streams,
-    graph_task,
-)
+from backbeat.runtime.reduce.arrivals import Arrivals, GradientHooks, Streams
+from backbeat.runtime.reduce.backward import Backward, GraphReach, graph_task
 from backbeat.runtime.reduce.bucket import BucketSet
-from backbeat.runtime.reduce.exchange import Exchange, Hook, HookExchange, Sender
+from backbeat.runtime.reduce.comm_hooks import Hook, HookExchange
+from backbeat.runtime.reduce.context import ReducerContext
+from backbeat.runtime.reduce.exchange import Exchange, Sender
 from backbeat.runtime.reduce.failures import LostCollectives, Monitor, RankState
-from backbeat.runtime.reduce.partition import ManagedParameters, Partition, claim, release
+from backbeat.runtime.reduce.managed_parameters import ManagedParameters, claim, release
+from backbeat.runtime.reduce.partition import Partition
 from backbeat.runtime.reduce.settings import WrapperSettings
 from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets
-from backbeat.runtime.reduce.step import ReducerContext, Step, StepState
+from backbeat.runtime.reduce.step import Step, StepState
 from backbeat.runtime.weak_call import WeakCall, nothing
 from backbeat.units import first_few
 
@@ -74,7 +71,7 @@ class StepRunner:
         self._sender = Sender(self.context, exchange, self.status)
         self._reach = GraphReach()
         self._default_sync = True
-        self._told_local = False
+        self._warned_of_local = False
         self._backward = Backward()
         self.weak_output_reached = WeakCall(self.output_reached)
         self.install(partition)
@@ -88,7 +85,7 @@ class StepRunner:
         self.context.monitor.start()
 
     @property
-    def exchange(self) -> Any:
+    def exchange(self) -> Exchange:
         return self._sender.exchange
 
     def install(self, partition: Partition) -> None:
@@ -96,8 +93,8 @@ class StepRunner:
         # A status still on its way from the device is laid out for the partition before.
         self.read_step_before()
         context = self.context
-        numbers = StatusOffsets(len(partition.buckets), context.communicators.size, len(context.parameters)).length
-        buckets = self.exchange.make_buckets(partition, numbers)
+        offsets = StatusOffsets(len(partition.buckets), context.communicators.size, len(context.parameters))
+        buckets = self.exchange.make_buckets(partition, status_length=offsets.length)
         context.bucket_set = BucketSet(partition, buckets, context.parameters)
         self._arrivals.install(context.bucket_set)
         self.status.install(context.bucket_set, context.names)
@@ -153,7 +150,7 @@ class StepRunner:
         if not self._backward.running:
             if self._reach.includes(self.context.parameters):
                 self._hooks.restore()
-                self._reach.announced()
+                self._reach.note_announced()
                 self._begin(sync)
             else:
                 self.unreached()
@@ -174,9 +171,9 @@ class StepRunner:
         arrivals, recorder = self._arrivals, self.context.recorder
         arrivals.arrived_since_reduce[index] = 1
         if not self._backward.running:
-            ours = self._reach.unannounced()
+            ours = self._reach.note_unannounced()
             if not ours:
-                self._tell_local()
+                self._warn_of_local()
             self._begin(self._default_sync and ours)
         if recorder is not None:
             recorder.gradient(index)
@@ -191,9 +188,10 @@ class StepRunner:
             elif arrivals.may_leave(bucket):
                 self._sender.send_ready()
 
-    def _tell_local(self) -> None:
-        if not self._told_local:
-            self._told_local = True
+    def _warn_of_local(self) -> None:
+        """Once: gradients stay on this rank."""
+        if not self._warned_of_local:
+            self._warned_of_local = True
             logger.warning(
                 "rank %d: a backward that passed through no forward of the wrapper keeps its gradients on this rank, "
                 "as with torch's own; call the wrapper, not the model inside, to send them",
@@ -234,13 +232,13 @@ class StepRunner:
         placed = False
         try:
             self._sender.send_rest()
-            if step.told is not None and step.told.regular:
+            if step.own_status is not None and step.own_status.regular:
                 # Most likely all will be well. This takes as long as the last bucket's thread needs to wake up.
                 placed = context.bucket_set.place_gradients()
             numbers = self._sender.wait()
-            assert step.told is not None  # the last bucket has left
+            assert step.own_status is not None  # the last bucket has left
             try:
-                summed = self.status.read(numbers, step.told, step.number)
+                summed = self.status.read(numbers, step.own_status, step.number)
             except BaseException:
                 self.exchange.give_up()
                 raise
@@ -271,8 +269,8 @@ class StepRunner:
     def _break_off(self) -> None:
         """Complete a step whose backward raised, so that the other ranks learn of it and nothing stays in flight."""
         step, context = self.step, self.context
-        told_others = step.break_off()
-        if told_others:
+        others_take_part = step.break_off()
+        if others_take_part:
             with torch.no_grad():
                 self._sender.send_rest()
                 # Reading it waits for the device.
@@ -285,6 +283,6 @@ class StepRunner:
         logger.warning(
             "an exception broke off the backward of step %d on rank %d", step.number, context.communicators.rank
         )
-        if told_others:
+        if others_take_part:
             with torch.no_grad():
                 self.exchange.give_up()

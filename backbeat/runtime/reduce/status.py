@@ -113,7 +113,7 @@ class StatusMessage:
         self._lay_out_regular(self.offsets)
         defers = last.device.type in DEFER_ON and not self.strict and not any(b.sparse for b in buckets)
         payloads = [bucket.payload for bucket in buckets]
-        self._deferred = _DeferredReader(self.offsets, self._sums, payloads) if defers else None
+        self._deferred = _DeferredReader(self.offsets, self._expected, payloads) if defers else None
         self._names = names
         self._where = f"bucket {len(buckets) - 1}, {names[last.members[-1]]}"
 
@@ -121,41 +121,41 @@ class StatusMessage:
         """What this rank writes in a step that is regular, and what the sums are if it was so on every rank."""
         stamps = torch.arange(1, STAMPS + 1, dtype=torch.float32, device="cpu")
         mine = torch.zeros(STAMPS, offsets.length, device="cpu")
-        sums = torch.zeros_like(mine)
+        expected = torch.zeros_like(mine)
         mine[:, offsets.used_at :] = 1.0
         mine[:, offsets.stamps_at + self._rank] = stamps
-        sums[:, offsets.used_at :] = float(offsets.ranks)
-        sums[:, offsets.stamps_at : offsets.faults_at] = stamps[:, None]
+        expected[:, offsets.used_at :] = float(offsets.ranks)
+        expected[:, offsets.stamps_at : offsets.faults_at] = stamps[:, None]
         # By step modulo `STAMPS`. On the device, so that the regular step copies nothing from the host.
         self._mine = mine.to(device=self._device, dtype=self._dtype).unbind()
-        self._sums = sums.to(self._dtype).unbind()
-        """On the host."""
+        self._expected = expected.to(self._dtype).unbind()
+        """The sums of a regular step, on the host."""
 
-    def write(self, told: RankStatus, step: int) -> torch.Tensor:
+    def write(self, own: RankStatus, step: int) -> torch.Tensor:
         """This rank's numbers."""
-        if told.regular:
+        if own.regular:
             return self._mine[step % STAMPS]
         offsets = self.offsets
         numbers = [0.0] * offsets.length
         numbers[0] = 1.0
-        for index in told.late:
+        for index in own.late:
             numbers[1 + index] = 1.0
-        numbers[offsets.stamps_at + self._rank] = float(-stamp_of(step) if told.broken else stamp_of(step))
-        numbers[offsets.used_at :] = [float(bool(flag)) for flag in told.used]
+        numbers[offsets.stamps_at + self._rank] = float(-stamp_of(step) if own.broken else stamp_of(step))
+        numbers[offsets.used_at :] = [float(bool(flag)) for flag in own.used]
         return torch.tensor(numbers, device="cpu")
 
-    def write_alone(self, told: RankStatus, step: int) -> torch.Tensor:
+    def write_alone(self, own: RankStatus, step: int) -> torch.Tensor:
         """As a message of its own."""
-        return self.write(told, step).to(device=self._device, dtype=self._dtype, copy=True)
+        return self.write(own, step).to(device=self._device, dtype=self._dtype, copy=True)
 
     def defers(self) -> bool:
         """Whether a rank whose own step was regular goes on without waiting for the others' status. The same on every
         rank."""
         return self._deferred is not None and self.regular and not self.read_at_once
 
-    def read(self, numbers: torch.Tensor, told: RankStatus, step: int) -> SummedStatus | None:
+    def read(self, numbers: torch.Tensor, own: RankStatus, step: int) -> SummedStatus | None:
         """What the ranks said; None for a regular step, or if that is to be read when the next step opens."""
-        if self._deferred is not None and told.regular and self.defers():
+        if self._deferred is not None and own.regular and self.defers():
             self._deferred.put_off(numbers, step)
             return None
         summed = self.read_now(numbers, step)
@@ -167,7 +167,7 @@ class StatusMessage:
     def read_now(self, numbers: torch.Tensor, step: int) -> SummedStatus | None:
         """Read the sums; raises where ranks met in different steps, or broke one off."""
         numbers = numbers if numbers.is_cpu else numbers.cpu()
-        if torch.equal(numbers, self._sums[step % STAMPS]):
+        if torch.equal(numbers, self._expected[step % STAMPS]):
             return None
         summed = parse(self.offsets, numbers)
         broken = [rank for rank, found in enumerate(summed.stamps) if found < 0]
@@ -211,31 +211,35 @@ class StatusMessage:
 class _DeferredReader:
     """The status of one step on its way to the host, and the guard that stands for it."""
 
-    def __init__(self, offsets: StatusOffsets, regular: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
-        """regular: what the numbers are after a regular step, by its stamp. sums: what is guarded."""
-        device = sums[-1].device
+    def __init__(
+        self, offsets: StatusOffsets, expected: Sequence[torch.Tensor], payloads: Sequence[torch.Tensor]
+    ) -> None:
+        """expected: the numbers after a regular step, by its stamp. payloads: the sums that are guarded."""
+        device = payloads[-1].device
         # Late gradients and stamps must be as expected. That another rank did not use a parameter is no fault: its
         # share was zero, and since this rank used it the mean is right.
-        self._told = slice(1, offsets.used_at)
-        self._expected = [row[self._told].to(device) for row in regular]
-        kinds = {(tensor.dtype, tensor.device) for tensor in sums}
-        self._sums = [(*kind, [t for t in sums if (t.dtype, t.device) == kind]) for kind in sorted(kinds, key=str)]
+        self._compared = slice(1, offsets.used_at)
+        self._expected = [row[self._compared].to(device) for row in expected]
+        kinds = {(tensor.dtype, tensor.device) for tensor in payloads}
+        self._payloads = [
+            (*kind, [t for t in payloads if (t.dtype, t.device) == kind]) for kind in sorted(kinds, key=str)
+        ]
         self._cuda = device.type == "cuda"
-        self._host = torch.empty(offsets.length, dtype=regular[0].dtype, device="cpu", pin_memory=self._cuda)
+        self._host = torch.empty(offsets.length, dtype=expected[0].dtype, device="cpu", pin_memory=self._cuda)
         self._event: Any = torch.cuda.Event() if self._cuda else None
         self._step: int | None = None
 
     def put_off(self, numbers: torch.Tensor, step: int) -> None:
-        """Send the numbers to the host without waiting for them, and guard the sums meanwhile."""
+        """Send the numbers to the host without waiting for them, and guard the gradients meanwhile."""
         self._host.copy_(numbers, non_blocking=True)
         if self._cuda:
             self._event.record()
         self._step = step
-        right = (numbers[self._told] == self._expected[step % STAMPS]).all()
-        # 1 / 1, or 0 / 0.
+        right = (numbers[self._compared] == self._expected[step % STAMPS]).all()
+        # 1 / 1 = 1 where all are right, 0 / 0 = NaN where one is wrong, without the host.
         factor = torch.div(right, right)
-        for dtype, device, sums in self._sums:
-            torch._foreach_mul_(sums, factor.to(device=device, dtype=dtype))
+        for dtype, device, payloads in self._payloads:
+            torch._foreach_mul_(payloads, factor.to(device=device, dtype=dtype))
 
     def take(self) -> tuple[int, torch.Tensor] | None:
         """The step whose status is outstanding, and its numbers; waits for them."""

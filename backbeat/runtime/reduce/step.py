@@ -1,29 +1,22 @@
-"""One backward of one rank is one step: its state machine (`Step`), and what the parts of a reducer share
-(`ReducerContext`).
+"""One backward of one rank is one step: its state machine.
 
 ARCHITECTURE.md draws its states. Only this module writes them: whoever packs, sends or waits for a bucket returns what
-came of it, and the caller (`exchange.Sender`, `runner.StepRunner`) hands that to a method here.
+came of it, and the caller (`exchange.Sender`, `runner.StepRunner`) hands that to a method here. Only `Step.arrivals` is
+also written elsewhere. The hook of each gradient (`arrivals.GradientHooks`, `StepRunner._arrived`) counts by itself,
+since it runs so often. `Sender._launch_last` takes off late gradients that compressed buckets keep for the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.nn import Parameter
-
-from backbeat.comm.communicators import Communicators
-from backbeat.errors import CommunicationError, InputError, first_line
-from backbeat.runtime.reduce.failures import Monitor
-from backbeat.runtime.reduce.timing import Recorder
-from backbeat.units import first_to_last, format_bytes
 
 if TYPE_CHECKING:
     from backbeat.runtime.reduce.arrivals import Arrivals
-    from backbeat.runtime.reduce.bucket import BucketMemory, BucketSet
+    from backbeat.runtime.reduce.bucket import BucketMemory
 
 
 class StepState(Enum):
@@ -96,8 +89,8 @@ class Step:
         """Synchronised backwards so far, the present one included."""
         self.absent = False
         """This rank has run out of data (`join`) and only takes part."""
-        self.told: RankStatus | None = None
-        """What this rank told the others, once the last bucket has left."""
+        self.own_status: RankStatus | None = None
+        """What this rank says of the step, once its last bucket leaves."""
         self.in_flight: list[InFlight] = []
         self.status_in_flight: InFlight | None = None
         """The status message, where it does not travel inside the last bucket."""
@@ -133,7 +126,7 @@ class Step:
         self.arrivals.reset()
         self.arrivals.root = root
         self.absent = absent
-        self.told = None
+        self.own_status = None
         self._used = bytearray(len(self.arrivals.arrived_since_reduce))
         self._whole = []
         self._removed = False
@@ -187,18 +180,18 @@ class Step:
         """The status message has left on its own."""
         self.status_in_flight = sent
 
-    def tell(self) -> RankStatus:
-        """What this rank says of the step, when its last bucket is about to leave: nothing more can happen."""
+    def set_own_status(self) -> RankStatus:
+        """Called when the last bucket is about to leave: nothing more can happen."""
         arrivals = self.arrivals
         if not self.contributes_nothing and not self._removed and arrivals.regular():
-            self.told = _REGULAR
+            self.own_status = _REGULAR
         else:
             late = sorted({arrivals.bucket_of[index] for index in arrivals.late})
             for bucket in self._whole:
                 for index in bucket.members:
                     self._used[index] = 1
-            self.told = RankStatus(regular=False, broken=self.broken, late=late, used=self._used)
-        return self.told
+            self.own_status = RankStatus(regular=False, broken=self.broken, late=late, used=self._used)
+        return self.own_status
 
     def learn(self, *, regular: bool) -> None:
         """The step went well: expect the same gradients next time. `regular`: every rank said so."""
@@ -214,53 +207,3 @@ class Step:
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"step {self.number} cannot go from {self.state.name} to {state.name}")
         self.state = state
-
-
-@dataclass(slots=True, kw_only=True)
-class ReducerContext:
-    """Parameters, the buckets they travel in, the communicators, and where training stands."""
-
-    names: list[str]
-    parameters: list[Parameter]
-    communicators: Communicators
-    reduce_dtype: torch.dtype | None
-    step: Step
-    scale: float
-    """Gradients are multiplied by it before the sum."""
-    late_buckets: int = 0
-    """Buckets that had to be reduced again because a gradient came late."""
-    recorder: Recorder | None = None
-    """Times the present step, where it is to be timed."""
-    bucket_set: BucketSet = None  # type: ignore[assignment]  # there from the first partition on
-    lost: CommunicationError | None = None
-    """A collective was lost while the host was not told; whatever it waits for now is void."""
-    monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
-
-    def check_not_lost(self) -> None:
-        """Raise if a collective has been lost."""
-        if self.lost is not None:
-            raise self.lost
-
-    def check_format(self, error: RuntimeError) -> None:
-        """Where gradients and buffers do not go together: raise if a parameter was given another format since."""
-        for name, parameter, made in zip(self.names, self.parameters, self.bucket_set.formats, strict=True):
-            found = (parameter.dtype, parameter.shape, parameter.device)
-            if found != made:
-                now, then = (f"{dtype} {tuple(shape)} on {device}" for dtype, shape, device in (found, made))
-                raise InputError(
-                    f"parameter {name!r} is {now}, and was {then} when the model was wrapped: convert a model before "
-                    "wrapping it, or wrap it again"
-                ) from error
-
-    def failure(self, index: int, why: BaseException | str, *, step: int | None = None) -> CommunicationError:
-        """A bucket did not arrive: which one, what was in it, and who is to blame."""
-        if self.lost is not None:
-            return self.lost
-        said = why if isinstance(why, str) else first_line(why)
-        bucket = self.bucket_set.buckets[index]
-        return CommunicationError(
-            f"rank {self.communicators.rank}: bucket {index} of {len(self.bucket_set.buckets)} "
-            f"(gradients {first_to_last([self.names[member] for member in bucket.members])}, "
-            f"{format_bytes(bucket.bytes)}) was not reduced in step {self.step.number if step is None else step}: "
-            f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {said})"
-        )

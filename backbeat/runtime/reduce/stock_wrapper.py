@@ -15,7 +15,8 @@ from backbeat.model import Plan
 from backbeat.runtime.compressed.updates import check_uncompressed
 from backbeat.runtime.memory.activations import Handle
 from backbeat.runtime.memory.budget import BudgetCheck, apply_memory, budget_check_of, ends_with
-from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits, claim
+from backbeat.runtime.reduce.managed_parameters import claim
+from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits
 from backbeat.runtime.reduce.settings import (
     TORCH_SIGNATURE,
     TorchDDP,
@@ -54,6 +55,8 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
     bucket_bytes_cap: int
     stock: StockRun
     """All that is ours; everything else is torch's."""
+    compressed = False
+    """As the other wrapper has it: torch's reducer compresses no bucket."""
 
     def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         own, kwargs = split_options(kwargs)
@@ -89,8 +92,6 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self.stock.memory = apply_memory(self, module, memory)
         self.stock.budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)
 
-    compressed = False
-
     def _spread_buckets(self) -> None:
         """Open communicators, as every rank must together, and send each bucket on its own; once."""
         if self.stock.spread is not None and all(hook is not _spread for hook, _ in self._comm_hooks):
@@ -111,6 +112,7 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
             self._refuse_unfrozen()
             self._spread_buckets()
             if self.stock.budget_check is not None:
+                # The step before: torch's reducer calls nothing of ours when one ends.
                 self.stock.budget_check.after_step()
         return super()._pre_forward(*inputs, **kwargs)
 

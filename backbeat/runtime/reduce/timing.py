@@ -43,7 +43,7 @@ class Recorder:
         self._device = device
         self._keep = keep
         self._steps: list[TimedStep | dict[str, Any]] = []
-        """Times, or the marks that they will be told from once the device has passed them."""
+        """Times, or the marks that they are computed from once the device has passed them."""
         self._marks: dict[str, Any] | None = None
         """Of the step under way, if it is timed."""
         self._before: Any = None
@@ -79,20 +79,21 @@ class Recorder:
             return
         self._marks.update(end=self._now(), before=self._before, forward=self._forward)
         # Marks on the device hold memory of the driver: none is kept for longer than it takes to read.
-        self._steps = [*map(self._passed, self._steps), self._marks][-self._keep :]
+        self._steps = [*map(self._resolved_if_passed, self._steps), self._marks][-self._keep :]
         self._marks = self._before = self._forward = None
 
     def steps(self) -> list[TimedStep]:
         """Every step measured so far."""
         if self._cuda and self._steps:
             torch.cuda.synchronize(self._device)
-        self._steps = list(map(self._passed, self._steps))
+        self._steps = list(map(self._resolved_if_passed, self._steps))
         return [one if isinstance(one, TimedStep) else self._resolve(one) for one in self._steps]
 
     def clear(self) -> None:
         self._steps.clear()
 
-    def _passed(self, one: TimedStep | dict[str, Any]) -> TimedStep | dict[str, Any]:
+    def _resolved_if_passed(self, one: TimedStep | dict[str, Any]) -> TimedStep | dict[str, Any]:
+        """The step's times once the device has passed its marks; until then its marks."""
         # On the host the end of a step says nothing about buckets that are back later.
         if isinstance(one, TimedStep) or not self._cuda or not one["end"].query():
             return one
@@ -135,6 +136,6 @@ class Recorder:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Of those that are known."""
+    """The median of the values that are not None; None where there is none."""
     found = [value for value in values if value is not None]
     return statistics.median(found) if found else None

@@ -19,9 +19,11 @@ from backbeat.report.tables.bucket_table import Report
 from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
-from backbeat.runtime.reduce.exchange import builtin_hook, profiling
+from backbeat.runtime.reduce.bucket_report import make_report
+from backbeat.runtime.reduce.comm_hooks import builtin_hook
+from backbeat.runtime.reduce.exchange import profiling
 from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES
-from backbeat.runtime.reduce.reducer import Reducer, make_report
+from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.settings import (
     CompressionOptions,
     TorchDDP,
@@ -64,6 +66,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     reducer: Reducer
     bucket_bytes_cap: int
+    _divide_by_initial_world_size = True
+    """torch's own; `join` sets it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Torch's own reducer needs nothing of this class. A copy or an unpickled wrapper comes here without arguments.
@@ -121,14 +125,12 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self.reducer.memory = apply_memory(self, module, memory)
         self.reducer.budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)
 
-    _divide_by_initial_world_size = True
-
     def _ddp_init_helper(self, *_: Any) -> None:
         """Torch's constructor builds its reducer here; ours is built when that is done."""
         self._passing_sync_batchnorm_handle(self.module)
 
     def _register_accum_grad_hook(self) -> None:
-        """Nor is torch's reducer in Python wanted, where torch.compile is set to it."""
+        """torch.compile may ask for torch's reducer in Python: ours takes its place."""
 
     @property
     def compressed(self) -> bool:
@@ -146,7 +148,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         """Hand an optimizer over to a plan with compressed buckets, which then updates during backward.
 
         Each bucket is updated as soon as it has arrived, and its gradients are gone. `step()` then changes nothing, but
-        schedulers count it. Where no bucket of the plan is compressed, updates stay in `step()` and this does nothing.
+        schedulers count it. Where no bucket of the plan is compressed, updates stay in `step()`: this does nothing, and
+        refuses a `max_grad_norm`.
 
         max_grad_norm: clip to this norm over all gradients, as `torch.nn.utils.clip_grad_norm_` does. All gradients are
             then held until the last bucket has arrived, and all updates follow; on a GPU the host waits as with
@@ -168,7 +171,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             per_parameter=per_parameter,
         )
         runner = self.reducer.runner
-        runner.exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
+        self.reducer.compressed_exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
         # Updates that follow the last bucket wait to learn whether some rank has called the step off.
         runner.status.strict = self.reducer.settings.strict or max_grad_norm is not None
         # Where each bucket is updated at once, decoded means need no buffers of their own.

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from backbeat.runtime.reduce import arrivals as module
-from backbeat.runtime.reduce.arrivals import Backward, _is_pythons
+from backbeat.runtime.reduce import backward as module
+from backbeat.runtime.reduce.backward import Backward, _started_by_python
 
 AUTOGRADS = -1
 """No thread of Python's has this number."""
@@ -75,6 +75,6 @@ def test_threads_are_told_apart(known: bool) -> None:
 
     _thread.start_new_thread(other, ())
     assert asked.wait(30)
-    assert not _is_pythons(seen[0])
+    assert not _started_by_python(seen[0])
     told.set()
-    assert _is_pythons(threading.get_ident())
+    assert _started_by_python(threading.get_ident())

@@ -97,7 +97,7 @@ class Rank:
         step.finish()
         self.note()
         self.send_rest()
-        step.learn(regular=step.told is not None and step.told.regular)
+        step.learn(regular=step.own_status is not None and step.own_status.regular)
         step.close()
         self.note()
 
@@ -124,7 +124,7 @@ class Rank:
         )
         step.add_taken(bucket, TakenGradients(used=used))
         if index == len(MEMBERS) - 1:
-            self.told.append((step.number, step.tell()))
+            self.told.append((step.number, step.set_own_status()))
         step.add_sent(InFlight(index, bucket, None, None))  # type: ignore[arg-type]
 
     def clean_step(self) -> None:
