@@ -34,7 +34,7 @@ from backbeat.model.files import write
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.compressed.topk import measure_topk
+from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
 from backbeat.simulate.actions import segments_of
 from backbeat.simulate.memory_timeline import Chain

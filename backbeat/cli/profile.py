@@ -109,7 +109,7 @@ def profile(
             raise InputError("--no-launch-overhead is of --analytic: leave it out to measure")
         from backbeat.measure.model.inputs import MeasureOptions
         from backbeat.measure.model.profiler import compose_factory, measure_factory
-        from backbeat.runtime.compressed.topk import measure_topk
+        from backbeat.runtime.compressed.topk_speed import measure_topk
         from backbeat.runtime.memory import apply
 
         say(f"profiling {factory} …")

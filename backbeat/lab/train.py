@@ -39,7 +39,7 @@ def profile_here(
 ) -> Profile:
     """This rank's own compute, measured while all other ranks measure theirs: that is how they will train. In training
     `sharing` ranks share the link to the host."""
-    from backbeat.runtime.compressed.topk import measure_topk
+    from backbeat.runtime.compressed.topk_speed import measure_topk
     from backbeat.runtime.memory import apply
 
     torch.manual_seed(0)

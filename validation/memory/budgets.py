@@ -27,7 +27,7 @@ import backbeat as bb
 from backbeat.errors import BackbeatError
 from backbeat.measure import profile
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.compressed.topk import measure_topk
+from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
 
 STEPS = 12

@@ -37,7 +37,7 @@ from backbeat.measure.model.profiler import measure_factory
 from backbeat.measure.model.training_step import autocast, tensor_cores
 from backbeat.model import MemoryPlan, Profile, Segment
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.compressed.topk import measure_topk
+from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
 from backbeat.simulate.host_lane import HostLane
 

@@ -23,7 +23,7 @@ _DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp1
 
 MeasureTopK = Callable[[Training, int], tuple[float, float] | None]
 """Seconds of top-k per byte and per bucket, given the bytes of all gradients; None where memory is too short.
-`backbeat.runtime.compressed.topk.measure_topk`: measuring knows no runtime, so callers that have one hand it
+`backbeat.runtime.compressed.topk_speed.measure_topk`: measuring knows no runtime, so callers that have one hand it
 in."""
 
 

@@ -22,7 +22,7 @@ import torch
 
 from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
-from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.compressed.compressed_bucket import CompressedBucket, Owed
 from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.settings import TorchDDP
@@ -143,7 +143,7 @@ class Residuals:
         self._context = context
         self._join = WeakCall(join)
         self._buckets: Sequence[CompressedBucket] = ()
-        self._held: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._held: dict[str, Owed] = {}
         """Residual and velocity, by the parameter's name."""
         self._steps_before = 0
 
@@ -192,7 +192,7 @@ class Residuals:
         self._join()
         with torch.no_grad():
             for bucket in self._buckets:
-                for index, owed in bucket.held().items():
+                for index, owed in bucket.owed().items():
                     self._held[self._context.names[index]] = owed
 
     def give_to_buckets(self, buckets: Sequence[CompressedBucket]) -> None:
@@ -202,7 +202,7 @@ class Residuals:
             for index in bucket.members:
                 found = self._held.pop(self._context.names[index], None)
                 if found is not None:
-                    bucket.put(index, *found)
+                    bucket.add_owed(index, *found)
 
     def add_owed(self, bucket: BucketMemory, arrived: Sequence[int]) -> None:
         """What a member owes from a plan that compressed it goes with its first dense gradient."""

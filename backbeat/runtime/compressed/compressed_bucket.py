@@ -14,17 +14,21 @@ from torch.nn import Parameter
 
 from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
+from backbeat.runtime.compressed.message_format import format_of
 from backbeat.runtime.compressed.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
 from backbeat.runtime.compressed.topk import TopK
 from backbeat.runtime.reduce.bucket import BucketMemory, addresses_of, views_of
 from backbeat.runtime.reduce.partition import BucketSpec
 from backbeat.runtime.reduce.step import Step, TakenGradients
 
+Owed = tuple[torch.Tensor, torch.Tensor | None]
+"""A member's residual and velocity, shaped like it."""
+
 
 class CompressedBucket(BucketMemory):
     """One bucket. Its message goes this way in each step:
 
-    idle ──begin──► in flight (`work`, `result`) ──arrive──► `gathered` ──decode or expose──► idle
+    idle ──begin──► in flight (`work`, `result`) ──collective_done──► `gathered` ──decode or expose──► idle
 
     `give_back` breaks it off: the residual gets its elements back, and what the collective still brings is not used.
     """
@@ -53,14 +57,14 @@ class CompressedBucket(BucketMemory):
         held = self.numel if dense else 0
         self.payload = torch.zeros(held, dtype=self.parameters[0].dtype, device=self.device)
         self._dense = dense
-        self._lay_slots()
+        self._make_gradient_views()
         self.compressor = compressor
         self.store = store
         self._momentum_of = momentum_of
         self._views: tuple[Residual, list[torch.Tensor], list[torch.Tensor]] | None = None
         self._positions = {index: position for position, index in enumerate(self.members)}
         self._everyone = range(len(self.members))
-        self._hollow = any(not parameter.numel() for parameter in self.parameters)
+        self._has_empty_members = any(not parameter.numel() for parameter in self.parameters)
         self._refused: list[int] = []
         """Indices of parameters whose gradients were not finite, and so were not added."""
         self._starts: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -68,10 +72,10 @@ class CompressedBucket(BucketMemory):
         self._gathered = gathering
         gathering.reserve(self.numel, self.dtype)
         self._known_views: dict[int, list[torch.Tensor]] = {}
-        self._muted = False
+        self._sends_zeros = False
         self.touched = bytearray(len(self.members))
         """Members that any rank has ever used, or whose residual has got anything."""
-        self.frozen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.frozen: dict[int, Owed] = {}
         """Residual and velocity of members that were frozen since."""
         self.whole = False
         """In this step, every member arrived before the bucket left."""
@@ -79,20 +83,20 @@ class CompressedBucket(BucketMemory):
         """The collective under way."""
         self.result: torch.Tensor | None = None
         """Where it writes everybody's message."""
-        self._wanted = False
+        self._will_be_used = False
         """These will be used."""
         self.gathered: torch.Tensor | None = None
         """These once all are there, until the mean is written."""
         self._scale = 1.0
 
-    def _lay_slots(self) -> None:
+    def _make_gradient_views(self) -> None:
         """Where the decoded mean of each member is looked at as `.grad`."""
         self._slots = views_of(self.payload, self._slices) if self._dense else []
         self._addresses = addresses_of(self._slots)
 
     @property
     def bytes(self) -> int:
-        return topk.format_of(self.numel, self.compressor.density).bytes
+        return format_of(self.numel, self.compressor.density).bytes
 
     def take_all(self) -> bool:
         if self.frozen:
@@ -108,8 +112,8 @@ class CompressedBucket(BucketMemory):
 
     def pack(self, step: Step) -> TakenGradients:
         self.whole = False
-        self._muted = step.contributes_nothing
-        if self._muted:
+        self._sends_zeros = step.contributes_nothing
+        if self._sends_zeros:
             for parameter in self.parameters:
                 parameter.grad = None
             return TakenGradients()
@@ -133,7 +137,7 @@ class CompressedBucket(BucketMemory):
         self._add(positions, gradients)
         for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
             if parameter.requires_grad and position in self.frozen:
-                self.put(index, *self.frozen.pop(position))
+                self.add_owed(index, *self.frozen.pop(position))
             elif not parameter.requires_grad and self.touched[position]:
                 self._freeze(position)
         used = [index for position, index in enumerate(self.members) if self.touched[position]]
@@ -141,21 +145,21 @@ class CompressedBucket(BucketMemory):
 
     def _freeze(self, position: int) -> None:
         """A weight that must not move: what it is owed waits outside the bucket."""
-        _, values, velocities = self._opened()
+        _, values, velocities = self._open_residual()
         velocity = velocities[position].clone() if velocities else None
-        self.frozen[position] = (values[position].clone(), velocity)
+        self.frozen[position] = _sum((values[position].clone(), velocity), self.frozen.get(position))
         values[position].zero_()
         if velocities:
             velocities[position].zero_()
         self.touched[position] = 0
 
-    def fold(self, index: int) -> None:
+    def keep_late(self, index: int) -> None:
         """Add a gradient that comes after the bucket has left: it goes with the next step."""
         position = self._positions[index]
         gradient = self.parameters[position].grad
         if gradient is not None:
             self._add([position], [gradient])
-            self._closed()
+            self._close_residual()
 
     def _add(self, positions: Sequence[int], gradients: list[torch.Tensor]) -> None:
         """Add these members' gradients to the residual, through the velocity where there is one, and take them away."""
@@ -169,13 +173,13 @@ class CompressedBucket(BucketMemory):
             alike = alike and gradient.dtype == self.dtype
             self.parameters[position].grad = None
             self.touched[position] = 1
-        if self._hollow:
+        if self._has_empty_members:
             # Torch finds no largest among no elements.
             positions = [position for position in positions if self.parameters[position].numel()]
             gradients = [gradient for gradient in gradients if gradient.numel()]
         if not gradients:
             return
-        residual, values, velocities = self._opened()
+        residual, values, velocities = self._open_residual()
         whole = len(gradients) == len(self.members)
         if self._momentum_of is not None:
             momenta = [self._momentum_of(self.parameters[position]) for position in positions]
@@ -205,7 +209,7 @@ class CompressedBucket(BucketMemory):
             found = self._known_views[flat.data_ptr()] = views_of(flat, self._slices)
         return found
 
-    def _opened(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
+    def _open_residual(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
         if self._views is None:
             residual = self.store.open()
             values = views_of(residual.values, self._slices)
@@ -213,29 +217,29 @@ class CompressedBucket(BucketMemory):
             self._views = (residual, values, velocities)
         return self._views
 
-    def _closed(self) -> None:
+    def _close_residual(self) -> None:
         if self._views is not None and not self.store.stays:
             self.store.close()
             self._views = None
 
     def begin(self, *, scale: float, density: float) -> torch.Tensor:
         """Encode; returns the message, which all ranks gather."""
-        if self._muted:
+        if self._sends_zeros:
             residual = Residual(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
         else:
-            residual = self._opened()[0]
-        self._muted = False
+            residual = self._open_residual()[0]
+        self._sends_zeros = False
         self._scale = scale
         message = self.compressor.encode(residual, density)
-        self._wanted = True
-        self._closed()
+        self._will_be_used = True
+        self._close_residual()
         return message
 
-    def arrive(self) -> None:
+    def collective_done(self) -> None:
         """The collective under way is done."""
-        if self._wanted:
+        if self._will_be_used:
             self.gathered = self.result
-        self._wanted = False
+        self._will_be_used = False
         self.result = self.work = None
 
     def take_refused(self) -> list[int]:
@@ -259,8 +263,8 @@ class CompressedBucket(BucketMemory):
 
     def clean(self) -> None:
         """Drop what is not finite."""
-        self._opened()[0].clean()
-        self._closed()
+        self._open_residual()[0].clean()
+        self._close_residual()
 
     def decode(self) -> None:
         """Write the mean where `.grad` will look at it."""
@@ -293,50 +297,51 @@ class CompressedBucket(BucketMemory):
     def give_back(self) -> None:
         """Put back what this step took."""
         if self._views is None or self.store.stays:
-            self.compressor.give_back(self._opened()[0])
-            self._closed()
-        self._wanted = False
+            self.compressor.give_back(self._open_residual()[0])
+            self._close_residual()
+        self._will_be_used = False
         self.gathered = None
 
-    def held(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-        """What each member is owed, by its index: residual and velocity, shaped like it."""
+    def owed(self) -> dict[int, Owed]:
+        """What each member is owed, by its index."""
         opened = self._views is not None
-        _, values, velocities = self._opened()
+        _, values, velocities = self._open_residual()
         found = {self.members[position]: owed for position, owed in self.frozen.items()}
         for position, index in enumerate(self.members):
             if self.touched[position]:
                 copies = [one[position].clone() for one in (values, velocities) if one]
                 for copy in copies:
                     drop_infinite(copy)
-                found[index] = (copies[0], copies[1] if velocities else None)
+                # Frozen, it may have got a late gradient since.
+                found[index] = _sum((copies[0], copies[1] if velocities else None), found.get(index))
         if not opened:
-            self._closed()
+            self._close_residual()
         return found
 
-    def put(self, index: int, values: torch.Tensor, velocity: torch.Tensor | None) -> None:
+    def add_owed(self, index: int, values: torch.Tensor, velocity: torch.Tensor | None) -> None:
         """Add to a member's residual and velocity."""
         position = self._positions[index]
-        _, residuals, velocities = self._opened()
+        _, residuals, velocities = self._open_residual()
         residuals[position].add_(values.to(residuals[position]))
         if velocity is not None and velocities:
             velocities[position].add_(velocity.to(velocities[position]))
         self.touched[position] = 1
-        self._closed()
+        self._close_residual()
 
     def forget(self) -> None:
         """Nothing is owed any more."""
-        residual = self._opened()[0]
+        residual = self._open_residual()[0]
         residual.values.zero_()
         if residual.velocity is not None:
             residual.velocity.zero_()
-        self._closed()
+        self._close_residual()
         self.touched = bytearray(len(self.members))
         self.frozen = {}
 
     def hand_back(self, used: Sequence[bool] | None, unused_grads: Mapping[int, torch.Tensor]) -> None:
         if addresses_of(self._slots) != self._addresses:
             # Somebody gave a gradient other memory (`p.grad.data = …`).
-            self._lay_slots()
+            self._make_gradient_views()
         for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
             if used is None or used[index]:
                 parameter.grad = self._slots[position]
@@ -347,3 +352,10 @@ class CompressedBucket(BucketMemory):
 
 def _at(tensors: list[torch.Tensor], positions: Sequence[int], whole: bool) -> list[torch.Tensor]:
     return tensors if whole else [tensors[position] for position in positions]
+
+
+def _sum(owed: Owed, more: Owed | None) -> Owed:
+    if more is None:
+        return owed
+    velocity = None if owed[1] is None or more[1] is None else owed[1] + more[1]
+    return owed[0] + more[0], velocity

@@ -23,8 +23,9 @@ from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.residual import Scratch, Store, make_stores
-from backbeat.runtime.compressed.topk import CudaGraphs, TopK
+from backbeat.runtime.compressed.topk import TopK
 from backbeat.runtime.compressed.updates import Updates, without_modes
 from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.context import ReducerContext
@@ -147,7 +148,7 @@ class CompressedExchange(Exchange):
             with self._beside():
                 if bucket.work is not None:
                     self.wait(sent.bucket_index, bucket.work)
-                    bucket.arrive()
+                    bucket.collective_done()
                 if decodes:
                     bucket.decode()
         if bucket is self._compressed[-1]:
@@ -213,7 +214,7 @@ class CompressedExchange(Exchange):
             self._join()
         for index, bucket in found.items():
             if not self.context.step.contributes_nothing:
-                bucket.fold(index)
+                bucket.keep_late(index)
             self.context.parameters[index].grad = None
         return found.keys()
 
@@ -238,7 +239,7 @@ class CompressedExchange(Exchange):
 
     def _deliver(self, index: int, bucket: CompressedBucket) -> None:
         self.wait(index, bucket.work)
-        bucket.arrive()
+        bucket.collective_done()
         if self.updates.at_once:
             self._apply(bucket, None)
         else:

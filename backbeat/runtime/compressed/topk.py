@@ -1,7 +1,6 @@
 """Top-k compression: every rank sends the k elements of its residual that are largest in magnitude.
 
-Sizes are fixed and the host reads nothing back, so a GPU never waits for the host. There its kernels are recorded as
-CUDA graphs and replayed in one call each (`CudaGraphs`). `measure_topk` times them for a profile.
+Sizes are fixed and the host reads nothing back, so a GPU never waits for the host.
 
 Note on the selection. It is exact, and cheap: cut the tensor into blocks, and the k largest elements lie in the k
 blocks with the largest maxima. Blocks of B elements leave n/B maxima and k·B candidates to search, least in all for
@@ -11,185 +10,20 @@ B = √(n/k). Blocks are strided (element i is in block i mod n/B), so that one 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from statistics import median
-from typing import Any, NamedTuple
 
 import torch
 
-from backbeat.cost.message import BLOCK, block_ends, block_width, message_bytes, sent_elements
-from backbeat.measure.model.training_step import Training, is_out_of_memory
-from backbeat.runtime.compressed.residual import Residual, accumulate, add_all
-
-logger = logging.getLogger("backbeat.runtime.compressed")
+from backbeat.cost.message import block_width
+from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
+from backbeat.runtime.compressed.message_format import MessageFormat, constant, format_of
+from backbeat.runtime.compressed.residual import Residual
 
 HOSTS = {"cpu"}
 """Device types that the host reads without waiting."""
 _SEARCHED_WHOLE = 4096
 """Below this many elements, blocks cost more than they save."""
-CALLS_BEFORE_CAPTURE = 3
-"""By then everything that is allocated once is there."""
-MOST_KEYS = 256
-"""Keys that never come back must not fill the memory."""
-_cuda: Any = torch.cuda
-_FEWEST_ELEMENTS = 2**20
-_SMALL_ELEMENTS = 2**17
-"""A small bucket whose message still has the format of a large one's."""
-_WARMUP, _REPEATS = 3, 7
-_HEAD_START_S = 4e-3
-"""The device spins so long before each sample, so that the host is ahead and the device's own time is measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class MessageFormat:
-    """The message that carries `count` of a bucket's `numel` elements."""
-
-    numel: int
-    count: int
-    blocks: int
-    """Blocks whose ends the message holds; 0 where it holds whole indices."""
-    bytes: int
-
-    @property
-    def _short(self) -> bool:
-        """Indices take 16 bits."""
-        return self.numel <= BLOCK or self.blocks > 0
-
-    @property
-    def _values_start(self) -> int:
-        return 4 * self.blocks if self._short else 4 * self.count
-
-    @property
-    def _values_end(self) -> int:
-        return self._values_start + 4 * self.count
-
-    @property
-    def _short_indices(self) -> slice:
-        return slice(self._values_end, self._values_end + 2 * self.count)
-
-    def write_indices(self, indices: torch.Tensor, message: torch.Tensor) -> None:
-        """Write the indices into a message; sorted, where the format has blocks."""
-        head = message[: self._values_start].view(torch.int32)
-        if not self._short:
-            head.copy_(indices)
-            return
-        if self.blocks:
-            bounds = _block_bounds(self.blocks, indices.dtype, indices.device)
-            torch.searchsorted(indices, bounds, out_int32=True, out=head)
-        # The cast keeps the lower 16 bits; the block gives the upper ones.
-        message[self._short_indices].view(torch.int16).copy_(indices)
-
-    def values(self, message: torch.Tensor) -> torch.Tensor:
-        """A view of the values in a message."""
-        return message[self._values_start : self._values_end].view(torch.float32)
-
-    def unpack(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices (int64) and values of several messages, one per row."""
-        rows = messages.view(-1, self.bytes)
-        values = rows[:, self._values_start : self._values_end].view(torch.float32)
-        head = rows[:, : self._values_start].view(torch.int32)
-        if not self._short:
-            return head.long(), values
-        indices = rows[:, self._short_indices].view(torch.int16).long().bitwise_and_(BLOCK - 1)
-        if self.blocks:
-            order = _counting(self.count, messages.device).expand(len(rows), -1).contiguous()
-            indices.add_(torch.searchsorted(head.contiguous(), order, right=True), alpha=BLOCK)
-        return indices, values
-
-
-@functools.cache
-def format_of(numel: int, density: float) -> MessageFormat:
-    """The format for a bucket of `numel` elements."""
-    count, blocks = sent_elements(numel, density), block_ends(numel, density)
-    return MessageFormat(numel, int(count), int(blocks), int(message_bytes(numel, density)))
-
-
-def constant(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A tensor that any stream may read at once: the copy from the host blocks until it is done.
-
-    Callers cache it for good, because captured CUDA graphs hold its address.
-    """
-    with torch.inference_mode(False):
-        return make().to(device)
-
-
-@functools.cache
-def _block_bounds(blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # The last bound may exceed 32 bits; clamped, it is still no less than any index.
-    most = torch.iinfo(dtype).max
-    return constant(lambda: torch.arange(1, blocks + 1, device="cpu").mul_(BLOCK).clamp_(max=most).to(dtype), device)
-
-
-_counts: dict[torch.device, list[torch.Tensor]] = {}
-"""0, 1, 2, … per device. The longest serves all buckets; graphs captured earlier still read the shorter ones."""
-
-
-def _counting(count: int, device: torch.device) -> torch.Tensor:
-    found = _counts.setdefault(device, [])
-    if not found or len(found[-1]) < count:
-        found.append(constant(lambda: torch.arange(count, dtype=torch.int32, device="cpu"), device))
-    return found[-1][:count]
-
-
-class CudaGraphs:
-    """The graphs of one stream. They run one after the other, so they share the memory of temporary tensors."""
-
-    def __init__(self) -> None:
-        self._calls: dict[Hashable, int] = {}
-        self._graphs: dict[Hashable, Any] = {}
-        self._pool: Any = None
-        self._failed = False
-
-    def run(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Call the function, or replay its graph.
-
-        `key` holds everything that its kernels depend on. The function must read nothing back and keep no tensor that
-        it makes.
-        """
-        graph = self._graphs.get(key)
-        if graph is None:
-            calls = self._calls.get(key, 0)
-            if calls >= CALLS_BEFORE_CAPTURE and not self._failed and _can_capture():
-                graph = self._capture(function)
-            if graph is None:
-                if len(self._calls) >= MOST_KEYS:
-                    self._calls.clear()
-                self._calls[key] = calls + 1
-                function()
-                return
-            if len(self._graphs) >= MOST_KEYS:
-                self._graphs.clear()
-            self._graphs[key] = graph
-        graph.replay()
-
-    def _capture(self, function: Callable[[], None]) -> Any:
-        """The function's graph, not run yet; None where capture fails."""
-        if self._pool is None:
-            self._pool = _cuda.graph_pool_handle()
-        graph = _cuda.CUDAGraph()
-        try:
-            # Other threads, such as the communication library's, may go on calling CUDA.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                function()
-            finally:
-                graph.capture_end()
-        except RuntimeError as error:
-            self._failed = True
-            logger.info("CUDA graph capture failed, so kernels are launched one by one: %s", error)
-            return None
-        return graph
-
-
-def _can_capture() -> bool:
-    """CUDA captures neither the default stream nor a stream that is being captured already."""
-    if not _cuda.is_available():
-        return False
-    stream = _cuda.current_stream()
-    return stream != _cuda.default_stream(stream.device) and not _cuda.is_current_stream_capturing()
 
 
 class TopK:
@@ -322,56 +156,3 @@ def _arange(start: int, end: int, step: int, device: torch.device) -> torch.Tens
 
 def _addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-
-
-class TopKCost(NamedTuple):
-    """The cost of compressing a bucket: `s_per_bucket` plus `s_per_byte` for each byte of its gradients."""
-
-    s_per_byte: float
-    s_per_bucket: float
-
-
-def measure_topk(training: Training, gradient_bytes: int) -> TopKCost | None:
-    """Measure top-k on the training's device, on buckets of up to `gradient_bytes`; None where memory runs out."""
-    most = 2**22 if training.device.type == "cpu" else 2**24
-    elements = min(max(gradient_bytes // 4, _FEWEST_ELEMENTS), most)
-    try:
-        # With a head start the device alone is timed, without one the host, which launches the kernels.
-        host_s, _ = _samples(training, _SMALL_ELEMENTS, head_start=False)
-        _, small_s = _samples(training, _SMALL_ELEMENTS, head_start=True)
-        _, large_s = _samples(training, elements, head_start=True)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
-    s_per_byte = max(large_s - small_s, 0.0) / (4 * (elements - _SMALL_ELEMENTS))
-    return TopKCost(float(f"{s_per_byte:.3g}"), float(f"{max(host_s, small_s):.3g}"))
-
-
-def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[float, float]:
-    """Median seconds that the host takes to launch a bucket of this size, and that the device takes to run it."""
-    clock = training.clock
-    clock.reserve(2 * (_WARMUP + _REPEATS))
-    random = torch.Generator(training.device).manual_seed(0)
-    gradient = torch.randn(elements, device=training.device, generator=random)
-    residual = Residual(torch.zeros_like(gradient))
-    result = torch.empty_like(gradient)
-    # The same kernels as in training, but launched one by one: the default stream captures no graph. So the host takes
-    # as long as it ever does.
-    on_host = training.device.type == "cpu"
-    compressor = TopK(0.01, None if on_host else CudaGraphs())
-    marks, launch_s = [], []
-    with torch.no_grad():
-        for _ in range(_WARMUP + _REPEATS):
-            if head_start:
-                clock.delay(_HEAD_START_S)
-            begun, called = clock.mark(), clock.host_s()
-            if on_host:
-                accumulate([residual.values], [gradient])
-            else:
-                add_all(residual.values, [residual.values], [gradient])
-            compressor.decode(compressor.encode(residual), result, 1.0)
-            launch_s.append(clock.host_s() - called)
-            marks.append((begun, clock.mark()))
-    clock.synchronize()
-    return median(launch_s[_WARMUP:]), median(clock.between(*pair) for pair in marks[_WARMUP:])

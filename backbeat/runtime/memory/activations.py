@@ -4,9 +4,10 @@
     …train as before…
     handle.remove()
 
-Every block that the plan names gets a `forward` of its own in front of the class's. Names, `state_dict` and hooks stay
-as they are. Gradients are the same bit for bit, as far as the model's own kernels are deterministic. A deep copy or a
-pickle of the model runs the same plan with its own buffers; `remove` restores only this model.
+Every block that is recomputed or offloaded gets a `forward` of its own in front of the class's; if any is offloaded,
+so do blocks that are kept. Names, `state_dict` and hooks stay as they are. Gradients are the same bit for bit, as far
+as the model's own kernels are deterministic. A deep copy or a pickle of the model runs the same plan with its own
+buffers; `remove` restores only this model.
 
 `docs/how-to/fit-a-memory-budget.md` says what composes with a memory plan, and what does not.
 """

@@ -28,9 +28,6 @@ from backbeat.simulate.memory_timeline import AHEAD
 
 SMALLEST_BYTES = 64 * 1024
 """Smaller tensors stay on the device: moving one costs more than it frees."""
-LAG = AHEAD
-"""A copy to the host is waited for so many blocks after the one that began it. A copy back begins so many segments, or
-kept blocks, before the tensor is used."""
 _MOST_SLACK = 2
 """A free buffer more than this many times larger than asked for is not taken."""
 
@@ -243,7 +240,9 @@ class KeptTensor:
 class OffloadSchedule:
     """When tensors leave the device and come back, by the order in which one model's blocks run."""
 
-    def __init__(self, lag: int = LAG, ahead: int = AHEAD) -> None:
+    def __init__(self, lag: int = AHEAD, ahead: int = AHEAD) -> None:
+        """lag: a copy to the host is waited for so many blocks after the one that began it.
+        ahead: a copy back begins so many segments, or kept blocks, before the tensor is used."""
         self._lag, self._ahead = lag, ahead
         self._blocks = 0
         self._ranges = 0

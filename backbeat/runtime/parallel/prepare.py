@@ -31,7 +31,7 @@ from backbeat.measure.network.case import message_sizes
 from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
 from backbeat.model.plan import MadeFor
-from backbeat.runtime.compressed.topk import measure_topk
+from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.parallel import candidates, plan_file
 from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock

@@ -10,10 +10,10 @@ from small_models import QUICK, classifier, images, loss
 from torch import nn
 
 from backbeat.measure import profile
-from backbeat.runtime.compressed import topk
+from backbeat.runtime.compressed import topk_speed
 from backbeat.runtime.memory import apply
 
-RUNTIME = {"topk_speed": topk.measure_topk, "apply_memory": apply}
+RUNTIME = {"topk_speed": topk_speed.measure_topk, "apply_memory": apply}
 
 
 @pytest.mark.parametrize("host_s", [2e-5, 6e-4])
@@ -22,8 +22,8 @@ def test_a_slow_host_is_not_taken_off_what_bytes_cost(monkeypatch: pytest.Monkey
         device_s = 5e-5 + 1e-11 * 4 * elements
         return host_s, device_s if head_start else max(host_s, device_s)
 
-    monkeypatch.setattr(topk, "_samples", samples)
-    found = topk.measure_topk(SimpleNamespace(device=torch.device("cuda")), 2**28)  # type: ignore[arg-type]
+    monkeypatch.setattr(topk_speed, "_samples", samples)
+    found = topk_speed.measure_topk(SimpleNamespace(device=torch.device("cuda")), 2**28)  # type: ignore[arg-type]
     assert found is not None
     assert found.s_per_byte == pytest.approx(1e-11, rel=1e-2)
     assert found.s_per_bucket == pytest.approx(max(host_s, 5e-5 + 1e-11 * 2**19), rel=1e-2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +40,40 @@ def test_a_parameter_without_elements_adds_nothing(
             parameter.grad = torch.full_like(parameter, 0.5)
         assert bucket.take_all()
         assert all(parameter.grad is None for parameter in parameters)
-    assert torch.cat([value.reshape(-1) for value, _ in bucket.held().values()]).tolist() == [1.0] * 7
+    assert torch.cat([value.reshape(-1) for value, _ in bucket.owed().values()]).tolist() == [1.0] * 7
     assert bucket.take_refused() == []
+
+
+def test_a_frozen_member_that_gets_late_gradients_is_owed_all_of_them() -> None:
+    parameters = [Parameter(torch.zeros(3)), Parameter(torch.zeros(4))]
+    bucket = CompressedBucket(
+        BucketSpec(members=(0, 1), communicator=0),
+        parameters,
+        compressor=TopK(0.5),
+        store=Store(7, torch.float32, torch.device("cpu"), velocity=True),
+        dense=True,
+        momentum_of=lambda parameter: 0.5,
+        gathering=Scratch(),
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    assert bucket.take_all()
+    parameters[0].requires_grad_(False)
+    step: Any = SimpleNamespace(contributes_nothing=False, arrivals=SimpleNamespace(arrived_since_reduce=[0, 0]))
+    bucket.pack(step)
+    for _ in range(2):
+        parameters[0].grad = torch.full((3,), 4.0)
+        bucket.keep_late(0)
+        values, velocity = bucket.owed()[0]
+        bucket.pack(step)
+        assert torch.equal(values, bucket.owed()[0][0])
+    # Velocities begin anew where the first is frozen: 4, and what is owed is the sum of 1, 4 and 4.
+    assert values.tolist() == [9.0] * 3
+    assert velocity is not None
+    assert velocity.tolist() == [9.0] * 3
+    parameters[0].requires_grad_(True)
+    bucket.pack(step)
+    assert bucket.owed()[0][0].tolist() == [9.0] * 3
 
 
 class Owner:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from backbeat.runtime.compressed import topk
+from backbeat.runtime.compressed import cuda_graphs
+from backbeat.runtime.compressed.cuda_graphs import CALLS_BEFORE_CAPTURE, MOST_KEYS, CudaGraphs
 from backbeat.runtime.compressed.residual import Residual
-from backbeat.runtime.compressed.topk import CALLS_BEFORE_CAPTURE, MOST_KEYS, CudaGraphs, TopK
+from backbeat.runtime.compressed.topk import TopK
 
 
 class Graph:
@@ -27,7 +28,7 @@ class Graph:
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     Graph.captured = 0
-    monkeypatch.setattr(topk, "_can_capture", lambda: True)
+    monkeypatch.setattr(cuda_graphs, "_can_capture", lambda: True)
     monkeypatch.setattr(CudaGraphs, "_capture", lambda self, function: Graph(function))
 
 
@@ -70,8 +71,10 @@ def test_what_cannot_be_captured_is_launched_one_by_one(monkeypatch: pytest.Monk
         def capture_begin(self, **_: Any) -> None:
             raise RuntimeError("planted")
 
-    monkeypatch.setattr(topk, "_can_capture", lambda: True)
-    monkeypatch.setattr(topk, "_cuda", type("Cuda", (), {"CUDAGraph": Refusing, "graph_pool_handle": lambda: None}))
+    monkeypatch.setattr(cuda_graphs, "_can_capture", lambda: True)
+    monkeypatch.setattr(
+        cuda_graphs, "_cuda", type("Cuda", (), {"CUDAGraph": Refusing, "graph_pool_handle": lambda: None})
+    )
     graphs, calls = CudaGraphs(), []
     for number in range(CALLS_BEFORE_CAPTURE + 3):
         graphs.run("key", lambda number=number: calls.append(number))
@@ -115,7 +118,7 @@ def encode_and_decode(device: str, graphs: CudaGraphs | None, *, masked: bool, s
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_replays_give_the_same_bits(masked: bool, captured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topk, "HOSTS", set())
+    monkeypatch.setattr(cuda_graphs, "HOSTS", set())
     plain = encode_and_decode("cpu", None, masked=masked, stream=contextlib.nullcontext())
     again = encode_and_decode("cpu", CudaGraphs(), masked=masked, stream=contextlib.nullcontext())
     assert Graph.captured

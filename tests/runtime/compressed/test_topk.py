@@ -13,12 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backbeat.cost.message import sent_elements
 from backbeat.model.plan import Compression
 from backbeat.runtime.compressed import topk
+from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.residual import Residual, add_all
-from backbeat.runtime.compressed.topk import (
-    CudaGraphs,
-    TopK,
-    largest,
-)
+from backbeat.runtime.compressed.topk import TopK, largest
 from backbeat.simulate.compressed_cost import kept_bytes
 
 NUMEL = 24 * 17 + 9 + 12 * 3 * 3 * 3 + 31
