@@ -23,7 +23,7 @@ from backbeat.runtime.watch import Watch
 
 if TYPE_CHECKING:
     from backbeat.runtime.parallel.any_plan import full_state_dict, load_full_state_dict, no_sync
-    from backbeat.runtime.parallel.prepare import parallelize
+    from backbeat.runtime.parallel.parallelize import parallelize
     from backbeat.runtime.sharded.shard import fully_shard
 
 __all__ = [
@@ -44,7 +44,7 @@ _LATER = {
     "full_state_dict": "parallel.any_plan",
     "load_full_state_dict": "parallel.any_plan",
     "no_sync": "parallel.any_plan",
-    "parallelize": "parallel.prepare",
+    "parallelize": "parallel.parallelize",
 }
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from backbeat.measure.network.bench import Bench
 from backbeat.model import CollectiveTimes, Network, Slowdown
 from backbeat.runtime import parallelize
-from backbeat.runtime.parallel import candidates, heartbeat
+from backbeat.runtime.parallel import choice, heartbeat
 
 KNOWN = Network(
     name="known",
@@ -51,7 +51,7 @@ def main() -> None:
     with (
         mock.patch.object(Bench, "sample", ending_sample),
         mock.patch.multiple(heartbeat, LOST_S=12.0),
-        mock.patch.object(candidates, "worth_trying", list),
+        mock.patch.object(choice, "worth_trying", list),
     ):
         parallelize(
             nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),

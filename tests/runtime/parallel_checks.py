@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import re
 import tempfile
 import threading
 import time
@@ -30,10 +31,12 @@ from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network, Slowdown
 from backbeat.runtime import DistributedDataParallel, fully_shard, parallelize
-from backbeat.runtime.parallel import candidates, plan_file, prepare, step_slowdown, trials
+from backbeat.runtime.parallel import candidates, choice, plan_file, step_slowdown, trials
+from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.candidates import Candidate
 from backbeat.runtime.parallel.preserve import copy_of
 from backbeat.runtime.parallel.request import ParallelRequest
+from backbeat.runtime.parallel.search import ParallelSearch, SearchOutcome
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
 from backbeat.runtime.parallel.trials import ExampleStep, try_plan
 from backbeat.runtime.reduce import failures
@@ -61,17 +64,17 @@ class Noisy(Chain):
         return nn.functional.dropout(super().forward(x), 0.1) * scale
 
 
-def searched(ctx: Context, model: nn.Module, loss: Any = loss_of, **options: Any) -> prepare.Taken:
+def searched(ctx: Context, model: nn.Module, loss: Any = loss_of, **options: Any) -> SearchOutcome:
     """Every kind is tried, whatever is predicted."""
-    with mock.patch.object(candidates, "worth_trying", list):
+    with mock.patch.object(choice, "worth_trying", list):
         return search(ctx, model, loss, **options).run()
 
 
 def search(
     ctx: Context, model: nn.Module, loss: Any, *, path: str = "", budget_s: float = 20.0, **options: Any
-) -> prepare.ParallelSearch:
+) -> ParallelSearch:
     wanted = {"network": slow(ctx), **options}
-    return prepare.ParallelSearch(model, path, ParallelRequest(example=example(ctx, loss), budget_s=budget_s, **wanted))
+    return ParallelSearch(model, path, ParallelRequest(example=example(ctx, loss), budget_s=budget_s, **wanted))
 
 
 def example(ctx: Context, loss: Any = loss_of) -> ExampleStep:
@@ -148,7 +151,7 @@ def auto_leaves_no_copy_behind(ctx: Context) -> None:
     searched(ctx, model)
     before = tensors_alive()
     with (
-        mock.patch.object(prepare, "copy_of", remembered),
+        mock.patch("backbeat.runtime.parallel.search.copy_of", remembered),
         mock.patch.object(step_slowdown, "copy_of", remembered),
         mock.patch.object(trials, "copy_of", remembered),
     ):
@@ -206,7 +209,7 @@ def of_a_given_network_what_it_does_not_say_is_measured(ctx: Context) -> None:
     assert set(gathered(ctx, found)) == {found}
     # On a GPU also what FSDP2 costs the host.
     assert msgspec.structs.replace(found, slowdown=None, sharded=bare.sharded) == bare
-    with mock.patch.object(prepare, "measure_step_slowdown", mock.Mock(side_effect=AssertionError)):
+    with mock.patch("backbeat.runtime.parallel.search.measure_step_slowdown", mock.Mock(side_effect=AssertionError)):
         known = search(ctx, model, loss_of)._network(profile)
     assert msgspec.structs.replace(known, sharded=None) == slow(ctx)
 
@@ -234,7 +237,7 @@ def auto_keeps_its_plan(ctx: Context) -> None:
         with mock.patch.object(plan_file, "NETWORK_FACTOR", 1e9), mock.patch.object(trials, "TURNS", 1):
             first = searched(ctx, model, path=path, network=None, budget_s=8.0)
             again = mock.Mock(side_effect=AssertionError("measured again"))
-            with mock.patch.object(prepare, "measure", again):
+            with mock.patch("backbeat.runtime.parallel.search.measure", again):
                 second = searched(ctx, model, path=path, network=None)
                 assert second.plan == first.plan
                 assert "as " in second.words
@@ -263,11 +266,10 @@ def a_candidate_that_fails_on_one_rank_is_dropped_on_all(ctx: Context) -> str:
 
     with mock.patch.object(trials, "GLOO_TIMEOUT_S", 60.0):
         taken = searched(ctx, ctx.build(Chain), loss)
-    ((name, why),) = taken.dropped.items()
+    ((name, why),) = re.findall(r"; ([^;]*) was dropped, (.*)", taken.words)
     assert "unit" in name
     assert why.startswith("rank ")
     assert any("rank 1 is full" in text for text in gathered(ctx, why))
-    assert "was dropped" in taken.words
     assert taken.plan.sharding is None
     assert len(set(gathered(ctx, (taken.plan, taken.words)))) == 1
     return taken.words
@@ -325,7 +327,7 @@ def _raise(_: torch.Tensor) -> None:
 @check
 def without_room_it_goes_by_prediction(ctx: Context) -> str:
     full = "there is no room" if ctx.rank == 1 else None
-    with mock.patch.object(prepare, "room_for", return_value=full):
+    with mock.patch("backbeat.runtime.parallel.search.room_for", return_value=full):
         taken = searched(ctx, ctx.build(Chain))
     assert "predicted (rank 1: there is no room)" in taken.words, taken.words
     return taken.words
@@ -335,10 +337,10 @@ def without_room_it_goes_by_prediction(ctx: Context) -> str:
 def within_memory_and_compressed(ctx: Context) -> str:
     model = ctx.build(Chain)
     raises(InputError, lambda: searched(ctx, model, memory_bytes=1000), "too small")
-    with mock.patch.object(prepare, "room_for", return_value="full"):
+    with mock.patch("backbeat.runtime.parallel.search.room_for", return_value="full"):
         taken = searched(ctx, model, memory_bytes=10**9, compression=True)
     assert "stock DDP" in taken.words
-    parallelized: Any = prepare.apply_plan(model, taken.plan)
+    parallelized: Any = apply_plan(model, taken.plan)
     if taken.plan.sharding is None:
         parallelized.attach(torch.optim.SGD(parallelized.parameters(), lr=0.1), max_grad_norm=None)
     return taken.words
@@ -371,11 +373,11 @@ class Halved(Chain):
 def stock_ddp_is_told_of_parameters_without_gradients(ctx: Context) -> None:
     """Also where another rank than the first leaves them out, and where stock DDP needs no comparison."""
     model = ctx.build(lambda: Halved(ctx.rank == 0))
-    with mock.patch.object(candidates, "worth_trying", lambda found: found[:1]):
+    with mock.patch.object(choice, "worth_trying", lambda found: found[:1]):
         taken = search(ctx, model, loss_of, budget_s=60.0).run()
     assert taken.words.startswith("stock DDP")
     assert " a step measured" in taken.words
-    wrapped = prepare.apply_plan(model, taken.plan)
+    wrapped = apply_plan(model, taken.plan)
     assert isinstance(wrapped, TorchDDP)
     assert not isinstance(wrapped, DistributedDataParallel)
     losses(ctx, wrapped, 3)
@@ -404,10 +406,10 @@ def units_are_left_out_where_ranks_use_different_parameters(ctx: Context) -> Non
         batch=batch, loss=lambda model, x: model(x).square().sum(), optimizer="sgd", precision="fp32", device=ctx.device
     )
     request = ParallelRequest(example=step, budget_s=20.0, network=slow(ctx))
-    with mock.patch.object(candidates, "worth_trying", list):
-        taken = prepare.ParallelSearch(ctx.build(lambda: Skipping(ctx.rank)), "", request).run()
+    with mock.patch.object(choice, "worth_trying", list):
+        taken = ParallelSearch(ctx.build(lambda: Skipping(ctx.rank)), "", request).run()
     assert taken.plan.sharding is None
-    assert not any("unit" in name for name in taken.dropped), taken.dropped
+    assert "was dropped" not in taken.words, taken.words
     assert "units were left out" in taken.words, taken.words
 
 
@@ -420,9 +422,10 @@ def what_needs_no_comparison_must_run(ctx: Context) -> str:
             raise AttributeError("no such method")
         return loss_of(model, batch)
 
-    with mock.patch.object(candidates, "worth_trying", lambda found: found[:1]), mock.patch.object(trials, "TURNS", 1):
+    with mock.patch.object(choice, "worth_trying", lambda found: found[:1]), mock.patch.object(trials, "TURNS", 1):
         taken = search(ctx, ctx.build(Chain), loss, budget_s=60.0).run()
-    assert "no such method" in taken.dropped["stock DDP"]
+    assert "; stock DDP was dropped, " in taken.words
+    assert "no such method" in taken.words
     assert taken.plan.strategy != "ddp"
     assert "measured" in taken.words
     return taken.words
@@ -490,7 +493,7 @@ def refusals(ctx: Context) -> None:
     ):
         raises(InputError, lambda given=given, options=options: parallelize(given, **options), match)
     # Before anything is timed.
-    with mock.patch.object(prepare, "ParallelSearch", mock.Mock(side_effect=AssertionError)):
+    with mock.patch("backbeat.runtime.parallel.parallelize.ParallelSearch", mock.Mock(side_effect=AssertionError)):
         for options, match in (
             (
                 {"precision": "fp8"},

@@ -43,7 +43,7 @@ from backbeat.model.files import decode, encode
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.runtime import parallelize
 from backbeat.runtime.memory.activations import apply as apply_memory
-from backbeat.runtime.parallel import prepare
+from backbeat.runtime.parallel import parallelize as verb
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.trials import ExampleStep
 
@@ -95,9 +95,9 @@ class AutoSeen:
 
     def __enter__(self) -> AutoSeen:
         seen = self
-        self._kept = prepare.ParallelSearch
+        self._kept = verb.ParallelSearch
 
-        class Search(prepare.ParallelSearch):
+        class Search(verb.ParallelSearch):
             def _candidates(self, profile: Profile, network: Network, now: Any, *, units: bool = True) -> Any:
                 seen.profile, seen.network = profile, network
                 return super()._candidates(profile, network, now, units=units)
@@ -106,11 +106,11 @@ class AutoSeen:
                 seen.taken = super().run()
                 return seen.taken
 
-        prepare.ParallelSearch = Search  # type: ignore[misc]
+        verb.ParallelSearch = Search  # type: ignore[misc]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        prepare.ParallelSearch = self._kept  # type: ignore[misc]
+        verb.ParallelSearch = self._kept  # type: ignore[misc]
 
 
 class Rig:

@@ -1,20 +1,16 @@
 """The plan file that `plan="auto:FILE"` writes and reads: what its plan was made for, and whether that still holds.
 
-Of a network that was measured it keeps what one message took: enough to tell one network from another."""
+Of a network that was measured it keeps what one message took (`probe.message_s`): enough to tell one network from
+another."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
-import time
 from pathlib import Path
 
-import torch
 from torch import nn
 
-from backbeat.comm.agreement import RankStore
-from backbeat.comm.clock import clock_for
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Plan
 from backbeat.model.plan import MadeFor
@@ -24,9 +20,6 @@ logger = logging.getLogger("backbeat.runtime")
 NETWORK_FACTOR = 1.5
 """A message's time that has changed by more than this factor, either way, means another network. A link at 60 % makes
 it 1.67. Two probes of 1 MiB on gloo, with five processes a core, differed by more in 4 pairs of 66."""
-LEAST_BYTES, MOST_BYTES = 2**20, 16 * 2**20
-PROBE_S = 1.0
-_AT_ONCE = 20
 
 
 def kept_plan(path: str, now: MadeFor) -> tuple[Plan | None, str]:
@@ -72,36 +65,3 @@ def model_digest(model: nn.Module) -> str:
 
 def digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def probe_bytes(ranks: RankStore, model: nn.Module) -> int:
-    """How large a message shows the link's rate.
-
-    On gloo 1 MiB takes its bytes over that rate, and larger messages are disturbed more often. NCCL's links are so fast
-    that it would be latency alone: the message is as large as the model, within limits.
-    """
-    if ranks.communicators.backend != "nccl":
-        return LEAST_BYTES
-    trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-    return min(max(trained, LEAST_BYTES), MOST_BYTES)
-
-
-def message_s(ranks: RankStore, size: int, limit_s: float = PROBE_S) -> float:
-    """Seconds of a message on the slowest rank, the quickest of those sent within the limit: what disturbs one, such as
-    a busy host, makes it slower. The same on every rank, which all call it."""
-    clock, communicator = clock_for(ranks.device), ranks.communicators[0]
-    message = torch.zeros(size // 4, device=ranks.device)
-    communicator.all_reduce(message).wait()
-    began, quickest, over = time.monotonic(), math.inf, False
-    while not over:
-        clock.reserve(2 * _AT_ONCE)
-        marks = []
-        for _ in range(_AT_ONCE):
-            begin = clock.mark()
-            communicator.all_reduce(message).wait()
-            marks.append((begin, clock.mark()))
-        clock.synchronize()
-        found = ranks.gather([time.monotonic() - began > limit_s, *(clock.between(*pair) for pair in marks)])
-        over = found[0][0]
-        quickest = min(quickest, *(max(times) for times in zip(*(seconds for _, *seconds in found), strict=True)))
-    return quickest

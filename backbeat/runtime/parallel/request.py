@@ -22,7 +22,8 @@ from backbeat.model.files import encode
 from backbeat.model.plan import MadeFor
 from backbeat.planners import STRATEGIES
 from backbeat.runtime.memory.budget import budget_size
-from backbeat.runtime.parallel.plan_file import digest, message_s, model_digest, probe_bytes
+from backbeat.runtime.parallel.plan_file import digest, model_digest
+from backbeat.runtime.parallel.probe import message_s, probe_bytes
 from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer
 
 
@@ -40,6 +41,7 @@ class ParallelRequest:
     def checked(
         cls,
         device: torch.device,
+        *,
         example: Any,
         optimizer: MakeOptimizer,
         memory: int | str | None,

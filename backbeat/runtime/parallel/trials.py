@@ -82,24 +82,24 @@ class ExampleStep:
 class Trials:
     """Results of the trials, the same on every rank."""
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
+    turns_s: dict[str, list[float]] = field(default_factory=dict)
     """A step of each candidate, one figure a turn."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Why a candidate did not run."""
 
     @property
-    def measured(self) -> dict[str, float]:
-        return {name: min(found) for name, found in self.seconds.items()}
+    def best_s(self) -> dict[str, float]:
+        return {name: min(found) for name, found in self.turns_s.items()}
 
     @property
     def repeatability(self) -> float:
         """By what share two turns of one candidate differ: the median over candidates."""
-        apart = [max(found) / min(found) - 1 for found in self.seconds.values() if len(found) > 1]
+        apart = [max(found) / min(found) - 1 for found in self.turns_s.values() if len(found) > 1]
         return median(apart) if apart else ONE_TURN
 
     def much_slower(self, candidate: Candidate) -> bool:
         """Whether another turn would change nothing: the time is better spent on the others."""
-        found = self.measured
+        found = self.best_s
         fastest = min(found.values(), default=0.0)
         return candidate.kind != "stock" and found.get(candidate.name, 0.0) > FAR_BEHIND * fastest
 
@@ -121,7 +121,7 @@ def take_turns(
         rounds_left = len(order) * (turns - turn)
         for index, candidate in enumerate(order if turn % 2 == 0 else order[::-1]):
             left_s = deadline_s - time.monotonic()
-            step_s = max(candidate.predicted_s, *trials.seconds.get(candidate.name, [0.0]))
+            step_s = max(candidate.predicted_s, *trials.turns_s.get(candidate.name, [0.0]))
             steps = ranks.from_rank_0(_steps(left_s / (rounds_left - index), step_s))
             if steps == 0:
                 continue
@@ -129,10 +129,10 @@ def take_turns(
             found = try_plan(model, candidate.plan, example, ranks, steps, candidate.predicted_s)
             if isinstance(found, str):
                 trials.dropped[candidate.name] = found
-                trials.seconds.pop(candidate.name, None)
+                trials.turns_s.pop(candidate.name, None)
                 say(f"{candidate.name} is dropped: {found}")
             else:
-                trials.seconds.setdefault(candidate.name, []).append(found)
+                trials.turns_s.setdefault(candidate.name, []).append(found)
     return trials
 
 
@@ -198,7 +198,7 @@ def try_plan(
 
 def _train(model: nn.Module, plan: Plan, example: ExampleStep, steps: int, groups: TrialGroups) -> tuple[Any, float]:
     """The model as it was trained, and seconds of a step."""
-    wrapped: Any = apply_plan(model, plan, group=groups.whole, mesh=groups.mesh)
+    wrapped: Any = apply_plan(model, plan, group=groups.world_group, mesh=groups.mesh)
     if isinstance(wrapped, DistributedDataParallel):
         groups.communicators = wrapped.reducer.communicators
         groups.backends += groups.communicators.backends()
@@ -219,7 +219,7 @@ class TrialGroups:
     """The process groups of one trial: a failure ends them, and not the job's."""
 
     def __init__(self, plan: Plan, device: torch.device, timeout: timedelta) -> None:
-        self.whole: Any = None
+        self.world_group: Any = None
         self.mesh: DeviceMesh | None = None
         mesh = plan.sharding.mesh if plan.sharding is not None else None
         if mesh is not None and mesh.replicate > 1:
@@ -231,10 +231,10 @@ class TrialGroups:
                 self._groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard")
             )
         else:
-            self.whole = dist.new_group(timeout=timeout)
-            self._groups = [self.whole]
+            self.world_group = dist.new_group(timeout=timeout)
+            self._groups = [self.world_group]
             if mesh is not None:
-                self.mesh = DeviceMesh.from_group(self.whole, device.type, mesh_dim_names=("shard",))
+                self.mesh = DeviceMesh.from_group(self.world_group, device.type, mesh_dim_names=("shard",))
         self.backends: list[Any] = [group._get_backend(device) for group in self._groups]
         """The libraries' own objects."""
         self.communicators: Communicators | None = None
@@ -248,7 +248,7 @@ class TrialGroups:
             self.communicators.close()
         if self.mesh is not None:
             _forget_meshes()
-        self.whole = self.mesh = self.communicators = None
+        self.world_group = self.mesh = self.communicators = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
 

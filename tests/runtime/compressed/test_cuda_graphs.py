@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from backbeat.runtime.compressed import cuda_graphs
+from backbeat.runtime.compressed import cuda_graphs, topk
 from backbeat.runtime.compressed.cuda_graphs import CALLS_BEFORE_CAPTURE, MOST_KEYS, CudaGraphs
 from backbeat.runtime.compressed.residual import Residual
 from backbeat.runtime.compressed.topk import TopK
@@ -118,7 +118,7 @@ def encode_and_decode(device: str, graphs: CudaGraphs | None, *, masked: bool, s
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_replays_give_the_same_bits(masked: bool, captured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "HOSTS", set())
+    monkeypatch.setattr(topk, "HOSTS", set())
     plain = encode_and_decode("cpu", None, masked=masked, stream=contextlib.nullcontext())
     again = encode_and_decode("cpu", CudaGraphs(), masked=masked, stream=contextlib.nullcontext())
     assert Graph.captured

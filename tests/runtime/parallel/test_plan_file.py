@@ -17,9 +17,10 @@ from torch import nn
 from backbeat.comm.clock import Clock
 from backbeat.errors import InputError
 from backbeat.model.plan import MadeFor
-from backbeat.runtime.parallel import plan_file
+from backbeat.runtime.parallel import probe
 from backbeat.runtime.parallel.apply_plan import is_stock
-from backbeat.runtime.parallel.plan_file import kept_plan, message_s, model_digest, probe_bytes, save
+from backbeat.runtime.parallel.plan_file import kept_plan, model_digest, save
+from backbeat.runtime.parallel.probe import message_s, probe_bytes
 
 NOW = MadeFor(ranks=2, model="ab", batch="cd", network="gloo", message_s=1e-3)
 
@@ -68,9 +69,9 @@ class Link:
 def probed_s(link: Any, monkeypatch: pytest.MonkeyPatch) -> float:
     clock = Clock()
     monkeypatch.setattr(clock, "mark", lambda: link.now)
-    monkeypatch.setattr(plan_file, "clock_for", lambda device: clock)
-    monkeypatch.setattr(plan_file, "time", SimpleNamespace(monotonic=lambda: link.now))
-    return message_s(link, plan_file.LEAST_BYTES)
+    monkeypatch.setattr(probe, "clock_for", lambda device: clock)
+    monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=lambda: link.now))
+    return message_s(link, probe.LEAST_BYTES)
 
 
 @pytest.mark.parametrize("seed", range(5))

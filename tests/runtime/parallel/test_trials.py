@@ -19,9 +19,9 @@ from backbeat.measure.network import calibration
 from backbeat.model import Profile
 from backbeat.model.collective_times import ShardedHost, ShardedTimes
 from backbeat.runtime.parallel import preserve, trials
-from backbeat.runtime.parallel.prepare import ParallelSearch
 from backbeat.runtime.parallel.preserve import copy_of, room_for, without_original
 from backbeat.runtime.parallel.request import ParallelRequest
+from backbeat.runtime.parallel.search import ParallelSearch
 from backbeat.runtime.parallel.trials import ExampleStep, take_turns, try_plan
 from backbeat.simulate.stragglers import between_ranks
 from tests.problems import make_profile
@@ -60,7 +60,7 @@ def turns(
     names = {one.name: one.kind for one in candidates}
     return (
         SimpleNamespace(
-            seconds={names[name]: values for name, values in made.seconds.items()},
+            seconds={names[name]: values for name, values in made.turns_s.items()},
             dropped={names[name]: why for name, why in made.dropped.items()},
         ),
         tried,
@@ -199,7 +199,8 @@ def test_on_gpus_what_fsdp2_costs_the_host_is_measured_for_a_network_without_it(
         host = ShardedHost(unit_s=1e-3, parameter_s=1e-5, update_s=1e-6)
         network = msgspec.structs.replace(network, sharded=ShardedTimes(host=host))
     search: Any = object.__new__(ParallelSearch)
-    search.example, search.budget_s, search._say = replace(example(), device=torch.device(device)), 50.0, print
+    search.example, search._say = replace(example(), device=torch.device(device)), print
+    search.request = ParallelRequest(example=search.example, budget_s=50.0)
     search.ranks = SimpleNamespace(
         size=2, communicators=None, gather=lambda values: [values, [0.0, 204.0, 0.0, 204.0, 384.0]]
     )
@@ -258,7 +259,7 @@ def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
         return found
 
     closed: list[bool] = []
-    groups = SimpleNamespace(whole=None, mesh=None, backends=[], close=lambda: closed.append(True))
+    groups = SimpleNamespace(world_group=None, mesh=None, backends=[], close=lambda: closed.append(True))
     monkeypatch.setattr(trials, "apply_plan", lambda model, plan, **_: made)
     monkeypatch.setattr(trials, "TrialGroups", lambda *_: groups)
     ranks: Any = SimpleNamespace(

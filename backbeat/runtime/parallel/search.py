@@ -1,14 +1,7 @@
-"""`parallelize`: prepare a model for data-parallel training, before its optimizer is made.
-
-from backbeat.runtime import parallelize
-
-model = parallelize(model, plan="auto", example=(batch, loss))     # or plan="plan.json"
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)         # as always, after
-"""
+"""The search of `parallelize(plan="auto")`: what it measures, predicts and tries, and the plan it takes."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +12,13 @@ import msgspec
 import torch.distributed as dist
 from torch import nn
 
-from backbeat.comm.agreement import RankStore, same_on_all_ranks
+from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
-from backbeat.measure.model.inputs import MeasureOptions, device_of, samples_in
+from backbeat.measure.model.inputs import MeasureOptions, samples_in
 from backbeat.measure.model.profiler import measure
-from backbeat.measure.model.training_step import Loss, OutOfMemoryError, is_out_of_memory, release
+from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, release
 from backbeat.measure.network.calibration import calibrate, with_sharded_host
 from backbeat.measure.network.case import message_sizes
 from backbeat.model import Bucket, Network, Plan, Profile
@@ -33,83 +26,28 @@ from backbeat.model.files import decode, encode
 from backbeat.model.plan import MadeFor
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
-from backbeat.runtime.parallel import candidates, plan_file
-from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock
+from backbeat.runtime.parallel import candidates, choice, plan_file, probe
+from backbeat.runtime.parallel.apply_plan import is_stock
 from backbeat.runtime.parallel.candidates import Candidate
 from backbeat.runtime.parallel.heartbeat import heartbeat_of
-from backbeat.runtime.parallel.plan_file import digest, model_digest
+from backbeat.runtime.parallel.plan_file import digest
 from backbeat.runtime.parallel.preserve import copy_of, preserved_state, room_for, without_original
-from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
+from backbeat.runtime.parallel.request import ParallelRequest
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
-from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, affordable, take_turns, try_plan
+from backbeat.runtime.parallel.trials import LEAST_STEPS, Trials, affordable, take_turns, try_plan
 from backbeat.simulate.stragglers import between_ranks
 
-BUDGET_S = 50.0
 CALIBRATE_SHARE, SLOWDOWN_SHARE, HOST_SHARE, PROFILE_SHARE = 0.12, 0.06, 0.012, 0.2
 """Of the budget; trials have the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Taken:
+class SearchOutcome:
     """The outcome of a search, the same on every rank."""
 
     plan: Plan
     words: str
     """The line that rank 0 prints."""
-    dropped: dict[str, str]
-    """Candidates that did not run, and why."""
-
-
-def parallelize(
-    model: nn.Module,
-    plan: Plan | str | os.PathLike[str] = "auto",
-    *,
-    example: tuple[Any, Loss] | None = None,
-    optimizer: MakeOptimizer = "adamw",
-    memory: int | str | None = None,
-    compression: str | None = None,
-    network: Network | str | os.PathLike[str] | None = None,
-    precision: str | None = None,
-    budget_s: float = BUDGET_S,
-) -> nn.Module:
-    """The model, ready to train data-parallel on all ranks; every rank calls it.
-
-    Make the optimizer afterwards, of the model returned: units replace parameters, and one made before trains nothing.
-
-    plan: a `Plan` or the path of one: buckets run in `DistributedDataParallel`, units by `fully_shard`. "auto" measures
-        and takes the fastest of stock DDP, planned buckets and planned units. "auto:FILE" also writes the plan. The
-        next run reads it, if it was made for the same ranks, model, batch, device, network, versions and arguments.
-    example: for "auto": a batch of this rank, and `loss(model, batch)`, which returns what backward starts from.
-        It trains copies of the model; where memory has no room for one, it times the model itself and restores it from
-        the host. Afterwards weights, buffers and random generators are as before.
-    optimizer: for "auto": what to try with: `sgd`, `adam` or `adamw`, or a function of a list of parameters.
-    memory: for "auto": what an iteration may take on the device, in bytes or like "6GB".
-    compression: for "auto": "allow" lets it take compressed buckets. Then also call `model.attach(optimizer,
-        max_grad_norm=…)`.
-    network: for "auto": a `Network`, a name or a path to predict with; measured on the job's ranks where left out. What
-        it does not say of the model and the host is measured: how much communication slows a step down, and FSDP2's
-        cost.
-    precision: for "auto": `bf16` or `fp16` where training runs under autocast around `loss`; left out, the loss runs
-        as it is.
-    budget_s: for "auto": about how long it may take.
-    """
-    if not dist.is_initialized():
-        raise InputError("torch.distributed is not initialised: call init_process_group first, or run under torchrun")
-    with same_on_all_ranks("parallelize") as said:
-        check_plain(model)
-        said["model"] = model_digest(model)
-        path = auto_path(plan)
-        if path is None:
-            given = given_plan(plan)
-            said["plan"] = digest([encode(given).decode()])
-        else:
-            request = ParallelRequest.checked(
-                device_of(model, None), example, optimizer, memory, compression, network, precision, budget_s
-            )
-            said |= {"plan": "auto:…" if path else "auto", **request.in_words()}
-    if path is None:
-        return apply_plan(model, given)
-    return apply_plan(model, ParallelSearch(model, path, request).run().plan)
 
 
 class ParallelSearch:
@@ -118,8 +56,6 @@ class ParallelSearch:
     def __init__(self, model: nn.Module, path: str, request: ParallelRequest) -> None:
         world: Any = dist.group.WORLD
         self.model, self.path, self.request, self.example = model, path, request, request.example
-        self.network, self.memory_bytes = request.network, request.memory_bytes
-        self.compression, self.budget_s = request.compression, request.budget_s
         # Before the first of them exists: a plan on two communicators may be taken.
         set_nccl_launch_order(world, self.example.device)
         communicators = Communicators(world, self.example.device, 1)
@@ -128,7 +64,7 @@ class ParallelSearch:
         self._left_out = ""
         """What was not measured, for the line that rank 0 prints."""
 
-    def run(self) -> Taken:
+    def run(self) -> SearchOutcome:
         if self.ranks.size == 1:
             taken = self._alone()
         else:
@@ -143,7 +79,7 @@ class ParallelSearch:
                 self._say("call model.attach(optimizer, max_grad_norm=…): some buckets are compressed", last=True)
         return taken
 
-    def _run(self) -> Taken:
+    def _run(self) -> SearchOutcome:
         now = self.request.conditions(self.model, self.ranks, kept=bool(self.path))
         if self.path and (known := self._known(now)) is not None:
             return known
@@ -155,37 +91,37 @@ class ParallelSearch:
             )
         found = self._candidates(profile, network, msgspec.structs.replace(now, unused=unused), units=alike)
         # A prediction that rests on small messages alone excludes nothing.
-        extrapolated = self.ranks.from_rank_0(candidates.extrapolation(network, profile))
-        tried = candidates.worth_trying(found) if extrapolated <= candidates.FARTHEST else found
+        extrapolated = self.ranks.from_rank_0(choice.extrapolation(network, profile))
+        tried = choice.worth_trying(found) if extrapolated <= choice.MOST_EXTRAPOLATION else found
         trials, no_memory = Trials(), self.ranks.failure(room_for(profile, self.example.device))
         if no_memory is None:
             tried, trials = self._try(tried, found)
         excluded = [one for one in found if one not in tried]
-        taken, words = candidates.decide(tried, trials, no_memory, extrapolated, excluded)
+        taken, words = choice.decide(tried, trials, no_memory, extrapolated, excluded)
         plan = self.ranks.document_from_rank_0(taken.plan, Plan)
         if self.path and self.ranks.rank == 0:
             plan_file.save(plan, self.path)
-        return Taken(plan=plan, words=words + self._left_out, dropped=trials.dropped)
+        return SearchOutcome(plan=plan, words=words + self._left_out)
 
     def _try(self, tried: list[Candidate], every: list[Candidate]) -> tuple[list[Candidate], Trials]:
         """The candidates tried, and their trials. A single candidate needs no comparison, but must run; if it does not,
         all are tried."""
-        deadline_s, dropped = self._began + self.budget_s, {}
+        deadline_s, dropped = self._began + self.request.budget_s, {}
         if len(tried) == 1:
             if not self.ranks.from_rank_0(affordable(tried, deadline_s - time.monotonic()))[0]:
                 return tried, Trials()
             (one,) = tried
             found = try_plan(self.model, one.plan, self.example, self.ranks, LEAST_STEPS, one.predicted_s)
             if not isinstance(found, str):
-                return tried, Trials(seconds={one.name: [found]})
+                return tried, Trials(turns_s={one.name: [found]})
             tried, dropped = every, {one.name: found}
         left = [one for one in tried if one.name not in dropped]
         trials = take_turns(self.model, left, self.example, self.ranks, deadline_s, self._say)
         trials.dropped = {**dropped, **trials.dropped}
         return tried, trials
 
-    def _alone(self) -> Taken:
-        if self.memory_bytes is not None:
+    def _alone(self) -> SearchOutcome:
+        if self.request.memory_bytes is not None:
             raise InputError(
                 "there is one rank, and memory= plans for several: use DistributedDataParallel(model, memory_budget=…, "
                 "profile=…)"
@@ -201,9 +137,9 @@ class ParallelSearch:
             buckets=(Bucket(gradients=names, communicator=0),),
             made_for=MadeFor(ranks=1, unused=unused),
         )
-        return Taken(plan=one, words="stock DDP: there is one rank, and nothing to send", dropped={})
+        return SearchOutcome(plan=one, words="stock DDP: there is one rank, and nothing to send")
 
-    def _known(self, now: MadeFor) -> Taken | None:
+    def _known(self, now: MadeFor) -> SearchOutcome | None:
         """The plan in the file, if it still holds."""
 
         def read() -> tuple[Plan | None, str]:
@@ -216,7 +152,7 @@ class ParallelSearch:
         if found is None:
             return None
         name = Candidate(kind="stock" if is_stock(found) else "buckets", plan=found).name
-        return Taken(plan=found, words=f"{name}, as {self.path} has it", dropped={})
+        return SearchOutcome(plan=found, words=f"{name}, as {self.path} has it")
 
     def _profile(self) -> tuple[Profile, bool, bool]:
         """Rank 0's profile with the spread of all ranks; whether some rank's step leaves parameters without gradients;
@@ -251,12 +187,12 @@ class ParallelSearch:
             batch_size=samples_in(self.example.batch) or 1,
             iterations=10,
             warmup=3,
-            time_limit_s=self.budget_s * PROFILE_SHARE,
+            time_limit_s=self.request.budget_s * PROFILE_SHARE,
             accept_noise=True,
             keep=keep,
             command="backbeat.runtime.parallelize",
-            topk_speed=measure_topk if self.compression else None,
-            apply_memory=apply_memory if self.memory_bytes is not None else None,
+            topk_speed=measure_topk if self.request.compression else None,
+            apply_memory=apply_memory if self.request.memory_bytes is not None else None,
             ranks=self.ranks,
             brief=True,
         )
@@ -264,13 +200,13 @@ class ParallelSearch:
 
     def _network(self, profile: Profile) -> Network:
         """The network given, or as measured; with what the model's steps and the host add, unless it says so."""
-        network = self._calibrated(profile) if self.network is None else self._given(self.network)
+        network = self._calibrated(profile) if self.request.network is None else self._given(self.request.network)
         if network.slowdown is not None:
             return network
         # The job's own link may be another than the one given.
-        seconds_of = network.all_reduce.curve.at if self.network is None else self._link()
+        seconds_of = network.all_reduce.curve.at if self.request.network is None else self._link()
         self._say("timing steps beside communication")
-        step_s, limit_s = max(profile.forward_s + profile.backward_s, 1e-4), self.budget_s * SLOWDOWN_SHARE
+        step_s, limit_s = max(profile.forward_s + profile.backward_s, 1e-4), self.request.budget_s * SLOWDOWN_SHARE
         slowdown = measure_step_slowdown(self.model, self.example, self.ranks, seconds_of, step_s, limit_s)
         if isinstance(slowdown, str):
             self._left_out += f"; steps were not timed beside communication: {slowdown}"
@@ -279,8 +215,8 @@ class ParallelSearch:
 
     def _link(self) -> Callable[[int], float]:
         """What messages take on the job's link, about."""
-        size = plan_file.probe_bytes(self.ranks, self.model)
-        s_per_byte = plan_file.message_s(self.ranks, size, 0.0) / size
+        size = probe.probe_bytes(self.ranks, self.model)
+        s_per_byte = probe.message_s(self.ranks, size, 0.0) / size
         return lambda sent: sent * s_per_byte
 
     def _given(self, network: Network) -> Network:
@@ -294,7 +230,7 @@ class ParallelSearch:
         def largest(values: Sequence[float]) -> list[float]:
             return [max(column) for column in zip(*self.ranks.gather(list(values)), strict=True)]
 
-        return with_sharded_host(network, self.ranks.communicators, largest, self.budget_s * HOST_SHARE)
+        return with_sharded_host(network, self.ranks.communicators, largest, self.request.budget_s * HOST_SHARE)
 
     def _calibrated(self, profile: Profile) -> Network:
         self._say("measuring the network")
@@ -303,7 +239,7 @@ class ParallelSearch:
         return calibrate(
             group=opened.process_group,
             device=opened.device,
-            budget_s=self.budget_s * CALIBRATE_SHARE,
+            budget_s=self.request.budget_s * CALIBRATE_SHARE,
             sizes=message_sizes(profile.total_bytes),
             collectives=("all_reduce", "all_gather", "reduce_scatter", *broadcast),
             communicators=tuple(sorted({1, opened.allowed(2)})),
@@ -318,8 +254,8 @@ class ParallelSearch:
             found = candidates.predicted_candidates(
                 profile,
                 network,
-                memory_bytes=self.memory_bytes,
-                compression=self.compression,
+                memory_bytes=self.request.memory_bytes,
+                compression=self.request.compression,
                 communicators=1 if self.ranks.communicators.limit == 1 else None,
                 units=units,
             )
