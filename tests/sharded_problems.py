@@ -1,4 +1,4 @@
-"""Sharded plans for tests: random chains in random units, with every knob."""
+"""Sharded plans for tests: random chains in random units, with every setting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sharded_plan(
     buffers: int = 1,
     **fields: object,
 ) -> Plan:
-    knobs: dict[str, object] = {"param_dtype": "bf16", "reduce_dtype": "fp32", "separate_reduce_scatter": False}
+    settings: dict[str, object] = {"param_dtype": "bf16", "reduce_dtype": "fp32", "separate_reduce_scatter": False}
     return Plan(
         strategy="custom",
         model=profile.model,
@@ -26,7 +26,7 @@ def sharded_plan(
             mesh=Mesh(replicate=replicate, shard=shard),
             reduce_scatter_buffers=buffers,
             units=tuple(ShardUnit(modules=modules, reshard=reshard, prefetch=prefetch) for modules in units),
-            **{**knobs, **fields},  # type: ignore[arg-type]
+            **{**settings, **fields},  # type: ignore[arg-type]
         ),
     )
 

@@ -199,7 +199,7 @@ def _sharding(one: Profile, made: Plan, sharding: Sharding, accumulation: int | 
     """Units, what they take of the device's memory, and how they travel."""
     held = sharded_memory(one, made, micro_batches=accumulation or one.accumulation)
     again = [segment.blocks[0] for segment in made.memory.segments] if made.memory else []
-    knobs = [
+    settings = [
         f"parameters travel in {sharding.param_dtype}, gradients in {sharding.reduce_dtype}",
         *([f"recomputed: {first_few(again)}"] if again else []),
         *([f"{sharding.reduce_scatter_buffers} reduce-scatter inputs"] if sharding.reduce_scatter_buffers > 1 else []),
@@ -209,7 +209,7 @@ def _sharding(one: Profile, made: Plan, sharding: Sharding, accumulation: int | 
     shown: list[Table | str] = [tables.units_table(one, made)]
     if held is not None:
         shown.append(tables.memory_table(held))
-    shown += ["", f"{capitalised('; '.join(knobs))}."]
+    shown += ["", f"{capitalised('; '.join(settings))}."]
     if held is not None and made.memory is not None and made.memory.budget_bytes is not None:
         shown.append(f"Budget: {format_bytes(held.total_bytes)} of {format_bytes(made.memory.budget_bytes)}.")
     if held is not None and one.autocast in ("bf16", "fp16"):

@@ -1,4 +1,4 @@
-"""How parameters are sharded: which modules form a unit, on which mesh, and the knobs of torch's `fully_shard`."""
+"""How parameters are sharded: which modules form a unit, on which mesh, and the settings of torch's `fully_shard`."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class ShardSearch:
             found.append(self.problem.scored(self._climb(one.choice, self._faster, atoms)))
         return found
 
-    def with_knobs(self, found: list[Scored]) -> list[Scored]:
+    def with_newer_settings(self, found: list[Scored]) -> list[Scored]:
         """The fastest with several reduce-scatter inputs, and with a communicator for reduce-scatters."""
         more = []
         for one in self._fastest(found):

@@ -1,4 +1,4 @@
-"""`sharded` and `decoupled`: FSDP2's units and knobs, chosen together within a memory budget.
+"""`sharded` and `decoupled`: FSDP2's units and settings, chosen together within a memory budget.
 
 `sharded` chooses which consecutive blocks form a unit, which units are resharded after forward, how far forward
 prefetches, the mesh, and which blocks are recomputed. With torch 2.13 it also chooses how many reduce-scatter inputs
@@ -9,8 +9,8 @@ are those of `fsdp`, unless the caller names another: a plan never changes what 
    for its sub-problem: one micro-batch, one communicator, no contention.
 2. The engine scores those units, with contention and accumulation, beside `fsdp`, `hsdp` and `zero2`. A choice that
    does not fit keeps fewer units whole after forward, recomputes as few blocks as needed, or both.
-3. The fastest are improved by prefetch, by moving boundaries, and by the newer knobs where torch has them; where memory
-   is short also by keeping and freeing single units, each time with as few blocks recomputed as fit.
+3. The fastest are improved by prefetch, by moving boundaries, and by the newer settings where torch has them; where
+   memory is short also by keeping and freeing single units, each time with as few blocks recomputed as fit.
 4. Of plans within 1 % of the fastest, `sharded` takes the one with the fewest changes from `fsdp`, and never one slower
    than an `fsdp` that fits. So no `hsdp` or `zero2` that fits gains more than 1 %.
 
@@ -77,7 +77,7 @@ def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, who
         )
     size = budget if budget is not None else device.memory_bytes if profile.memory and device else None
     search = ShardSearch(problem, None if size is None else usable(size, reserve), whole=whole)
-    newer = _has_knobs(options.torch_version)
+    newer = _has_newer_settings(options.torch_version)
     found = search.run()
     if not found:
         least = needed(min(problem.peaks.values()), reserve)
@@ -86,16 +86,16 @@ def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, who
             f"with blocks recomputed, the smallest found that fits is {least} bytes ({format_bytes(least)}). Give that "
             "much, more workers, or a smaller batch"
         )
-    knobs = search.with_knobs(found)
-    best = search.simplest([*found, *knobs] if newer else found)
-    gained = best if newer else search.simplest([*found, *knobs])
+    newer_found = search.with_newer_settings(found)
+    best = search.simplest([*found, *newer_found] if newer else found)
+    gained = best if newer else search.simplest([*found, *newer_found])
     plan = problem.plan(best.choice)
     notes, memory = list(problem.pieces.notes), plan.memory
     if gained.seconds < best.seconds * (1 - SIMPLER_WITHIN):
-        knob_words = [f"{gained.choice.buffers} reduce-scatter inputs"] * (gained.choice.buffers > 1)
-        knob_words += ["a communicator for reduce-scatters"] * gained.choice.separate
+        settings = [f"{gained.choice.buffers} reduce-scatter inputs"] * (gained.choice.buffers > 1)
+        settings += ["a communicator for reduce-scatters"] * gained.choice.separate
         notes.append(
-            f"with torch {NEWER_TORCH}, {' and '.join(knob_words)} would make a step "
+            f"with torch {NEWER_TORCH}, {' and '.join(settings)} would make a step "
             f"{_shorter(best.seconds, gained.seconds)}: plan with --torch {NEWER_TORCH} where that is installed"
         )
     if options.reduce_dtype is None:
@@ -118,7 +118,7 @@ def _shorter(seconds: float, then_s: float) -> str:
     return f"{1 - then_s / seconds:.0%} shorter".replace("%", " %")
 
 
-def _has_knobs(version: str | None) -> bool:
+def _has_newer_settings(version: str | None) -> bool:
     """An unsaid torch is taken not to have them."""
     if version is None:
         return False

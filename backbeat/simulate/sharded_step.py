@@ -266,7 +266,7 @@ def _timeline(run: ShardedRun, chain: ShardedChain, cost: ShardedCost) -> tuple[
 
 
 def sharded_bound(chain: ShardedChain, cost: ShardedCost, update_s: float, micro_batches: int = 1) -> float:
-    """What no plan on this mesh, with these dtypes, can beat: whatever its units, knobs and communicators.
+    """What no plan on this mesh, with these dtypes, can beat: whatever its units, settings and communicators.
 
     Take any plan whose units hold whole pieces (blocks). P_j and G_j are the bytes of piece j that are gathered and
     scattered, f_j and b_j its forward and backward, s and g the least latency and the least link time per byte of the

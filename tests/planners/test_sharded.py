@@ -1,4 +1,4 @@
-"""Units and knobs of sharded plans."""
+"""Units and settings of sharded plans."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_the_head_is_a_unit_only_where_it_has_its_own_weight() -> None:
     assert [name.rpartition(".")[2] for name in names.values()] == ["lm_head", "11", "11"]
 
 
-def test_newer_knobs_are_named_and_not_chosen() -> None:
+def test_newer_settings_are_named_and_not_chosen() -> None:
     # A long backward (1) lies between scatters that computation waits for if one input is held.
     times = [(5, 10, 40), (5, 0.2, 4), (0.1, 10, 0.04), (0.1, 0.2, 4), (1, 0.2, 4), (5, 0.2, 40), (0.1, 0.2, 40)]
     profile = chain([*times, (0.1, 2, 4)], ["embed", *(f"layers.{index}" for index in range(6)), "head"])

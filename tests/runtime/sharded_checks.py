@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Mesh, Plan, Segment, Sharding, ShardUnit
 from backbeat.runtime import full_state_dict, fully_shard, load_full_state_dict
-from backbeat.runtime.sharded.torch_fsdp import KNOBS
+from backbeat.runtime.sharded.torch_fsdp import NEWER_SETTINGS
 
 CHECKS: dict[str, Scenario] = {}
 WIDTH = 6
@@ -271,7 +271,7 @@ def further_ahead(ctx: Context) -> None:
 
 @check
 def more_buffers_and_a_group_of_their_own(ctx: Context) -> None:
-    for _, method, _ in KNOBS:
+    for _, method, _ in NEWER_SETTINGS:
         if not hasattr(FSDPModule, method):
             raise SkipScenarioError(f"torch {torch.__version__} has no {method}")
     ours, _ = twice(ctx, Chain, plan_of(ctx, reduce_scatter_buffers=3, separate_reduce_scatter=True), by_hand)

@@ -196,7 +196,7 @@ def _profile(layers: Sequence[Layer]) -> Profile:
     )  # fmt: skip
 
 
-def _knob(module: nn.Module, name: str) -> Callable[..., Any]:
+def _setting(module: nn.Module, name: str) -> Callable[..., Any]:
     if TORCH < (2, 13):
         raise SkipScenarioError(f"torch {torch.__version__} has no {name}: it came with 2.13")
     return getattr(module, name)  # type: ignore[no-any-return]
@@ -223,9 +223,9 @@ def _shard(model: Model, case: Case, size: int) -> list[Any]:
         if case.prefetch:
             module.set_modules_to_forward_prefetch(firsts[index + 1 : index + 1 + case.prefetch])
     if case.buffers > 1:
-        _knob(model, "set_reduce_scatter_max_input_buffers")(case.buffers)
+        _setting(model, "set_reduce_scatter_max_input_buffers")(case.buffers)
     if case.separate:
-        _knob(model, "set_separate_reduce_scatter_group")(True)
+        _setting(model, "set_separate_reduce_scatter_group")(True)
     return firsts
 
 

@@ -137,7 +137,7 @@ ZERO1 = {"reshard": False, "gradient_sync": "last", "reshard_after_backward": Fa
 
 
 @pytest.mark.parametrize(
-    ("units", "root", "micro_batches", "knobs"),
+    ("units", "root", "micro_batches", "settings"),
     [
         pytest.param(ONE_EACH, True, 1, {}, id="defaults"),
         pytest.param(ONE_EACH, False, 1, {"reduce_dtype": "bf16"}, id="nothing in the root, bf16 sums"),
@@ -154,10 +154,10 @@ ZERO1 = {"reshard": False, "gradient_sync": "last", "reshard_after_backward": Fa
     ],
 )
 def test_the_peak_is_what_torch_tracks(
-    units: list[tuple[str, ...]], root: bool, micro_batches: int, knobs: dict[str, Any], eight_ranks: None
+    units: list[tuple[str, ...]], root: bool, micro_batches: int, settings: dict[str, Any], eight_ranks: None
 ) -> None:
     profile = _profile(root)
-    plan = sharded_plan(profile, units, **{"shard": SHARDS, **knobs})
+    plan = sharded_plan(profile, units, **{"shard": SHARDS, **settings})
     found = sharded_memory(profile, plan, micro_batches=micro_batches)
     assert found is not None
     tracked = _tracked(plan, root, micro_batches)

@@ -51,8 +51,8 @@ def held(profile: Profile, plan: Plan, **options: int) -> MemoryLevel:
     return found
 
 
-def one_each(profile: Profile, **knobs: object) -> Plan:
-    return sharded_plan(profile, [(block.name,) for block in profile.blocks], **knobs)  # type: ignore[arg-type]
+def one_each(profile: Profile, **settings: object) -> Plan:
+    return sharded_plan(profile, [(block.name,) for block in profile.blocks], **settings)  # type: ignore[arg-type]
 
 
 def test_the_kinds_by_hand() -> None:
@@ -117,7 +117,7 @@ def test_recomputed_blocks_are_within_the_same_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "knobs", "cast"),
+    ("units", "settings", "cast"),
     [
         pytest.param([("b.0",), ("b.1",), ("b.2",), ("b.3",)], {}, [0, 1, 2, 3], id="every block a unit"),
         pytest.param([("b.0", "b.1"), ("b.2", "b.3")], {}, [0, 1, 2], id="b.0 passes it on, b.2 does not"),
@@ -127,7 +127,7 @@ def test_recomputed_blocks_are_within_the_same_count() -> None:
     ],
 )
 def test_inputs_that_come_in_bf16_save_less(
-    units: list[tuple[str, ...]], knobs: dict[str, object], cast: list[int]
+    units: list[tuple[str, ...]], settings: dict[str, object], cast: list[int]
 ) -> None:
     profile = row(4)
     blocks = tuple(
@@ -135,7 +135,7 @@ def test_inputs_that_come_in_bf16_save_less(
         for k, block in enumerate(profile.blocks)
     )
     profile = replace(profile, blocks=blocks)
-    plan = sharded_plan(profile, units, **knobs)  # type: ignore[arg-type]
+    plan = sharded_plan(profile, units, **settings)  # type: ignore[arg-type]
     none = replace(profile, blocks=tuple(replace(block, cast_saving_bytes=0) for block in blocks))
     before, after = (sharded_activations(one, chain_of(one, plan)).blocks for one in (none, profile))
     less = [old.saved_bytes - new.saved_bytes for old, new in zip(before, after, strict=True)]
@@ -243,7 +243,7 @@ def test_what_is_not_sharded_is_counted_whole(blocks: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "most", "held_at"),
+    ("settings", "most", "held_at"),
     [
         # Gathered parameters, whole gradients, the reduce-scatter's input, reduced shards.
         (
@@ -264,11 +264,11 @@ def test_what_is_not_sharded_is_counted_whole(blocks: bool) -> None:
     ],
     ids=["every", "last", "last, kept whole"],
 )
-def test_two_micro_batches_by_hand(knobs: dict[str, object], most: float, held_at: list[str]) -> None:
+def test_two_micro_batches_by_hand(settings: dict[str, object], most: float, held_at: list[str]) -> None:
     """Three units at each of their backwards and at the end, in bytes an element: parameters and gradients in bf16, 4 a
     whole gradient that waits in fp32, an eighth of that a shard."""
     profile = row(3)
-    plan = one_each(profile, **knobs)
+    plan = one_each(profile, **settings)
     moments = step_moments(chain_of(profile, plan), 2, tied=False)
     kinds = ("gathered", "whole_gradient", "scatter_input", "gradient")
     found = [

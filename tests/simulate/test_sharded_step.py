@@ -57,8 +57,8 @@ def row(count: int, elements: int = 1000, forward: float = 1.0, backward: float 
     )  # fmt: skip
 
 
-def one_each(profile: Profile, **knobs: object) -> Plan:
-    fields: dict[str, object] = {"param_dtype": "fp32", **knobs}
+def one_each(profile: Profile, **settings: object) -> Plan:
+    fields: dict[str, object] = {"param_dtype": "fp32", **settings}
     return sharded_plan(profile, [(block.name,) for block in profile.blocks], **fields)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ from torch.nn import functional
 from backbeat.measure import profile as measure
 from backbeat.measure.model.training_step import autocast
 from backbeat.model import Mesh, Plan, Profile, Sharding, ShardUnit
-from backbeat.runtime.sharded.torch_fsdp import keep_statistics_dtype
+from backbeat.runtime.sharded.batchnorm import keep_statistics_dtype
 from backbeat.simulate.sharded_memory import sharded_activations
 from backbeat.simulate.sharded_units import chain_of
 

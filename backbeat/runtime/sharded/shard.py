@@ -1,5 +1,5 @@
 """A sharded plan on a model: torch's own `fully_shard`, unit by unit. Nothing of ours runs in a training step, but for
-BatchNorm that is in lower precision (`torch_fsdp`) or recomputed.
+BatchNorm that is in lower precision (`batchnorm`) or recomputed.
 
     from backbeat.runtime import fully_shard
 
@@ -47,7 +47,8 @@ from backbeat.measure.model.chain import planned_module
 from backbeat.model import Plan, Sharding
 from backbeat.runtime.memory.forward_context import statistics_unchanged
 from backbeat.runtime.reduce.settings import TorchDDP, check_model
-from backbeat.runtime.sharded.torch_fsdp import check_knobs, keep_statistics_dtype, mixed_precision, set_knobs
+from backbeat.runtime.sharded.batchnorm import keep_statistics_dtype
+from backbeat.runtime.sharded.torch_fsdp import check_settings, mixed_precision, set_settings
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -72,7 +73,7 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
             "backbeat.runtime.DistributedDataParallel, or make a plan of strategy fsdp or sharded"
         )
     _check(model)
-    check_knobs(loaded, sharding)
+    check_settings(loaded, sharding)
     units = find_units(model, loaded, sharding)
     recomputed = _recomputed(model, loaded)
     mesh = mesh_of(loaded, sharding, mesh)
@@ -96,7 +97,7 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
     for index, unit in enumerate(units):
         if ahead := firsts[index + 1 : index + 1 + unit.prefetch]:
             firsts[index].set_modules_to_forward_prefetch(ahead)
-    set_knobs(model, sharding)
+    set_settings(model, sharding)
     _plans[model] = loaded
     return model
 

@@ -1,10 +1,6 @@
 """What the installed torch's `fully_shard` offers, and what a plan asks of it.
 
 Settings that this torch lacks are refused by name: a plan without them is another plan, with another time and peak.
-
-FSDP2 casts parameters and leaves buffers alone, and torch's BatchNorm wants its scale and shift in the dtype of its
-running statistics. Where a unit is gathered in a lower dtype, they are cast to that one for each forward: the gather
-has rounded them, and this widens them again.
 """
 
 from __future__ import annotations
@@ -15,26 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from backbeat.errors import InputError
 from backbeat.model import Plan, Sharding
 from backbeat.units import format_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CAST = ("weight", "bias")
 
-
-KNOBS = (
+NEWER_SETTINGS = (
     ("reduce_scatter_buffers", "set_reduce_scatter_max_input_buffers", 1),
     ("separate_reduce_scatter", "set_separate_reduce_scatter_group", False),
 )
 """Settings that came with torch 2.13: in the plan's `sharding`, the method of `FSDPModule`, and what older ones do."""
 
 
-def check_knobs(plan: Plan, sharding: Sharding) -> None:
+def check_settings(plan: Plan, sharding: Sharding) -> None:
     """Refuse settings that the installed torch does not have."""
-    for field, method, default in KNOBS:
+    for field, method, default in NEWER_SETTINGS:
         value = getattr(sharding, field)
         if value != default and not hasattr(FSDPModule, method):
             raise InputError(
@@ -43,9 +36,9 @@ def check_knobs(plan: Plan, sharding: Sharding) -> None:
             )
 
 
-def set_knobs(root: nn.Module, sharding: Sharding) -> None:
+def set_settings(root: nn.Module, sharding: Sharding) -> None:
     """Apply the plan's settings to every unit. All ranks call it: they make a separate group together."""
-    for field, method, default in KNOBS:
+    for field, method, default in NEWER_SETTINGS:
         value = getattr(sharding, field)
         if value != default:
             getattr(root, method)(value)
@@ -86,27 +79,3 @@ def sends_gradients(module: FSDPModule) -> tuple[bool, bool]:
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     found = [group for group in groups if group is not None]
     return all(group.reduce_grads for group in found), all(group.all_reduce_grads for group in found)
-
-
-def keep_statistics_dtype(modules: Iterable[nn.Module], gathered: torch.dtype | None) -> None:
-    """Let the BatchNorms among these modules and theirs run, where parameters are gathered in this dtype."""
-    for module in modules:
-        for norm in module.modules():
-            statistics = norm.running_mean if isinstance(norm, _BatchNorm) and norm.affine else None
-            # A unit inside this one may have seen to it.
-            seen_to = _cast in norm._forward_pre_hooks.values()
-            if gathered is None or statistics is None or statistics.dtype == gathered or seen_to:
-                continue
-            norm.register_forward_pre_hook(_cast)
-            norm.register_forward_hook(_uncast, always_call=True)
-
-
-def _cast(norm: Any, inputs: Any) -> None:
-    for name in _CAST:
-        # An attribute hides the parameter of its name, which stays as FSDP2 has it.
-        norm.__dict__[name] = norm._parameters[name].to(norm.running_mean.dtype)
-
-
-def _uncast(norm: Any, inputs: Any, outputs: Any) -> None:
-    for name in _CAST:
-        norm.__dict__.pop(name, None)

@@ -87,7 +87,7 @@ def test_a_parameter_shared_with_what_holds_the_units(alone: Context) -> None:
         units(plan_of(alone, (("inner",),)), Holder())
 
 
-@pytest.mark.parametrize(("field", "method"), [knob[:2] for knob in torch_fsdp.KNOBS])
+@pytest.mark.parametrize(("field", "method"), [setting[:2] for setting in torch_fsdp.NEWER_SETTINGS])
 def test_what_the_installed_torch_lacks_is_refused_by_name(
     field: str, method: str, alone: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

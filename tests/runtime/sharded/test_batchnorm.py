@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from backbeat.runtime.sharded.torch_fsdp import keep_statistics_dtype
+from backbeat.runtime.sharded.batchnorm import keep_statistics_dtype
 
 
 def gathered(norm: nn.BatchNorm1d) -> nn.BatchNorm1d:
