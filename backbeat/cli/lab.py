@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -13,8 +13,8 @@ from rich.table import Table
 from backbeat.cli import options
 from backbeat.cli.common import communicator_counts, print_answer, print_json, refuse, say, split, write_json
 from backbeat.errors import InputError
-from backbeat.lab.jobs import seconds_of
-from backbeat.lab.plans import Choice, parse, shorthand
+from backbeat.lab.jobs import turns_s
+from backbeat.lab.plans import PlanChoice, parse_plans, shorthand
 from backbeat.lab.setting import Setting, check_requirements, parse_delay, parse_links, parse_share, parse_stragglers
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import gpu_named
@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 _STRATEGIES = ("wfbp", "ddp", "mg-wfbp", "optimal")
 _BUDGET_S = 15.0
 _SECONDS_EACH = 5.0
+
+
+class LabAnswer(NamedTuple):
+    """What a lab found."""
+
+    data: dict[str, Any]
+    """With a row for each plan or layout."""
+    file: dict[str, Any]
+    """The same with everything measured."""
+    shown: list[Table | str]
 
 
 def lab(
@@ -117,10 +127,10 @@ def lab(
             raise InputError("--layout runs a model's layouts: leave --profile, --train and --strategy out")
         cases = _cases(layout, setting, model, global_batch, sequence, accelerator)
         check_requirements(backend)
-        answer, file, shown = _run_layouts(setting, cases, seconds_each, budget_s)
+        answer = _run_layouts(setting, cases, seconds_each, budget_s)
     else:
         counts = [] if communicators is None else communicator_counts(communicators, most=8)
-        choices = parse(split(strategy) or _STRATEGIES, counts)
+        choices = parse_plans(split(strategy) or _STRATEGIES, counts)
         if train is not None:
             _check_training(setting, choices, profile)
         elif profile is None:
@@ -130,28 +140,24 @@ def lab(
             )
         replayed = Profile.load(profile) if profile is not None else None
         check_requirements(backend)
-        answer, file, shown = _run_plans(setting, choices, replayed, train or "", batch_size, seconds_each, budget_s)
+        answer = _run_plans(setting, choices, replayed, train or "", batch_size, seconds_each, budget_s)
     if output is not None:
-        write_json(output, file)
+        write_json(output, answer.file)
     if json:
-        print_json(answer)
+        print_json(answer.data)
     else:
-        print_answer(*shown)
-
-
-_Found = tuple[dict[str, Any], dict[str, Any], list[Table | str]]
-"""What a lab found: as data, with a row for each plan or layout; the same with everything measured; and as shown."""
+        print_answer(*answer.shown)
 
 
 def _run_plans(
     setting: Setting,
-    choices: Sequence[Choice],
+    choices: Sequence[PlanChoice],
     replayed: Profile | None,
     spec: str,
     batch_size: int | None,
     seconds_each: float,
     budget_s: float,
-) -> _Found:
+) -> LabAnswer:
     """Replay a profile; without one, train the model that `spec` names."""
     from backbeat.lab import experiment
 
@@ -167,7 +173,7 @@ def _run_plans(
             session, setting, choices, budget_s=budget_s, largest_bytes=profile.total_bytes
         )
         made = experiment.planned(choices, setting.slowest(profile) if replayed else profile, calibrated.network)
-        expected = seconds_of([prediction.iteration_s for *_, prediction in made], seconds_each)
+        expected = turns_s([prediction.iteration_s for *_, prediction in made], seconds_each)
         what = "replaying" if replayed else "training"
         say(f"{what} {profile.name} under {len(made)} plans, about {format_seconds(expected)}")
         if replayed:
@@ -200,10 +206,10 @@ def _run_plans(
     }
     file = {"schema": "backbeat.lab/1", **answer, "rows": whole, "timings": calibrated.timings}
     table = _table(setting, profile, results, losses)
-    return answer, file, [table, *(f"* {note}" for note in network.notes), conclusion(rows)]
+    return LabAnswer(answer, file, [table, *(f"* {note}" for note in network.notes), conclusion(rows)])
 
 
-def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | None) -> None:
+def _check_training(setting: Setting, choices: Sequence[PlanChoice], profile: str | None) -> None:
     given = {
         "--profile": profile is not None,
         "--dilation": setting.dilation != 1,
@@ -315,7 +321,7 @@ def _cases(
     return found
 
 
-def _run_layouts(setting: Setting, cases: Sequence[LayoutCase], seconds_each: float, budget_s: float) -> _Found:
+def _run_layouts(setting: Setting, cases: Sequence[LayoutCase], seconds_each: float, budget_s: float) -> LabAnswer:
     from backbeat.lab import experiment, layout_lab
 
     say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
@@ -325,7 +331,7 @@ def _run_layouts(setting: Setting, cases: Sequence[LayoutCase], seconds_each: fl
         timed = layout_lab.time_links(session, [case.run_job(setting) for case in cases], setting, budget_s)
         links = layout_lab.links_of(timed, setting, facts["versions"]["torch"])
         predicted = [layout_lab.predicted_layout(case, setting, links)[0]["events"].step_s for case in cases]
-        say(f"running {len(cases)} layouts, about {format_seconds(seconds_of(predicted, seconds_each))}")
+        say(f"running {len(cases)} layouts, about {format_seconds(turns_s(predicted, seconds_each))}")
         results = layout_lab.measure_layouts(session, cases, setting, links, seconds_each)
     answer: dict[str, Any] = {
         "nodes": setting.nodes,
@@ -336,7 +342,7 @@ def _run_layouts(setting: Setting, cases: Sequence[LayoutCase], seconds_each: fl
         **facts,
     }
     file = {"schema": "backbeat.lab-layouts/1", **answer, "transfers": timed}
-    return answer, file, [_layouts_table(setting, results)]
+    return LabAnswer(answer, file, [_layouts_table(setting, results)])
 
 
 def _layouts_table(setting: Setting, results: Sequence[ExecutedLayout]) -> Table:

@@ -14,10 +14,11 @@ from msgspec.structs import replace
 
 from backbeat.cost.samples import quantile
 from backbeat.errors import MeasurementError
-from backbeat.lab.jobs import ROUNDS, LabJob, RankResult, ReplayJob, Turn, job_of, per_round, seconds_of, turns
+from backbeat.lab.jobs import ROUNDS, LabJob, RankResult, ReplayJob, Turn, lab_job, per_round, turns, turns_s
+from backbeat.lab.mps import start_daemon
 from backbeat.lab.namespaces import Cluster
-from backbeat.lab.plans import Choice, build
-from backbeat.lab.runs import LabRun, start_daemon
+from backbeat.lab.plans import PlanChoice, build_plan
+from backbeat.lab.runs import LabRun
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.measure.network.case import SIZES
@@ -37,7 +38,7 @@ class CalibratedLab(NamedTuple):
     timings: list[dict[str, Any]]
 
 
-Planned = tuple[Choice, Plan, Prediction]
+Planned = tuple[PlanChoice, Plan, Prediction]
 
 
 class Repeated:
@@ -68,7 +69,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class MeasuredPlan(Repeated):
-    choice: Choice
+    choice: PlanChoice
     plan: Plan
     prediction: Prediction
     series: tuple[list[float], list[float]]
@@ -115,7 +116,7 @@ class Nodes(contextlib.ExitStack):
 
 
 def calibrate_lab(
-    session: Session, setting: Setting, choices: Sequence[Choice], *, budget_s: float, largest_bytes: int
+    session: Session, setting: Setting, choices: Sequence[PlanChoice], *, budget_s: float, largest_bytes: int
 ) -> CalibratedLab:
     """Measure the lab's own network, up to the largest message that any plan could send or the budget allows."""
     # Stock DDP on gloo is two collectives at a time, so two at once are calibrated though no communicator is opened for
@@ -147,12 +148,12 @@ def calibrate_lab(
     return CalibratedLab(network, timings)
 
 
-def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[Planned]:
+def planned(choices: Sequence[PlanChoice], profile: Profile, network: Network) -> list[Planned]:
     """Each plan with its prediction, from the calibration and the profile alone.
 
     For a replay, the profile is what the slowest rank replays.
     """
-    plans = [(choice, build(choice, profile, network)) for choice in choices]
+    plans = [(choice, build_plan(choice, profile, network)) for choice in choices]
     return [(choice, plan, predict(profile, network, plan)) for choice, plan in plans]
 
 
@@ -161,7 +162,7 @@ def measure_plans(
 ) -> tuple[list[MeasuredPlan], float]:
     """Replay all plans of one profile, taking turns; and its compute without communication, as the ranks replay it."""
     compute = setting.compute(profile)
-    jobs = [job_of(compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
+    jobs = [lab_job(compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
     expected = [*(prediction.iteration_s for _, _, prediction in plans), compute.single_s]
     *seen, alone = play(session, [*jobs, ReplayJob.of(compute)], expected, seconds_each)
     results = [
@@ -175,7 +176,7 @@ def play(
     session: Session, jobs: Sequence[LabJob], expected_s: Sequence[float], seconds_each: float
 ) -> list[tuple[RankResult, ...]]:
     """The jobs by turns: what the ranks saw of each."""
-    limit_s = 5 * seconds_of(expected_s, seconds_each) + SPARE_S
+    limit_s = 5 * turns_s(expected_s, seconds_each) + SPARE_S
     answers = session.ask("replay", limit_s, jobs=jobs, turns=turns(expected_s, seconds_each))
     return list(zip(*answers, strict=True))
 
@@ -207,7 +208,7 @@ def train(
     expected = [max(prediction.iteration_s for _, _, prediction in plans)] * len(plans)
     answers = session.ask(
         "train",
-        5 * seconds_of(expected, seconds_each) + 2 * SPARE_S,
+        5 * turns_s(expected, seconds_each) + 2 * SPARE_S,
         spec=spec,
         batch_size=batch_size,
         plans=[None if choice.name == "ddp" else plan for choice, plan, _ in plans],

@@ -1,8 +1,4 @@
-"""What the ranks are told to do: one iteration as plain numbers, and the order in which plans take turns.
-
-Of a layout, a chunk of a stage is a row of pieces. Under tensor parallelism a piece is what lies between two
-collectives: half a layer, the embedding or the head. Without it a chunk is one piece.
-"""
+"""What the ranks are told to do: one iteration as plain numbers, and the order in which plans take turns."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from backbeat.errors import InputError
 from backbeat.layouts.layout import Layout
 from backbeat.layouts.stage_times import StageLayers, StageTimes
 from backbeat.model import Plan, Profile
@@ -129,7 +124,7 @@ class RankResult:
     CPU."""
 
 
-def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> LabJob:
+def lab_job(profile: Profile, plan: Plan, *, stock: bool = False) -> LabJob:
     """The plan's buckets as messages; `dynamic` fusion is replayed as the buckets that its simulation formed."""
     if plan.sharding is not None:
         whole = ModelPieces.of(profile)
@@ -139,45 +134,6 @@ def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> LabJob:
     rows = zip(schedule.ready.tolist(), schedule.sizes.tolist(), schedule.communicators, strict=True)
     messages = tuple(Message(bytes=int(size), ready_s=ready, communicator=number) for ready, size, number in rows)
     return ReplayJob.of(profile, messages=messages, stock=stock)
-
-
-def runnable(layout: Layout) -> None:
-    """Refuse what the lab does not run."""
-    for name in ("dp", "cp", "ep"):
-        if getattr(layout, name) > 1:
-            raise InputError(f"--layout {layout.label}: the lab runs tp and pp; leave {name} out")
-    if layout.tp > 1 and not layout.sequence_parallel:
-        raise InputError(f"--layout {layout.label}: the lab runs tp with sequence parallelism only")
-    if layout.recompute != "none":
-        raise InputError(f"--layout {layout.label}: the lab does not recompute; leave recompute out")
-    if layout.gpus < 2:
-        raise InputError(f"--layout {layout.label} is one GPU: the lab compares communication, give tp or pp")
-
-
-def transfers(jobs: Sequence[LayoutJob], byte_s: float) -> tuple[TransferJob, ...]:
-    """What has to be timed to predict these: each collective and send at half, one and two times the sizes sent. A late
-    receiver is ready when all could have come in."""
-    wanted: dict[tuple[TransferKind, int], set[int]] = {}
-    for job in jobs:
-        tp, pp, size = job.layout.tp, job.layout.pp, job.activation_bytes
-        groups: list[tuple[TransferKind, int, int]] = []
-        if tp > 1:
-            groups += [("all_gather", tp, size), ("reduce_scatter", tp, size)]
-        if pp > 1:
-            # Predictions need no swap; it says whether links work both ways at once.
-            groups += [(kind, 2, size // tp) for kind in ("send", "swap", "late")]
-        for kind, workers, sent in groups:
-            wanted.setdefault((kind, workers), set()).update((sent // 2, sent, 2 * sent))
-    return tuple(
-        TransferJob(
-            kind=kind,
-            bytes=max(size, 4 * workers),
-            workers=workers,
-            late_s=2 * size * byte_s if kind == "late" else 0.0,
-        )
-        for (kind, workers), sizes in wanted.items()
-        for size in sorted(sizes)
-    )
 
 
 def turns(expected_s: Sequence[float], seconds_each: float) -> list[Turn]:
@@ -201,7 +157,7 @@ def per_round(expected_s: float, seconds_each: float) -> int:
     return round(min(max(total, FEWEST_ITERATIONS), MOST_ITERATIONS) / ROUNDS)
 
 
-def seconds_of(expected_s: Sequence[float], seconds_each: float) -> float:
+def turns_s(expected_s: Sequence[float], seconds_each: float) -> float:
     """What the turns of these jobs will take, warm-up included."""
     return sum(one * (ROUNDS * per_round(one, seconds_each) + 1) for one in expected_s)
 

@@ -18,8 +18,9 @@ import msgspec
 from backbeat.cost import Curve
 from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.samples import quantile
+from backbeat.errors import InputError
 from backbeat.lab.experiment import Repeated, play, slowest
-from backbeat.lab.jobs import LayoutJob, TransferKind, runnable, transfers
+from backbeat.lab.jobs import LayoutJob, TransferJob, TransferKind
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, Kind
@@ -109,6 +110,19 @@ class LayoutCase:
         )
 
 
+def runnable(layout: Layout) -> None:
+    """Refuse what the lab does not run."""
+    for name in ("dp", "cp", "ep"):
+        if getattr(layout, name) > 1:
+            raise InputError(f"--layout {layout.label}: the lab runs tp and pp; leave {name} out")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        raise InputError(f"--layout {layout.label}: the lab runs tp with sequence parallelism only")
+    if layout.recompute != "none":
+        raise InputError(f"--layout {layout.label}: the lab does not recompute; leave recompute out")
+    if layout.gpus < 2:
+        raise InputError(f"--layout {layout.label} is one GPU: the lab compares communication, give tp or pp")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExecutedLayout(Repeated):
     """One layout, by all three families."""
@@ -150,6 +164,32 @@ def row_of(found: ExecutedLayout) -> dict[str, Any]:
         "cost_s": found.cost_s,
         "series_s": found.series,
     }
+
+
+def transfers(jobs: Sequence[LayoutJob], byte_s: float) -> tuple[TransferJob, ...]:
+    """What has to be timed to predict these: each collective and send at half, one and two times the sizes sent. A late
+    receiver is ready when all could have come in."""
+    wanted: dict[tuple[TransferKind, int], set[int]] = {}
+    for job in jobs:
+        tp, pp, size = job.layout.tp, job.layout.pp, job.activation_bytes
+        groups: list[tuple[TransferKind, int, int]] = []
+        if tp > 1:
+            groups += [("all_gather", tp, size), ("reduce_scatter", tp, size)]
+        if pp > 1:
+            # Predictions need no swap; it says whether links work both ways at once.
+            groups += [(kind, 2, size // tp) for kind in ("send", "swap", "late")]
+        for kind, workers, sent in groups:
+            wanted.setdefault((kind, workers), set()).update((sent // 2, sent, 2 * sent))
+    return tuple(
+        TransferJob(
+            kind=kind,
+            bytes=max(size, 4 * workers),
+            workers=workers,
+            late_s=2 * size * byte_s if kind == "late" else 0.0,
+        )
+        for (kind, workers), sizes in wanted.items()
+        for size in sorted(sizes)
+    )
 
 
 def time_links(session: Session, jobs: Sequence[LayoutJob], setting: Setting, budget_s: float) -> list[dict[str, Any]]:

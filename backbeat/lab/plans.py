@@ -24,7 +24,7 @@ BUCKETINGS = ("random", "equal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PlanChoice:
     """A plan yet to be made."""
 
     name: str
@@ -49,15 +49,15 @@ class Choice:
         return self.strategy == "ddp" and backend == "gloo"
 
 
-def parse(texts: Sequence[str], communicators: Sequence[int] = ()) -> list[Choice]:
+def parse_plans(texts: Sequence[str], communicators: Sequence[int] = ()) -> list[PlanChoice]:
     """
-    >>> [choice.name for choice in parse(["wfbp", "ddp:5MB"], [1, 2])]
+    >>> [choice.name for choice in parse_plans(["wfbp", "ddp:5MB"], [1, 2])]
     ['wfbp/1', 'wfbp/2', 'ddp:5MB/1', 'ddp:5MB/2']
     """
     return list({choice.name: choice for text in texts for choice in _parse(text, communicators)}.values())
 
 
-def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
+def _parse(text: str, communicators: Sequence[int]) -> list[PlanChoice]:
     body, slash, count = text.partition("/")
     strategy, colon, argument = body.partition(":")
     if strategy not in STRATEGIES and strategy not in BUCKETINGS:
@@ -77,11 +77,13 @@ def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
     value = None if not colon else parse_bytes(argument) if strategy in BUCKETED else int(argument)
     if slash or not communicators:
         chosen = int(count) if slash else None
-        return [Choice(name=text, strategy=strategy, argument=value, communicators=chosen)]
-    return [Choice(name=f"{text}/{one}", strategy=strategy, argument=value, communicators=one) for one in communicators]
+        return [PlanChoice(name=text, strategy=strategy, argument=value, communicators=chosen)]
+    return [
+        PlanChoice(name=f"{text}/{one}", strategy=strategy, argument=value, communicators=one) for one in communicators
+    ]
 
 
-def build(choice: Choice, profile: Profile, network: Network) -> Plan:
+def build_plan(choice: PlanChoice, profile: Profile, network: Network) -> Plan:
     """The plan, with its buckets fixed: what Horovod forms at run time is kept as its simulation formed it."""
     count = len(profile.gradients)
     if choice.strategy in BUCKETINGS:
@@ -109,10 +111,3 @@ def shorthand(plan: Plan) -> list[list[int]]:
     if plan.sharding is not None:
         return [[len(unit.modules), int(unit.reshard)] for unit in plan.sharding.units]
     return [[len(bucket.gradients), bucket.communicator] for bucket in plan.buckets]
-
-
-def from_shorthand(
-    buckets: Sequence[Sequence[int]], profile: Profile, name: str, communicators: int, workers: int
-) -> Plan:
-    """The plan that `shorthand` described, for a record that is read again (`validation/lab/errors.py`)."""
-    return Draft.of_launches(buckets, communicators).named(profile, name, workers)

@@ -14,10 +14,9 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.lab.jobs import slowdowns
+from backbeat.lab.mps import CONTROL, find_control
 from backbeat.lab.namespaces import MOST_NODES, Link
-from backbeat.lab.runs import CONTROL, find_control
 from backbeat.model import Profile
-from backbeat.report.measured import scaled
 from backbeat.units import format_rate, parse_duration, parse_rate
 
 BACKENDS = ("gloo", "nccl")
@@ -104,12 +103,12 @@ class Setting:
 
     def compute(self, profile: Profile) -> Profile:
         """The profile as the nodes replay it: dilated, and without stragglers of its own."""
-        return scaled(profile, self.dilation)
+        return profile.replayed(self.dilation)
 
     def slowest(self, profile: Profile) -> Profile:
         """What the prediction is made from: all nodes wait for the slowest, gradient by gradient."""
         slowest = max(self.slowdowns.get(node, 1.0) for node in range(self.nodes))
-        slowed = scaled(profile, self.dilation * slowest)
+        slowed = profile.replayed(self.dilation * slowest)
         if self.jitter <= 0:
             return slowed
         # Drawn as the nodes draw theirs, from a seed that none of them uses.

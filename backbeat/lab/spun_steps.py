@@ -4,10 +4,11 @@
   forward and in backward, and give zeros for the parameters' gradients. All of FSDP2's hooks, streams, copies and
   collectives are its own. The update is spun, too: shards keep their values.
 - Under a layout (`LayoutStep`): stages are `torch.distributed.pipelining`'s, with its schedules, buffers, sends and
-  receives. Under tensor parallelism each piece gathers the sequence before it computes and scatters the sum after it,
-  by DTensor's `redistribute`: what ColwiseParallel, RowwiseParallel and SequenceParallel come down to in a transformer
-  block, forward and backward. Gradients of weights are a stage's own `dw_builder`, so that zero-bubble schedules can
-  put them off.
+  receives. A chunk of a stage is a row of pieces: under tensor parallelism what lies between two collectives, which is
+  half a layer, the embedding or the head; without it the whole chunk. Each piece gathers the sequence before it
+  computes and scatters the sum after it, by DTensor's `redistribute`: what ColwiseParallel, RowwiseParallel and
+  SequenceParallel come down to in a transformer block, forward and backward. Gradients of weights are a stage's own
+  `dw_builder`, so that zero-bubble schedules can put them off.
 - One transfer by itself (`TransferStep`).
 """
 

@@ -226,6 +226,18 @@ class Profile(Document, frozen=True, kw_only=True):
             blocks=tuple(replace(one, **slow(one)) for one in self.blocks),
         )
 
+    def replayed(self, factor: float) -> Profile:
+        """What a lab replays: compute that takes `factor` times as long, with neither measured iterations nor buffers
+        nor a host that could be late."""
+        return replace(
+            self.slower(factor),
+            update_s=self.update_s * factor,
+            iteration_s=(),
+            buffer_bytes=0,
+            accumulation=1,
+            host_s=None,
+        )
+
     def with_reduce_dtype(self, reduce_dtype: str) -> Profile:
         """The same iteration with fp32 gradients sent in two bytes each, as the wrapper's `reduce_dtype=` does.
 

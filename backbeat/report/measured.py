@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.importers.fsdp_units import unit_collectives
@@ -127,7 +126,7 @@ def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measure
     samples = sorted(sample for series in row.series_s for sample in series)
     low_s, high_s = (samples[len(samples) * tenths // 10] if samples else row.measured_s for tenths in (1, 9))
     # The nodes' compute was dilated, and all waited for the slowest of them.
-    replayed = scaled(profile, lab.dilation * max([1.0, *lab.stragglers.values()]))
+    replayed = profile.replayed(lab.dilation * max([1.0, *lab.stragglers.values()]))
     plan = _plan(row, replayed, network.workers) if profile.name == lab.profile else None
     return Measured(
         label=row.plan,
@@ -165,19 +164,6 @@ def finished_spans(profile: Profile, plan: Plan, finishes_s: Sequence[float]) ->
         size = sum(one.bytes for one in members)
         spans.append(Span(f"communicator {bucket.communicator}", label, forward + start, forward + finish, size))
     return tuple(spans)
-
-
-def scaled(profile: Profile, factor: float) -> Profile:
-    """What a lab replays: compute that takes `factor` times as long, with neither measured iterations nor buffers nor
-    a host that could be late."""
-    return replace(
-        profile.slower(factor),
-        update_s=profile.update_s * factor,
-        iteration_s=(),
-        buffer_bytes=0,
-        accumulation=1,
-        host_s=None,
-    )
 
 
 def _plan(row: _Row, profile: Profile, workers: int) -> Plan | None:

@@ -9,17 +9,17 @@ from backbeat.lab.jobs import (
     MOST_ITERATIONS,
     ROUNDS,
     ReplayJob,
-    job_of,
-    seconds_of,
+    lab_job,
     slowdowns,
     turns,
+    turns_s,
 )
 from tests.lab.cases import network, profile
 
 
 def test_a_job_carries_every_byte_and_the_ready_time_of_each_groups_last_gradient():
-    (choice,) = plans.parse(["equal:3"])
-    job = job_of(profile(), plans.build(choice, profile(), network()))
+    (choice,) = plans.parse_plans(["equal:3"])
+    job = lab_job(profile(), plans.build_plan(choice, profile(), network()))
     assert sum(message.bytes for message in job.messages) == profile().total_bytes
     assert [message.ready_s for message in job.messages] == [profile().gradients[index].ready_s for index in (1, 3, 5)]
 
@@ -37,7 +37,7 @@ def test_every_job_plays_in_every_round_of_both_series(expected, seconds_each):
         assert FEWEST_ITERATIONS <= sum(turn.iterations for turn in own) <= MOST_ITERATIONS
     rounds = [planned[start : start + len(expected)] for start in range(0, len(planned), len(expected))]
     assert all(sorted(turn.job for turn in one) == list(range(len(expected))) for one in rounds)
-    assert seconds_of(expected, seconds_each) >= sum(expected) * FEWEST_ITERATIONS
+    assert turns_s(expected, seconds_each) >= sum(expected) * FEWEST_ITERATIONS
 
 
 def test_turns_are_the_same_for_every_node():

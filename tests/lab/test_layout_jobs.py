@@ -10,7 +10,6 @@ import pytest
 from backbeat.cost import Curve
 from backbeat.cost.accelerators import accelerator_named
 from backbeat.errors import InputError
-from backbeat.lab.jobs import transfers
 from backbeat.lab.layout_lab import (
     LayoutCase,
     TimedLinks,
@@ -19,6 +18,7 @@ from backbeat.lab.layout_lab import (
     links_of,
     predicted_layout,
     row_of,
+    transfers,
 )
 from backbeat.lab.setting import Setting
 from backbeat.layouts.layout import Layout, job_of

@@ -7,7 +7,6 @@ from backbeat.errors import InputError
 from backbeat.lab.namespaces import Link
 from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
 from backbeat.model import Block
-from backbeat.report.measured import scaled
 from tests.lab.cases import profile
 
 
@@ -79,7 +78,7 @@ def test_words_are_no_numbers(parse):
 
 
 def test_dilation_scales_compute_and_leaves_the_bytes_alone():
-    slow = scaled(profile(), 10)
+    slow = profile().replayed(10)
     assert slow.single_s == pytest.approx(10 * profile().single_s)
     assert slow.gradients[-1].ready_s == pytest.approx(10 * profile().gradients[-1].ready_s)
     assert slow.total_bytes == profile().total_bytes
@@ -102,7 +101,7 @@ def test_dilated_blocks_take_longer_too():
         name="layer0", forward_s=0.004, backward_s=0.01, input_bytes=0, output_bytes=0, saved_bytes=0,
         forward_peak_bytes=0, backward_peak_bytes=0,
     )  # fmt: skip
-    (found,) = scaled(replace(profile(), blocks=(block,)), 3.0).blocks
+    (found,) = replace(profile(), blocks=(block,)).replayed(3.0).blocks
     assert (found.forward_s, found.backward_s) == pytest.approx((0.012, 0.03))
 
 

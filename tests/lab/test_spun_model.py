@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="the lab's workers need torch")
 
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
-from backbeat.lab.jobs import ShardedJob, job_of  # noqa: E402
+from backbeat.lab.jobs import ShardedJob, lab_job  # noqa: E402
 from backbeat.lab.spun_steps import ShardedStep, SpunModel  # noqa: E402
 from backbeat.model import Gradient, MemoryPlan, Mesh, Plan, Profile, Segment, Sharding, ShardUnit  # noqa: E402
 
@@ -40,7 +40,7 @@ def job(profile: Profile, memory: MemoryPlan | None = None) -> ShardedJob:
             reduce_scatter_buffers=1, separate_reduce_scatter=False,
         ),
     )  # fmt: skip
-    found = job_of(profile, plan)
+    found = lab_job(profile, plan)
     assert isinstance(found, ShardedJob)
     return found
 

@@ -15,7 +15,7 @@ import pytest
 pd = pytest.importorskip("pandas", reason="the scripts need pandas")
 pytest.importorskip("matplotlib", reason="the scripts need matplotlib")
 
-from backbeat.lab.plans import parse  # noqa: E402
+from backbeat.lab.plans import parse_plans  # noqa: E402
 from backbeat.lab.setting import Setting  # noqa: E402
 from tests.forks import run_python  # noqa: E402
 from tests.lab.cases import NEEDS_NAMESPACES, profile  # noqa: E402
@@ -68,7 +68,7 @@ def test_a_folder_without_records_is_named(tmp_path: Path) -> None:
 
 def test_what_was_measured_is_not_measured_again(measure: dict[str, Any]) -> None:
     record = {"cases": [{"model": "small", "plan": "equal:3"}]}
-    choices = parse(["equal:3", "wfbp"])
+    choices = parse_plans(["equal:3", "wfbp"])
     assert measure["missing"](record, ["small"], choices) == {"small": choices[1:]}
     assert measure["missing"](record, ["small"], choices[:1]) == {}
 
@@ -77,7 +77,7 @@ def test_two_communicators_on_many_nccl_nodes_are_left_out_where_cores_are_few(
     measure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    choices = parse(["wfbp", "best/2"])
+    choices = parse_plans(["wfbp", "best/2"])
     four, eight = (Setting(nodes=nodes, rate_bits=1e10, backend="nccl") for nodes in (4, 8))
     assert measure["affordable"](choices, four) == choices
     assert measure["affordable"](choices, eight) == choices[:1]

@@ -18,9 +18,8 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from backbeat.lab.plans import from_shorthand
 from backbeat.model import Gradient, Network, Plan, Profile
-from backbeat.report.measured import scaled
+from backbeat.planners import Draft
 from backbeat.simulate import predict
 
 SCHEMA = "backbeat.validation/1"
@@ -46,7 +45,7 @@ def calibration(record: Record, session: int) -> Network:
 
 def profiles(record: Record) -> dict[str, Profile]:
     """The compute that was replayed, by the name of its model."""
-    return {model["name"]: scaled(_profile(model), record["dilation"]) for model in record["models"]}
+    return {model["name"]: _profile(model).replayed(record["dilation"]) for model in record["models"]}
 
 
 def _profile(model: dict[str, Any]) -> Profile:
@@ -67,7 +66,8 @@ def _profile(model: dict[str, Any]) -> Profile:
 
 
 def plan_of(record: Record, case: dict[str, Any], profile: Profile) -> Plan:
-    return from_shorthand(case["buckets"], profile, case["plan"], case["communicators"], record["nodes"])
+    draft = Draft.of_launches(case["buckets"], case["communicators"])
+    return draft.named(profile, case["plan"], record["nodes"])
 
 
 def cases(record: Record, network: Network | None = None) -> pd.DataFrame:

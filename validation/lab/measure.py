@@ -27,9 +27,9 @@ from errors import SCHEMA, Record
 from backbeat.errors import InputError, MeasurementError
 from backbeat.lab import experiment
 from backbeat.lab.experiment import MeasuredPlan
-from backbeat.lab.jobs import seconds_of
+from backbeat.lab.jobs import turns_s
 from backbeat.lab.lab_rank import change
-from backbeat.lab.plans import Choice, parse, shorthand
+from backbeat.lab.plans import PlanChoice, parse_plans, shorthand
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import Profile, files
@@ -79,13 +79,13 @@ def write(path: Path, record: Record) -> None:
     files.write(path, ("{\n" + ",\n".join(f' "{name}": {text}' for name, text in texts.items()) + "\n}\n").encode())
 
 
-def affordable(choices: Sequence[Choice], setting: Setting) -> list[Choice]:
+def affordable(choices: Sequence[PlanChoice], setting: Setting) -> list[PlanChoice]:
     """Plans that this machine has the cores for: NCCL's threads poll, and where they starve times explode."""
     widest = max(1, (os.cpu_count() or 1) // (THREADS * setting.nodes))
     return [choice for choice in choices if setting.backend != "nccl" or choice.widest("nccl") <= widest]
 
 
-def missing(record: Record, models: Sequence[str], choices: Sequence[Choice]) -> dict[str, list[Choice]]:
+def missing(record: Record, models: Sequence[str], choices: Sequence[PlanChoice]) -> dict[str, list[PlanChoice]]:
     """The plans of each model that have not been measured."""
     done = {(case["model"], case["plan"]) for case in record["cases"]}
     left = {model: [choice for choice in choices if (model, choice.name) not in done] for model in models}
@@ -121,7 +121,7 @@ def measure(
     record: Record,
     path: Path,
     profiles: dict[str, Profile],
-    choices: Sequence[Choice],
+    choices: Sequence[PlanChoice],
     given: argparse.Namespace,
     end: float,
 ) -> None:
@@ -145,7 +145,7 @@ def measure(
     for model, some in missing(record, list(profiles), choices).items():
         profile = profiles[model]
         made = experiment.planned(some, setting.slowest(profile), calibrated.network)
-        expected_s = seconds_of([prediction.iteration_s for *_, prediction in made], seconds_each)
+        expected_s = turns_s([prediction.iteration_s for *_, prediction in made], seconds_each)
         if time.monotonic() + expected_s > end:
             return
         before = session.ask("health", 60)
@@ -188,7 +188,7 @@ def main() -> None:
     for nodes in parse_workers(given.nodes):
         for rate in given.bandwidth.split(","):
             setting = Setting(nodes=nodes, rate_bits=parse_rate(rate), backend=given.backend, dilation=given.dilation)
-            choices = affordable(parse(given.strategy.split(",")), setting)
+            choices = affordable(parse_plans(given.strategy.split(",")), setting)
             path = given.folder / f"{setting.name}.json"
             record = opened(path, setting)
             in_time = time.monotonic() + START_S + parse_duration(given.budget) < end

@@ -42,7 +42,7 @@ from backbeat.api import plan as make_plan
 from backbeat.errors import BackbeatError, InputError, MeasurementError
 from backbeat.lab import experiment
 from backbeat.lab.jobs import ROUNDS, per_round
-from backbeat.lab.plans import Choice
+from backbeat.lab.plans import PlanChoice
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.files import write
@@ -256,7 +256,7 @@ def _setting(
         profile.save(given.folder / f"{profile.name}.profile.json")
         say(f"{setting.name}: {len(profile.blocks)} blocks, {format_seconds(profile.single_s)} alone")
         profiles = [*profiles, profile]
-    choices = [Choice(name=WAYS[key].strategy, strategy=WAYS[key].strategy) for key in given.rows]
+    choices = [PlanChoice(name=WAYS[key].strategy, strategy=WAYS[key].strategy) for key in given.rows]
     calibrated = table.timed(
         "calibration",
         lambda: nodes.do(
@@ -325,7 +325,7 @@ def _row(
     left = ends - time.monotonic()
     if expected > left:
         return {**row, "skipped": f"about {expected:.0f} s, and the time limit leaves {max(left, 0):.0f}"}
-    choice = Choice(name=key, strategy=WAYS[key].strategy)
+    choice = PlanChoice(name=key, strategy=WAYS[key].strategy)
     begun = time.monotonic()
     try:
         (measured,), (losses,) = nodes.do(

@@ -23,7 +23,7 @@ from typing import Any
 from backbeat.api import plan as make_plan
 from backbeat.lab import experiment
 from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
-from backbeat.lab.plans import Choice
+from backbeat.lab.plans import PlanChoice
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import Network, Plan, Prediction, Profile
@@ -34,7 +34,7 @@ from backbeat.simulate import predict
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
 WORKERS = (8, 64, 512)
-Made = list[tuple[Choice, Plan, Prediction]]
+Made = list[tuple[PlanChoice, Plan, Prediction]]
 
 
 def both_ways(profile: Profile, network: Network) -> Made:
@@ -45,13 +45,13 @@ def both_ways(profile: Profile, network: Network) -> Made:
         "optimal, many": Draft(best_ends(profile, network.cost)).named(profile, "optimal", network.workers),
     }
     return [
-        (Choice(name=name, strategy=plan.strategy), plan, predict(profile, network, plan, broadcast_buffers=False))
+        (PlanChoice(name=name, strategy=plan.strategy), plan, predict(profile, network, plan, broadcast_buffers=False))
         for name, plan in plans.items()
     ]
 
 
 def calibrated(session: Session, setting: Setting, profile: Profile, budget_s: float) -> CalibratedLab:
-    choices = [Choice(name=name, strategy=name) for name in ("ddp", "optimal")]
+    choices = [PlanChoice(name=name, strategy=name) for name in ("ddp", "optimal")]
     return experiment.calibrate_lab(session, setting, choices, budget_s=budget_s, largest_bytes=profile.total_bytes)
 
 

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from backbeat.model import Network, Plan, Profile
-from backbeat.report.measured import scaled
 from backbeat.simulate import predict
 
 SCHEMA = "backbeat.validation.sharded/1"
@@ -37,7 +36,7 @@ def rows(folder: Path, record: Record) -> list[dict[str, Any]]:
     networks = [msgspec.convert(session["network"], Network) for session in record["sessions"]]
     found = []
     for case in record["cases"]:
-        profile = scaled(Profile.load(folder / "profiles" / f"{case['model']}.json.gz"), record["dilation"])
+        profile = Profile.load(folder / "profiles" / f"{case['model']}.json.gz").replayed(record["dilation"])
         first, second = (float(np.median(series)) for series in case["series_s"])
         measured = float(np.median([*case["series_s"][0], *case["series_s"][1]]))
         predicted = predict(profile, networks[case["session"]], msgspec.convert(case["plan"], Plan))

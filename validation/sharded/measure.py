@@ -34,9 +34,9 @@ from errors import SCHEMA, Record, show
 from backbeat.api import plan as make
 from backbeat.errors import BackbeatError, InputError
 from backbeat.lab import experiment
-from backbeat.lab.jobs import seconds_of
+from backbeat.lab.jobs import turns_s
 from backbeat.lab.lab_rank import change
-from backbeat.lab.plans import Choice
+from backbeat.lab.plans import PlanChoice
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import Gradient, Network, Plan, Profile, Sharding, ShardUnit
@@ -185,7 +185,7 @@ def measure(
     calibrated = experiment.calibrate_lab(
         session,
         setting,
-        [Choice(name="fsdp", strategy="fsdp")],
+        [PlanChoice(name="fsdp", strategy="fsdp")],
         budget_s=parse_duration(given.budget),
         largest_bytes=min(LARGEST_BYTES, max(profile.total_bytes for profile in profiles.values())),
     )
@@ -202,10 +202,10 @@ def measure(
         profile = setting.compute(profiles[model])
         plans = [(name, plan_for(name, profile, calibrated.network, setting)) for name in names]
         made = [
-            (Choice(name=name, strategy="fsdp"), plan, predict(profile, calibrated.network, plan))
+            (PlanChoice(name=name, strategy="fsdp"), plan, predict(profile, calibrated.network, plan))
             for name, plan in plans
         ]
-        expected_s = QUEUEING * seconds_of([prediction.iteration_s for *_, prediction in made], seconds_each)
+        expected_s = QUEUEING * turns_s([prediction.iteration_s for *_, prediction in made], seconds_each)
         if time.monotonic() + expected_s > end:
             print(f"{setting.name}: no time for {model}, which takes {format_seconds(expected_s)}", file=sys.stderr)
             continue

@@ -25,8 +25,8 @@ from measure import setting_of
 
 from backbeat.errors import BackbeatError
 from backbeat.lab import experiment
-from backbeat.lab.jobs import seconds_of
-from backbeat.lab.plans import build, parse
+from backbeat.lab.jobs import turns_s
+from backbeat.lab.plans import build_plan, parse_plans
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model.files import encode, write
@@ -42,7 +42,7 @@ UNTIMED = 6
 
 def measure(session: Session, setting: Setting, given: argparse.Namespace, end: float, record: dict[str, Any]) -> None:
     """Every model under every strategy, while there is time."""
-    wanted = parse([name for name in given.strategy.split(",") if name.partition(":")[0] in STRATEGIES])
+    wanted = parse_plans([name for name in given.strategy.split(",") if name.partition(":")[0] in STRATEGIES])
     calibrated = experiment.calibrate_lab(
         session, setting, wanted, budget_s=parse_duration(given.budget), largest_bytes=80_000_000
     )
@@ -60,9 +60,9 @@ def measure(session: Session, setting: Setting, given: argparse.Namespace, end: 
         profile = experiment.profile_training(session, spec, int(batch), PROFILE_S, given.precision)
         write(given.folder / f"{profile.name}.json", encode(profile))
         for choice in wanted:
-            plan = build(choice, profile, calibrated.network)
+            plan = build_plan(choice, profile, calibrated.network)
             prediction = predict(profile, calibrated.network, plan)
-            expected_s = seconds_of([prediction.iteration_s], seconds_each) + UNTIMED * prediction.iteration_s
+            expected_s = turns_s([prediction.iteration_s], seconds_each) + UNTIMED * prediction.iteration_s
             if time.monotonic() + expected_s > end:
                 print(f"no time for {spec} under {choice.name}", file=sys.stderr)
                 continue

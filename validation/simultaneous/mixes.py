@@ -20,7 +20,7 @@ import numpy as np
 
 from backbeat.lab.experiment import calibrate_lab, open_lab
 from backbeat.lab.jobs import Message, ReplayJob, turns
-from backbeat.lab.plans import parse
+from backbeat.lab.plans import parse_plans
 from backbeat.lab.setting import Setting
 from backbeat.model import Network
 from backbeat.simulate.engine import simulate
@@ -93,7 +93,7 @@ def measure(rate: str) -> None:
         for mix in mixes.values()
     ]
     with open_lab(setting, 2) as session:
-        choices = parse(["wfbp", "best/2"], None)
+        choices = parse_plans(["wfbp", "best/2"], None)
         network = calibrate_lab(session, setting, choices, budget_s=10.0, largest_bytes=32 * MIB).network
         expected = [predicted(mix, network) + FORWARD_S for mix in mixes.values()]
         answers = session.ask("replay", 300.0, jobs=jobs, turns=turns(expected, 0.4))

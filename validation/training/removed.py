@@ -17,7 +17,7 @@ import torch
 from models import MODELS
 
 from backbeat.lab import experiment
-from backbeat.lab.plans import parse
+from backbeat.lab.plans import parse_plans
 from backbeat.lab.setting import Setting
 
 PROFILE_S = 3.0
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=12.0)
     given = parser.parse_args()
     setting = Setting(nodes=given.nodes, rate_bits=given.bits, backend=given.backend)
-    choices = parse(["ddp", "decoupled"])
+    choices = parse_plans(["ddp", "decoupled"])
     with experiment.opened(setting, 1) as session:
         calibrated = experiment.calibrate(session, setting, choices, budget_s=given.budget, largest_bytes=2**26)
         for name, _, batch in (one.partition("=") for one in given.models.split(",")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,11 @@ def device_of(model: torch.nn.Module, device: str | torch.device | None) -> torc
     if str(where) == "cuda":
         where = torch.device("cuda", torch.cuda.current_device())
     return where
+
+
+def kept_random(device: torch.device) -> AbstractContextManager[None]:
+    """Restores torch's random generators, the host's and those of a device that `device_of` found."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def parse_device(device: str | torch.device) -> torch.device:

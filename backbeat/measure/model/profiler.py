@@ -27,6 +27,7 @@ from backbeat.measure.model.inputs import (
     MeasureOptions,
     check_model,
     device_of,
+    kept_random,
     parse_device,
     samples_in,
     to_device,
@@ -225,9 +226,8 @@ def put_back(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, de
     state = None if optimizer is None else copy.deepcopy(tree_map_only(torch.Tensor, to_host, optimizer.state_dict()))
     for parameter in model.parameters():
         parameter.grad = None
-    devices = [device.index or 0] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with kept_random(device):
             yield
     finally:
         with torch.no_grad():

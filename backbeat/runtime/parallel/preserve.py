@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from backbeat.errors import InputError
+from backbeat.measure.model.inputs import kept_random
 from backbeat.measure.model.memory_by_kind import storage_bytes
 from backbeat.measure.model.training_step import is_out_of_memory, release
 from backbeat.model import Profile
@@ -27,9 +28,8 @@ from backbeat.units import format_bytes
 def preserved_state(device: torch.device) -> Iterator[None]:
     """Restores the random generators of Python, numpy, torch and the device afterwards, and frees cached memory."""
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [device.index or 0] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with kept_random(device):
             yield
     finally:
         random.setstate(python)
