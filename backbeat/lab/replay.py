@@ -22,14 +22,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from backbeat.comm.communicators import Communicator
+from backbeat.comm.machine import cuda
 from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.lab.jobs import LabJob, LayoutJob, RankResult, ReplayJob, SpunJob, TransferJob, Turn
 from backbeat.measure.network.bench import largest
 
 if TYPE_CHECKING:
     from backbeat.lab.spun_steps import SpunStep
-
-cuda: Any = torch.cuda  # untyped in parts
 
 _PR_SET_TIMERSLACK = 29
 # The host queues this much ahead of the GPU before an iteration begins, as it does in training.

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from backbeat.comm.machine import cuda
 from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.checkpoint import Residuals
@@ -35,7 +36,6 @@ from backbeat.runtime.reduce.settings import CompressionOptions
 from backbeat.runtime.reduce.status import StatusOffsets, SummedStatus, parse
 from backbeat.runtime.reduce.step import InFlight
 
-_cuda: Any = torch.cuda
 WARMUP_DENSITY = 0.25
 
 
@@ -52,7 +52,7 @@ class CompressedExchange(Exchange):
         self._status: tuple[StatusOffsets, torch.Tensor] | None = None
         """The last status message."""
         device = context.communicators.device
-        self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
+        self._side: Any = cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, decoding is queued when its bucket leaves.
         self._queues = self._side is not None and context.communicators.backend == "nccl"
 
@@ -284,14 +284,14 @@ class CompressedExchange(Exchange):
             if self._side is None:
                 yield
                 return
-            self._side.wait_stream(_cuda.current_stream(device))
-            with _cuda.stream(self._side):
+            self._side.wait_stream(cuda.current_stream(device))
+            with cuda.stream(self._side):
                 yield
 
     def _join(self) -> None:
         """What follows on this stream sees what was done beside it."""
         if self._side is not None:
-            _cuda.current_stream(self.context.communicators.device).wait_stream(self._side)
+            cuda.current_stream(self.context.communicators.device).wait_stream(self._side)
 
 
 def density_at(step: int, target: float, warmup_steps: int) -> float:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import torch
+from backbeat.comm.machine import cuda
 
 logger = logging.getLogger("backbeat.runtime.compressed")
 
@@ -14,7 +14,6 @@ CALLS_BEFORE_CAPTURE = 3
 """By then everything that is allocated once is there."""
 MOST_KEYS = 256
 """Keys that never come back must not fill the memory."""
-_cuda: Any = torch.cuda
 
 
 class CudaGraphs:
@@ -51,8 +50,8 @@ class CudaGraphs:
     def _capture(self, function: Callable[[], None]) -> Any:
         """The function's graph, not run yet; None where capture fails."""
         if self._pool is None:
-            self._pool = _cuda.graph_pool_handle()
-        graph = _cuda.CUDAGraph()
+            self._pool = cuda.graph_pool_handle()
+        graph = cuda.CUDAGraph()
         try:
             # Other threads, such as the communication library's, may go on calling CUDA.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -69,7 +68,7 @@ class CudaGraphs:
 
 def _can_capture() -> bool:
     """CUDA captures neither the default stream nor a stream that is being captured already."""
-    if not _cuda.is_available():
+    if not cuda.is_available():
         return False
-    stream = _cuda.current_stream()
-    return stream != _cuda.default_stream(stream.device) and not _cuda.is_current_stream_capturing()
+    stream = cuda.current_stream()
+    return stream != cuda.default_stream(stream.device) and not cuda.is_current_stream_capturing()

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
+from backbeat.comm.machine import cuda
 from backbeat.errors import InputError
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
-
-_cuda: Any = torch.cuda
 
 
 @dataclass(slots=True, eq=False)
@@ -102,8 +101,8 @@ class HostBuffers:
         self._staging = [torch.empty(max(sizes), dtype=dtype, device=device) for _ in range(count)]
         self._loaded: list[int | None] = [None] * count
         """Which buffer each staging buffer holds."""
-        self._ready: list[Any] = [_cuda.Event() if self._cuda else None for _ in range(count)]
-        self._stream: Any = _cuda.Stream(device) if self._cuda else None
+        self._ready: list[Any] = [cuda.Event() if self._cuda else None for _ in range(count)]
+        self._stream: Any = cuda.Stream(device) if self._cuda else None
         self._next_slot = 0
         self._open: dict[int, int] = {}
         """Of the buffers that are open: which staging buffer each is in."""
@@ -121,7 +120,7 @@ class HostBuffers:
             self._wait_for_current_stream()
             self._load(slot, index)
         if self._cuda:
-            _cuda.current_stream(self._device).wait_event(self._ready[slot])
+            cuda.current_stream(self._device).wait_event(self._ready[slot])
         return self._staging[slot][: self._sizes[index]]
 
     def close(self, index: int) -> None:
@@ -137,7 +136,7 @@ class HostBuffers:
 
     def _wait_for_current_stream(self) -> None:
         if self._cuda:
-            self._stream.wait_stream(_cuda.current_stream(self._device))
+            self._stream.wait_stream(cuda.current_stream(self._device))
 
     def _load(self, slot: int, index: int) -> None:
         with self._copying(slot):
@@ -150,7 +149,7 @@ class HostBuffers:
         if not self._cuda:
             yield
             return
-        with _cuda.stream(self._stream):
+        with cuda.stream(self._stream):
             yield
             self._ready[slot].record()
 

@@ -73,7 +73,7 @@ def test_what_cannot_be_captured_is_launched_one_by_one(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(cuda_graphs, "_can_capture", lambda: True)
     monkeypatch.setattr(
-        cuda_graphs, "_cuda", type("Cuda", (), {"CUDAGraph": Refusing, "graph_pool_handle": lambda: None})
+        cuda_graphs, "cuda", type("Cuda", (), {"CUDAGraph": Refusing, "graph_pool_handle": lambda: None})
     )
     graphs, calls = CudaGraphs(), []
     for number in range(CALLS_BEFORE_CAPTURE + 3):
