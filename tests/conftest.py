@@ -16,7 +16,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # The cores are taken: threads that wait for each other cost more than they bring. Before torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The machines that run this are shared: a slow draw is not a failure, and the same cases are drawn every time.
+# The machines that run this are shared: a slow draw is not a failure. The same cases are drawn every time, wherever
+# the same modules are loaded: hypothesis also draws the constants that it finds in them.
 settings.register_profile(
     "backbeat",
     deadline=None,

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+
+REUSED = {
+    # What many modules have for themselves.
+    *("T", "cuda", "logger"),
+    # Verbs and constants of one module's own.
+    *("check", "check_model", "decide", "describe", "environment", "job_of", "largest", "load", "one_by_one", "parse"),
+    *("planned", "predict", "release", "save", "seconds_of", "timeline", "train"),
+    *("COMPUTE", "DTYPES", "EVERY", "FIRST_STEPS", "KINDS", "MOST_COMMUNICATORS", "PREDICTED", "REDUCE_DTYPES"),
+    *("SHARDED_KINDS", "SIZES"),
+    # Types.
+    *("Count", "Kind", "Mark", "Row", "Schedule", "Streams", "Transfer"),
+}
+"""Public names that stand in several modules. No other may: a reader would ask whether it is one idea."""
 
 PACKAGE = Path(__file__).resolve().parent.parent / "backbeat"
 
@@ -39,3 +53,19 @@ def test_no_name_means_two_things() -> None:
     assert [name for name, count in names.items() if count > 1] == []
     classes = Counter(name for path in modules for name in re.findall(r"^class (\w+)", path.read_text("utf-8"), re.M))
     assert [name for name, count in classes.items() if count > 1] == []
+    public = Counter(name for path in modules for name in _public_names(path))
+    assert {name for name, count in public.items() if count > 1} <= REUSED
+
+
+def _public_names(path: Path) -> list[str]:
+    """Functions, classes and constants of a module."""
+    found: list[str] = []
+    for node in ast.parse(path.read_text("utf-8")).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found.append(name)
+            case ast.Assign(targets=targets):
+                found += [target.id for target in targets if isinstance(target, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found.append(name)
+    return [name for name in found if not name.startswith("_")]

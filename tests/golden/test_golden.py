@@ -46,12 +46,13 @@ def _same_rows(
     """To the last bit where the record was made, to rounding elsewhere. There a tie may fall to another plan, and the
     search of `best`, which goes on from it, may end a little above or below."""
     exact = core_machine() == machine
-    wrong = []
+    wrong = [f"{key}: is not on record" for key in found if key not in recorded]
     for key, row in recorded.items():
-        if key not in found:
-            wrong.append(f"{key}: is no longer made")
+        if len(row) != len(found.get(key, ())):
+            wrong.append(f"{key}: has {len(found[key])} figures, not {len(row)}" if key in found else f"{key}: is gone")
             continue
-        for column, old, new in zip(columns, row, found[key], strict=False):
+        # Rows without memory end before the last columns.
+        for column, old, new in zip(columns[: len(row)], row, found[key], strict=True):
             near = 1e-2 if "best" in key.split() else 1e-9
             if old != new and (exact or (_is_figure(old) and new != pytest.approx(old, rel=near, abs=1e-12))):
                 wrong.append(f"{key}: {column} was {old!r}, is {new!r}")

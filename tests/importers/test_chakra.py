@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -151,10 +150,16 @@ def test_damaged_files_never_surprise(tmp_path: Path, keep: float, flips: list[t
     assert files.decode(files.encode(found), Profile, "again") == found
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200))
-def test_noise_is_refused_or_read(raw: bytes) -> None:
-    with contextlib.suppress(InputError):
-        read_nodes(raw, "noise")
+def test_noise_behind_a_trace_is_refused_or_read_as_more_nodes(tmp_path: Path, noise: bytes) -> None:
+    whole = written(tmp_path, iteration([10, 20])).read_bytes()
+    nodes = read_nodes(whole, "whole")
+    try:
+        found = read_nodes(whole + noise, "noise")
+    except InputError:
+        return
+    assert found[: len(nodes)] == nodes
 
 
 def test_command_line(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
 watch = Watch(model, every=10, log=sys.argv[1])
 for step in range(40):
     if dist.get_rank() == 1:
-        time.sleep(0.02)
+        time.sleep(0.05)
     model(torch.ones(2, 8)).sum().backward()
 dist.destroy_process_group()
 """
@@ -74,7 +74,7 @@ def test_two_ranks_name_the_straggler_in_a_log_that_the_command_shows(tmp_path: 
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["step"] for row in rows] == [10, 20, 30, 40]
     for row in rows:
-        assert row["own_s"][1] > 0.02
+        assert row["own_s"][1] > 0.05
         assert row["exposed_s"] <= row["iteration_s"]
         assert row["transfer_s"] > 0
     shown = subprocess.run(

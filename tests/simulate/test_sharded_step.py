@@ -166,14 +166,17 @@ def test_on_gloo_everything_comes_one_after_the_other(
         if task.link is None and call.event not in ("forward", "backward", "update")
     ))  # fmt: skip
     bytes_of = 4 * max(chain.elements)
-    assert cost.scatter.at(bytes_of) == there.at(workers=sharding.mesh.shard).cost.isolated.at(bytes_of)
+    whole = there.at(workers=sharding.mesh.shard).cost.isolated
+    assert cost.scatter.at(bytes_of) == whole.at(bytes_of)
     found = sharded_iteration(profile, there, plan, micro_batches=micro_batches)
     # All of the communication is the link's, none is held back.
     assert found.breakdown.latency_s + found.breakdown.bandwidth_s == pytest.approx(sent)
     assert found.bound_s <= found.steady_s * (1 + 1e-9)
-    assert found.steady_s >= sharded_iteration(profile, network, plan, micro_batches=micro_batches).steady_s * (
-        1 - 1e-9
-    )
+    # A half takes its time on the link at least. That is more than the whole takes where small messages are over twice
+    # as fast, byte by byte, as large ones.
+    if (whole.times >= whole.link_s_per_byte / 2 * whole.sizes).all():
+        overlapped = sharded_iteration(profile, network, plan, micro_batches=micro_batches)
+        assert found.steady_s >= overlapped.steady_s * (1 - 1e-9)
 
 
 def test_collectives_in_a_row_take_what_was_measured_of_them_in_a_row() -> None:
