@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from scenario_rig import Context, Oracle, mlp, registry, train
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 from backbeat.model import CollectiveTimes, Network
 from backbeat.runtime import DistributedDataParallel
@@ -175,6 +176,34 @@ def a_strategy_by_name(ctx: Context) -> None:
     assert len(wrapped.reducer.buckets) == 1
     wrapped = _trains_while_tuning(ctx, "wfbp", 32, network=NETWORK)
     assert len(wrapped.reducer.buckets) == len(list(wrapped.parameters()))
+
+
+@check
+def ranks_without_data_put_planning_off(ctx: Context) -> None:
+    """They take part (`join`) and time nothing: nobody plans from nothing, and nobody waits for them."""
+    model = ctx.build(lambda: mlp(depth=6))
+    wrapped = DistributedDataParallel(model, plan="single", network=NETWORK, bucket_cap_mb=0.0004)
+    with Join([wrapped]):
+        for step in range(3 if ctx.rank else 30):
+            wrapped.zero_grad()
+            wrapped(ctx.data(3, 6, step=step, rank=ctx.rank)).sum().backward()
+    if ctx.size > 1:
+        assert "had no data" in wrapped.report().history[-1], wrapped.report().history
+
+
+@check
+def backwards_that_begin_under_no_sync_are_timed(ctx: Context) -> None:
+    """The forward under `no_sync` comes later, so that backward reaches its output first."""
+    model = ctx.build(lambda: mlp(depth=6))
+    wrapped = DistributedDataParallel(model, plan="single", network=NETWORK, bucket_cap_mb=0.0004)
+    for step in range(32):
+        wrapped.zero_grad()
+        loss = wrapped(ctx.data(3, 6, step=step, rank=ctx.rank)).sum()
+        with wrapped.no_sync():
+            loss = loss + wrapped(ctx.data(3, 6, step=step, rank=ctx.rank)).sum()
+        loss.backward()
+    if ctx.size > 1:
+        assert wrapped.report().strategy == "single", wrapped.report().history
 
 
 @check

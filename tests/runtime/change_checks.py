@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +12,18 @@ from rank_asserts import raises
 from scenario_rig import Context, Oracle, both, mlp, registry, small_plan, start
 from torch import nn
 
-from backbeat.errors import InputError
+from backbeat.errors import BrokenStepError, InputError
 from backbeat.model import Bucket, Plan
 from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
 
 CHECKS, check = registry()
-COMPRESSED: set[str] = set()
-"""Make their own compressed plans, so that one route is enough."""
+OWN_PLAN: set[str] = set()
+"""Bring their own plan, so that one route is enough."""
 
 
-def compressed(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
-    COMPRESSED.add(run.__name__)
+def own_plan(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
+    OWN_PLAN.add(run.__name__)
     return check(run)
 
 
@@ -310,7 +311,7 @@ def _updates(ctx: Context, wrapped: Any, oracle: Oracle, optimizers: list[Any], 
             torch.testing.assert_close(mine, other, msg=lambda text, step=step: f"step {step}: {text}")
 
 
-@compressed
+@own_plan
 def an_optimizer_in_anothers_place(ctx: Context) -> None:
     wrapped, oracle = _compressed(ctx)
     first = 0
@@ -346,7 +347,7 @@ def another_default_device(ctx: Context) -> None:
     _train(ctx, wrapped, oracle, body)
 
 
-@compressed
+@own_plan
 def accumulation_where_fewer_parameters_follow(ctx: Context) -> None:
     """On one rank, or on none: what was reduced before stays in the gradient."""
     wrapped, oracle = _compressed(ctx, Beside)
@@ -365,7 +366,7 @@ def accumulation_where_fewer_parameters_follow(ctx: Context) -> None:
             )
 
 
-@compressed
+@own_plan
 def compressed_without_elements(ctx: Context) -> None:
     class Hollow(nn.Module):
         def __init__(self) -> None:
@@ -384,3 +385,126 @@ def compressed_without_elements(ctx: Context) -> None:
         wrapped.zero_grad()
         _plain(ctx)(wrapped, ctx.rank, step)
     assert wrapped.module.empty.grad.shape == (0,)
+
+
+class _Experts(nn.Module):
+    """An expert that may be used, early in the graph or not, and a backward that may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.expert, self.head = (nn.Linear(6, 6, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, expert: bool = False, early: bool = False, fails: bool = False) -> Any:
+        hidden = self.stem(self.expert(x) if early else x)
+        if expert:
+            hidden = hidden + self.expert(x)
+        found = self.head(hidden)
+        if fails:
+            # Before any gradient, and after the hook on the output.
+            found.register_hook(_raise)
+        return found * 1
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+def _plan(*buckets: list[str]) -> Plan:
+    made = tuple(Bucket(gradients=tuple(names), communicator=0) for names in buckets)
+    return Plan(strategy="test", model="test", communicators=1, buckets=made)
+
+
+def _experts(ctx: Context) -> tuple[Any, Oracle]:
+    model = ctx.build(_Experts)
+    plan = _plan(["head.weight", "expert.weight"], ["stem.weight"])
+    return DistributedDataParallel(copy.deepcopy(model), plan=plan), Oracle(ctx, model)
+
+
+@own_plan
+def what_was_used_before_a_no_sync_backward_that_raised_is_sent(ctx: Context) -> None:
+    wrapped, oracle = _experts(ctx)
+
+    def body(model: Any, rank: int) -> None:
+        with model.no_sync() if model is wrapped else contextlib.nullcontext():
+            model(ctx.data(3, 6, step=0, rank=rank), expert=rank == 0).sum().backward()
+        if model is wrapped and rank == 0:
+            with model.no_sync():
+                loss = model(ctx.data(3, 6, step=1, rank=rank), fails=True).sum()
+            raises(ValueError, loss.backward, "on purpose")
+        model(ctx.data(3, 6, step=2, rank=rank)).sum().backward()
+
+    both(ctx, wrapped, oracle, body, "after a micro-batch that raised")
+
+
+@own_plan
+def a_late_gradient_does_not_outlive_a_broken_step(ctx: Context) -> None:
+    wrapped, oracle = _experts(ctx)
+    for step in range(2):
+        wrapped.zero_grad()
+        wrapped(ctx.data(3, 6, step=step, rank=ctx.rank)).sum().backward()
+    wrapped.zero_grad()
+    loss = wrapped(ctx.data(3, 6, step=2, rank=ctx.rank), fails=ctx.rank == 0, early=ctx.rank > 0).sum()
+    kind, why = (ValueError, "on purpose") if ctx.rank == 0 else (BrokenStepError, "broke off")
+    raises(kind, loss.backward, why)
+
+    def body(model: Any, rank: int) -> None:
+        model(ctx.data(3, 6, step=3, rank=rank), expert=True).sum().backward()
+
+    both(ctx, wrapped, oracle, body, "after a broken step, without zero_grad")
+
+
+@own_plan
+def a_gradient_handed_on_as_a_view_stays_where_nobody_uses_it(ctx: Context) -> None:
+    wrapped, _ = _experts(ctx)
+    wrapped(ctx.data(3, 6, step=0, rank=ctx.rank), expert=True).sum().backward()
+    weight = wrapped.module.expert.weight
+    weight.grad.mul_(1 + ctx.rank)
+    weight.grad = weight.grad.detach()
+    before = weight.grad.clone()
+    wrapped(ctx.data(3, 6, step=1, rank=ctx.rank)).sum().backward()
+    assert torch.equal(weight.grad, before)
+
+
+class _Table(nn.Module):
+    """A plain parameter with sparse gradients: the reducer cannot know of them beforehand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(5, 6))
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, *, looks_up: bool) -> Any:
+        if looks_up:
+            x = x * nn.functional.embedding(torch.arange(3), self.table, sparse=True)
+        return self.last(self.first(x))
+
+
+@own_plan
+def a_sparse_gradient_of_a_dense_bucket_may_come_late(ctx: Context) -> None:
+    model = ctx.build(_Table)
+    plan = _plan(["last.weight", "last.bias", "table"], ["first.weight", "first.bias"])
+    wrapped, oracle = DistributedDataParallel(copy.deepcopy(model), plan=plan), Oracle(ctx, model)
+    for step in range(3):
+        for one in _all(wrapped, oracle):
+            one.zero_grad()
+
+        def body(model: Any, rank: int, step: int = step) -> None:
+            model(ctx.data(3, 6, step=step, rank=rank), looks_up=step == 2 and rank == 0).sum().backward()
+
+        both(ctx, wrapped, oracle, body, f"step {step}")
+
+
+@own_plan
+def a_frozen_copy_runs_forward(ctx: Context) -> None:
+    wrapped, _ = _experts(ctx)
+    teacher = copy.deepcopy(wrapped)
+    teacher.requires_grad_(False)
+    x = ctx.data(3, 6, step=0, rank=ctx.rank)
+    assert torch.equal(teacher(x), wrapped(x))
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+
+
+@own_plan
+def what_was_not_sent_is_not_lost_to_another_process_group(ctx: Context) -> None:
+    wrapped, _ = _compressed(ctx, density=0.5)
+    raises(InputError, lambda: wrapped._update_process_group(torch.distributed.group.WORLD), "save_residuals")

@@ -191,10 +191,14 @@ class GradientHooks:
         self._hooks: list[Any] = []
         """Of each parameter, all of them; torch's own dictionary."""
 
-    def extend(self, parameters: Sequence[Any]) -> None:
-        """Parameters that come after those there are."""
-        for parameter in parameters:
-            self._handles.append(self._register(parameter, len(self._handles)))
+    def extend(self, parameters: Sequence[Any], first: int) -> None:
+        """More parameters, numbered from `first`."""
+        for index, parameter in enumerate(parameters, first):
+            trains = parameter.requires_grad
+            # Torch refuses a hook on one that is frozen, as all are in a copy that serves as a teacher.
+            parameter.requires_grad_(True)
+            self._handles.append(self._register(parameter, index))
+            parameter.requires_grad_(trains)
             self._hooks.append(parameter._post_accumulate_grad_hooks)
 
     def _register(self, parameter: Parameter, index: int) -> Any:

@@ -174,7 +174,8 @@ class BucketBuffer(BucketMemory):
             if arrived[index]:
                 used.append(index)
             else:
-                unused_grads[index] = gradient.clone() if gradient is view else gradient
+                in_buffer = gradient.layout is torch.strided and gradient.data_ptr() == view.data_ptr()
+                unused_grads[index] = gradient.clone() if in_buffer else gradient
         if targets:
             torch._foreach_copy_(targets, sources)
         if empty:
@@ -218,8 +219,8 @@ class BucketBuffer(BucketMemory):
         slots = views_of(message[: self.numel], self._slices)
         for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
             if index in late and parameter.grad is not None:
-                slots[position].copy_(parameter.grad)
-                parameter.grad = None
+                gradient, parameter.grad = parameter.grad, None
+                slots[position].copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())
                 message[self.numel + position] = 1
         message[: self.numel].mul_(scale)
         return message

@@ -76,7 +76,7 @@ class StepRunner:
         self.weak_output_reached = WeakCall(self.output_reached)
         self.install(partition)
         self._hooks = GradientHooks(self._arrivals, WeakCall(self._arrived), WeakCall(self._sender.send_ready))
-        self._hooks.extend(self.context.parameters)
+        self._hooks.extend(self.context.parameters, 0)
         claim(self, self.context.names, self.context.parameters)
         weakref.finalize(self, self._hooks.remove)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
@@ -110,12 +110,13 @@ class StepRunner:
 
     def add_parameters(self, names: Sequence[str], parameters: Sequence[Parameter], partition: Partition) -> None:
         """Take in parameters that became trainable, with the partition that holds them."""
+        first = len(self.context.parameters)
         self.context.names.extend(names)
         self.context.parameters.extend(parameters)
         self._arrivals.add(len(parameters))
         self.status.regular = False
         self.install(partition)
-        self._hooks.extend(parameters)
+        self._hooks.extend(parameters, first)
         claim(self, names, parameters)
 
     def set_comm_hook(self, state: Any, hook: Hook) -> None:
@@ -155,7 +156,10 @@ class StepRunner:
             else:
                 self.unreached()
         elif sync and self.step.state is StepState.ACCUMULATING:
-            self.step.synchronise(report_each=self.context.recorder is not None)
+            recorder = self.context.recorder
+            self.step.synchronise(report_each=recorder is not None)
+            if recorder is not None:
+                recorder.begin(True)
 
     def run_absent(self) -> None:
         """One step of a rank that has run out of data: it sends nothing, but takes part."""
@@ -252,6 +256,9 @@ class StepRunner:
             self.status.regular = False
             if placed:
                 context.bucket_set.remove_gradients()
+            # Gradients that came after their bucket had left are in no buffer.
+            for index in self._arrivals.late:
+                context.parameters[index].grad = None
             if context.lost is not None and error is not context.lost:
                 raise context.lost from error
             if isinstance(error, RuntimeError):

@@ -152,9 +152,8 @@ class Step:
 
     def close(self) -> None:
         """The backward is over. Called when its gradients are in place, and when it has failed."""
-        accumulated = self.state is StepState.ACCUMULATING
         self._enter(StepState.IDLE)
-        if not accumulated:
+        if self._reduces:
             self.arrivals.arrived_since_reduce = bytearray(len(self.arrivals.arrived_since_reduce))
         self._reduces = False
         self.in_flight = []

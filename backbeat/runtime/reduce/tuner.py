@@ -170,6 +170,10 @@ class Tuner:
         if reducer.communicators.size == 1:
             self._settle("one worker: there is nothing to send", found)
             return
+        # Ranks that have run out of data take part (`join`), and time nothing.
+        if without := self._means([float(not found.timed)])[0]:
+            self._measure_again(f"{without:.0%} of the ranks had no data")
+            return
         iteration = found.iteration_s or 0.0
         measures = self._auto and self._network is None
         if measures and self.state is TunerState.MEASURING and (more := self._too_early(iteration)) > 0:

@@ -170,6 +170,12 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             grad_scaler=grad_scaler,
             per_parameter=per_parameter,
         )
+        managed = self.reducer.managed
+        if max_grad_norm is not None and True in managed.sparse:
+            raise InputError(
+                f"parameter {managed.names[managed.sparse.index(True)]!r} has sparse gradients, which torch cannot clip: "
+                "attach(max_grad_norm=None), or nn.Embedding(sparse=False)"
+            )
         runner = self.reducer.runner
         self.reducer.compressed_exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
         # Updates that follow the last bucket wait to learn whether some rank has called the step off.
@@ -327,6 +333,11 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on with another set of ranks: new communicators, and buckets as in the first step."""
+        if self.compressed:
+            raise InputError(
+                "another process group cannot take over what compressed buckets have not sent: save_residuals(folder), "
+                "wrap the model again, attach the optimizer and load_residuals(folder)"
+            )
         self.reducer.remove_hooks()
         self.process_group = self.reducer.process_group = new_process_group
         self.reducer.build()
