@@ -166,7 +166,7 @@ def content(found: Study, settings: Settings) -> dict[str, Any]:
     profile, samples = found.given, settings.samples or _SAMPLES
     data = []
     for row in found.rows:
-        one, fit = row.prediction, row.fit if found.global_batch is None else None
+        one, fit = row.prediction, row.fit
         share = numbers.utilisation(one, profile)
         fields: dict[str, Any] = msgspec.to_builtins(one)
         del fields["timeline"]

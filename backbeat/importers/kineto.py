@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.importers.fsdp_units import Computing, MeasuredUnit, in_units, measured_units, unit_notes
@@ -84,6 +85,7 @@ def load(
     if units:
         # A profile holds gradients in fp32; FSDP2 may compute them in the parameters' dtype.
         sizes = [ready.bytes and ready.bytes // ready.element_bytes * 4 for ready in chosen[0].ready]
+        like = None if like is None else _in_fp32(like)
     named = _named(sizes, like, where, notes)
     forward: list[float | None] = [None] * len(named)
     if units and like is None:
@@ -267,6 +269,11 @@ def _named(sizes: list[int | None], like: Profile | None, where: Path, notes: li
         f"{how}, by order{' and size' if None not in sizes else ''}{f'; {moved} stand elsewhere' if moved else ''}"
     )
     return named
+
+
+def _in_fp32(like: Profile) -> Profile:
+    whole = tuple(replace(one, bytes=one.bytes // like.element_bytes * 4) for one in like.gradients)
+    return replace(like, gradients=whole, gradient_dtype="fp32")
 
 
 def _middle(chosen: list[_Iteration], notes: list[str]) -> _Iteration:

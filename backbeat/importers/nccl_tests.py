@@ -35,6 +35,8 @@ _JSON_NAMES = {"time": "time", "cputime": "cpu_time", "algbw": "alg_bw", "busbw"
 _MOST_BYTES = 2**50
 """A larger size is damage, not a message."""
 
+NODES_GUESSED = "guessed: one GPU a node, since the lines that list the devices are missing"
+
 Placement = Literal["in-place", "out-of-place"]
 
 
@@ -71,7 +73,7 @@ def load(
     if wrong:
         notes.append(f"missing: {wrong} rows with wrong results were left out")
     if not any(run.devices for run in chosen):
-        notes.append("guessed: one GPU a node, since the lines that list the devices are missing")
+        notes.append(NODES_GUESSED)
     gone = [one for one in COLLECTIVES if one not in curves]
     notes.append(
         f"missing: several communicators at once{', ' + ', '.join(gone) if gone else ''}: "

@@ -71,10 +71,8 @@ class Study(Question):
 
     @cached_property
     def fits(self) -> dict[str, DeviceFit | None]:
-        """By label, what one device needs at the largest number of workers; None where nobody knows, as at another
-        batch than the profile's."""
-        known = self.global_batch is None
-        return {row.label: row.fit if known else None for row in self.rows_at(self.top)}
+        """By label, what one device needs at the largest number of workers; None where nobody knows."""
+        return {row.label: row.fit for row in self.rows_at(self.top)}
 
     @property
     def fitting(self) -> list[str]:

@@ -4,7 +4,7 @@ strong scaling."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,11 +148,13 @@ def study_row(label: str, schedule: Schedule, profile: Profile, network: Network
     if fit is not None and prediction.peak_bytes is not None:
         fit = replace(fit, peak_bytes=prediction.peak_bytes)
     if profile is not question.given:
-        # Moved to another batch size, with a note on how. What that takes of memory is known of sharded plans only.
+        # Moved to another batch size, with a note on how. Without shards, what it then takes of memory is known well
+        # enough to say that it does not fit, not that it fits.
         note = profile.notes[-1]
         extrapolated = prediction.extrapolated or "extrapolated" in note
         prediction = msgspec.structs.replace(prediction, notes=(*prediction.notes, note), extrapolated=extrapolated)
-        fit = fit if prediction.peak_bytes is not None else None
+        if fit is not None and fit.fits and prediction.peak_bytes is None:
+            fit = None
     return StudyRow(label=label, plan=plan, prediction=prediction, fit=fit, names_groups=isinstance(schedule, Plan))
 
 
@@ -162,7 +164,7 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
     profile, accumulation = question.given, question.accumulation
     whole = alone_s = None
     why = "scaling is by one GPU's time for its share: a second profile says what it takes for the whole batch"
-    with suppress(InputError):
+    with nullcontext() if question.other is not None else suppress(InputError):
         whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation, other=question.other)
     if whole is not None:
         alone_s = api.predict(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s

@@ -612,6 +612,38 @@ def test_a_share_of_the_profiles_own_batch_needs_no_second_profile(tmp_path: Pat
     assert "batch 8192 is extrapolated from batch 64 and 128" in text
 
 
+def test_under_a_global_batch_what_does_not_fit_is_never_advised(tmp_path: Path) -> None:
+    job = ("predict", "llama-8b-b1-bf16-adamw-h200", "dgx-h100", "-n", "64", "--global-batch", "64")
+    text = joined(run(*job))
+    assert "Does not fit: 182 GB" in text
+    assert "Run the plan" not in text
+    rows = json.loads(run(*job, "-s", "ddp,fsdp", "--json"))["rows"]
+    assert [row["memory"]["fits"] for row in rows] == [False, True]
+    # At another share of the batch, too: through a second profile.
+    one = replace(Profile.load("llama-8b-b1-bf16-adamw-h200"), name="b1")
+    two = replace(one, name="b2", batch_size=2, forward_s=2 * one.forward_s)
+    for name, profile in (("b1", one), ("b2", two)):
+        profile.save(tmp_path / f"{name}.json")
+    other = ("--global-batch", "128", "--other-batch", str(tmp_path / "b2.json"))
+    text = joined(run("predict", str(tmp_path / "b1.json"), *job[2:5], *other))
+    assert "Does not fit" in text
+    assert "Run the plan" not in text
+
+
+def test_a_second_profile_of_another_model_is_refused() -> None:
+    with pytest.raises(InputError, match="both have batch size 64: profile two"):
+        run(
+            "predict", RESNET, "100gbe", "-n", "64", "--global-batch", "4096",
+            "--other-batch", "vgg16-b64-bf16-h200",
+        )  # fmt: skip
+
+
+def test_one_answer_has_one_way_to_say_how_much_faster() -> None:
+    text = joined(run("predict", "gpt2-b8-bf16-adamw-h200", "aws-p5", "-n", "2048", "-s", "fsdp,hsdp:8"))
+    assert "times as fast as FSDP with a unit for each block" in text
+    assert re.search(r"\d{3}(\.\d)?% faster", text) is None
+
+
 def test_stock_ddp_is_kept_for_want_of_what_was_asked_not_of_all_plans() -> None:
     text = run("predict", RESNET, "25gbe", "-n", "64", "-s", "single", "--reduce-dtype", "bf16")
     assert "nothing asked for here is 1 % faster" in text

@@ -164,6 +164,11 @@ def _facts(study: Study) -> list[tuple[str, str]]:
     return [
         ("job", f"{describe(study.given, network, reduce_dtype=study.reduce_dtype)}."),
         ("profile", f"{profile.name}: {origin(profile.source)}"),
+        (
+            "alone",
+            f"forward {format_seconds(profile.forward_s)}, backward {format_seconds(profile.backward_s)}, "
+            f"update {format_seconds(profile.update_s)}",
+        ),
         ("network", f"{network.name}, given for {network.workers} workers: {origin(network.source)}"),
         ("scaling", "weak: every GPU keeps its batch, so more GPUs train on more samples at a time"),
     ]

@@ -214,4 +214,5 @@ def _stretched_across(
     slope = whole.link_s_per_byte - (0.0 if pipelined else inner.link_s_per_byte)
     across = stretch(Curve(sizes, np.maximum(whole.time(sizes) - within(sizes), 0.0), max(slope, 0.0)))
     seconds = np.maximum(within(across.sizes) + across.time(across.sizes), inner.time(across.sizes))
-    return CollectiveTimes.of(Curve(across.sizes, seconds, 0.0))
+    slope = across.link_s_per_byte + (0.0 if pipelined else inner.link_s_per_byte)
+    return CollectiveTimes.of(Curve(across.sizes, seconds, max(slope, inner.link_s_per_byte)))

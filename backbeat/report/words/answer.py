@@ -18,12 +18,11 @@ from backbeat.report.words.decision import (
     faster_than,
     gain,
     judged,
-    percent,
     stock_name,
     way_headline,
     way_sentences,
 )
-from backbeat.report.words.numbers import figures_line, format_number, gpu_hours, lowered, over_bound
+from backbeat.report.words.numbers import SAME, figures_line, format_number, gpu_hours, lowered, over_bound
 from backbeat.simulate.predict import knee
 from backbeat.units import format_bytes, format_seconds
 
@@ -150,9 +149,16 @@ def caveats(
 
 
 def _scales(study: Study, settings: Settings) -> str:
-    best = study.best
-    which = f" with {study.best_label}" if len(study.curves) > 1 else ""
+    best, fit = study.best, study.fits[study.best_label]
+    compared = len(study.curves) > 1
+    alike = compared and study.best_label != STOCK and abs(gain(study.stock, best)) < SAME
+    label = STOCK if alike else study.best_label
+    which = f" with {stock_name(label)}" if compared else ""
+    if fit is not None and not fit.fits:
+        which += ", if it fitted"
     said = [figures_line(best, study.given, settings, which)]
+    if compared and label == STOCK:
+        said.append("No strategy compared here is faster.")
     if study.top > 1:
         said.append(knee_sentence(study.frontier))
     if best.band is not None:
@@ -209,8 +215,8 @@ def _sending(study: Study, settings: Settings, command: Callable[[str], str]) ->
     if gain(stock, prediction) >= SIMPLER_WITHIN:
         found.append(
             Action(
-                title=f"{'Or change' if found else 'Change'} one argument of stock DDP: "
-                f"{percent(gain(stock, prediction))} faster",
+                title=f"{'Or change' if found else 'Change'} one argument: "
+                f"{faster_than(gain(stock, prediction), 'stock DDP')}",
                 text=f"With buckets of {size} MiB instead of 25 an iteration takes "
                 f"{format_seconds(prediction.iteration_s)}. No other bucket size that was tried is faster.",
                 code=f"model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})",

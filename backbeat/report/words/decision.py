@@ -112,8 +112,8 @@ def _decide_sending(study: Study, settings: Settings) -> str:
         lines.append(_run(study, settings, next(row for row in study.rows if row.prediction is taken)))
     if stock_bf16 is not None and verdict != "memory" and gain(best, stock_bf16) >= SIMPLER_WITHIN:
         lines.append(
-            f"With gradients sent as bf16, if training bears it, stock DDP alone is {percent(gain(best, stock_bf16))} "
-            f"faster than this: {counted(best.workers, 'GPU')} do the work of "
+            "With gradients sent as bf16, if training bears it, stock DDP alone is "
+            f"{faster_than(gain(best, stock_bf16), 'this')}: {counted(best.workers, 'GPU')} do the work of "
             f"{_work(stock_bf16)}. Ask again with --reduce-dtype bf16."
         )
     return "\n".join(lines)
@@ -228,7 +228,7 @@ def _holding(study: Study, settings: Settings, rows: Sequence[StudyRow], only: s
     assert taken is not None  # there is a chosen row wherever the curve has a point
     stock = next((row for row in rows if row.label == "fsdp" and row.fits), None)
     more = 0.0 if stock is None else gain(stock.prediction, taken.prediction)
-    faster = f", {more:.1%} faster than FSDP with a unit for each block" if more >= SAME else ""
+    faster = f", {faster_than(more, 'FSDP with a unit for each block')}" if more >= SAME else ""
     if taken.label == STOCK:
         return f"Decision: no need to shard: keep stock DDP{faster}{only}."
     made = indent(_command(study, settings, taken), "  ")
