@@ -36,7 +36,8 @@ def compose_networks(
 ) -> Network:
     """All of these in one file, each at its own number of workers.
 
-    `gpus_per_node` corrects what the measurements say or guess; `fabric` says how bandwidth falls beyond the last of them.
+    `gpus_per_node` corrects what the measurements say or guess; `fabric` says how bandwidth falls beyond the last of
+    them.
     """
     per_node = gpus_per_node or max(one.topology.gpus_per_node for one in measured)
     rows: dict[int, tuple[str, WorkersRow]] = {}
