@@ -11,7 +11,8 @@ import typer
 from msgspec.structs import replace
 
 from backbeat.cli import options
-from backbeat.cli.common import console, load_network, plan_options, print_answer, print_json, say, size, split
+from backbeat.cli.arguments import load_network, plan_options, size, split
+from backbeat.cli.output import console, print_answer, print_json, say
 from backbeat.errors import InputError
 from backbeat.model import Plan, Profile
 from backbeat.model.reduction import reduction_named
@@ -60,7 +61,7 @@ def predict(
     epoch_samples: options.EpochSamples = None,
     samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = _SAMPLES,
     across: options.Across = None,
-    nics_per_node: options.Links = 1,
+    nics_per_node: options.NicsPerNode = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve: scaling.png, .svg, .pdf or .html.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="Every strategy in a row, with every figure.")] = False,
     json: options.Json = False,

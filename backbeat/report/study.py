@@ -14,7 +14,8 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
 from backbeat.planners import is_sharded
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.figures.timeline import MOST_BARS, Timeline, TracedIteration, by_collective, timeline
+from backbeat.report.chrome_trace import TracedIteration
+from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.report.measured import Measured
 from backbeat.report.study_row import DeviceFit, Question, Schedule, StudyRow, by_whole_batch, device_fit, study_row
 from backbeat.report.words.numbers import fastest

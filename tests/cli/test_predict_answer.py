@@ -134,7 +134,7 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     text = joined(run("predict", file, "nvlink-ib400", "-n", "16"))
     assert ": with ZeRO-2, 16 GPUs do the work of" in text
     assert "of one L4. DDP does not fit." in text
-    assert "DDP needs 32.2 GB of the 24.0 GB of one L4: too much." in text
+    assert "DDP needs 32.2 GB, one L4 has 24.0 GB: too much." in text
     assert re.search(r"Decision: ZeRO-2, \d\.\d% faster than FSDP", text)
     alone = joined(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp,best"))
     said = "32.2 GB on one L4 of 24.0 GB (optimizer: SGD with momentum); shard it (FSDP), or keep less"
@@ -546,7 +546,7 @@ def test_whether_it_fits_is_asked_of_each_strategy() -> None:
     text = joined(run(*words))
     assert re.search("Worth it: with FSDP, 64 GPUs do the work of [0-9.]+ to [0-9.]+, from a busy", text)
     assert "busy–quiet" in text
-    assert "DDP needs 182 GB of the 141 GB of one H200: too much." in text
+    assert "DDP needs 182 GB, one H200 has 141 GB: too much." in text
     assert re.search("ddp .* no +contention fsdp .* yes +contention hsdp:8 .* yes", text)
     assert "Decision: FSDP on 64 GPUs. Write the plan" in text
     wide = joined(run(*words[:-1], "ddp,fsdp,hsdp:8", "--wide"))

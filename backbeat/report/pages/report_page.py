@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from backbeat.model import Source
-from backbeat.report.figures.timeline import Timeline, by_collective, chrome_trace, timeline, timeline_parts
+from backbeat.report.chrome_trace import chrome_trace
+from backbeat.report.figures.timeline import Timeline, by_collective, timeline, timeline_parts
 from backbeat.report.pages.sections import sections
 from backbeat.report.study import STOCK, Study
 from backbeat.report.words.answer import Answer, answer

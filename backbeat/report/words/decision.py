@@ -51,13 +51,14 @@ def judged(study: Study) -> tuple[Verdict, str]:
         return "memory", f"Does not fit: {fit.too_much()}."
     if study.top == 1:
         return "alone", "One GPU works alone: nothing is communicated."
-    worth = f"{counted(study.top, 'GPU')} do the work of {_work(best)}"
-    worth += ", depending on how busy the cluster is" if " to " in worth else ""
+    work, ranged = _work(best)
+    worth = f"{counted(study.top, 'GPU')} do the work of {work}"
+    worth += ", depending on how busy the cluster is" if ranged else ""
     if stock in study.too_big:
         worth += f"; {stock_name(stock)} does not fit the memory"
     elif len(study.curves) > 1 and stock in study.curves:
         plain = study.at_top[stock]
-        worth += f"; {stock_name(stock)} {'too' if best is plain else _work(plain)}"
+        worth += f"; {stock_name(stock)} {'too' if best is plain else _work(plain)[0]}"
     verdict, words = worth_it(study.frontier, _where(study))
     return verdict, f"{words}: {worth}."
 
@@ -114,7 +115,7 @@ def _decide_sending(study: Study, settings: Settings) -> str:
         lines.append(
             "With gradients sent as bf16, if training bears it, stock DDP alone is "
             f"{faster_than(gain(best, stock_bf16), 'this')}: {counted(best.workers, 'GPU')} do the work of "
-            f"{_work(stock_bf16)}. Ask again with --reduce-dtype bf16."
+            f"{_work(stock_bf16)[0]}. Ask again with --reduce-dtype bf16."
         )
     return "\n".join(lines)
 
@@ -194,10 +195,13 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
 
 
-def _work(prediction: Prediction) -> str:
-    """How many GPUs' work it does: one number, or from a busy cluster to a quiet one where these print apart."""
+def _work(prediction: Prediction) -> tuple[str, bool]:
+    """How many GPUs' work it does: one number, or a range from a busy cluster to a quiet one where these print apart;
+    and whether it is a range."""
     low, high = (format_number(prediction.workers * share) for share in load_range(prediction))
-    return f"{low} to {high}" if low != high else format_number(prediction.workers * prediction.scaling_factor)
+    if low != high:
+        return f"{low} to {high}", True
+    return format_number(prediction.workers * prediction.scaling_factor), False
 
 
 def _decide_holding(study: Study, settings: Settings) -> Decision:
@@ -246,8 +250,8 @@ def _work_headline(rows: Sequence[StudyRow], taken: StudyRow, verdict: str) -> s
     large = [row.name for row in rows if not row.fits]
     listed = " and ".join([", ".join(large[:-1]), large[-1]]) if len(large) > 1 else "".join(large)
     said = f" {listed} {'do' if len(large) > 1 else 'does'} not fit." if large else ""
-    work = _work(taken.prediction)
-    work += ", from a busy cluster to a quiet one" if " to " in work else ""
+    work, ranged = _work(taken.prediction)
+    work += ", from a busy cluster to a quiet one" if ranged else ""
     do = "does" if taken.workers == 1 else "do"
     memory = f",{_memory(taken)}" if taken.peak_bytes else ""
     first = f"{verdict}: with" if verdict else "With"
@@ -281,8 +285,10 @@ def _nothing_fits(rows: Sequence[StudyRow]) -> str:
 
 def _against(row: StudyRow, taken: StudyRow | None) -> str:
     name = capitalised(row.name)
-    if taken is None or not row.fits:
-        return f"{name} needs{_memory(row).removeprefix(' in')}: too much."
+    if row.fit is not None and not row.fits:
+        peak, whole = format_bytes(row.fit.peak_bytes), format_bytes(row.fit.device_bytes)
+        return f"{name} needs {peak}, one {row.fit.device} has {whole}: too much."
+    assert taken is not None  # only where nothing fits is none chosen
     slower = gain(row.prediction, taken.prediction)
     if slower >= 1:
         pace = f"takes {1 + slower:.1f} times as long"

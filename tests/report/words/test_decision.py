@@ -106,7 +106,7 @@ def test_the_words_name_what_does_not_fit_and_how_much_longer_others_take(ways: 
     assert said.endswith(", in 40 B of the 100 B of one H200. DDP does not fit.")
     alone = [replace(row, prediction=msgspec.structs.replace(row.prediction, workers=1)) for row in one]
     assert decided(alone).headline.startswith("With HSDP in groups of 8, 1 GPU does the work of ")
-    assert "DDP needs 182 B of the 100 B of one H200: too much." in way_sentences(one)
+    assert "DDP needs 182 B, one H200 has 100 B: too much." in way_sentences(one)
     assert sum(" slower (" in said for said in way_sentences(one)) == 2
     large = [needing(way, 101 + index) for index, way in enumerate(ways)]
     assert way_headline(large).startswith("Nothing fits one H200 of 100 B: DDP takes least, 101 B.")
@@ -144,7 +144,7 @@ def test_where_ddp_does_not_fit_sharding_is_compared_and_advised(llama: Study) -
     assert "stock DDP does not fit" in said.headline
     assert [action.title.partition("?")[0] for action in said.actions] == ["DDP, FSDP or HSDP"]
     assert "fully_shard(model" in said.actions[0].code
-    assert "DDP needs 182 GB of the 141 GB of one H200: too much." in said.actions[0].text
+    assert "DDP needs 182 GB, one H200 has 141 GB: too much." in said.actions[0].text
     assert said.gpu_hours[0] == said.gpu_hours[1]
     assert "What sharded trains in a day" in said.worth_text
 
