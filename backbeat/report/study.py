@@ -37,8 +37,8 @@ class Study(Question):
     """By number of workers; all strategies are there at the largest, which is what the question is about."""
     buckets: tuple[tuple[int, Prediction], ...] = ()
     """(bucket_cap_mb, stock DDP with it) at the largest number of workers."""
-    ways: tuple[StudyRow, ...] = ()
-    """The ways to hold the model, DDP, FSDP, HSDP, …, at the largest number of workers."""
+    shardings: tuple[StudyRow, ...] = ()
+    """DDP, FSDP, HSDP, …: what may hold the model, at the largest number of workers."""
     measured: tuple[Measured, ...] = ()
 
     @cached_property
@@ -219,7 +219,7 @@ def study(
     return replace(
         compare(question, workers, asked),
         buckets=bucket_sweep(profile, last, reduce_dtype) if sweep else (),
-        ways=find_ways(profile, last, [STOCK, *weighed] if weighed else [], budget_bytes=memory_budget),
+        shardings=find_shardings(profile, last, [STOCK, *weighed] if weighed else [], budget_bytes=memory_budget),
         measured=tuple(measured),
     )
 
@@ -262,7 +262,7 @@ def instead_of_ddp(
     return [] if fit is None or fit.fits else sharded_labels(profile, network, counts)
 
 
-def find_ways(
+def find_shardings(
     profile: Profile, network: Network, labels: Sequence[str], *, budget_bytes: int | None = None
 ) -> tuple[StudyRow, ...]:
     """Each strategy at the network's workers. A strategy that finds no plan that fits is left out; a budget takes the

@@ -494,7 +494,7 @@ def test_the_decision_takes_a_busy_cluster_into_account(
     found, headline = judged(compared)
     assert found == verdict
     assert "depending on how busy the cluster is" in headline
-    assert said in decide(compared, Settings(), holding=False).text
+    assert said in decide(compared, Settings(), sharding=False).text
 
 
 def test_more_links_a_node_carry_more(tmp_path: Path) -> None:

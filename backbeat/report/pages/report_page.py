@@ -35,12 +35,12 @@ def report(study: Study, settings: Settings | None = None) -> str:
 
 
 def timelines(study: Study, *, most: int = _FEWER_BARS[0]) -> list[Timeline]:
-    """Every timeline the reader can choose: each strategy, the ways to hold the model, then what was measured beside
+    """Every timeline the reader can choose: each strategy, each sharding, then what was measured beside
     its own prediction."""
     found = [study.timeline(label, most=most) for label, prediction in study.at_top.items() if prediction.timeline]
-    for way in study.ways:
-        if way.plan is not None and way.label not in study.curves:
-            found.append(timeline(way.label, by_collective(way.prediction.timeline, way.plan), most=most))
+    for row in study.shardings:
+        if row.plan is not None and row.label not in study.curves:
+            found.append(timeline(row.label, by_collective(row.prediction.timeline, row.plan), most=most))
     for one, how, spans in study.seen():
         found.append(timeline(f"{one.origin}: {one.label}, {how}", spans, one.buckets, most=most))
     return found

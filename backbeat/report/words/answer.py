@@ -18,9 +18,9 @@ from backbeat.report.words.decision import (
     faster_than,
     gain,
     judged,
+    sharding_headline,
+    sharding_sentences,
     stock_name,
-    way_headline,
-    way_sentences,
 )
 from backbeat.report.words.numbers import SAME, figures_line, format_number, gpu_hours, lowered, over_bound
 from backbeat.simulate.predict import knee
@@ -181,18 +181,18 @@ def _limit(study: Study) -> str:
 
 def _actions(study: Study, settings: Settings, command: Callable[[str], str]) -> tuple[Action, ...]:
     """What to do with the gradients, unless DDP does not fit, then how to hold the model."""
-    taken, found = chosen(study.ways), list[Action]()
+    taken, found = chosen(study.shardings), list[Action]()
     shards = taken is not None and taken.sharded
-    if study.top > 1 and (not study.ways or study.ways[0].fits):
+    if study.top > 1 and (not study.shardings or study.shardings[0].fits):
         found += _sending(study, settings, command)
         if not found and not shards:
             text = "No schedule compared here is at least 1 % faster. What is left to gain lies elsewhere: see what "
             found.append(Action(title="Keep stock DDP as it is", text=f"{text}limits it."))
-    if study.ways:
-        title = f"DDP, FSDP or HSDP? {way_headline(study.ways)}"
+    if study.shardings:
+        title = f"DDP, FSDP or HSDP? {sharding_headline(study.shardings)}"
         lines = sharding_lines("plan.json", study.profile.optimizer)
         code = _script(command(taken.label), lines) if taken is not None and shards else ""
-        found.append(Action(title=title, text=" ".join(way_sentences(study.ways)), code=code))
+        found.append(Action(title=title, text=" ".join(sharding_sentences(study.shardings)), code=code))
     return tuple(found)
 
 

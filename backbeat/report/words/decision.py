@@ -36,10 +36,10 @@ class Decision:
     """What to do, with what to copy."""
 
 
-def decide(study: Study, settings: Settings, *, holding: bool) -> Decision:
-    """What to do now: how to send gradients or, for `holding` the model, whether to shard it."""
-    if holding:
-        return _decide_holding(study, settings)
+def decide(study: Study, settings: Settings, *, sharding: bool) -> Decision:
+    """What to do now: how to send gradients or, with `sharding`, whether and how to shard the model."""
+    if sharding:
+        return _decide_sharding(study, settings)
     best = next(row for row in study.rows if row.prediction is study.best)
     return Decision(headline=judged(study)[1], row=best, text=_decide_sending(study, settings))
 
@@ -204,14 +204,14 @@ def _work(prediction: Prediction) -> tuple[str, bool]:
     return format_number(prediction.workers * prediction.scaling_factor), False
 
 
-def _decide_holding(study: Study, settings: Settings) -> Decision:
+def _decide_sharding(study: Study, settings: Settings) -> Decision:
     """How to hold the model on the most GPUs, or on as many as are worth it."""
     rows = study.rows_at(study.top)
     taken, verdict, only = chosen(rows), "", ""
     if taken is None:
         return Decision(headline=_nothing_fits(rows), row=None, text="Decision: make it fit first.")
     if study.top == 1:
-        text = _holding(study, settings, rows)
+        text = _sharding_text(study, settings, rows)
     else:
         each = [chosen(study.rows_at(count)) for count in study.workers]
         curve = [row.prediction for row in each if row is not None]
@@ -222,11 +222,11 @@ def _decide_holding(study: Study, settings: Settings) -> Decision:
             only = f": {_partly(curve)}"
         text = f"Decision: do not spread this job {_where(study, 'over')}."
         if bend != 1:
-            text = _holding(study, settings, rows if bend is None else study.rows_at(bend), only)
+            text = _sharding_text(study, settings, rows if bend is None else study.rows_at(bend), only)
     return Decision(headline=_work_headline(rows, taken, verdict), row=taken, text=text)
 
 
-def _holding(study: Study, settings: Settings, rows: Sequence[StudyRow], only: str = "") -> str:
+def _sharding_text(study: Study, settings: Settings, rows: Sequence[StudyRow], only: str = "") -> str:
     """What to do, with the lines to write; `only` is how many GPUs to take where that is not all."""
     taken = chosen(rows)
     assert taken is not None  # there is a chosen row wherever the curve has a point
@@ -258,14 +258,14 @@ def _work_headline(rows: Sequence[StudyRow], taken: StudyRow, verdict: str) -> s
     return f"{first} {taken.name}, {counted(taken.workers, 'GPU')} {do} the work of {work}{memory}.{said}"
 
 
-def way_headline(rows: Sequence[StudyRow]) -> str:
+def sharding_headline(rows: Sequence[StudyRow]) -> str:
     """DDP, FSDP or HSDP, in one line."""
     taken = chosen(rows)
     return _nothing_fits(rows) if taken is None else f"{capitalised(taken.name)}: {_step(taken)}{_memory(taken)}."
 
 
-def way_sentences(rows: Sequence[StudyRow]) -> list[str]:
-    """Why: every other way to hold the model beside the one taken."""
+def sharding_sentences(rows: Sequence[StudyRow]) -> list[str]:
+    """Why: every other sharding beside the one taken."""
     taken = chosen(rows)
     said = [_against(row, taken) for row in rows if row is not taken]
     if rows and all(row.fit is None for row in rows):
