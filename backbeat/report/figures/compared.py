@@ -113,8 +113,8 @@ def draw_shardings(rows: Sequence[StudyRow]) -> Drawing:
     texts = [one + ("" if row.fits else ", does not fit") for one, row in zip(seconds, rows, strict=True)]
     common = {"hovertemplate": "<b>%{y}</b>: %{customdata}<extra></extra>", "textposition": "auto"}
     times = bar("iteration", labels, ms(iteration_s), colours, customdata=seconds, text=texts, **common)
-    rows = 26 * len(labels)
-    traces, layout = [times], {"xaxis": _ITERATION, "yaxis": _BY_LABEL, "height": 110 + rows, "showlegend": False}
+    bars = 26 * len(labels)
+    traces, layout = [times], {"xaxis": _ITERATION, "yaxis": _BY_LABEL, "height": 110 + bars, "showlegend": False}
     fits = [row.fit for row in rows if row.fit is not None]
     if len(fits) == len(rows):
         gigabytes, sizes = [fit.peak_bytes / 1e9 for fit in fits], [format_bytes(fit.peak_bytes) for fit in fits]
@@ -128,7 +128,7 @@ def draw_shardings(rows: Sequence[StudyRow]) -> Drawing:
             "yaxis": {**_BY_LABEL, "domain": [0.6, 1]},
             "xaxis2": axis("GB at the peak of one GPU", rangemode="tozero", anchor="y2"),
             "yaxis2": {**_BY_LABEL, "domain": [0, 0.42]},
-            "height": 230 + 2 * rows,
+            "height": 230 + 2 * bars,
             "shapes": [line],
             "annotations": [word],
         }
