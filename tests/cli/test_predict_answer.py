@@ -562,7 +562,7 @@ def test_every_figure_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     narrow = Console(file=io.StringIO(), width=80, height=25)
-    for module in ("common", "predict"):
+    for module in ("output", "predict"):
         monkeypatch.setattr(f"backbeat.cli.{module}.console", lambda: narrow)
     run("predict", LLAMA, "aws-p5", "-n", "64,256", "--wide")
     assert isinstance(narrow.file, io.StringIO)
