@@ -15,7 +15,9 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
-from backbeat.cli.common import check_writable, communicator_counts, need_torch, print_answer, print_json, say, wrapped
+from backbeat.cli.arguments import communicator_counts, need_torch
+from backbeat.cli.output import check_writable, print_answer, print_json, say, wrapped
+from backbeat.cost.collectives import bus_bandwidth
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.case import SIZES
 from backbeat.measure.network.findings import summary_of
@@ -197,8 +199,7 @@ def progress_lines(write: Callable[[str], None]) -> Progress:
 def calibration_parts(summary: Mapping[str, Any]) -> list[Table | str]:
     """What was found, for people: sentences, tables and empty lines, in order. `summary` is what `--json` prints."""
     workers, slope = summary["workers"], summary["link_s_per_byte"]
-    # Every byte crosses a link 2(N-1)/N times in a bandwidth-optimal all-reduce; nccl-tests calls this bus bandwidth.
-    bus = f", bus bandwidth {format_rate(8 * 2 * (workers - 1) / workers / slope)}" if slope > 0 else ""
+    bus = f", bus bandwidth {format_rate(bus_bandwidth('all_reduce', workers, 1, slope))}" if slope > 0 else ""
     worst = max(summary["all_reduce"], key=lambda point: abs(point["line_error"]))
     parts: list[Table | str] = [
         summary["verdict"],

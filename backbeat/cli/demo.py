@@ -10,7 +10,7 @@ import typer
 
 from backbeat import api
 from backbeat.cli import options
-from backbeat.cli.common import check_page, console, print_json, say
+from backbeat.cli.output import check_page, console, print_json, say
 from backbeat.cli.plan import plan
 from backbeat.cli.predict import content, predict
 from backbeat.cli.report import report

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from backbeat.cli import options
-from backbeat.cli.common import print_answer, print_json, say
+from backbeat.cli.output import print_answer, print_json, say
 from backbeat.importers import chakra, kineto, nccl_tests
 from backbeat.model import Network, Profile
 from backbeat.report.tables.plan_tables import measured_units_table

@@ -11,7 +11,8 @@ import typer
 from rich.table import Table
 
 from backbeat.cli import options
-from backbeat.cli.common import communicator_counts, print_answer, print_json, refuse, say, split, write_json
+from backbeat.cli.arguments import communicator_counts, refuse, split
+from backbeat.cli.output import print_answer, print_json, say, write_json
 from backbeat.errors import InputError
 from backbeat.lab.jobs import turns_s
 from backbeat.lab.plans import PlanChoice, parse_plans, shorthand

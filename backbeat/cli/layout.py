@@ -10,13 +10,16 @@ import typer
 
 from backbeat import layouts
 from backbeat.cli import options
-from backbeat.cli.common import check_page, load_network, print_answer, print_json, write_page
+from backbeat.cli.arguments import load_network
+from backbeat.cli.output import check_page, print_answer, print_json, write_page
 from backbeat.errors import InputError
 from backbeat.layouts import LayoutPrediction, transformer
 from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.model import Network
 from backbeat.report.pages.layout_page import layout_content, layout_report
 from backbeat.report.tables import layout_tables as tables
+from backbeat.report.words import layout_answer as words
+from backbeat.report.words.megatron_flags import flag_lines, megatron_flags
 from backbeat.units import counted, format_seconds, parse_workers
 
 
@@ -57,7 +60,7 @@ def layout(
     family: Annotated[str, typer.Option(help="With --layout: events, or closed-form.")] = "events",
     most: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
     across: options.Across = None,
-    nics_per_node: options.Links = 1,
+    nics_per_node: options.NicsPerNode = 1,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a page instead, like layout.html.")
     ] = None,
@@ -111,13 +114,13 @@ def layout(
         title = f"{shown[0].model} on {shown[0].cluster}: {global_batch} x {sequence} tokens, {precision}, {framework}"
         print_answer(tables.ranked_table(shown, title=title, counts=several))
     missing = [count for count, rows in zip(counts, ranked, strict=True) if not rows]
-    print_answer(*(tables.nothing_fits(model, network, count, job, stages)[1] for count in missing))
+    print_answer(*(words.nothing_fits(model, network, count, job, stages)[1] for count in missing))
     if shown:
         # Of several numbers of GPUs the one that takes least GPU time a step.
         best = min(shown, key=lambda one: one.step_s * one.gpus) if several else shown[0]
         print_answer(
-            tables.layout_answer(best),
-            *(tables.compared(best, shown) if several else ()),
+            words.layout_answer(best),
+            *(words.compared(best, shown) if several else ()),
             _flags(model, best, framework),
         )
 
@@ -160,8 +163,8 @@ def _write(
 
 
 def _flags(model: str, found: LayoutPrediction, framework: str) -> str | None:
-    flags = tables.megatron_flags(transformer(model), found.layout, found.job, framework)
-    return f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{tables.flag_lines(flags)}" if flags else None
+    flags = megatron_flags(transformer(model), found.layout, found.job, framework)
+    return f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}" if flags else None
 
 
 def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framework: str) -> None:
@@ -179,6 +182,6 @@ def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framewor
         spread,
     )
     if found.fits:
-        print_answer(tables.layout_answer(found), _flags(model, found, framework))
+        print_answer(words.layout_answer(found), _flags(model, found, framework))
     else:
         print_answer("It does not fit: recompute more, shard more (zero), or add stages.")

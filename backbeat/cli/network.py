@@ -10,7 +10,8 @@ import typer
 from msgspec.structs import replace
 
 from backbeat.cli import options
-from backbeat.cli.common import print_answer, print_json, say, split
+from backbeat.cli.arguments import split
+from backbeat.cli.output import print_answer, print_json, say
 from backbeat.cost.protocols import NicLatency
 from backbeat.errors import InputError, did_you_mean
 from backbeat.importers.composition import compose_networks, read_network
@@ -18,7 +19,7 @@ from backbeat.model import CollectiveTimes, Fabric, Network, Source
 from backbeat.model.slowdown import CHANNELS
 from backbeat.model.specification import Specification, reached_inside, transport_of, typical_hop_s
 from backbeat.model.topology import Kind
-from backbeat.report.tables.scaling_tables import every_row, network_table
+from backbeat.report.tables.network_tables import every_row, network_table
 from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
 
 _LONGEST_HOP_S = 10e-3

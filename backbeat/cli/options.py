@@ -69,7 +69,9 @@ Across = Annotated[
     str | None,
     typer.Option(help="What joins the nodes, where NETWORK was measured inside one: a network file or a bundled name."),
 ]
-Links = Annotated[int, typer.Option("--nics-per-node", help="Links that each node has to what --across names.", min=1)]
+NicsPerNode = Annotated[
+    int, typer.Option("--nics-per-node", help="Links that each node has to what --across names.", min=1)
+]
 ReduceDtype = Annotated[
     str | None, typer.Option("--reduce-dtype", help="Send fp32 gradients as bf16 or fp16, two bytes each.")
 ]

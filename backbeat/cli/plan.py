@@ -14,7 +14,8 @@ from rich.table import Table
 from backbeat.api import plan as make_plan
 from backbeat.api import predict
 from backbeat.cli import options
-from backbeat.cli.common import console, load_network, one_count, print_answer, print_json, say, size
+from backbeat.cli.arguments import load_network, one_count, size
+from backbeat.cli.output import console, print_answer, print_json, say
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile, Sharding
 from backbeat.planners import STRATEGIES, is_sharded
@@ -70,7 +71,7 @@ def plan(
     reduce_dtype: options.ReduceDtype = None,
     torch: options.Torch = None,
     across: options.Across = None,
-    nics_per_node: options.Links = 1,
+    nics_per_node: options.NicsPerNode = 1,
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="How far the batch can grow within --memory, and what that gives.")
     ] = False,

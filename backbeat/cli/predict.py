@@ -11,7 +11,8 @@ import typer
 from msgspec.structs import replace
 
 from backbeat.cli import options
-from backbeat.cli.common import console, load_network, plan_options, print_answer, print_json, say, size, split
+from backbeat.cli.arguments import load_network, plan_options, size, split
+from backbeat.cli.output import console, print_answer, print_json, say
 from backbeat.errors import InputError
 from backbeat.model import Plan, Profile
 from backbeat.model.reduction import reduction_named
@@ -25,7 +26,7 @@ from backbeat.report.tables.terminal_table import natural_width
 from backbeat.report.words import numbers
 from backbeat.report.words.answer import above_linear, caveats, knee_sentence, limit_of, unmeasured
 from backbeat.report.words.commands import Settings
-from backbeat.report.words.decision import decide, stock_name, way_sentences
+from backbeat.report.words.decision import decide, sharding_sentences, stock_name
 from backbeat.simulate.predict import knee
 from backbeat.units import SCREEN, counted, format_bytes, parse_price, parse_workers
 
@@ -60,7 +61,7 @@ def predict(
     epoch_samples: options.EpochSamples = None,
     samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = _SAMPLES,
     across: options.Across = None,
-    nics_per_node: options.Links = 1,
+    nics_per_node: options.NicsPerNode = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve: scaling.png, .svg, .pdf or .html.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="Every strategy in a row, with every figure.")] = False,
     json: options.Json = False,
@@ -72,19 +73,14 @@ def predict(
     every = wide or json
     memory_bytes = size("--memory", memory) if memory is not None else None
     bucket_bytes = size("--bucket", bucket, "MB") if bucket is not None else None
-    names = named = list(dict.fromkeys(split(strategy)))
+    named = list(dict.fromkeys(split(strategy)))
     frameworks = {name: reduction_named(name) for name in split(framework)}
-    if not names and not files:
-        names = list(COMPARED) if every else [PLANNED]
+    if bucket is not None and named and BUCKETED.isdisjoint(named):
+        raise InputError(f"--bucket is for ddp and horovod, not {', '.join(named)}: name one of them, or leave it out")
     offered: list[str] = []
     if not named and not files and not frameworks and global_batch is None:
-        # With a job that DDP cannot hold, sharding is compared in place of buckets.
         offered = instead_of_ddp(one, cluster, counts, budget_bytes=memory_bytes)
-        names = [*(names if every or not offered else ()), *offered]
-    if bucket is not None and named and BUCKETED.isdisjoint(names):
-        raise InputError(f"--bucket is for ddp and horovod, not {', '.join(names)}: name one of them, or leave it out")
-    if not every and not frameworks and STOCK not in names:
-        names.insert(0, STOCK)
+    names = _compared(named, offered, every=every, plans=bool(files), frameworks=bool(frameworks))
     plans = _named_apart([Plan.load(path) for path in files], files, names)
     settings = Settings(
         samples=samples,
@@ -104,22 +100,14 @@ def predict(
     if other_batch is not None and global_batch is None:
         raise InputError("--other-batch goes with --global-batch: add it, or leave this out")
 
-    def asked(name: str) -> Schedule:
-        found: dict[str, Any] = {"strategy": name, "communicators": communicators}
-        if name in BUCKETED:
-            found["bucket_bytes"] = bucket_bytes
-        if name in BUDGETED:
-            found |= {"memory_bytes": memory_bytes, "torch_version": torch}
-        return found
-
-    partial_groups = {
-        (name, count): f"note: {name} is left out at {counted(count, 'worker')}: not whole groups of its shards"
+    left_out = [
+        (name, count)
         for count in counts
         for name in names
         if count != max(counts) and not whole_groups(name, cluster, count)
-    }
-    for note in partial_groups.values():
-        say(note)
+    ]
+    for name, count in left_out:
+        say(f"note: {name} is left out at {counted(count, 'worker')}: not whole groups of its shards")
     question = Question(
         given=one,
         network=cluster,
@@ -130,9 +118,15 @@ def predict(
         global_batch=global_batch,
         other=Profile.load(other_batch) if other_batch is not None else None,
     )
-    schedules = {**frameworks, **{name: asked(name) for name in names}, **{made.strategy: made for made in plans}}
-    left_out = set(partial_groups)
-    found = compare(question, counts, schedules, unasked=set(offered), left_out=left_out, files=settings.plan_files)
+    schedules: dict[str, Schedule] = {**frameworks}
+    for name in names:
+        buckets = {"bucket_bytes": bucket_bytes} if name in BUCKETED else {}
+        budget = {"memory_bytes": memory_bytes, "torch_version": torch} if name in BUDGETED else {}
+        schedules[name] = {"strategy": name, "communicators": communicators, **buckets, **budget}
+    schedules |= {made.strategy: made for made in plans}
+    found = compare(
+        question, counts, schedules, unasked=set(offered), left_out=set(left_out), files=settings.plan_files
+    )
     if plot is not None:
         curves = {label: sorted(curve, key=lambda point: point.workers) for label, curve in found.curves.items()}
         plots.save_scaling(Scaling(curves), plot, title=f"{one.name} on {cluster.name}")
@@ -152,6 +146,15 @@ def predict(
         _show(found, settings, title, wide=wide)
 
 
+def _compared(named: list[str], offered: list[str], *, every: bool, plans: bool, frameworks: bool) -> list[str]:
+    """The strategies to compare: those that were named, or what an answer needs."""
+    names = named or ([] if plans else list(COMPARED) if every else [PLANNED])
+    if offered:
+        # With a job that DDP cannot hold, sharding is compared in place of buckets.
+        names = [*names, *offered] if every else offered
+    return names if every or frameworks or STOCK in names else [STOCK, *names]
+
+
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:
     """Plans of the same strategy as another row carry their file's name, or nobody could tell them apart."""
     strategies = [*names, *(plan.strategy for plan in plans)]
@@ -166,7 +169,7 @@ def content(found: Study, settings: Settings) -> dict[str, Any]:
     profile, samples = found.given, settings.samples or _SAMPLES
     data = []
     for row in found.rows:
-        one, fit = row.prediction, row.fit if found.global_batch is None else None
+        one, fit = row.prediction, row.fit
         share = numbers.utilisation(one, profile)
         fields: dict[str, Any] = msgspec.to_builtins(one)
         del fields["timeline"]
@@ -188,7 +191,7 @@ def content(found: Study, settings: Settings) -> dict[str, Any]:
         "scaling": "weak" if found.global_batch is None else "strong",
         "samples": samples,
         "rows": data,
-        "headline": decide(found, settings, holding=found.sharded).headline,
+        "headline": decide(found, settings, sharding=found.sharded).headline,
         "not_measured": unmeasured(profile, found.network),
         "knee": {name: knee(curve) for name, curve in found.curves.items()},
     }
@@ -197,7 +200,7 @@ def content(found: Study, settings: Settings) -> dict[str, Any]:
 def _show(found: Study, settings: Settings, title: str, *, wide: bool) -> None:
     """The answer in 80 columns, which ends in a decision. With `wide`, or where strategies beside each other take more
     columns, each has a row of its own with every figure."""
-    decided, best, curves = decide(found, settings, holding=False), found.best, found.curves
+    decided, best, curves = decide(found, settings, sharding=False), found.best, found.curves
     fit = found.fits[found.best_label]
     shown = [tables.answer_table(found, settings.price)] if not wide else []
     if wide or natural_width(shown[0]) > SCREEN:
@@ -227,14 +230,14 @@ def _show(found: Study, settings: Settings, title: str, *, wide: bool) -> None:
 
 def _show_sharded(found: Study, settings: Settings, title: str) -> None:
     """The answer in 80 columns, which ends in a decision and the lines to write."""
-    decided = decide(found, settings, holding=True)
+    decided = decide(found, settings, sharding=True)
     why: list[str] = []
     if decided.row is not None:
         taken = decided.row.prediction
         why = [
             numbers.figures_line(taken, found.given, settings, f" with {taken.strategy}"),
             f"Limit: {limit_of(found, taken)}",
-            *way_sentences(found.rows_at(found.top)),
+            *sharding_sentences(found.rows_at(found.top)),
             *caveats(taken, found.network, found.given),
         ]
         why.append("")

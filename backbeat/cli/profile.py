@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from backbeat.cli.common import check_writable, need_torch, say
+from backbeat.cli.arguments import need_torch
+from backbeat.cli.output import check_writable, say
 from backbeat.errors import InputError
 from backbeat.model import Profile
 from backbeat.model.files import encode

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from backbeat.cli import options
-from backbeat.cli.common import check_page, load_network, plan_options, size, split, write_page
+from backbeat.cli.arguments import load_network, plan_options, size, split
+from backbeat.cli.output import check_page, write_page
 from backbeat.model import Network, Plan, Profile
 from backbeat.planners import whole_groups
 from backbeat.report.measured import read_lab, read_trace
@@ -37,7 +38,7 @@ def report(
         int | None, typer.Option(help="Samples of the run to price. Default: what stock DDP does in a day.", min=1)
     ] = None,
     across: options.Across = None,
-    nics_per_node: options.Links = 1,
+    nics_per_node: options.NicsPerNode = 1,
     memory_budget: Annotated[str | None, typer.Option(help="Device memory to stay within, like 80GB.")] = None,
     redact: options.Redact = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),

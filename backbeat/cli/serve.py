@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from backbeat.cli.common import say
+from backbeat.cli.output import say
 from backbeat.errors import InputError, MissingPartError
 
 _HOST = "127.0.0.1"

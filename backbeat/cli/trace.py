@@ -9,10 +9,11 @@ import msgspec
 import typer
 
 from backbeat.cli import options
-from backbeat.cli.common import one_count, say, split
+from backbeat.cli.arguments import one_count, split
+from backbeat.cli.output import say
 from backbeat.cli.report import gather
 from backbeat.model import Network, Profile, files
-from backbeat.report.figures.timeline import chrome_trace
+from backbeat.report.chrome_trace import chrome_trace
 from backbeat.report.study import STOCK
 
 

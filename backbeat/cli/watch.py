@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from backbeat.cli import options
-from backbeat.cli.common import console, print_json
+from backbeat.cli.output import console, print_json
 from backbeat.errors import InputError
 from backbeat.report.drift import LEARNT, StepSample
 from backbeat.units import SCREEN, format_seconds, printable

@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 
 from backbeat.cli import options
-from backbeat.cli.common import print_answer, print_json
+from backbeat.cli.output import print_answer, print_json
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile, Source
 from backbeat.model.files import bundled
-from backbeat.report.tables.scaling_tables import bus_rates, every_row, network_table, row_at, zoo_table
+from backbeat.report.tables.network_tables import bus_rates, every_row, network_table, row_at, zoo_table
 from backbeat.report.words.numbers import describe
 from backbeat.units import counted
 

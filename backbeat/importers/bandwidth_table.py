@@ -7,7 +7,8 @@
 `nodes` (or `workers`), `size` and `bus_bandwidth` (in GB/s, as nccl-tests defines it) are needed; `collective` is
 all_reduce where it is left out; `p5` and `p95` become the band from a busy to a quiet cluster. Of lines that repeat a
 measurement the median counts. Tables with one column for each number of nodes, `nodes_1,nodes_2,…`, are read as well;
-their column `metric` says mean, median, p5 or p95, and other lines are left out.
+their column `metric` says bus bandwidth, mean, median, p5 or p95, and other lines are left out. Where there is a
+median, the mean is not read.
 """
 
 from __future__ import annotations
@@ -36,7 +37,17 @@ from backbeat.units import parse_bytes
 
 _WIDE = re.compile(r"(nodes|workers)_([0-9]+)")
 _FIGURES = ("bus_bandwidth", "p5", "p95")
-_METRIC = re.compile(r"(p5|p95|p50|median|mean|average|avg|bus_?bandwidth|busbw)(?![0-9])")
+"""Columns of a table with one measurement a line."""
+_METRICS = (
+    ("p5", re.compile(r"p5(?![0-9])")),
+    ("p95", re.compile(r"p95(?![0-9])")),
+    ("median", re.compile(r"median|p50(?![0-9])")),
+    ("mean", re.compile(r"mean|average|avg")),
+    ("bus_bandwidth", re.compile(r"bus[ _]?(bandwidth|bw)|bandwidth")),
+)
+"""What a column `metric` begins with, by kind of figure."""
+_MIDDLES = ("median", "bus_bandwidth", "mean")
+"""Kinds that say what a collective usually takes: the first of them that there is counts."""
 _Found = dict[tuple[int, Collective, int], dict[str, list[float]]]
 """By (workers, collective, bytes) and kind of figure."""
 
@@ -53,7 +64,7 @@ def load_table(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAN
     for line, cells in enumerate(reader, start=2):
         try:
             for workers, figure, value in _figures(cells, gpus_per_node):
-                if figure in _FIGURES:
+                if figure in (*_MIDDLES, "p5", "p95"):
                     of_key = found.setdefault((workers, _collective(cells), _size(cells)), {})
                     of_key.setdefault(figure, []).append(value)
                 else:
@@ -61,6 +72,11 @@ def load_table(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAN
         except InputError as error:
             raise InputError(f"{where}, line {line}: {error}") from None
     counts = sorted({workers for workers, collective, _ in found if collective == "all_reduce" and workers > 1})
+    metrics = ", ".join(sorted(unread))
+    if not found and unread:
+        raise InputError(
+            f"{where}: metric is {metrics} throughout: lines of bus bandwidth, mean or median in GB/s are needed"
+        )
     if not counts:
         raise InputError(
             f"{where}: no all-reduce on two GPUs or more in it: columns nodes (or workers), size and bus_bandwidth "
@@ -69,7 +85,9 @@ def load_table(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAN
     one_size = len({size for _, _, size in found}) == 1
     notes = ["guessed: other sizes than the one in the table, as NCCL's protocols have them"] if one_size else []
     if unread:
-        notes.append(f"left out: {', '.join(sorted(unread))}; mean, median, p5 and p95 are read")
+        notes.append(f"left out: {metrics}; bus bandwidth, mean, median, p5 and p95 are read")
+    if any(len(figures.keys() & _MIDDLES) > 1 for figures in found.values()):
+        notes.append("used: the median where the table has a mean as well")
     return network_of(
         [_row(count, found, gpus_per_node, hop_s, where) for count in counts],
         name=where.stem,
@@ -87,15 +105,16 @@ def _row(workers: int, found: _Found, per_node: int, hop_s: float, where: Path) 
         points = []
         for size in sizes:
             figures = {figure: median(values) for figure, values in found[workers, collective, size].items()}
-            if "bus_bandwidth" not in figures:
+            kind = next((one for one in _MIDDLES if one in figures), None)
+            if kind is None:
                 raise InputError(f"{where}: {collective} on {workers} GPUs has no bus_bandwidth beside its percentiles")
-            points.append((size, traffic(collective, "ring", workers) * size / (figures["bus_bandwidth"] * 1e9)))
+            middle = figures[kind]
+            points.append((size, traffic(collective, "ring", workers) * size / (middle * 1e9)))
             if collective == "all_reduce" and {"p5", "p95"} <= figures.keys():
-                middle = figures["bus_bandwidth"]
                 if not figures["p5"] <= middle <= figures["p95"]:
                     raise InputError(
-                        f"{where}: all_reduce on {workers} GPUs has p5 {figures['p5']:g}, p95 {figures['p95']:g} and "
-                        f"{middle:g} GB/s between them: p5 is the lowest, p95 the highest"
+                        f"{where}: all_reduce on {workers} GPUs has p5 {figures['p5']:g}, p95 {figures['p95']:g} and a "
+                        f"{kind} of {middle:g} GB/s, which is not between them: p5 is the lowest, p95 the highest"
                     )
                 band = LoadBand(quiet=max(figures["p95"] / middle, 1.0), busy=min(figures["p5"] / middle, 1.0))
         if len(points) > 1:
@@ -122,12 +141,11 @@ def _figures(cells: dict[str, str], per_node: int) -> Iterator[tuple[int, str, f
     wide = [(match, value) for key, value in cells.items() if key and (match := _WIDE.fullmatch(key)) and value]
     if wide:
         metric = (cells.get("metric") or "bus_bandwidth").strip().lower()
-        named = _METRIC.match(metric)
-        figure = metric if named is None else named[0] if named[0] in _FIGURES else "bus_bandwidth"
+        named = next((kind for kind, begins in _METRICS if begins.match(metric)), None)
         for match, value in wide:
             count = int(match[2]) * (per_node if match[1] == "nodes" else 1)
             # What is not read may be anything, like a deviation of zero.
-            yield count, figure, _number(value) if named else 0.0
+            yield count, named or metric, _number(value) if named else 0.0
         return
     given = cells.get("workers") or cells.get("nodes")
     if not given or not given.strip().isdigit() or int(given) < 1:

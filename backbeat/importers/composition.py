@@ -36,7 +36,8 @@ def compose_networks(
 ) -> Network:
     """All of these in one file, each at its own number of workers.
 
-    `gpus_per_node` corrects what the measurements say; `fabric` says how bandwidth falls beyond the last of them.
+    `gpus_per_node` corrects what the measurements say or guess; `fabric` says how bandwidth falls beyond the last of
+    them.
     """
     per_node = gpus_per_node or max(one.topology.gpus_per_node for one in measured)
     rows: dict[int, tuple[str, WorkersRow]] = {}
@@ -50,6 +51,7 @@ def compose_networks(
                 )
             rows[row.workers] = one.name, row
     transport = _first_known("transport", [one.topology for one in measured])
+    notes = dict.fromkeys(note for one in measured for note in one.notes)
     topology = Topology(gpus_per_node=per_node, fabric=fabric, transport=transport)
     if per_node in rows and per_node > 1:
         topology = replace(topology, algorithm="hierarchical", inside=rows[per_node][1].all_reduce, pipelined=True)
@@ -59,7 +61,7 @@ def compose_networks(
         topology=topology,
         **{field: _first_known(field, measured) for field in ("slowdown", "backend", "accelerator", "sharded")},
         source=Source(method="imported", reference="; ".join(dict.fromkeys(map(_origin, measured)))),
-        notes=tuple(dict.fromkeys(note for one in measured for note in one.notes)),
+        notes=tuple(note for note in notes if note != nccl_tests.NODES_GUESSED or gpus_per_node is None),
     )
 
 

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.importers.fsdp_units import Computing, MeasuredUnit, in_units, measured_units, unit_notes
@@ -72,26 +73,31 @@ def load(
             f"{where}: no gradient is accumulated in its {facts.events} events: profile whole training iterations, "
             "with ProfilerActivity.CPU among the activities"
         )
-    notes: list[str] = []
     clock = DeviceClock(facts)
-    windows = _windows(facts.marks, notes)
+    windows, notes = _windows(facts.marks)
     units = measured_units(facts, clock, len(windows), _world_size(reader.top))
     # Under FSDP computation waits for parameters: what it waits is not its own time.
     computing = Computing(facts, clock) if units else None
     iterations = [found for window in windows if (found := _iteration(facts, clock, window, computing)) is not None]
-    chosen = _alike(iterations, where, notes)
+    chosen, said = _alike(iterations, where)
+    notes += said
     sizes = [ready.bytes for ready in chosen[0].ready]
     if units:
         # A profile holds gradients in fp32; FSDP2 may compute them in the parameters' dtype.
         sizes = [ready.bytes and ready.bytes // ready.element_bytes * 4 for ready in chosen[0].ready]
-    named = _named(sizes, like, where, notes)
+        like = None if like is None else _in_fp32(like)
+    named, said = _named(sizes, like, where)
+    notes += said
     forward: list[float | None] = [None] * len(named)
     if units and like is None:
         named, forward = in_units(facts, clock, named, chosen[0].ready, chosen[0].forward_s, units)
-    middle = _middle(chosen, notes)
-    batch_size = batch_size or _batch(facts, like, notes)
-    precision = _precision(facts, like, notes)
-    notes += _communication_notes(facts, clock, len(windows), sharded=bool(units))
+    middle, said = _middle(chosen)
+    notes += said
+    if batch_size is None:
+        batch_size, said = _batch(facts, like)
+        notes += said
+    precision, said = _precision(facts, like)
+    notes += [*said, *_communication_notes(facts, clock, len(windows), sharded=bool(units))]
     notes += unit_notes(units, on_device=clock.on_device)
     stem = where.name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace")
     times = [one.passes * ((one.forward_s or 0.0) + one.backward_s) + (one.update_s or 0.0) for one in chosen]
@@ -124,22 +130,20 @@ def _world_size(top: dict[str, Any]) -> int | None:
     return found if isinstance(found, int) and 0 < found < 2**31 else None
 
 
-def _windows(marks: Sequence[Mark], notes: list[str]) -> list[tuple[float, float, list[Mark]]]:
-    """One interval of host time for each iteration, with the marks that start in it."""
+def _windows(marks: Sequence[Mark]) -> tuple[list[tuple[float, float, list[Mark]]], list[str]]:
+    """One interval of host time for each iteration, with the marks that start in it; and notes."""
     steps = sorted((mark for mark in marks if mark.name.startswith("ProfilerStep#")), key=lambda mark: mark.start)
     updates = sorted((mark for mark in marks if mark.name.startswith("Optimizer.step#")), key=lambda mark: mark.start)
     if steps:
         edges = [(step.start, step.end) for step in steps]
-        notes.append(f"used: {len(steps)} profiler steps")
+        note = f"used: {len(steps)} profiler steps"
     elif updates:
         edges = [(before, update.end) for before, update in zip([-np.inf, *(u.end for u in updates)], updates)]  # noqa: B905
-        notes.append(
-            f"guessed: {len(updates)} iterations, each ending with an optimizer step; ProfilerStep marks are missing"
-        )
+        note = f"guessed: {len(updates)} iterations, each ending with an optimizer step; ProfilerStep marks are missing"
     else:
         edges = [(-np.inf, np.inf)]
-        notes.append("guessed: the trace is one iteration; ProfilerStep and optimizer marks are missing")
-    return [(low, high, [mark for mark in marks if low <= mark.start < high]) for low, high in edges]
+        note = "guessed: the trace is one iteration; ProfilerStep and optimizer marks are missing"
+    return [(low, high, [mark for mark in marks if low <= mark.start < high]) for low, high in edges], [note]
 
 
 def _iteration(
@@ -223,28 +227,28 @@ def _sizes(fired: Iterable[Ready]) -> tuple[int | None, ...]:
     return tuple(one.bytes for one in fired)
 
 
-def _alike(iterations: list[_Iteration], where: Path, notes: list[str]) -> list[_Iteration]:
-    """The iterations that accumulate the same gradients in the same order, most of them."""
+def _alike(iterations: list[_Iteration], where: Path) -> tuple[list[_Iteration], list[str]]:
+    """The iterations that accumulate the same gradients in the same order, most of them; and notes."""
     if not iterations:
         raise InputError(
             f"{where}: no iteration with gradients lies within the profiler's steps: profile whole iterations"
         )
     common, _ = Counter(_sizes(one.ready) for one in iterations).most_common(1)[0]
     chosen = [one for one in iterations if _sizes(one.ready) == common]
-    notes.append(f"used: {len(chosen)} iterations with {len(common)} gradients each, medians")
+    notes = [f"used: {len(chosen)} iterations with {len(common)} gradients each, medians"]
     if len(chosen) < len(iterations):
         notes.append(f"missing: {len(iterations) - len(chosen)} iterations with other gradients were left out")
-    return chosen
+    return chosen, notes
 
 
-def _named(sizes: list[int | None], like: Profile | None, where: Path, notes: list[str]) -> list[tuple[str, int]]:
-    """Names and bytes in ready order."""
+def _named(sizes: list[int | None], like: Profile | None, where: Path) -> tuple[list[tuple[str, int]], list[str]]:
+    """Names and bytes in ready order, and notes."""
     if like is None:
         unknown = sum(size is None for size in sizes)
         if unknown:
             raise InputError(f"{where}: {unknown} of {len(sizes)} gradients have no recorded shape: {_SHAPES_ADVICE}")
-        notes.append("guessed: names gradient.0, gradient.1, … in ready order; --like takes them from a profile")
-        return [(f"gradient.{index}", size or 0) for index, size in enumerate(sizes)]
+        note = "guessed: names gradient.0, gradient.1, … in ready order; --like takes them from a profile"
+        return [(f"gradient.{index}", size or 0) for index, size in enumerate(sizes)], [note]
     if len(like.gradients) != len(sizes):
         raise InputError(
             f"{where}: has {len(sizes)} gradients, but the profile {like.name!r} has {len(like.gradients)}: "
@@ -263,14 +267,18 @@ def _named(sizes: list[int | None], like: Profile | None, where: Path, notes: li
         named.append((match.name, match.bytes))
     moved = sum(name != gradient.name for (name, _), gradient in zip(named, like.gradients, strict=True))
     how = f"guessed: names from {like.name!r}" if moved or None in sizes else f"used: names from {like.name!r}"
-    notes.append(
-        f"{how}, by order{' and size' if None not in sizes else ''}{f'; {moved} stand elsewhere' if moved else ''}"
-    )
-    return named
+    note = f"{how}, by order{' and size' if None not in sizes else ''}{f'; {moved} stand elsewhere' if moved else ''}"
+    return named, [note]
 
 
-def _middle(chosen: list[_Iteration], notes: list[str]) -> _Iteration:
-    """The medians of alike iterations."""
+def _in_fp32(like: Profile) -> Profile:
+    whole = tuple(replace(one, bytes=one.bytes // like.element_bytes * 4) for one in like.gradients)
+    return replace(like, gradients=whole, gradient_dtype="fp32")
+
+
+def _middle(chosen: list[_Iteration]) -> tuple[_Iteration, list[str]]:
+    """The medians of alike iterations, and notes."""
+    notes: list[str] = []
 
     def known(what: str, values: list[float]) -> float | None:
         if not values:
@@ -289,7 +297,7 @@ def _middle(chosen: list[_Iteration], notes: list[str]) -> _Iteration:
     accumulation = Counter(one.passes for one in chosen).most_common(1)[0][0]
     if accumulation > 1:
         notes.append(f"used: the last of {accumulation} backward passes an iteration, as gradient accumulation")
-    return _Iteration(
+    middle = _Iteration(
         forward_s=forward,
         backward_s=max(median(one.backward_s for one in chosen), float(ready[-1])),
         update_s=update,
@@ -298,28 +306,25 @@ def _middle(chosen: list[_Iteration], notes: list[str]) -> _Iteration:
         passes=accumulation,
         idle=idle,
     )
+    return middle, notes
 
 
-def _batch(facts: Facts, like: Profile | None, notes: list[str]) -> int:
+def _batch(facts: Facts, like: Profile | None) -> tuple[int, list[str]]:
     if facts.batch is not None and facts.batch[2] < 2**31:
-        notes.append(f"guessed: batch size {facts.batch[2]}, from the input of {facts.batch[1]}; --batch-size says it")
-        return facts.batch[2]
+        _, operator, size = facts.batch
+        return size, [f"guessed: batch size {size}, from the input of {operator}; --batch-size says it"]
     if like is not None:
-        notes.append(f"guessed: batch size {like.batch_size}, from {like.name!r}")
-        return like.batch_size
-    notes.append("missing: the batch size; taken as 1, --batch-size says it")
-    return 1
+        return like.batch_size, [f"guessed: batch size {like.batch_size}, from {like.name!r}"]
+    return 1, ["missing: the batch size; taken as 1, --batch-size says it"]
 
 
-def _precision(facts: Facts, like: Profile | None, notes: list[str]) -> str:
+def _precision(facts: Facts, like: Profile | None) -> tuple[str, list[str]]:
     for kind, label in (("c10::BFloat16", "bf16"), ("c10::Half", "fp16")):
         if kind in facts.types:
-            notes.append(f"guessed: precision {label}, from the operators' inputs")
-            return label
+            return label, [f"guessed: precision {label}, from the operators' inputs"]
     if not facts.types and like is not None:
-        return like.precision
-    notes.append("guessed: precision fp32, no operator has 16-bit inputs; tf32 leaves no mark in a trace")
-    return "fp32"
+        return like.precision, []
+    return "fp32", ["guessed: precision fp32, no operator has 16-bit inputs; tf32 leaves no mark in a trace"]
 
 
 def _gradient_dtype(facts: Facts, ready: Sequence[Ready], like: Profile | None) -> Dtype:

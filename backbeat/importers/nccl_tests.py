@@ -35,6 +35,8 @@ _JSON_NAMES = {"time": "time", "cputime": "cpu_time", "algbw": "alg_bw", "busbw"
 _MOST_BYTES = 2**50
 """A larger size is damage, not a message."""
 
+NODES_GUESSED = "guessed: one GPU a node, since the lines that list the devices are missing"
+
 Placement = Literal["in-place", "out-of-place"]
 
 
@@ -57,9 +59,9 @@ def load(
             f"{where}: no nccl-tests results in it: a table headed `size count type … time algbw busbw` was expected; "
             "give the whole output of all_reduce_perf"
         )
-    notes: list[str] = []
-    chosen, count = _choose(runs, workers, where, notes)
-    curves = _curves(chosen, count, placement, where, notes)
+    chosen, count, said = _choose(runs, workers, where)
+    curves, notes = _curves(chosen, count, placement, where)
+    notes = [*said, *notes]
     if any(run.host_times for run in chosen):
         notes.append("guessed: cputime (-C 1) taken as the time; it is the host's share, measure again without -C")
     if not all(run.blocking for run in chosen):
@@ -71,7 +73,7 @@ def load(
     if wrong:
         notes.append(f"missing: {wrong} rows with wrong results were left out")
     if not any(run.devices for run in chosen):
-        notes.append("guessed: one GPU a node, since the lines that list the devices are missing")
+        notes.append(NODES_GUESSED)
     gone = [one for one in COLLECTIVES if one not in curves]
     notes.append(
         f"missing: several communicators at once{', ' + ', '.join(gone) if gone else ''}: "
@@ -88,8 +90,8 @@ def load(
     )
 
 
-def _choose(runs: list[NcclRun], wanted: int | None, where: Path, notes: list[str]) -> tuple[list[NcclRun], int]:
-    """The runs at one number of workers, and that number."""
+def _choose(runs: list[NcclRun], wanted: int | None, where: Path) -> tuple[list[NcclRun], int, list[str]]:
+    """The runs at one number of workers, that number, and notes."""
     counted = [(run, _workers(run)) for run in runs]
     known = sorted({count for _, count in counted if count is not None})
     listed = ", ".join(map(str, known))
@@ -99,9 +101,8 @@ def _choose(runs: list[NcclRun], wanted: int | None, where: Path, notes: list[st
             # The user knows better than a table of devices that was cut short.
             if len(known) > 1:
                 raise InputError(f"{where}: holds runs of {listed} workers, none of {wanted}: choose one of these")
-            chosen = runs
-            notes.append(f"used: {wanted} workers as asked for, though the file lists {known[0]}")
-        return chosen, wanted
+            return runs, wanted, [f"used: {wanted} workers as asked for, though the file lists {known[0]}"]
+        return chosen, wanted, []
     if len(known) > 1:
         raise InputError(f"{where}: holds runs of {listed} workers: choose one with --workers")
     if known:
@@ -110,12 +111,11 @@ def _choose(runs: list[NcclRun], wanted: int | None, where: Path, notes: list[st
                 f"{where}: the run has 1 worker: nothing travels there; run nccl-tests across GPUs "
                 "(built with MPI=1 across hosts), or give --workers"
             )
-        return runs, known[0]
+        return runs, known[0], []
     guess = _guess_workers(runs)
     if guess is None:
         raise InputError(f"{where}: does not say how many workers there were: give --workers")
-    notes.append(f"guessed: {guess} workers, from busbw / algbw; the device lines are missing")
-    return runs, guess
+    return runs, guess, [f"guessed: {guess} workers, from busbw / algbw; the device lines are missing"]
 
 
 def _workers(run: NcclRun) -> int | None:
@@ -147,12 +147,19 @@ def _per_node(runs: Sequence[NcclRun]) -> int:
     return max(counts, default=1)
 
 
-def _curves(runs: list[NcclRun], workers: int, placement: Placement, where: Path, notes: list[str]) -> dict[str, Any]:
+def _curves(runs: list[NcclRun], workers: int, placement: Placement, where: Path) -> tuple[dict[str, Any], list[str]]:
+    """By collective, and notes."""
+    notes: list[str] = []
     found: dict[str, dict[int, list[float]]] = {}
     other: list[str] = []
     fallbacks = 0
     for run in runs:
-        collective = _collective(run, workers, where.name, notes)
+        collective = run.program or _by_file(where.name)
+        if collective is None:
+            collective = _guess_collective(run.rows[-1], workers)
+            notes.append(
+                f"guessed: {collective}, from redop, root and busbw / algbw; the file does not name the program"
+            )
         if collective not in COLLECTIVES:
             other.append(collective)
             continue
@@ -181,28 +188,25 @@ def _curves(runs: list[NcclRun], workers: int, placement: Placement, where: Path
             f"{where}: no all-reduce at two sizes or more (found: {seen}): "
             "add the output of `all_reduce_perf -b 1K -e 256M -f 2`"
         )
-    return curves
+    return curves, notes
 
 
-def _collective(run: NcclRun, workers: int, filename: str, notes: list[str]) -> str:
-    """By the program's name where the file has it, otherwise by what the rows say."""
-    if run.program:
-        return run.program
-    if named := _PROGRAM.search(filename):
-        return named[1]
-    last = run.rows[-1]
+def _by_file(filename: str) -> str | None:
+    named = _PROGRAM.search(filename)
+    return named[1] if named else None
+
+
+def _guess_collective(last: Row, workers: int) -> str:
+    """By what the row says."""
     reduces = last.redop not in ("", "none")
     ratio = last.bus_over_algorithm
     if ratio is None:
-        guess = "all_reduce"
-    elif abs(ratio - (workers - 1) / workers) < 0.02:
-        guess = "reduce_scatter" if reduces else "all_gather"
-    elif reduces:
-        guess = "reduce" if last.root is not None and last.root >= 0 else "all_reduce"
-    else:
-        guess = "all_reduce" if abs(ratio - 2 * (workers - 1) / workers) < 0.02 and workers > 2 else "broadcast"
-    notes.append(f"guessed: {guess}, from redop, root and busbw / algbw; the file does not name the program")
-    return guess
+        return "all_reduce"
+    if abs(ratio - (workers - 1) / workers) < 0.02:
+        return "reduce_scatter" if reduces else "all_gather"
+    if reduces:
+        return "reduce" if last.root is not None and last.root >= 0 else "all_reduce"
+    return "all_reduce" if abs(ratio - 2 * (workers - 1) / workers) < 0.02 and workers > 2 else "broadcast"
 
 
 @dataclass(slots=True)

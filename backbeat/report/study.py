@@ -14,7 +14,8 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
 from backbeat.planners import is_sharded
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.report.figures.timeline import MOST_BARS, Timeline, TracedIteration, by_collective, timeline
+from backbeat.report.chrome_trace import TracedIteration
+from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.report.measured import Measured
 from backbeat.report.study_row import DeviceFit, Question, Schedule, StudyRow, by_whole_batch, device_fit, study_row
 from backbeat.report.words.numbers import fastest
@@ -36,8 +37,8 @@ class Study(Question):
     """By number of workers; all strategies are there at the largest, which is what the question is about."""
     buckets: tuple[tuple[int, Prediction], ...] = ()
     """(bucket_cap_mb, stock DDP with it) at the largest number of workers."""
-    ways: tuple[StudyRow, ...] = ()
-    """The ways to hold the model, DDP, FSDP, HSDP, …, at the largest number of workers."""
+    shardings: tuple[StudyRow, ...] = ()
+    """DDP, FSDP, HSDP, …: what may hold the model, at the largest number of workers."""
     measured: tuple[Measured, ...] = ()
 
     @cached_property
@@ -71,10 +72,8 @@ class Study(Question):
 
     @cached_property
     def fits(self) -> dict[str, DeviceFit | None]:
-        """By label, what one device needs at the largest number of workers; None where nobody knows, as at another
-        batch than the profile's."""
-        known = self.global_batch is None
-        return {row.label: row.fit if known else None for row in self.rows_at(self.top)}
+        """By label, what one device needs at the largest number of workers; None where nobody knows."""
+        return {row.label: row.fit for row in self.rows_at(self.top)}
 
     @property
     def fitting(self) -> list[str]:
@@ -220,7 +219,7 @@ def study(
     return replace(
         compare(question, workers, asked),
         buckets=bucket_sweep(profile, last, reduce_dtype) if sweep else (),
-        ways=find_ways(profile, last, [STOCK, *weighed] if weighed else [], budget_bytes=memory_budget),
+        shardings=find_shardings(profile, last, [STOCK, *weighed] if weighed else [], budget_bytes=memory_budget),
         measured=tuple(measured),
     )
 
@@ -263,7 +262,7 @@ def instead_of_ddp(
     return [] if fit is None or fit.fits else sharded_labels(profile, network, counts)
 
 
-def find_ways(
+def find_shardings(
     profile: Profile, network: Network, labels: Sequence[str], *, budget_bytes: int | None = None
 ) -> tuple[StudyRow, ...]:
     """Each strategy at the network's workers. A strategy that finds no plan that fits is left out; a budget takes the

@@ -4,7 +4,7 @@ strong scaling."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from backbeat.errors import InputError
 from backbeat.model import Memory, MemoryPlan, Network, Plan, Prediction, Profile, Reduction
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.simulate import predict, strong_scaling
+from backbeat.simulate.batch import sibling
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
@@ -46,6 +47,12 @@ class Question:
     """Strong scaling: samples that all workers share."""
     other: Profile | None = None
     """A second profile of the model, at another batch size, for `strong_scaling`."""
+
+    def extrapolates(self, batch_size: int) -> bool:
+        """Whether that many samples are outside the profiles that `strong_scaling` moves between."""
+        other = self.other or sibling(self.given)
+        sizes = [one.batch_size for one in (self.given, other) if one is not None]
+        return not min(sizes) <= batch_size <= max(sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +155,13 @@ def study_row(label: str, schedule: Schedule, profile: Profile, network: Network
     if fit is not None and prediction.peak_bytes is not None:
         fit = replace(fit, peak_bytes=prediction.peak_bytes)
     if profile is not question.given:
-        # Moved to another batch size, with a note on how. What that takes of memory is known of sharded plans only.
+        # Moved to another batch size, with a note on how. Without shards, what it then takes of memory is known well
+        # enough to say that it does not fit, not that it fits.
         note = profile.notes[-1]
-        extrapolated = prediction.extrapolated or "extrapolated" in note
+        extrapolated = prediction.extrapolated or question.extrapolates(profile.batch_size)
         prediction = msgspec.structs.replace(prediction, notes=(*prediction.notes, note), extrapolated=extrapolated)
-        fit = fit if prediction.peak_bytes is not None else None
+        if fit is not None and fit.fits and prediction.peak_bytes is None:
+            fit = None
     return StudyRow(label=label, plan=plan, prediction=prediction, fit=fit, names_groups=isinstance(schedule, Plan))
 
 
@@ -162,12 +171,12 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
     profile, accumulation = question.given, question.accumulation
     whole = alone_s = None
     why = "scaling is by one GPU's time for its share: a second profile says what it takes for the whole batch"
-    with suppress(InputError):
+    with nullcontext() if question.other is not None else suppress(InputError):
         whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation, other=question.other)
     if whole is not None:
         alone_s = api.predict(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
         why = f"scaling is by one GPU's time for {global_batch} samples"
-        if whole is not profile and "extrapolated" in whole.notes[-1]:
+        if question.extrapolates(whole.batch_size):
             why += f": {whole.notes[-1]}"
     found = []
     for row in rows:

@@ -134,7 +134,7 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     text = joined(run("predict", file, "nvlink-ib400", "-n", "16"))
     assert ": with ZeRO-2, 16 GPUs do the work of" in text
     assert "of one L4. DDP does not fit." in text
-    assert "DDP needs 32.2 GB of the 24.0 GB of one L4: too much." in text
+    assert "DDP needs 32.2 GB, one L4 has 24.0 GB: too much." in text
     assert re.search(r"Decision: ZeRO-2, \d\.\d% faster than FSDP", text)
     alone = joined(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp,best"))
     said = "32.2 GB on one L4 of 24.0 GB (optimizer: SGD with momentum); shard it (FSDP), or keep less"
@@ -494,7 +494,7 @@ def test_the_decision_takes_a_busy_cluster_into_account(
     found, headline = judged(compared)
     assert found == verdict
     assert "depending on how busy the cluster is" in headline
-    assert said in decide(compared, Settings(), holding=False).text
+    assert said in decide(compared, Settings(), sharding=False).text
 
 
 def test_more_links_a_node_carry_more(tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ def test_whether_it_fits_is_asked_of_each_strategy() -> None:
     text = joined(run(*words))
     assert re.search("Worth it: with FSDP, 64 GPUs do the work of [0-9.]+ to [0-9.]+, from a busy", text)
     assert "busy–quiet" in text
-    assert "DDP needs 182 GB of the 141 GB of one H200: too much." in text
+    assert "DDP needs 182 GB, one H200 has 141 GB: too much." in text
     assert re.search("ddp .* no +contention fsdp .* yes +contention hsdp:8 .* yes", text)
     assert "Decision: FSDP on 64 GPUs. Write the plan" in text
     wide = joined(run(*words[:-1], "ddp,fsdp,hsdp:8", "--wide"))
@@ -562,7 +562,7 @@ def test_every_figure_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     narrow = Console(file=io.StringIO(), width=80, height=25)
-    for module in ("common", "predict"):
+    for module in ("output", "predict"):
         monkeypatch.setattr(f"backbeat.cli.{module}.console", lambda: narrow)
     run("predict", LLAMA, "aws-p5", "-n", "64,256", "--wide")
     assert isinstance(narrow.file, io.StringIO)
@@ -610,6 +610,38 @@ def test_a_share_of_the_profiles_own_batch_needs_no_second_profile(tmp_path: Pat
     assert "scaling is by one GPU's time for its share" in text
     text = joined(run("predict", RESNET, "100gbe", "-n", "128", "--global-batch", "8192"))
     assert "batch 8192 is extrapolated from batch 64 and 128" in text
+
+
+def test_under_a_global_batch_what_does_not_fit_is_never_advised(tmp_path: Path) -> None:
+    job = ("predict", "llama-8b-b1-bf16-adamw-h200", "dgx-h100", "-n", "64", "--global-batch", "64")
+    text = joined(run(*job))
+    assert "Does not fit: 182 GB" in text
+    assert "Run the plan" not in text
+    rows = json.loads(run(*job, "-s", "ddp,fsdp", "--json"))["rows"]
+    assert [row["memory"]["fits"] for row in rows] == [False, True]
+    # At another share of the batch, too: through a second profile.
+    one = replace(Profile.load("llama-8b-b1-bf16-adamw-h200"), name="b1")
+    two = replace(one, name="b2", batch_size=2, forward_s=2 * one.forward_s)
+    for name, profile in (("b1", one), ("b2", two)):
+        profile.save(tmp_path / f"{name}.json")
+    other = ("--global-batch", "128", "--other-batch", str(tmp_path / "b2.json"))
+    text = joined(run("predict", str(tmp_path / "b1.json"), *job[2:5], *other))
+    assert "Does not fit" in text
+    assert "Run the plan" not in text
+
+
+def test_a_second_profile_of_another_model_is_refused() -> None:
+    with pytest.raises(InputError, match="both have batch size 64: profile two"):
+        run(
+            "predict", RESNET, "100gbe", "-n", "64", "--global-batch", "4096",
+            "--other-batch", "vgg16-b64-bf16-h200",
+        )  # fmt: skip
+
+
+def test_one_answer_has_one_way_to_say_how_much_faster() -> None:
+    text = joined(run("predict", "gpt2-b8-bf16-adamw-h200", "aws-p5", "-n", "2048", "-s", "fsdp,hsdp:8"))
+    assert "times as fast as FSDP with a unit for each block" in text
+    assert re.search(r"\d{3}(\.\d)?% faster", text) is None
 
 
 def test_stock_ddp_is_kept_for_want_of_what_was_asked_not_of_all_plans() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.errors import InputError
+from backbeat.importers import nccl_tests
 from backbeat.importers.bandwidth_table import load_table
 from backbeat.importers.composition import compose_networks, read_network
 from backbeat.model import Fabric, Network, Topology
@@ -73,8 +74,25 @@ def test_figures_that_are_no_bandwidth_are_left_out_and_repeats_count_by_their_m
     assert any("left out: p99, std, std_dev" in note for note in network.notes)
     repeated = "nodes,size,bus_bandwidth\n2,256MB,300\n2,256MB,310\n2,256MB,20\n"
     assert bus(read_table(tmp_path, repeated, gpus_per_node=8), 16) == pytest.approx(300)
-    with pytest.raises(InputError, match="p5 is the lowest"):
-        read_table(tmp_path, "nodes,size,bus_bandwidth,p5,p95\n2,256MB,300,350,250\n", gpus_per_node=8)
+    with pytest.raises(InputError, match="p5 310, p95 350 and a mean of 300 GB/s, which is not between them"):
+        read_table(tmp_path, "metric,size,nodes_2\np5,256MB,310\np95,256MB,350\nmean,256MB,300\n", gpus_per_node=8)
+
+
+@pytest.mark.parametrize("metric", ["Bus bandwidth (GB/s)", "bus_bandwidth", "busbw", "Bandwidth", "avg", "p50"])
+def test_the_kind_of_figure_is_read_however_it_is_written(tmp_path: Path, metric: str) -> None:
+    network = read_table(tmp_path, f"metric,size,nodes_2\n{metric},256MB,300\n", gpus_per_node=8)
+    assert bus(network, 16) == pytest.approx(300)
+
+
+def test_of_a_mean_and_a_median_the_median_counts(tmp_path: Path) -> None:
+    network = read_table(tmp_path, "metric,size,nodes_2\nmean,256MB,300\np50,256MB,200\n", gpus_per_node=8)
+    assert bus(network, 16) == pytest.approx(200)
+    assert any("the median where" in note for note in network.notes)
+
+
+def test_a_table_of_other_figures_alone_is_refused_by_their_names(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="metric is algbw, time_us throughout: lines of bus bandwidth"):
+        read_table(tmp_path, "metric,size,nodes_2\nalgbw,256MB,300\ntime_us,256MB,20\n", gpus_per_node=8)
 
 
 def test_a_table_with_several_sizes_gives_a_curve(tmp_path: Path) -> None:
@@ -121,6 +139,17 @@ def test_logs_of_one_two_and_four_nodes_become_rows(tmp_path: Path) -> None:
     assert beyond.moved_from.used == (32,)
     fallen = compose_networks("logs", [network], fabric=Fabric(kind="cloud")).at(workers=64)
     assert float(fallen.cost.time(2**28)) > float(beyond.cost.time(2**28))
+
+
+def test_gpus_of_a_node_that_are_given_are_not_called_guessed(tmp_path: Path) -> None:
+    log = nccl_log(2, 8, 20.0).splitlines()
+    (tmp_path / "16.txt").write_text("\n".join(line for line in log if "Rank" not in line))
+    imported = nccl_tests.load(tmp_path / "16.txt", workers=16)
+    assert nccl_tests.NODES_GUESSED in imported.notes
+    assert compose_networks("same", [imported]).notes == imported.notes
+    given = compose_networks("given", [imported], gpus_per_node=8)
+    assert given.nodes == 2
+    assert [note for note in imported.notes if note not in given.notes] == [nccl_tests.NODES_GUESSED]
 
 
 def test_calibrations_of_one_cluster_are_joined(tmp_path: Path) -> None:

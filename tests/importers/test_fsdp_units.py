@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from backbeat.cli import app
 from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.importers.kineto import load
-from backbeat.model import Network, Profile
+from backbeat.model import Gradient, Network, Profile
 from backbeat.planners import propose
 from backbeat.report.measured import read_trace
 from backbeat.simulate import predict
+from tests.problems import make_profile
 
 GLOO = Path(__file__).parent / "fsdp2-gloo-2.13.json.gz"
 """Rank 0 of 2, torch 2.13 on a CPU: an embedding, three blocks of 4160 parameters, a head; torch.profiler with shapes,
@@ -33,7 +35,8 @@ def span(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) 
 class Made:
     """A trace of two units and a root. The host is far ahead; the device does what is said when it is said."""
 
-    def __init__(self, *, copies: bool = False) -> None:
+    def __init__(self, *, copies: bool = False, shapes: bool = True) -> None:
+        self.shapes = shapes
         self.events: list[dict[str, Any]] = []
         self.correlation = 0
         self.copies = copies
@@ -69,7 +72,8 @@ class Made:
         node = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
         shape = {"Input Dims": [[64, 64]], "Input type": ["c10::BFloat16"]}
         self.events.append(span("cpu_op", node, self.host, 3, **{"Sequence number": number}))
-        self.events.append(span("cpu_op", "torch::autograd::AccumulateGrad", self.host + 1, 1, **shape))
+        known = shape if self.shapes else {}
+        self.events.append(span("cpu_op", "torch::autograd::AccumulateGrad", self.host + 1, 1, **known))
         self.host += 4
 
     def reduce(self, unit: str, begin: float, end: float) -> None:
@@ -155,6 +159,15 @@ def test_its_profile_leaves_out_what_is_exposed_and_holds_gradients_in_fp32(tmp_
     assert profile.gradients[0].name == "layers.1.gradient.0"
     assert profile.gradients[0].forward_s == pytest.approx(500 * US, rel=0.02)
     assert profile.precision == "bf16"
+
+
+@pytest.mark.parametrize("shapes", [True, False])
+def test_sizes_of_a_profile_with_bf16_gradients_are_those_of_fp32(tmp_path: Path, shapes: bool) -> None:
+    gradients = tuple(Gradient(name=name, bytes=2 * ELEMENTS, ready_s=0.0) for name in ("b", "a", "root"))
+    like = make_profile([1], [1.0])
+    like = replace(like, gradients=gradients, gradient_dtype="bf16")
+    path = Made(shapes=shapes).write(tmp_path)
+    assert {gradient.bytes for gradient in load(path, like=like).profile.gradients} == {4 * ELEMENTS}
 
 
 def test_the_all_reduce_of_copies_is_its_units(tmp_path: Path) -> None:

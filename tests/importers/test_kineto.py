@@ -330,7 +330,7 @@ def test_a_large_trace_needs_little_memory(tmp_path: Path) -> None:
         file.write(",\n".join(json.dumps(event) for event in made["traceEvents"]) + "\n]}")
     assert path.stat().st_size > 55e6
     program = (
-        "import resource, sys\nfrom backbeat.importers.kineto import Trace, load\n"
+        "import resource, sys\nfrom backbeat.importers.kineto import load\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\nload(sys.argv[1])\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )

@@ -1,4 +1,4 @@
-"""What strategies take of time and memory: their exposed time by cause, the ways to hold a model, iterations predicted
+"""What strategies take of time and memory: their exposed time by cause, shardings of a model, iterations predicted
 against measured, and device memory by kind, at its peak or over a sharded step."""
 
 from __future__ import annotations
@@ -103,20 +103,20 @@ def draw_measured(rows: Sequence[Measured]) -> Drawing:
     )
 
 
-def draw_ways(ways: Sequence[StudyRow]) -> Drawing:
-    """Time above, memory below; the way to take in green, those that do not fit in grey."""
-    taken = chosen(ways)
-    labels = [html.escape(way.label) for way in ways]
-    colours = [canvas.GREEN if way is taken else canvas.BLUE if way.fits else canvas.GREY for way in ways]
-    iteration_s = [way.prediction.iteration_s for way in ways]
+def draw_shardings(rows: Sequence[StudyRow]) -> Drawing:
+    """Time above, memory below; the one to take in green, those that do not fit in grey."""
+    taken = chosen(rows)
+    labels = [html.escape(row.label) for row in rows]
+    colours = [canvas.GREEN if row is taken else canvas.BLUE if row.fits else canvas.GREY for row in rows]
+    iteration_s = [row.prediction.iteration_s for row in rows]
     seconds = [format_seconds(one) for one in iteration_s]
-    texts = [one + ("" if way.fits else ", does not fit") for one, way in zip(seconds, ways, strict=True)]
+    texts = [one + ("" if row.fits else ", does not fit") for one, row in zip(seconds, rows, strict=True)]
     common = {"hovertemplate": "<b>%{y}</b>: %{customdata}<extra></extra>", "textposition": "auto"}
     times = bar("iteration", labels, ms(iteration_s), colours, customdata=seconds, text=texts, **common)
-    rows = 26 * len(labels)
-    traces, layout = [times], {"xaxis": _ITERATION, "yaxis": _BY_LABEL, "height": 110 + rows, "showlegend": False}
-    fits = [way.fit for way in ways if way.fit is not None]
-    if len(fits) == len(ways):
+    bars = 26 * len(labels)
+    traces, layout = [times], {"xaxis": _ITERATION, "yaxis": _BY_LABEL, "height": 110 + bars, "showlegend": False}
+    fits = [row.fit for row in rows if row.fit is not None]
+    if len(fits) == len(rows):
         gigabytes, sizes = [fit.peak_bytes / 1e9 for fit in fits], [format_bytes(fit.peak_bytes) for fit in fits]
         below = {"xaxis": "x2", "yaxis": "y2"}
         traces.append(bar("peak", labels, gigabytes, colours, customdata=sizes, text=sizes, **common, **below))
@@ -128,7 +128,7 @@ def draw_ways(ways: Sequence[StudyRow]) -> Drawing:
             "yaxis": {**_BY_LABEL, "domain": [0.6, 1]},
             "xaxis2": axis("GB at the peak of one GPU", rangemode="tozero", anchor="y2"),
             "yaxis2": {**_BY_LABEL, "domain": [0, 0.42]},
-            "height": 230 + 2 * rows,
+            "height": 230 + 2 * bars,
             "shapes": [line],
             "annotations": [word],
         }

@@ -1,5 +1,4 @@
-"""One iteration in time: the compute lane and a lane for each communicator, with no more bars than can be looked at; or
-with all of them, as Chrome trace events, which Perfetto and chrome://tracing open.
+"""One iteration in time: the compute lane and a lane for each communicator, with no more bars than can be looked at.
 
 Of a sharded step each collective has a lane of its own, whichever communicator carries it, and a bar is a unit.
 """
@@ -11,7 +10,6 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from backbeat.model import Plan, Span
 from backbeat.report.figures.canvas import GREY, Drawing, axis, drawn, shade
@@ -27,8 +25,6 @@ _MOST_NAMED = 12
 """Computations that have their names inside their bars; of more, each is too short for its name."""
 _COMPUTE_COLOURS = {"forward": "#a3a9b2", "copy": "#4f7f8b"}
 """Of a sharded step, whose computation is one bar a unit; backward and the update are grey."""
-TracedIteration = tuple[str, Sequence[Span], Sequence[Sequence[str]]]
-"""A title, spans, and the gradients of each communication span in order, or nothing where they are not known."""
 
 
 class Bar(Span, frozen=True):
@@ -249,35 +245,3 @@ def _contents(bar: Bar) -> str:
     if bar.gradients:
         parts.append(counted(bar.gradients, "gradient"))
     return ", ".join([*parts, format_bytes(bar.bytes)])
-
-
-def chrome_trace(iterations: Sequence[TracedIteration]) -> dict[str, Any]:
-    """One process for each iteration, with a thread for every lane. Times are microseconds."""
-    events: list[dict[str, Any]] = []
-    for process, (title, spans, buckets) in enumerate(iterations, start=1):
-        events.append(_about("process_name", process, 0, name=title))
-        events.append(_about("process_sort_index", process, 0, sort_index=process))
-        lanes = sorted({span.lane for span in spans}, key=lane_order)
-        threads = {lane: thread for thread, lane in enumerate(lanes, start=1)}
-        for lane, thread in threads.items():
-            events.append(_about("thread_name", process, thread, name=lane))
-            events.append(_about("thread_sort_index", process, thread, sort_index=thread))
-        for span, gradients in with_gradients(spans, buckets):
-            computing = span.lane == "compute"
-            event: dict[str, Any] = {
-                "name": span.name,
-                "cat": "compute" if computing else "communication",
-                "ph": "X",
-                "pid": process,
-                "tid": threads[span.lane],
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-            }
-            if not computing:
-                event["args"] = {"bytes": span.bytes, **({"gradients": list(gradients)} if gradients else {})}
-            events.append(event)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _about(kind: str, process: int, thread: int, **facts: object) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": facts}

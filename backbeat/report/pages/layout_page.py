@@ -22,7 +22,8 @@ from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, 
 from backbeat.report.pages.report_page import rendered, script_json
 from backbeat.report.pages.sections import Cell
 from backbeat.report.pages.whatif import Controls
-from backbeat.report.tables.layout_tables import drawn_batch, limit_line, nothing_fits, short
+from backbeat.report.tables.layout_tables import drawn_batch, short
+from backbeat.report.words.layout_answer import limit_line, nothing_fits
 from backbeat.units import format_bytes, format_seconds
 
 _GPUS, _BATCH, _TOKENS = Meta(ge=1, le=2048), Meta(ge=1, le=65536), Meta(ge=128, le=1 << 20)

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from backbeat.model import Source
-from backbeat.report.figures.timeline import Timeline, by_collective, chrome_trace, timeline, timeline_parts
+from backbeat.report.chrome_trace import chrome_trace
+from backbeat.report.figures.timeline import Timeline, by_collective, timeline, timeline_parts
 from backbeat.report.pages.sections import sections
 from backbeat.report.study import STOCK, Study
 from backbeat.report.words.answer import Answer, answer
@@ -34,12 +35,12 @@ def report(study: Study, settings: Settings | None = None) -> str:
 
 
 def timelines(study: Study, *, most: int = _FEWER_BARS[0]) -> list[Timeline]:
-    """Every timeline the reader can choose: each strategy, the ways to hold the model, then what was measured beside
+    """Every timeline the reader can choose: each strategy, each sharding, then what was measured beside
     its own prediction."""
     found = [study.timeline(label, most=most) for label, prediction in study.at_top.items() if prediction.timeline]
-    for way in study.ways:
-        if way.plan is not None and way.label not in study.curves:
-            found.append(timeline(way.label, by_collective(way.prediction.timeline, way.plan), most=most))
+    for row in study.shardings:
+        if row.plan is not None and row.label not in study.curves:
+            found.append(timeline(row.label, by_collective(row.prediction.timeline, row.plan), most=most))
     for one, how, spans in study.seen():
         found.append(timeline(f"{one.origin}: {one.label}, {how}", spans, one.buckets, most=most))
     return found
@@ -164,6 +165,11 @@ def _facts(study: Study) -> list[tuple[str, str]]:
     return [
         ("job", f"{describe(study.given, network, reduce_dtype=study.reduce_dtype)}."),
         ("profile", f"{profile.name}: {origin(profile.source)}"),
+        (
+            "alone",
+            f"forward {format_seconds(profile.forward_s)}, backward {format_seconds(profile.backward_s)}, "
+            f"update {format_seconds(profile.update_s)}",
+        ),
         ("network", f"{network.name}, given for {network.workers} workers: {origin(network.source)}"),
         ("scaling", "weak: every GPU keeps its batch, so more GPUs train on more samples at a time"),
     ]

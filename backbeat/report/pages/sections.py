@@ -12,7 +12,7 @@ from backbeat.report.figures.scaling_curve import Scaling, draw_scaling
 from backbeat.report.figures.timeline import Timeline
 from backbeat.report.study import STOCK, Study
 from backbeat.report.words.answer import knee_sentence
-from backbeat.report.words.decision import way_headline, way_sentences
+from backbeat.report.words.decision import sharding_headline, sharding_sentences
 from backbeat.report.words.numbers import format_number, gpu_hours, over_bound, scaling_range
 from backbeat.simulate.sharded_memory import memory_levels
 from backbeat.units import format_bytes, format_seconds
@@ -49,7 +49,7 @@ class Section:
 def sections(study: Study, *, samples: int) -> list[Section]:
     possible = [
         scaling_section(study, samples),
-        ways_section(study),
+        sharding_section(study),
         step_memory_section(study),
         timeline_section(study),
         exposed_section(study),
@@ -146,25 +146,25 @@ def _buckets_table(timeline: Timeline) -> Table:
     return Table(f"buckets of {timeline.label}", headings, rows)
 
 
-def ways_section(study: Study) -> Section | None:
-    if not study.ways:
+def sharding_section(study: Study) -> Section | None:
+    if not study.shardings:
         return None
     rows = [
         (
-            way.label,
-            way.name,
-            "unknown" if way.fit is None else "yes" if way.fit.fits else "no",
-            *([_bytes(way.fit.peak_bytes)] if way.fit is not None else [("", 0.0)]),
-            _seconds(way.prediction.iteration_s),
-            (f"{way.prediction.scaling_factor:.1%}", way.prediction.scaling_factor),
-            (format_number(way.prediction.samples_per_s), way.prediction.samples_per_s),
-            _seconds(way.prediction.exposed_s),
-            way.prediction.bottleneck,
+            row.label,
+            row.name,
+            "unknown" if row.fit is None else "yes" if row.fit.fits else "no",
+            *([_bytes(row.fit.peak_bytes)] if row.fit is not None else [("", 0.0)]),
+            _seconds(row.prediction.iteration_s),
+            (f"{row.prediction.scaling_factor:.1%}", row.prediction.scaling_factor),
+            (format_number(row.prediction.samples_per_s), row.prediction.samples_per_s),
+            _seconds(row.prediction.exposed_s),
+            row.prediction.bottleneck,
         )
-        for way in study.ways
+        for row in study.shardings
     ]
     headings = ["strategy", "known as", "fits", "peak", "iteration", "scaling", "samples/s", "exposed", "limited by"]
-    words = " ".join([way_headline(study.ways), *way_sentences(study.ways)])
+    words = " ".join([sharding_headline(study.shardings), *sharding_sentences(study.shardings)])
     return Section(
         anchor="sharding",
         title="DDP, FSDP or HSDP?",
@@ -175,8 +175,8 @@ def ways_section(study: Study) -> Section | None:
         "backward. `sharded` is what the planner chooses of all that. The upper bars are the time of one iteration, "
         "the lower ones the highest memory of one GPU, with the device's limit as a line. Of those that fit take the "
         "fastest; where two are within 1 %, the simpler.",
-        views=[("", compared.draw_ways(study.ways))],
-        tables=[Table("ways", headings, rows)],
+        views=[("", compared.draw_shardings(study.shardings))],
+        tables=[Table("shardings", headings, rows)],
         note=words,
     )
 
@@ -205,16 +205,16 @@ def step_memory_section(study: Study) -> Section | None:
 
 
 def step_memories(study: Study) -> list[compared.StepMemory]:
-    """Of every sharded way, the fastest first, in no more corners than can be looked at."""
+    """Of every sharding, the fastest first, in no more corners than can be looked at."""
     network, micro_batches = study.network.at(workers=study.top), study.profile.accumulation
     found = []
-    for way in sorted(study.ways, key=lambda way: way.prediction.iteration_s):
-        if way.plan is None or way.plan.sharding is None:
+    for row in sorted(study.shardings, key=lambda row: row.prediction.iteration_s):
+        if row.plan is None or row.plan.sharding is None:
             continue
-        levels = memory_levels(study.profile, network, way.plan, micro_batches=micro_batches)
-        limit = study.memory_budget or (way.fit.device_bytes if way.fit is not None else None)
+        levels = memory_levels(study.profile, network, row.plan, micro_batches=micro_batches)
+        limit = study.memory_budget or (row.fit.device_bytes if row.fit is not None else None)
         if levels:
-            found.append(compared.StepMemory(way.label, levels, limit))
+            found.append(compared.StepMemory(row.label, levels, limit))
     return found
 
 

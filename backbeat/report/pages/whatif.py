@@ -19,7 +19,7 @@ from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network, Profile
 from backbeat.model.files import bundled
 from backbeat.planners import is_sharded, propose
-from backbeat.report.figures.compared import draw_exposed, draw_memory_use, draw_step_memory, draw_ways
+from backbeat.report.figures.compared import draw_exposed, draw_memory_use, draw_shardings, draw_step_memory
 from backbeat.report.figures.given import cost_curve
 from backbeat.report.figures.scaling_curve import Scaling, draw_scaling
 from backbeat.report.figures.timeline import timeline_parts
@@ -28,7 +28,7 @@ from backbeat.report.pages.sections import step_memories
 from backbeat.report.study import STOCK, Study, chosen, curve_workers, instead_of_ddp, study
 from backbeat.report.words.answer import answer
 from backbeat.report.words.commands import Settings
-from backbeat.report.words.decision import way_headline, way_sentences
+from backbeat.report.words.decision import sharding_headline, sharding_sentences
 from backbeat.report.words.numbers import format_number
 from backbeat.simulate import at_batch
 from backbeat.simulate.batch import sibling
@@ -124,13 +124,13 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
     best = found.best
     shown = timelines(found, most=200)
     memories = step_memories(found)
-    taken = chosen(found.ways)
+    taken = chosen(found.shardings)
     drawings = {"scaling": draw_scaling(Scaling(found.curves)), "exposed": draw_exposed(found.at_top)}
     # At another batch size than the profile's, memory is not known.
     if found.profile.memory is not None:
         drawings["memory"] = draw_memory_use(found.profile.memory, found.memory_budget)
-    if found.ways:
-        drawings["sharding"] = draw_ways(found.ways)
+    if found.shardings:
+        drawings["sharding"] = draw_shardings(found.shardings)
     return {
         "answer": asdict(words),
         "tiles": [
@@ -141,9 +141,11 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
         ],
         "figures": drawings,
         "timelines": timeline_parts(shown),
-        "ways": " ".join([way_headline(found.ways), *way_sentences(found.ways)]) if found.ways else "",
+        "sharding_text": " ".join([sharding_headline(found.shardings), *sharding_sentences(found.shardings)])
+        if found.shardings
+        else "",
         "memories": {one.label: draw_step_memory(one) for one in memories},
-        "way": taken.label if taken is not None and taken.sharded else memories[0].label if memories else "",
+        "memory_of": taken.label if taken is not None and taken.sharded else memories[0].label if memories else "",
         "pair": [STOCK, found.best_label if found.best_label != STOCK else shown[-1].label],
         "readings": readings(found),
         "notes": [*words.caveats, *(note for note in found.profile.notes if note not in original.notes)],
@@ -214,4 +216,5 @@ def _stretched_across(
     slope = whole.link_s_per_byte - (0.0 if pipelined else inner.link_s_per_byte)
     across = stretch(Curve(sizes, np.maximum(whole.time(sizes) - within(sizes), 0.0), max(slope, 0.0)))
     seconds = np.maximum(within(across.sizes) + across.time(across.sizes), inner.time(across.sizes))
-    return CollectiveTimes.of(Curve(across.sizes, seconds, 0.0))
+    slope = across.link_s_per_byte + (0.0 if pipelined else inner.link_s_per_byte)
+    return CollectiveTimes.of(Curve(across.sizes, seconds, max(slope, inner.link_s_per_byte)))

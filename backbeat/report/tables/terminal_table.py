@@ -78,3 +78,18 @@ def natural_width(table: Table) -> int:
     # Without a height rich takes a dumb terminal's 80 columns.
     console = Console(width=1000, height=25)
     return Measurement.get(console, console.options, table).maximum
+
+
+def folded(parts: list[str], width: int, between: str = "") -> list[str]:
+    """Parts on as few lines as they take, none of them broken.
+
+    >>> folded(["dp=8,", "tp=4,", "pp=2,"], 10)
+    ['dp=8,tp=4,', 'pp=2,']
+    """
+    lines = parts[:1]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(between) + len(part) > width:
+            lines.append(part)
+        else:
+            lines[-1] += between + part
+    return lines

@@ -18,12 +18,11 @@ from backbeat.report.words.decision import (
     faster_than,
     gain,
     judged,
-    percent,
+    sharding_headline,
+    sharding_sentences,
     stock_name,
-    way_headline,
-    way_sentences,
 )
-from backbeat.report.words.numbers import figures_line, format_number, gpu_hours, lowered, over_bound
+from backbeat.report.words.numbers import SAME, figures_line, format_number, gpu_hours, lowered, over_bound
 from backbeat.simulate.predict import knee
 from backbeat.units import format_bytes, format_seconds
 
@@ -33,12 +32,11 @@ _DAY_S = 86400
 LIMITS = {
     "compute": "Nothing: communication is hidden behind computation. A faster network would not help.",
     "bandwidth": "The network's bandwidth: there are more bytes to send than fit behind the backward pass. "
-    "A faster network, fewer bytes (--reduce-dtype bf16) or more computation per step (larger batch, accumulation) "
-    "help; other buckets help little.",
+    "A faster network, {fewer} or more computation per step (larger batch, accumulation) help{other}.",
     "latency": "The latency of messages: too many small ones in a row. "
-    "Fewer, larger buckets help, or several communicators.",
+    "Fewer, larger {parts} help, or several communicators.",
     "waiting": "Late gradients: communication is held back until the last gradients are ready. "
-    "Smaller buckets at the end help, or hiding it behind the next forward pass.",
+    "Smaller {parts} at the end help, or hiding it behind the next forward pass.",
     "stragglers": "The slowest worker: in every step all others wait for it. Steadier workers help, "
     "a schedule does not.",
     "copies": "Copying parameters out of gathered buffers and gradients into those to reduce. Larger units do "
@@ -46,14 +44,16 @@ LIMITS = {
     "buffers": "Broadcasting buffers before every forward pass. `broadcast_buffers=False` removes it, "
     "where the statistics in them may differ between workers.",
     "host": "The host, which issues work slower than the GPU does it. Compiling (torch.compile), a larger batch or a "
-    "faster CPU help; a faster network or other buckets do not.",
+    "faster CPU help; a faster network or other {parts} do not.",
     "contention": "Communication slows computation down: it takes multiprocessors and memory bandwidth from it. What "
-    "helps is fewer bytes (--reduce-dtype bf16) or fewer channels (NCCL_MAX_CTAS); other buckets help little.",
+    "helps is {fewer} or fewer channels (NCCL_MAX_CTAS){other}.",
     "memory": "The memory budget: activations that are not kept are computed again or wait on the host. A larger "
     "budget, a smaller batch or sharding over more GPUs help; a faster network does not.",
     "gather": "Gathering updated parameters, which the sharded optimizer needs before every forward. Gathering them "
     "behind it helps (Megatron's --overlap-param-gather), or an optimizer that is not sharded, where memory allows.",
 }
+"""What limits a job and what helps. `{parts}` are what travels, buckets or units; `{fewer}` is how to send fewer bytes,
+and `{other}` what is to be said of other buckets."""
 _SMALL_SHARES = (
     "Small batches: a GPU computes its share of the global batch more slowly, sample by sample, than all of it. A "
     "larger global batch helps; a faster network does not."
@@ -150,9 +150,16 @@ def caveats(
 
 
 def _scales(study: Study, settings: Settings) -> str:
-    best = study.best
-    which = f" with {study.best_label}" if len(study.curves) > 1 else ""
+    best, fit = study.best, study.fits[study.best_label]
+    compared = len(study.curves) > 1
+    alike = compared and study.best_label != STOCK and abs(gain(study.stock, best)) < SAME
+    label = STOCK if alike else study.best_label
+    which = f" with {stock_name(label)}" if compared else ""
+    if fit is not None and not fit.fits:
+        which += ", if it fitted"
     said = [figures_line(best, study.given, settings, which)]
+    if compared and label == STOCK:
+        said.append("No strategy compared here is faster.")
     if study.top > 1:
         said.append(knee_sentence(study.frontier))
     if best.band is not None:
@@ -174,18 +181,18 @@ def _limit(study: Study) -> str:
 
 def _actions(study: Study, settings: Settings, command: Callable[[str], str]) -> tuple[Action, ...]:
     """What to do with the gradients, unless DDP does not fit, then how to hold the model."""
-    taken, found = chosen(study.ways), list[Action]()
+    taken, found = chosen(study.shardings), list[Action]()
     shards = taken is not None and taken.sharded
-    if study.top > 1 and (not study.ways or study.ways[0].fits):
+    if study.top > 1 and (not study.shardings or study.shardings[0].fits):
         found += _sending(study, settings, command)
         if not found and not shards:
             text = "No schedule compared here is at least 1 % faster. What is left to gain lies elsewhere: see what "
             found.append(Action(title="Keep stock DDP as it is", text=f"{text}limits it."))
-    if study.ways:
-        title = f"DDP, FSDP or HSDP? {way_headline(study.ways)}"
+    if study.shardings:
+        title = f"DDP, FSDP or HSDP? {sharding_headline(study.shardings)}"
         lines = sharding_lines("plan.json", study.profile.optimizer)
         code = _script(command(taken.label), lines) if taken is not None and shards else ""
-        found.append(Action(title=title, text=" ".join(way_sentences(study.ways)), code=code))
+        found.append(Action(title=title, text=" ".join(sharding_sentences(study.shardings)), code=code))
     return tuple(found)
 
 
@@ -209,8 +216,8 @@ def _sending(study: Study, settings: Settings, command: Callable[[str], str]) ->
     if gain(stock, prediction) >= SIMPLER_WITHIN:
         found.append(
             Action(
-                title=f"{'Or change' if found else 'Change'} one argument of stock DDP: "
-                f"{percent(gain(stock, prediction))} faster",
+                title=f"{'Or change' if found else 'Change'} one argument: "
+                f"{faster_than(gain(stock, prediction), 'stock DDP')}",
                 text=f"With buckets of {size} MiB instead of 25 an iteration takes "
                 f"{format_seconds(prediction.iteration_s)}. No other bucket size that was tried is faster.",
                 code=f"model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})",
@@ -266,19 +273,16 @@ def limit_of(study: Study, row: Prediction) -> str:
 def limit(prediction: Prediction, profile: Profile, *, reduce_dtype: str | None = None) -> str:
     """What holds it back and what helps; nothing that this prediction itself refutes."""
     kind = prediction.bottleneck
-    sentence = LIMITS[kind]
-    if profile.element_bytes <= 2:
-        reduce_dtype = profile.gradient_dtype
-    smaller = "fewer bytes (--reduce-dtype bf16)"
+    sharded = re.split("[: ]", prediction.strategy)[0] in SHARDED
+    whole = profile.element_bytes > 2 and reduce_dtype is None and prediction.strategy != "compressed"
     if prediction.strategy == "compressed":
-        sentence = sentence.replace(smaller, "fewer elements (plan --density)")
-    elif reduce_dtype is not None:
-        sentence = sentence.replace(smaller, "smaller gradients (compression)")
-    if re.split("[: ]", prediction.strategy)[0] in SHARDED:
-        return sentence.replace("; other buckets help little", "").replace("buckets", "units")
-    if kind not in ("latency", "waiting") or prediction.gap >= _BUCKETS_HELP:
-        return sentence
-    fewer = smaller if reduce_dtype is None and prediction.strategy != "compressed" else "a faster network"
+        fewer = "fewer elements (plan --density)"
+    else:
+        fewer = "fewer bytes (--reduce-dtype bf16)" if whole else "smaller gradients (compression)"
+    if sharded or kind not in ("latency", "waiting") or prediction.gap >= _BUCKETS_HELP:
+        parts, other = ("units", "") if sharded else ("buckets", "; other buckets help little")
+        return LIMITS[kind].format(fewer=fewer, parts=parts, other=other)
+    fewer = fewer if whole else "a faster network"
     late = late_tensor(prediction, profile) if kind == "waiting" else None
     if late is not None:
         return (

@@ -36,10 +36,10 @@ class Decision:
     """What to do, with what to copy."""
 
 
-def decide(study: Study, settings: Settings, *, holding: bool) -> Decision:
-    """What to do now: how to send gradients or, for `holding` the model, whether to shard it."""
-    if holding:
-        return _decide_holding(study, settings)
+def decide(study: Study, settings: Settings, *, sharding: bool) -> Decision:
+    """What to do now: how to send gradients or, with `sharding`, whether and how to shard the model."""
+    if sharding:
+        return _decide_sharding(study, settings)
     best = next(row for row in study.rows if row.prediction is study.best)
     return Decision(headline=judged(study)[1], row=best, text=_decide_sending(study, settings))
 
@@ -51,13 +51,14 @@ def judged(study: Study) -> tuple[Verdict, str]:
         return "memory", f"Does not fit: {fit.too_much()}."
     if study.top == 1:
         return "alone", "One GPU works alone: nothing is communicated."
-    worth = f"{counted(study.top, 'GPU')} do the work of {_work(best)}"
-    worth += ", depending on how busy the cluster is" if " to " in worth else ""
+    work, ranged = _work(best)
+    worth = f"{counted(study.top, 'GPU')} do the work of {work}"
+    worth += ", depending on how busy the cluster is" if ranged else ""
     if stock in study.too_big:
         worth += f"; {stock_name(stock)} does not fit the memory"
     elif len(study.curves) > 1 and stock in study.curves:
         plain = study.at_top[stock]
-        worth += f"; {stock_name(stock)} {'too' if best is plain else _work(plain)}"
+        worth += f"; {stock_name(stock)} {'too' if best is plain else _work(plain)[0]}"
     verdict, words = worth_it(study.frontier, _where(study))
     return verdict, f"{words}: {worth}."
 
@@ -112,9 +113,9 @@ def _decide_sending(study: Study, settings: Settings) -> str:
         lines.append(_run(study, settings, next(row for row in study.rows if row.prediction is taken)))
     if stock_bf16 is not None and verdict != "memory" and gain(best, stock_bf16) >= SIMPLER_WITHIN:
         lines.append(
-            f"With gradients sent as bf16, if training bears it, stock DDP alone is {percent(gain(best, stock_bf16))} "
-            f"faster than this: {counted(best.workers, 'GPU')} do the work of "
-            f"{_work(stock_bf16)}. Ask again with --reduce-dtype bf16."
+            "With gradients sent as bf16, if training bears it, stock DDP alone is "
+            f"{faster_than(gain(best, stock_bf16), 'this')}: {counted(best.workers, 'GPU')} do the work of "
+            f"{_work(stock_bf16)[0]}. Ask again with --reduce-dtype bf16."
         )
     return "\n".join(lines)
 
@@ -194,20 +195,23 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
 
 
-def _work(prediction: Prediction) -> str:
-    """How many GPUs' work it does: one number, or from a busy cluster to a quiet one where these print apart."""
+def _work(prediction: Prediction) -> tuple[str, bool]:
+    """How many GPUs' work it does: one number, or a range from a busy cluster to a quiet one where these print apart;
+    and whether it is a range."""
     low, high = (format_number(prediction.workers * share) for share in load_range(prediction))
-    return f"{low} to {high}" if low != high else format_number(prediction.workers * prediction.scaling_factor)
+    if low != high:
+        return f"{low} to {high}", True
+    return format_number(prediction.workers * prediction.scaling_factor), False
 
 
-def _decide_holding(study: Study, settings: Settings) -> Decision:
+def _decide_sharding(study: Study, settings: Settings) -> Decision:
     """How to hold the model on the most GPUs, or on as many as are worth it."""
     rows = study.rows_at(study.top)
     taken, verdict, only = chosen(rows), "", ""
     if taken is None:
         return Decision(headline=_nothing_fits(rows), row=None, text="Decision: make it fit first.")
     if study.top == 1:
-        text = _holding(study, settings, rows)
+        text = _sharding_text(study, settings, rows)
     else:
         each = [chosen(study.rows_at(count)) for count in study.workers]
         curve = [row.prediction for row in each if row is not None]
@@ -218,17 +222,17 @@ def _decide_holding(study: Study, settings: Settings) -> Decision:
             only = f": {_partly(curve)}"
         text = f"Decision: do not spread this job {_where(study, 'over')}."
         if bend != 1:
-            text = _holding(study, settings, rows if bend is None else study.rows_at(bend), only)
+            text = _sharding_text(study, settings, rows if bend is None else study.rows_at(bend), only)
     return Decision(headline=_work_headline(rows, taken, verdict), row=taken, text=text)
 
 
-def _holding(study: Study, settings: Settings, rows: Sequence[StudyRow], only: str = "") -> str:
+def _sharding_text(study: Study, settings: Settings, rows: Sequence[StudyRow], only: str = "") -> str:
     """What to do, with the lines to write; `only` is how many GPUs to take where that is not all."""
     taken = chosen(rows)
     assert taken is not None  # there is a chosen row wherever the curve has a point
     stock = next((row for row in rows if row.label == "fsdp" and row.fits), None)
     more = 0.0 if stock is None else gain(stock.prediction, taken.prediction)
-    faster = f", {more:.1%} faster than FSDP with a unit for each block" if more >= SAME else ""
+    faster = f", {faster_than(more, 'FSDP with a unit for each block')}" if more >= SAME else ""
     if taken.label == STOCK:
         return f"Decision: no need to shard: keep stock DDP{faster}{only}."
     made = indent(_command(study, settings, taken), "  ")
@@ -246,22 +250,22 @@ def _work_headline(rows: Sequence[StudyRow], taken: StudyRow, verdict: str) -> s
     large = [row.name for row in rows if not row.fits]
     listed = " and ".join([", ".join(large[:-1]), large[-1]]) if len(large) > 1 else "".join(large)
     said = f" {listed} {'do' if len(large) > 1 else 'does'} not fit." if large else ""
-    work = _work(taken.prediction)
-    work += ", from a busy cluster to a quiet one" if " to " in work else ""
+    work, ranged = _work(taken.prediction)
+    work += ", from a busy cluster to a quiet one" if ranged else ""
     do = "does" if taken.workers == 1 else "do"
     memory = f",{_memory(taken)}" if taken.peak_bytes else ""
     first = f"{verdict}: with" if verdict else "With"
     return f"{first} {taken.name}, {counted(taken.workers, 'GPU')} {do} the work of {work}{memory}.{said}"
 
 
-def way_headline(rows: Sequence[StudyRow]) -> str:
+def sharding_headline(rows: Sequence[StudyRow]) -> str:
     """DDP, FSDP or HSDP, in one line."""
     taken = chosen(rows)
     return _nothing_fits(rows) if taken is None else f"{capitalised(taken.name)}: {_step(taken)}{_memory(taken)}."
 
 
-def way_sentences(rows: Sequence[StudyRow]) -> list[str]:
-    """Why: every other way to hold the model beside the one taken."""
+def sharding_sentences(rows: Sequence[StudyRow]) -> list[str]:
+    """Why: every other sharding beside the one taken."""
     taken = chosen(rows)
     said = [_against(row, taken) for row in rows if row is not taken]
     if rows and all(row.fit is None for row in rows):
@@ -281,8 +285,10 @@ def _nothing_fits(rows: Sequence[StudyRow]) -> str:
 
 def _against(row: StudyRow, taken: StudyRow | None) -> str:
     name = capitalised(row.name)
-    if taken is None or not row.fits:
-        return f"{name} needs{_memory(row).removeprefix(' in')}: too much."
+    if row.fit is not None and not row.fits:
+        peak, whole = format_bytes(row.fit.peak_bytes), format_bytes(row.fit.device_bytes)
+        return f"{name} needs {peak}, one {row.fit.device} has {whole}: too much."
+    assert taken is not None  # only where nothing fits is none chosen
     slower = gain(row.prediction, taken.prediction)
     if slower >= 1:
         pace = f"takes {1 + slower:.1f} times as long"

@@ -81,7 +81,10 @@ def figures_line(row: Prediction, profile: Profile, settings: Settings, which: s
     """Speed, utilisation and money of one prediction, in one sentence; `which` says of which."""
     band = row.network_band
     tokens, share = tokens_per_s(row, profile), utilisation(row, profile)
-    reach = f" ({format_seconds(band.shortest_s)} to {format_seconds(band.longest_s)})" if band is not None else ""
+    reach = ""
+    if band is not None:
+        times = f"{format_seconds(band.shortest_s)} to {format_seconds(band.longest_s)}"
+        reach = f" ({times} from a quiet to a busy cluster)"
     rate = f"{format_count(row.samples_per_s)} samples/s" if tokens is None else f"{format_count(tokens)} tokens/s"
     parts = [f"{format_seconds(row.iteration_s)} a step{reach}", rate]
     if settings.price is not None:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from backbeat.cli.calibrate import calibration_parts
-from backbeat.cli.common import print_answer
+from backbeat.cli.output import print_answer
 from backbeat.cost.samples import Timing
 from backbeat.measure.network.case import Case
 from backbeat.measure.network.findings import MeasuredCluster, network_from, sharing_unknown, summary_of, verdict

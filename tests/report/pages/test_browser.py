@@ -312,7 +312,7 @@ def test_a_sharded_report_shows_units_and_memory_over_the_step(tab: Any, sharded
         lanes = page.locator("#plot-timeline .yaxislayer-above .ytick text").all_text_contents()
         assert {"fsdp · compute", "fsdp · all-gather", "fsdp · reduce-scatter"} <= set(lanes)
         views = page.locator("#step-memory [data-view]")
-        assert views.count() == sum(way.sharded for way in made.ways)
+        assert views.count() == sum(way.sharded for way in made.shardings)
         before = page.evaluate("document.getElementById('plot-step-memory').data[0].x.length")
         views.last.click()
         page.wait_for_function("() => document.getElementById('plot-step-memory').dataset.drawn === '2'")
@@ -324,13 +324,13 @@ def test_a_sharded_report_shows_units_and_memory_over_the_step(tab: Any, sharded
 def test_the_what_if_page_weighs_ddp_fsdp_and_hsdp(tab: Any, server: str) -> None:
     with opened(tab, f"{server}/?profile=gpt2-b8-bf16-adamw-h200&network=dgx-h100&workers=16") as page:
         page.wait_for_function("() => document.body.dataset.thorough === 'true'")
-        words = page.locator("#ways").text_content()
+        words = page.locator("#sharding-text").text_content()
         assert "DDP" in words
         assert "HSDP in groups of 8" in words
-        ways = page.locator("#way option").all_text_contents()
+        ways = page.locator("#memory-of option").all_text_contents()
         assert set(ways) == {"fsdp", "hsdp:8", "zero2", "sharded"}
         drawn = int(page.locator("#plot-step-memory").get_attribute("data-drawn"))
-        page.select_option("#way", "zero2")
+        page.select_option("#memory-of", "zero2")
         page.wait_for_function(
             "count => Number(document.getElementById('plot-step-memory').dataset.drawn) > count", arg=drawn
         )

@@ -83,6 +83,18 @@ def test_inside_a_node_nothing_changes() -> None:
     assert float(faster.cost.time([10**8])[0]) >= float(floor[0]) * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("name", ["nvlink-ib100", "aws-p4d", "dgx-h100"])
+def test_a_control_that_hardly_moves_changes_hardly_anything(name: str) -> None:
+    """Nodes with an inside of their own: what a byte takes of the link is kept apart from the latency."""
+    network = bb.Network.load(name)
+    moved, same = scaled_network(network, bandwidth=0.999), scaled_network(network, latency=1.001)
+    for other in (moved, same):
+        for workers in (network.workers, 4 * network.workers):
+            before, after = (one.at(workers=workers).cost.isolated for one in (network, other))
+            assert after.link_s_per_byte == pytest.approx(before.link_s_per_byte, rel=0.01)
+            assert after.time([2**20, 2**28, 2**33]) == pytest.approx(before.time([2**20, 2**28, 2**33]), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -89,6 +89,15 @@ def test_without_samples_a_day_of_stock_ddp_is_priced() -> None:
     assert "$" not in said.worth_text
 
 
+def test_no_strategy_is_named_where_none_is_faster_and_both_ranges_have_names() -> None:
+    said = answer(study(bb.Profile.load("vgg16-b64-tf32-h200"), bb.Network.load("1gbe"), [16]))
+    assert said.scales.startswith("At 16 GPUs with stock DDP: ")
+    assert "No strategy compared here is faster." in said.scales
+    said = answer(study(bb.Profile.load("llama-1b-b4-bf16-h200"), bb.Network.load("aws-p5"), [64]))
+    assert "from a quiet to a busy cluster" in said.scales
+    assert "(10th to 90th percentile)" in said.scales
+
+
 def test_one_worker_has_nothing_to_say() -> None:
     said = answer(study(many_small(), affine(1e-4, 1e-9), [1]))
     assert said.verdict == "alone"

@@ -15,11 +15,11 @@ from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.figures.compared import SHARDED_KINDS
 from backbeat.report.pages.report_page import report
 from backbeat.report.pages.sections import sections, step_memories
-from backbeat.report.study import Study, chosen, find_ways, sharded_labels, study
+from backbeat.report.study import Study, chosen, find_shardings, sharded_labels, study
 from backbeat.report.study_row import DeviceFit, StudyRow
 from backbeat.report.words.answer import answer
 from backbeat.report.words.commands import Settings, sharding_lines
-from backbeat.report.words.decision import Decision, decide, way_headline, way_sentences
+from backbeat.report.words.decision import Decision, decide, sharding_headline, sharding_sentences
 from tests.problems import affine, make_profile
 
 LABELS = ["ddp", "fsdp", "hsdp:8", "zero2"]
@@ -34,9 +34,9 @@ def llama() -> Study:
 
 
 @pytest.fixture(scope="module")
-def ways() -> tuple[StudyRow, ...]:
+def rows() -> tuple[StudyRow, ...]:
     profile, network = bb.Profile.load("gpt2-b8-bf16-adamw-h200"), bb.Network.load("dgx-h100").at(workers=64)
-    return find_ways(profile, network, LABELS)
+    return find_shardings(profile, network, LABELS)
 
 
 def needing(way: StudyRow, peak: int, whole: int = 100) -> StudyRow:
@@ -47,34 +47,34 @@ def decided(rows: Sequence[StudyRow]) -> Decision:
     """What is decided where these are all that was compared."""
     profile, network = bb.Profile.load("gpt2-b8-bf16-adamw-h200"), bb.Network.load("dgx-h100")
     found = Study(given=profile, network=network, rows=tuple(rows))
-    return decide(found, Settings(profile_argument="A", network_argument="B"), holding=True)
+    return decide(found, Settings(profile_argument="A", network_argument="B"), sharding=True)
 
 
-def test_each_way_is_what_predict_says(ways: tuple[StudyRow, ...]) -> None:
+def test_each_way_is_what_predict_says(rows: tuple[StudyRow, ...]) -> None:
     profile, network = bb.Profile.load("gpt2-b8-bf16-adamw-h200"), bb.Network.load("dgx-h100").at(workers=64)
-    assert [way.label for way in ways] == LABELS
-    for way in ways:
+    assert [way.label for way in rows] == LABELS
+    for way in rows:
         assert way.prediction.iteration_s == bb.predict(profile, network, way.label).iteration_s
-    assert [way.name for way in ways] == ["DDP", "FSDP", "HSDP in groups of 8", "ZeRO-2"]
+    assert [way.name for way in rows] == ["DDP", "FSDP", "HSDP in groups of 8", "ZeRO-2"]
 
 
-def test_a_plan_of_a_file_keeps_its_name_and_shards_as_it_says(ways: tuple[StudyRow, ...]) -> None:
+def test_a_plan_of_a_file_keeps_its_name_and_shards_as_it_says(rows: tuple[StudyRow, ...]) -> None:
     for label in ("mine", "hsdp:8 (plan.json)", "fsdp (C:/plan.json)"):
-        named = [replace(way, label=label) for way in ways]
+        named = [replace(way, label=label) for way in rows]
         assert {way.name for way in named} == {label}
-        assert [way.sharded for way in named] == [way.sharded for way in ways]
-    assert [replace(way, plan=None).name for way in ways] == [way.name for way in ways]
+        assert [way.sharded for way in named] == [way.sharded for way in rows]
+    assert [replace(way, plan=None).name for way in rows] == [way.name for way in rows]
 
 
-def test_the_fastest_that_fits_is_taken_and_the_simpler_of_two_alike(ways: tuple[StudyRow, ...]) -> None:
-    fastest = min(ways, key=lambda way: way.prediction.iteration_s)
-    taken = chosen(ways)
+def test_the_fastest_that_fits_is_taken_and_the_simpler_of_two_alike(rows: tuple[StudyRow, ...]) -> None:
+    fastest = min(rows, key=lambda way: way.prediction.iteration_s)
+    taken = chosen(rows)
     assert taken is not None
     assert taken.prediction.iteration_s <= fastest.prediction.iteration_s * 1.01
-    alike = [replace(way, prediction=ways[0].prediction) for way in ways]
+    alike = [replace(way, prediction=rows[0].prediction) for way in rows]
     assert chosen(alike) is alike[0]
     assert chosen([needing(alike[0], 101), *alike[1:]]) is alike[1]
-    assert chosen([needing(way, 101) for way in ways]) is None
+    assert chosen([needing(way, 101) for way in rows]) is None
 
 
 @given(
@@ -83,9 +83,9 @@ def test_the_fastest_that_fits_is_taken_and_the_simpler_of_two_alike(ways: tuple
     order=st.permutations(range(len(SIMPLEST_FIRST))),
 )
 def test_the_choice_is_the_simplest_within_1_percent_however_they_are_listed(
-    ways: tuple[StudyRow, ...], times: list[float], peaks: list[int], order: list[int]
+    rows: tuple[StudyRow, ...], times: list[float], peaks: list[int], order: list[int]
 ) -> None:
-    row = ways[0].prediction
+    row = rows[0].prediction
     listed = [
         needing(
             StudyRow(label=label, plan=None, prediction=msgspec.structs.replace(row, iteration_s=time), fit=None), peak
@@ -98,29 +98,29 @@ def test_the_choice_is_the_simplest_within_1_percent_however_they_are_listed(
     assert chosen([listed[index] for index in order]) is expected
 
 
-def test_the_words_name_what_does_not_fit_and_how_much_longer_others_take(ways: tuple[StudyRow, ...]) -> None:
-    one = [needing(ways[0], 182), *(needing(way, 40) for way in ways[1:])]
-    assert way_headline(one).endswith("in 40 B of the 100 B of one H200.")
+def test_the_words_name_what_does_not_fit_and_how_much_longer_others_take(rows: tuple[StudyRow, ...]) -> None:
+    one = [needing(rows[0], 182), *(needing(way, 40) for way in rows[1:])]
+    assert sharding_headline(one).endswith("in 40 B of the 100 B of one H200.")
     said = decided(one).headline
     assert said.startswith("Worth it: with HSDP in groups of 8, 64 GPUs do the work of ")
     assert said.endswith(", in 40 B of the 100 B of one H200. DDP does not fit.")
     alone = [replace(row, prediction=msgspec.structs.replace(row.prediction, workers=1)) for row in one]
     assert decided(alone).headline.startswith("With HSDP in groups of 8, 1 GPU does the work of ")
-    assert "DDP needs 182 B of the 100 B of one H200: too much." in way_sentences(one)
-    assert sum(" slower (" in said for said in way_sentences(one)) == 2
-    large = [needing(way, 101 + index) for index, way in enumerate(ways)]
-    assert way_headline(large).startswith("Nothing fits one H200 of 100 B: DDP takes least, 101 B.")
-    assert decided(large).headline == way_headline(large)
-    unknown = [replace(way, fit=None) for way in ways]
-    assert "Whether they fit is not known" in way_sentences(unknown)[-1]
-    assert not any("fits and" in said for said in way_sentences(unknown))
+    assert "DDP needs 182 B, one H200 has 100 B: too much." in sharding_sentences(one)
+    assert sum(" slower (" in said for said in sharding_sentences(one)) == 2
+    large = [needing(way, 101 + index) for index, way in enumerate(rows)]
+    assert sharding_headline(large).startswith("Nothing fits one H200 of 100 B: DDP takes least, 101 B.")
+    assert decided(large).headline == sharding_headline(large)
+    unknown = [replace(way, fit=None) for way in rows]
+    assert "Whether they fit is not known" in sharding_sentences(unknown)[-1]
+    assert not any("fits and" in said for said in sharding_sentences(unknown))
 
 
-def test_the_lines_to_write(ways: tuple[StudyRow, ...]) -> None:
+def test_the_lines_to_write(rows: tuple[StudyRow, ...]) -> None:
     assert 'fully_shard(model, plan="mine.json")' in sharding_lines("mine.json", None)
-    assert decided(ways[:1]).text == "Decision: no need to shard: keep stock DDP."
-    assert decided([needing(ways[0], 101)]).text == "Decision: make it fit first."
-    said = decided([ways[2]]).text
+    assert decided(rows[:1]).text == "Decision: no need to shard: keep stock DDP."
+    assert decided([needing(rows[0], 101)]).text == "Decision: make it fit first."
+    said = decided([rows[2]]).text
     assert said.startswith("Decision: HSDP in groups of 8 on 64 GPUs. Write the plan, then in the training script:\n")
     assert "\n  backbeat plan A B --workers 64 --strategy hsdp:8 -o plan.json\n" in said
     assert '\n  fully_shard(model, plan="plan.json")\n' in said
@@ -133,7 +133,7 @@ def test_hsdp_is_weighed_where_nodes_are_whole_and_nothing_where_nothing_repeats
     assert "hsdp:8" not in sharded_labels(profile, cluster, [8, 64])
     assert sharded_labels(profile, affine(1e-5, 1e-9), [8]) == ["fsdp", "zero2", "sharded"]
     assert sharded_labels(make_profile([4000], [1.0]), affine(1e-5, 1e-9), [8]) == []
-    assert find_ways(profile, bb.Network.load("100gbe").at(workers=1), LABELS) == ()
+    assert find_shardings(profile, bb.Network.load("100gbe").at(workers=1), LABELS) == ()
 
 
 def test_where_ddp_does_not_fit_sharding_is_compared_and_advised(llama: Study) -> None:
@@ -144,13 +144,13 @@ def test_where_ddp_does_not_fit_sharding_is_compared_and_advised(llama: Study) -
     assert "stock DDP does not fit" in said.headline
     assert [action.title.partition("?")[0] for action in said.actions] == ["DDP, FSDP or HSDP"]
     assert "fully_shard(model" in said.actions[0].code
-    assert "DDP needs 182 GB of the 141 GB of one H200: too much." in said.actions[0].text
+    assert "DDP needs 182 GB, one H200 has 141 GB: too much." in said.actions[0].text
     assert said.gpu_hours[0] == said.gpu_hours[1]
     assert "What sharded trains in a day" in said.worth_text
 
 
 def test_a_budget_takes_the_place_of_the_device(llama: Study) -> None:
-    small = find_ways(llama.profile, llama.network.at(workers=64), ["fsdp", "zero2"], budget_bytes=50 * 10**9)
+    small = find_shardings(llama.profile, llama.network.at(workers=64), ["fsdp", "zero2"], budget_bytes=50 * 10**9)
     assert [way.fits for way in small] == [True, False]
 
 
@@ -159,7 +159,7 @@ def test_units_are_bars_on_lanes_of_their_collectives(llama: Study) -> None:
     assert shown.lanes == ("compute", "all-gather", "reduce-scatter")
     assert "model.layers.0" in {bar.name for bar in shown.bars if bar.lane == "all-gather"}
     assert any(bar.name == "forward model.layers.0" for bar in shown.compute)
-    copies = next(way for way in llama.ways if way.label == "hsdp:8")
+    copies = next(way for way in llama.shardings if way.label == "hsdp:8")
     made = study(llama.profile, llama.network, [64], strategies=["hsdp:8"], sweep=False)
     assert made.timeline("hsdp:8").lanes == ("compute", "all-gather", "reduce-scatter", "all-reduce")
     assert made.at_top["hsdp:8"] == copies.prediction
@@ -171,8 +171,8 @@ def test_units_are_bars_on_lanes_of_their_collectives(llama: Study) -> None:
 
 def test_memory_over_the_step_stays_within_what_fits(llama: Study) -> None:
     found = {one.label: one for one in step_memories(llama)}
-    assert set(found) == {way.label for way in llama.ways if way.sharded}
-    for way in llama.ways:
+    assert set(found) == {way.label for way in llama.shardings if way.sharded}
+    for way in llama.shardings:
         if way.sharded and way.fit is not None:
             one = found[way.label]
             assert one.peak.total_bytes == way.fit.peak_bytes
@@ -185,10 +185,10 @@ def test_memory_over_the_step_stays_within_what_fits(llama: Study) -> None:
 def test_the_page_has_both_sections_and_says_which_way_to_take(llama: Study) -> None:
     anchors = {part.anchor: part for part in sections(llama, samples=10**6)}
     assert {"sharding", "step-memory"} <= set(anchors)
-    taken = chosen(llama.ways)
+    taken = chosen(llama.shardings)
     assert taken is not None
     assert taken.sharded
     assert taken.label in {name for name, _ in anchors["step-memory"].views}
     page = report(llama, Settings(profile_argument="llama", network_argument="dgx-h100"))
-    assert f"DDP, FSDP or HSDP? {way_headline(llama.ways)}" in page
+    assert f"DDP, FSDP or HSDP? {sharding_headline(llama.shardings)}" in page
     assert f"backbeat plan llama dgx-h100 --workers 64 --strategy {taken.label} -o plan.json" in page

@@ -98,7 +98,7 @@
       const parts = [filled("h3", action.title), filled("p", action.text)];
       return /^model|fully_shard/.test(action.code) ? [...parts, filled("pre", action.code)] : parts;
     }));
-    element("ways").textContent = data.ways;
+    element("sharding-text").textContent = data.sharding_text;
     choices(data);
     // What follows the sliders first; the rest once the browser has shown that, unless another answer is due.
     await backbeat.draw(element("plot-scaling"), data.figures.scaling);
@@ -110,8 +110,8 @@
       element(anchor).hidden = !data.figures[anchor];
       if (data.figures[anchor]) await backbeat.draw(element(`plot-${anchor}`), data.figures[anchor]);
     }
-    element("step-memory").hidden = !data.way;
-    if (data.way) await remember();
+    element("step-memory").hidden = !data.memory_of;
+    if (data.memory_of) await remember();
     document.body.dataset.thorough = String(data.thorough);
   }
 
@@ -124,16 +124,16 @@
       if (id === "second") list.add(new Option("nothing", ""), 0);
       list.value = kept;
     }
-    const ways = Object.keys(data.memories), list = element("way");
-    const kept = ways.includes(list.dataset.chosen) ? list.dataset.chosen : data.way;
-    list.replaceChildren(...ways.map((name) => new Option(name, name)));
+    const labels = Object.keys(data.memories), list = element("memory-of");
+    const kept = labels.includes(list.dataset.chosen) ? list.dataset.chosen : data.memory_of;
+    list.replaceChildren(...labels.map((name) => new Option(name, name)));
     list.value = kept;
   }
 
   const compare = () => backbeat.draw(element("plot-timeline"), backbeat.pair(latest.timelines, element("first").value, element("second").value, element("overlay").checked));
 
-  const remember = () => backbeat.draw(element("plot-step-memory"), latest.memories[element("way").value]);
-  element("way").addEventListener("change", (event) => { event.target.dataset.chosen = event.target.value; remember(); });
+  const remember = () => backbeat.draw(element("plot-step-memory"), latest.memories[element("memory-of").value]);
+  element("memory-of").addEventListener("change", (event) => { event.target.dataset.chosen = event.target.value; remember(); });
 
   for (const id of ["first", "second", "overlay"]) {
     element(id).addEventListener("change", (event) => { event.target.dataset.chosen = event.target.value; if (latest) compare(); });

@@ -12,7 +12,7 @@ from backbeat.layouts.architectures import transformer
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.stage_times import split_layers
 from backbeat.layouts.transformer import Transformer
-from backbeat.report.tables.layout_tables import flag_lines, megatron_flags
+from backbeat.report.words.megatron_flags import flag_lines, megatron_flags
 
 JOB = Job(global_batch=64, sequence=4096)
 

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 
 import backbeat as bb
-from backbeat.report.figures.timeline import chrome_trace
+from backbeat.report.chrome_trace import chrome_trace
 from backbeat.report.study import buckets_of, study
 from tests.problems import networks, profiles
 
