@@ -18,8 +18,8 @@ from rich.table import Table
 from backbeat.cli.common import check_writable, communicator_counts, need_torch, print_answer, print_json, say, wrapped
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.case import SIZES
-from backbeat.measure.network.findings import summary_of
 from backbeat.measure.network.sampling import Progress
+from backbeat.measure.network.verdict import summary_of
 from backbeat.report.tables.terminal_table import table_of
 from backbeat.units import doubling, format_bytes, format_rate, format_seconds, parse_bytes, parse_duration
 

@@ -196,14 +196,14 @@ class Network(Document, frozen=True, kw_only=True):
         """The concurrency rows with other all-reduce times, at another number of workers or on another link."""
         if not self.concurrency:
             return ()
-        seconds = self.cost.on(all_reduce.curve, self._batches)
+        seconds = self.cost.on(all_reduce.curve, self.simultaneous)
         return tuple(replace(row, seconds=there) for row, there in zip(self.concurrency, seconds, strict=True))
 
     @cached_property
     def cost(self) -> LinkCost:
         """The cost model of this network's all-reduce, fitted once."""
         times = self._by_halves(self).all_reduce if self.moved_from is None else self.all_reduce
-        return LinkCost.fit(times.curve, self._batches)
+        return LinkCost.fit(times.curve, self.simultaneous)
 
     def _by_halves(self, row: Row) -> Row:
         """The row, with its all-reduce's slope from all-gathers and reduce-scatters where those have larger messages.
@@ -223,7 +223,8 @@ class Network(Document, frozen=True, kw_only=True):
         return replace(row, all_reduce=replace(row.all_reduce, link_s_per_byte=slope))
 
     @property
-    def _batches(self) -> list[Batch]:
+    def simultaneous(self) -> list[Batch]:
+        """What was measured of messages at once."""
         return [Batch(row.bytes, row.messages, row.communicators, row.seconds) for row in self.concurrency]
 
     @property

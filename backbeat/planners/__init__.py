@@ -11,13 +11,14 @@ from msgspec.structs import replace
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Network, Plan, Profile
 from backbeat.planners.adaptive import adaptive
-from backbeat.planners.baselines import asc_wfbp, ddp, fsdp, horovod, hsdp, mg_wfbp, single, wfbp, zero1, zero2
+from backbeat.planners.baselines import asc_wfbp, ddp, horovod, mg_wfbp, single, wfbp
 from backbeat.planners.best import best
 from backbeat.planners.compressed_or_dense import compressed
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.memory_plan import plan_within_memory
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import decoupled, sharded
+from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
 from backbeat.simulate.host_lane import HostLane, device_alone
 from backbeat.simulate.predict import predict
 from backbeat.units import format_bytes

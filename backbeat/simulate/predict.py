@@ -16,8 +16,9 @@ from backbeat.model.checks import whole
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.contention import slowdown_of
+from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.host_lane import HostLane, device_alone
-from backbeat.simulate.iteration import Iteration, alone, bucket_iteration, framework_iteration
+from backbeat.simulate.iteration import Iteration, alone, bucket_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
