@@ -1,5 +1,7 @@
-"""One iteration of a plan's buckets, or of one worker alone, without buffers and stragglers: how long, why, and drawn in
-time. `framework_step` has what training frameworks make of buckets."""
+"""One iteration of a plan's buckets, or of one worker alone, without buffers and stragglers: how long, and why.
+
+`framework_step` has what training frameworks make of buckets.
+"""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ from backbeat.measure.model.training_step import (
 )
 from backbeat.model import Profile
 from backbeat.model.checks import at_least
+from backbeat.model.profile import LAUNCH_BOUND
 from backbeat.units import format_seconds
 
 MOST_HOOKED = 1.5
@@ -166,7 +167,7 @@ def _failures_explained(samples: int, device: torch.device) -> Iterator[None]:
 def host_fields(bound: LaunchBound) -> dict[str, float]:
     """What a profile says of the host, and of the device without waiting for it, as far as they are known."""
     found = {
-        "device_s": bound.device_s if bound.kind == "launch-bound" else None,
+        "device_s": bound.device_s if bound.kind == LAUNCH_BOUND else None,
         "host_s": bound.host_s,
         "host_recompute_s": bound.recompute_s,
         "host_fetch_s": bound.fetch_s,
