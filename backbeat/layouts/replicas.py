@@ -25,7 +25,7 @@ from backbeat.layouts.layout import Layout
 from backbeat.layouts.stage_times import Added, StageLayers, StageTimes
 from backbeat.layouts.transformer import Transformer, weights
 from backbeat.model.reduction import Reduction
-from backbeat.simulate.contention import slowed_s
+from backbeat.simulate.contention import least_s
 from backbeat.simulate.schedule import capped
 
 _UPDATE_BYTES = 34
@@ -102,7 +102,7 @@ def dense_buckets(
     done = itertools.accumulate(module.weight for module in modules)
     ready = [(size, at / whole) for module, at in zip(modules, done, strict=True) for size in module.tensors if size]
     sizes = [size for size, _ in ready]
-    ends = [len(sizes)] if cap is None else capped(sizes, [cap])
+    ends = capped(sizes, [float("inf") if cap is None else cap])
     return tuple(
         GradientBucket(sum(sizes[first:last]), ready[last - 1][1]) for first, last in itertools.pairwise([0, *ends])
     )
@@ -141,7 +141,8 @@ def _finished(
     now = in_flight = done = 0.0
     for bucket in (*buckets, GradientBucket(0.0, 1.0)):
         computing = (bucket.ready - done) * backward_s
-        passed = slowed_s(computing, in_flight, slowdown)
+        # While messages are in flight computation is slower; what is left of it afterwards is not.
+        passed = least_s(computing, min(in_flight, computing * slowdown), slowdown)
         now, done = now + passed, bucket.ready
         in_flight = max(0.0, in_flight - passed) + (travel_s[bucket.elements] if bucket.elements else 0.0)
     return now + in_flight

@@ -30,6 +30,7 @@ from backbeat.model.slowdown import Transport
 Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical", "nvls", "sharp"]
 Across = Literal["auto", "ring", "tree", "halving-doubling", "sharp"]
 Inside = Literal["ring", "nvls"]
+_INSIDE: tuple[Inside, Inside] = get_args(Inside)
 FabricKind = Literal["rail-optimised", "fat-tree", "cloud"]
 Load = Literal["quiet", "typical", "busy"]
 
@@ -167,6 +168,13 @@ class Topology(Checked, frozen=True, kw_only=True):
         shape, count = self.inside_algorithm, self.gpus_per_node
         work = traffic(collective, shape, count) / traffic("all_reduce", shape, count)
         return cheapest([(0.5, work)], self.inside.curve)
+
+    def shape_inside(self, workers: int) -> Shape:
+        """What carries large all-reduces of so many GPUs of a node. With few the ring is faster than NVLS."""
+        if self.inside_algorithm == "nvls" and workers < self.gpus_per_node:
+            ring, nvls = (traffic("all_reduce", shape, workers) for shape in _INSIDE)
+            return "ring" if ring * _NVLS_OVER_RING < nvls else "nvls"
+        return self.inside_algorithm
 
     def _moved_inside(self, whole: Curve, collective: Collective, new: int) -> Curve:
         """Fewer GPUs of a node. With few the ring is faster than NVLS, and NCCL takes it."""

@@ -25,7 +25,7 @@ from backbeat.units import format_bytes
 
 __all__ = [
     "BUCKETED", "BUDGETED", "FIXED_BUCKETS", "KNOWN_AS", "SEVERAL", "SHARDED", "STRATEGIES", "Draft", "Strategy",
-    "StrategyOptions", "compresses", "is_sharded", "propose", "whole_groups",
+    "StrategyOptions", "is_sharded", "propose", "whole_groups",
 ]  # fmt: skip
 
 
@@ -85,11 +85,6 @@ def is_sharded(strategy: str) -> bool:
     return strategy.partition(":")[0] in SHARDED
 
 
-def compresses(strategy: str, density: float | None) -> bool:
-    """Whether a strategy plans compressed buckets: `best` does where a density is given."""
-    return strategy == "compressed" or (strategy == "best" and density is not None)
-
-
 def propose(profile: Profile, network: Network, strategy: str = "best", **choices: Any) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, not yet predicted.
 
@@ -102,8 +97,6 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
         hint = "ZeRO-3 is 'fsdp'" if zero3 else did_you_mean(strategy, STRATEGIES)
         raise InputError(f"{strategy!r} is not a strategy: {hint}")
     options = StrategyOptions(**choices, shards=shards)
-    if compresses(strategy, options.density):
-        name = strategy = "compressed"
     _check(strategy, options)
 
     def schedule(of: Profile) -> Plan:

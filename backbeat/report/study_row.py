@@ -16,6 +16,7 @@ from backbeat.errors import InputError
 from backbeat.model import Memory, MemoryPlan, Network, Plan, Prediction, Profile, Reduction
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.simulate import predict, strong_scaling
+from backbeat.simulate.batch import extrapolates
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
@@ -150,7 +151,7 @@ def study_row(label: str, schedule: Schedule, profile: Profile, network: Network
     if profile is not question.given:
         # Moved to another batch size, with a note on how. What that takes of memory is known of sharded plans only.
         note = profile.notes[-1]
-        extrapolated = prediction.extrapolated or "extrapolated" in note
+        extrapolated = prediction.extrapolated or extrapolates(question.given, profile.batch_size, question.other)
         prediction = msgspec.structs.replace(prediction, notes=(*prediction.notes, note), extrapolated=extrapolated)
         fit = fit if prediction.peak_bytes is not None else None
     return StudyRow(label=label, plan=plan, prediction=prediction, fit=fit, names_groups=isinstance(schedule, Plan))
@@ -167,7 +168,7 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
     if whole is not None:
         alone_s = api.predict(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
         why = f"scaling is by one GPU's time for {global_batch} samples"
-        if whole is not profile and "extrapolated" in whole.notes[-1]:
+        if extrapolates(profile, whole.batch_size, question.other):
             why += f": {whole.notes[-1]}"
     found = []
     for row in rows:

@@ -103,15 +103,6 @@ def least_s(compute_s: float, in_flight_s: float, slowdown: float) -> float:
     return compute_s + (1 - 1 / slowdown) * in_flight_s
 
 
-def slowed_s(compute_s: float, in_flight_s: float, slowdown: float) -> float:
-    """What computation takes that begins with messages in flight that long; what is left of it then is not slower.
-
-    >>> slowed_s(3.0, 4.0, 2.0), slowed_s(1.0, 4.0, 2.0)
-    (5.0, 2.0)
-    """
-    return min(compute_s * slowdown, least_s(compute_s, in_flight_s, slowdown))
-
-
 def together_s(compute_s: float, in_flight_s: float, slowdown: float = 1.0) -> float:
     """Computation and one message, or messages without a pause, that start together: until both are done.
 

@@ -16,7 +16,7 @@ from backbeat.cost import LinkCost
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
-from backbeat.simulate.contention import UNDISTURBED, slowed_s
+from backbeat.simulate.contention import UNDISTURBED, least_s
 from backbeat.simulate.engine import communicate
 from backbeat.simulate.iteration import BucketRun, Iteration, communicate_beside, exposed_breakdown, least_end_s
 from backbeat.simulate.schedule import Schedule, capped, running_sums
@@ -103,7 +103,7 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
         for index, (_, compute) in enumerate(parts):
             ahead = times[index + 1] if index + 1 < len(parts) else 0.0
             starts.append(now)
-            slowed = slowed_s(compute, ahead, slowdown)
+            slowed = min(compute * slowdown, least_s(compute, ahead, slowdown))
             contention += slowed - compute
             now += max(slowed, ahead)
         starts.pop()

@@ -45,8 +45,8 @@ def calls(chain: ShardedChain, micro_batches: int = 1) -> list[Call]:
 
     Two blocks, each a unit, and nothing in the root:
 
-    >>> from backbeat.model import Mesh, Plan, ShardUnit, Sharding
-    >>> from backbeat.model import Gradient, Profile
+    >>> from backbeat.model import Gradient, Mesh, Plan, Profile, ShardUnit, Sharding
+    >>> from backbeat.simulate.sharded_units import chain_of
     >>> two = Profile(
     ...     name="two", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=2.0, backward_s=2.0,
     ...     update_s=0.0, gradients=tuple(

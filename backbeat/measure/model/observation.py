@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from backbeat.comm.clock import Clock
 from backbeat.measure.model.chain import compiled_blocks, graph_blocks, is_compiled
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
+from backbeat.measure.model.flops import count_flops
 from backbeat.measure.model.inputs import Gradients, MeasureOptions, first_iteration, sequence_length
 from backbeat.measure.model.launch_bound import (
     CLOSE,
@@ -24,7 +25,6 @@ from backbeat.measure.model.launch_bound import (
     recomputation,
 )
 from backbeat.measure.model.memory_by_kind import measure_memory
-from backbeat.measure.model.operator_work import count_flops
 from backbeat.measure.model.training_step import (
     Marks,
     Owner,
