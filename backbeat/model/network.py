@@ -103,14 +103,14 @@ class Network(Document, frozen=True, kw_only=True):
             raise InputError(f"load is {load!r}: it must be one of {', '.join(get_args(Load))}")
         if workers == self.workers and load == self._load:
             return self
-        base = self._calibrated
+        base = self.as_measured
         there = base if workers == base.workers else base._moved_to(workers)
         return there if load == "typical" else there._under(load)
 
     @property
     def one_node(self) -> bool:
         """All workers were GPUs of one node: nothing here crossed a network between nodes."""
-        base = self._calibrated
+        base = self.as_measured
         return 1 < base._own_rows[-1].workers <= base.topology.gpus_per_node
 
     @property
@@ -132,7 +132,7 @@ class Network(Document, frozen=True, kw_only=True):
     def largest_bytes(self, collective: Collective = "all_reduce") -> int | None:
         """The largest message measured, where times come as points."""
         used = self.sources(collective) or (self.workers,)
-        rows = [row for row in self._calibrated._rows_with(collective) if row.workers in used]
+        rows = [row for row in self.as_measured._rows_with(collective) if row.workers in used]
         points = [times.points for row in rows if (times := getattr(row, collective)) is not None]
         return min((found[-1][0] for found in points if found), default=None)
 
@@ -141,7 +141,7 @@ class Network(Document, frozen=True, kw_only=True):
         where it is extrapolated from there, none where the file has this very number, or none at all."""
         if self.moved_from is None or getattr(self, collective) is None:
             return ()
-        base = self._calibrated
+        base = self.as_measured
         near = base._nearest(self.workers, base._rows_with(collective))
         return () if near[0].workers == self.workers else tuple(row.workers for row in near)
 
@@ -155,7 +155,7 @@ class Network(Document, frozen=True, kw_only=True):
         >>> node.joined_by(Network.load("ib400")).at(workers=64).workers
         64
         """
-        base, between = self._calibrated, across._calibrated
+        base, between = self.as_measured, across.as_measured
         if not base.one_node:
             raise InputError(f"network {self.name!r} was not measured inside one node: leave --across out")
         if between.one_node:
@@ -232,7 +232,7 @@ class Network(Document, frozen=True, kw_only=True):
         return "typical" if self.moved_from is None else self.moved_from.load
 
     @property
-    def _calibrated(self) -> Network:
+    def as_measured(self) -> Network:
         """The network at the number of workers of the file's own times."""
         if self.moved_from is None:
             return self
