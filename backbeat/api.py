@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, PlanPrediction, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
-from backbeat.planners import compresses, is_sharded, propose
+from backbeat.planners import is_sharded, propose
 from backbeat.planners.baselines import framework_plan
 from backbeat.simulate import predict as simulated
 from backbeat.simulate import strong_scaling
@@ -115,7 +115,7 @@ def resolve(
         sharding = replace(plan.sharding, reduce_dtype=reduce_dtype)
         plan = replace(plan, sharding=sharding, predicted=None)
     elif reduce_dtype is not None and not (isinstance(plan, str) and is_sharded(plan)):
-        compressed = compresses(plan, choices.get("density")) if isinstance(plan, str) else plan.compressed
+        compressed = plan == "compressed" if isinstance(plan, str) else plan.compressed
         if compressed:
             raise InputError(
                 f"reduce_dtype is {reduce_dtype!r}, but compressed buckets have a format of their own: leave one out"

@@ -20,8 +20,8 @@ from backbeat.cli.output import check_writable, print_answer, print_json, say, w
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.case import SIZES
-from backbeat.measure.network.findings import summary_of
 from backbeat.measure.network.sampling import Progress
+from backbeat.measure.network.verdict import summary_of
 from backbeat.report.tables.terminal_table import table_of
 from backbeat.units import doubling, format_bytes, format_rate, format_seconds, parse_bytes, parse_duration
 

@@ -18,7 +18,7 @@ from backbeat.importers.composition import compose_networks, read_network
 from backbeat.model import CollectiveTimes, Fabric, Network, Source
 from backbeat.model.slowdown import CHANNELS
 from backbeat.model.specification import Specification, reached_inside, transport_of, typical_hop_s
-from backbeat.model.topology import Kind
+from backbeat.model.topology import FabricKind
 from backbeat.report.tables.network_tables import every_row, network_table
 from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
 
@@ -85,7 +85,7 @@ def network(
     named = name or (output.name.removesuffix(".gz").removesuffix(".json") if output is not None else "network")
     if fabric is None and oversubscription > 1:
         raise InputError("--oversubscription needs --fabric: fat-tree, rail-optimised or cloud")
-    kind = _one_of("--fabric", fabric, get_args(Kind)) if fabric is not None else None
+    kind = _one_of("--fabric", fabric, get_args(FabricKind)) if fabric is not None else None
     joined = Fabric(kind=kind, oversubscription=oversubscription) if kind is not None else None
     if nic is not None and across:
         raise InputError("--nic and --across both say what joins the nodes: keep one of them")

@@ -85,13 +85,9 @@ def plan(
     if reserve is not None and memory_bytes is None:
         raise InputError("--reserve goes with --memory: add it, or leave this out")
     left = _reserve(reserve) if reserve is not None else None
-    if strategy == "best" and density is not None:
-        raise InputError(
-            f"density is {density}, but 'best' sends every element: use --strategy compressed, or leave one out"
-        )
     if strategy is not None and "," in strategy:
         raise InputError(f"--strategy {strategy} names several: a plan has one; `backbeat predict` compares several")
-    chosen = strategy or "best"
+    chosen = strategy or ("best" if density is None else "compressed")
     if residuals not in (None, "device", "host"):
         raise InputError(f"--residuals is {residuals!r}: it must be device or host")
     if other_batch is not None and not max_batch:

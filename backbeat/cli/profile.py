@@ -108,8 +108,8 @@ def profile(
     else:
         if not launch_overhead:
             raise InputError("--no-launch-overhead is of --analytic: leave it out to measure")
+        from backbeat.measure.model.factory_profile import compose_factory, measure_factory
         from backbeat.measure.model.inputs import MeasureOptions
-        from backbeat.measure.model.profiler import compose_factory, measure_factory
         from backbeat.runtime.compressed.topk_speed import measure_topk
         from backbeat.runtime.memory import apply
 

@@ -23,9 +23,9 @@ from backbeat.lab.experiment import Repeated, play, slowest
 from backbeat.lab.jobs import LayoutJob, TransferJob, TransferKind
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
-from backbeat.layouts.cluster import GpuCluster, Kind
+from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.conventions import Streams, conventions_named
-from backbeat.layouts.layout import Job, Layout, check
+from backbeat.layouts.layout import Job, Layout, check_layout
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
 from backbeat.layouts.stage_times import split_layers
@@ -56,10 +56,10 @@ class LabCluster(GpuCluster):
 
     links: TimedLinks = FREE
 
-    def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
+    def collective_s(self, kind: LayoutCollective, size: float, workers: int, stride: int = 1) -> float:
         return self._timed(kind, size, workers) if workers > 1 else 0.0  # type: ignore[arg-type]
 
-    def waited_s(self, kind: Kind, size: float, workers: int) -> float:
+    def waited_s(self, kind: LayoutCollective, size: float, workers: int) -> float:
         return self.collective_s(kind, size, workers)
 
     def send_s(self, size: float, workers: int, stride: int) -> float:
@@ -83,7 +83,7 @@ class LayoutCase:
     dilation: float
 
     def __post_init__(self) -> None:
-        check(self.model, self.layout, self.job)
+        check_layout(self.model, self.layout, self.job)
         runnable(self.layout)
         # torch's schedules know nothing of a head that shares the embedding's weights: its gradient is not reduced.
         object.__setattr__(self, "model", msgspec.structs.replace(self.model, tied=False))

@@ -25,7 +25,7 @@ from backbeat.comm.communicators import Communicator
 from backbeat.comm.machine import cuda
 from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.lab.jobs import LabJob, LayoutJob, RankResult, ReplayJob, SpunJob, TransferJob, Turn
-from backbeat.measure.network.bench import largest
+from backbeat.measure.network.bench import max_over_ranks
 
 if TYPE_CHECKING:
     from backbeat.lab.spun_steps import SpunStep
@@ -217,7 +217,7 @@ class SpinningPlayer(Player):
         queued_s = time.perf_counter() - queueing
         seconds = self._ended(None, (), 0.0)
         if not known:
-            (slowest_s,) = largest(self._communicators[0], [queued_s], self._tiny.device, _WAIT_S)
+            (slowest_s,) = max_over_ranks(self._communicators[0], [queued_s], self._tiny.device, _WAIT_S)
             self._leads[job] = slowest_s * _LEAD_MARGIN
         return seconds
 

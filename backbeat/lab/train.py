@@ -18,8 +18,8 @@ import torch.distributed as dist
 from backbeat.comm.clock import clock_for
 from backbeat.lab.jobs import RankResult, Turn
 from backbeat.measure.model.factory import Factory, Workload, load_factory
+from backbeat.measure.model.factory_profile import measure_factory
 from backbeat.measure.model.inputs import MeasureOptions
-from backbeat.measure.model.profiler import measure_factory
 from backbeat.measure.model.training_step import Training, release, tensor_cores
 from backbeat.model import Plan, Profile
 

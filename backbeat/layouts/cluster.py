@@ -31,7 +31,7 @@ CALL_S, RANK_S = 25e-6, 8.5e-6
 """What a small collective takes inside a node that a layer waits for: at least, and for each further rank. All-reduces
 of 1 MiB take 44, 51 and 85 µs on 2, 4 and 8 A100 (VIA-Research/vTrain, trace/a100); all-gathers 32, 51 and 87 µs before
 their bytes on B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)."""
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+LayoutCollective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class GpuCluster:
     load: Load = "typical"
     contention: bool = False
     """Whether computation takes longer beside communication: as the network says, or its transport lets assume."""
-    _curves: dict[int, dict[Kind, Curve]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _curves: dict[int, dict[LayoutCollective, Curve]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _slowdowns: dict[int, tuple[Slowdown, str] | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -64,7 +66,7 @@ class GpuCluster:
             return None
         return replace(self, load="quiet"), replace(self, load="busy")
 
-    def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
+    def collective_s(self, kind: LayoutCollective, size: float, workers: int, stride: int = 1) -> float:
         """Seconds of a collective of `size` bytes in groups of `workers` ranks, `stride` apart, all groups at once."""
         if workers == 1 or size <= 0:
             return 0.0
@@ -72,7 +74,7 @@ class GpuCluster:
         sharing = 1.0 if count <= self.per_node else min(stride, self.per_node) * self._sent(kind, workers, count)
         return self._curve(kind, count).at(size * sharing)
 
-    def _sent(self, kind: Kind, workers: int, filled: int) -> float:
+    def _sent(self, kind: LayoutCollective, workers: int, filled: int) -> float:
         """What a byte of a group sends between nodes, over what it sends in a group that fills them: a ring of two
         sends half of what it gathers, one of sixteen nearly all. On two nodes, and where switches reduce, an all-reduce
         sends as much in either."""
@@ -80,7 +82,7 @@ class GpuCluster:
             return 1.0
         return traffic(kind, "ring", workers) / traffic(kind, "ring", filled)
 
-    def waited_s(self, kind: Kind, size: float, workers: int) -> float:
+    def waited_s(self, kind: LayoutCollective, size: float, workers: int) -> float:
         """The same in groups of neighbours where every rank waits for it, in the middle of a layer."""
         if workers == 1 or size <= 0:
             return 0.0
@@ -152,7 +154,7 @@ class GpuCluster:
         rate = traffic("all_gather", "ring", count) / per_byte
         return curve.at(0.0) / (count - 1), rate / sharing
 
-    def _curve(self, kind: Kind, workers: int) -> Curve:
+    def _curve(self, kind: LayoutCollective, workers: int) -> Curve:
         if workers not in self._curves:
             there = self.network.at(workers=workers, load=self.load)
             self._curves[workers] = {

@@ -18,7 +18,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Precision = Literal["bf16", "fp16", "fp8"]
 _ABBREVIATIONS = {"micro": "micro_batch", "mb": "micro_batch", "sp": "sequence_parallel", "vp": "chunks"}
 _WORDS = {"full": "recompute=full", "selective": "recompute=selective", "no sp": "sequence_parallel=false"}
-"""What tables write in short."""
+"""What `short_label` writes in short."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -105,6 +105,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return ",".join(parts)
 
     @property
+    def short_label(self) -> str:
+        """The label in fewer letters, for tables; `parse` reads it, too."""
+        text = self.label.replace("recompute=", "").replace("sequence_parallel=false", "no sp")
+        return text.replace("micro=", "mb=")
+
+    @property
     def shards_sequence(self) -> bool:
         return self.tp > 1 and self.sequence_parallel
 
@@ -140,10 +146,10 @@ def job_of(global_batch: int, sequence: int, precision: str = "bf16") -> Job:
     return checked({"global_batch": global_batch, "sequence": sequence, "precision": precision}, Job, "")
 
 
-def check(model: Transformer, layout: Layout, job: Job, gpus: int | None = None) -> None:
+def check_layout(model: Transformer, layout: Layout, job: Job, gpus: int | None = None) -> None:
     """Refuse a layout that cannot be, with the equation that fails.
 
-    >>> check(Transformer(name="small", layers=4, hidden=64, heads=4, ffn=256, vocab=100), Layout(dp=2, tp=3),
+    >>> check_layout(Transformer(name="small", layers=4, hidden=64, heads=4, ffn=256, vocab=100), Layout(dp=2, tp=3),
     ...       Job(global_batch=8, sequence=128), gpus=8)
     Traceback (most recent call last):
     backbeat.errors.InputError: dp(2) * tp(3) * pp(1) * cp(1) = 6 != gpus(8): choose factors whose product is 8

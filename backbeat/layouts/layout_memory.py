@@ -41,7 +41,7 @@ class MemoryByKind(msgspec.Struct, frozen=True, kw_only=True):
         return sum(float(getattr(self, name)) for name in self.__struct_fields__)
 
 
-def memory(
+def layout_memory(
     model: Transformer, layout: Layout, job: Job, conventions: Conventions, imbalance: float = 1.0
 ) -> MemoryByKind:
     """What a GPU of the fullest stage holds."""

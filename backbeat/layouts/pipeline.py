@@ -56,7 +56,7 @@ class PipelineRun:
         return max(self.end_s)
 
 
-def run(
+def run_pipeline(
     schedule: PipelineSchedule,
     stages: int,
     count: int,
@@ -389,7 +389,7 @@ def _exposed_sends(schedule: PipelineSchedule, stages: int, count: int, chunks: 
 
 def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> PipelineRun:
     """Every stage is taken to end with the last: what it communicates then hides behind its own backward alone."""
+    # Chunks that a stage takes backward from its first chunk's last micro-batch on: rounds of as many as stages.
     between = len(times) - stages + 1
-    """Chunks that a stage takes backward from its first chunk's last micro-batch on: rounds of as many as stages."""
     last = [seconds - between * max(one.backward_s for one in times[stage::stages]) for stage in range(stages)]
     return PipelineRun((seconds,) * stages, tuple(last))

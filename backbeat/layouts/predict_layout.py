@@ -16,11 +16,11 @@ from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import GpuCluster, cluster_of
 from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layer_work import PartSeconds
-from backbeat.layouts.layout import Job, Layout, check, job_of
-from backbeat.layouts.layout_memory import MemoryByKind, memory
+from backbeat.layouts.layout import Job, Layout, check_layout, job_of
+from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
 from backbeat.layouts.measured_block import MeasuredBlock, measured_block
-from backbeat.layouts.pipeline import PipelineRun, closed_form, run
+from backbeat.layouts.pipeline import PipelineRun, closed_form, run_pipeline
 from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
 from backbeat.layouts.stage_times import StageTimer, StageTimes, split_layers
@@ -33,7 +33,7 @@ ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]
 ClusterInput = GpuCluster | Network | str | os.PathLike[str]
 PREDICTED: tuple[Family, ...] = ("closed-form", "events")
 """The families that `predict` answers in."""
-OFF, OFF_WITH_EXPERTS = 0.13, 0.35
+ERROR, ERROR_WITH_EXPERTS = 0.13, 0.35
 """How far nine of ten published layouts are off, beyond what the network's band explains: 112 rows without experts and
 41 with, of the half that was developed on (validation/layouts)."""
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
@@ -92,7 +92,7 @@ def predict(
     if family not in PREDICTED:
         raise InputError(f"family is {family!r}: predicted are {' and '.join(PREDICTED)}; `backbeat lab` executes")
     predictor = predictor_of(model, cluster, job_of(global_batch, sequence, precision), **options)
-    check(predictor.model, layout, predictor.job, gpus)
+    check_layout(predictor.model, layout, predictor.job, gpus)
     check_stragglers(predictor.stragglers, layout.gpus, predictor.cluster.per_node)
     found = predictor.predict(layout, family)
     return predictor.banded(found) if band else found
@@ -158,7 +158,7 @@ class LayoutPredictor:
 
     def memory(self, layout: Layout) -> MemoryByKind:
         """What one GPU holds. Quick to compute, so layouts that do not fit need not be timed."""
-        return memory(self.model, layout, self.job, self.conventions, self.imbalance)
+        return layout_memory(self.model, layout, self.job, self.conventions, self.imbalance)
 
     def timer(self, layout: Layout, slowdown: float = 1.0) -> StageTimer:
         """Of stages that compute `slowdown` times as long as healthy ones."""
@@ -177,7 +177,7 @@ class LayoutPredictor:
                 for each in (self.cluster, *self.cluster.edges)
             )
             quiet, busy = (each / middle for each in edges)
-        off = 1 + (OFF_WITH_EXPERTS if self.model.experts else OFF)
+        off = 1 + (ERROR_WITH_EXPERTS if self.model.experts else ERROR)
         return msgspec.structs.replace(found, band_s=(found.step_s * quiet / off, found.step_s * busy * off))
 
     def predict(self, layout: Layout, family: Family = "events", *, timeline: bool = True) -> LayoutPrediction:
@@ -204,7 +204,7 @@ class LayoutPredictor:
         send = self._send_s(layout, sent_bytes)
         if family == "events":
             streams, late = self.conventions.streams, self.cluster.late_s(sent_bytes / layout.tp)
-            passes = run(layout.schedule, pp, count, times, send, streams, late, listed=listed)
+            passes = run_pipeline(layout.schedule, pp, count, times, send, streams, late, listed=listed)
             passes = passes if listed else replace(passes, performed=())
         else:
             passes = closed_form(layout.schedule, pp, count, times, send)

@@ -11,6 +11,7 @@ gradient is complete when backward ends, hides behind nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,12 +19,14 @@ from typing import NamedTuple
 
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic
-from backbeat.layouts.cluster import GpuCluster, Kind
+from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Layout
 from backbeat.layouts.stage_times import Added, StageLayers, StageTimes
 from backbeat.layouts.transformer import Transformer, weights
 from backbeat.model.reduction import Reduction
+from backbeat.simulate.contention import least_s
+from backbeat.simulate.schedule import capped
 
 _UPDATE_BYTES = 34
 """Moved for each parameter that Adam updates: its gradient (read for the norm as well), master copy and two moments in
@@ -96,16 +99,13 @@ def dense_buckets(
     """
     modules = _modules(model, tp, chunks)
     whole = sum(module.weight for module in modules) or 1.0
-    found: list[GradientBucket] = []
-    held = done = 0.0
-    for module in modules:
-        done += module.weight
-        for tensor in module.tensors:
-            held += tensor
-            if cap is not None and held >= cap:
-                found.append(GradientBucket(held, done / whole))
-                held = 0.0
-    return (*found, GradientBucket(held, 1.0)) if held else tuple(found)
+    done = itertools.accumulate(module.weight for module in modules)
+    ready = [(size, at / whole) for module, at in zip(modules, done, strict=True) for size in module.tensors if size]
+    sizes = [size for size, _ in ready]
+    ends = capped(sizes, [float("inf") if cap is None else cap])
+    return tuple(
+        GradientBucket(sum(sizes[first:last]), ready[last - 1][1]) for first, last in itertools.pairwise([0, *ends])
+    )
 
 
 def equal_buckets(elements: float, cap: float | None) -> tuple[GradientBucket, ...]:
@@ -142,7 +142,7 @@ def _finished(
     for bucket in (*buckets, GradientBucket(0.0, 1.0)):
         computing = (bucket.ready - done) * backward_s
         # While messages are in flight computation is slower; what is left of it afterwards is not.
-        passed = computing + min(in_flight, computing * slowdown) * (1 - 1 / slowdown)
+        passed = least_s(computing, min(in_flight, computing * slowdown), slowdown)
         now, done = now + passed, bucket.ready
         in_flight = max(0.0, in_flight - passed) + (travel_s[bucket.elements] if bucket.elements else 0.0)
     return now + in_flight
@@ -292,7 +292,7 @@ class ReplicaTimer:
         copied = self.operators.seconds(Traffic("pointwise", 3 * 2 * 2 * dense, 2))
         return 2 * self.operators.host.view_s * launches + copied if replicas > 1 else 0.0
 
-    def _layerwise(self, kind: Kind, held: RankParameters, width: int, layers: int) -> float:
+    def _layerwise(self, kind: LayoutCollective, held: RankParameters, width: int, layers: int) -> float:
         """All layers of a stage, each in a collective of its own."""
         groups = (self.layout.dense_group, self.layout.expert_group)
         return sum(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Work
-from backbeat.layouts.cluster import GpuCluster, Kind
+from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PartSeconds, seconds_of
 from backbeat.layouts.layout import Job, Layout
@@ -191,10 +191,10 @@ class StageTimer:
         )
         return StageTimes(sum(forward) + first, back, sum(weights), parts)
 
-    def _ends(self, work: LayerWork, forward_kind: Kind, backward_kind: Kind) -> StageTimes:
+    def _ends(self, work: LayerWork, forward_kind: LayoutCollective, backward_kind: LayoutCollective) -> StageTimes:
         """Embedding and head: each with the collective that its sharded vocabulary takes, in either direction."""
         forward, inputs, weights = self._compute(work)
-        kinds: tuple[Kind, Kind] = ("all_reduce", "all_reduce")
+        kinds: tuple[LayoutCollective, LayoutCollective] = ("all_reduce", "all_reduce")
         if self.layout.shards_sequence:
             kinds = (forward_kind, backward_kind)
         tensor = [self._group(kind) for kind in kinds]
@@ -213,7 +213,7 @@ class StageTimer:
         attention = found.attention / self.conventions.attention_share
         return found._replace(attention=attention).times(self.compute_factor)
 
-    def _group(self, kind: Kind) -> float:
+    def _group(self, kind: LayoutCollective) -> float:
         """An activation among the ranks that share a layer's matrices."""
         return self.cluster.waited_s(kind, self.builder.activation_bytes, self.layout.tp)
 

@@ -103,14 +103,14 @@ class Network(Document, frozen=True, kw_only=True):
             raise InputError(f"load is {load!r}: it must be one of {', '.join(get_args(Load))}")
         if workers == self.workers and load == self._load:
             return self
-        base = self._calibrated
+        base = self.as_measured
         there = base if workers == base.workers else base._moved_to(workers)
         return there if load == "typical" else there._under(load)
 
     @property
     def one_node(self) -> bool:
         """All workers were GPUs of one node: nothing here crossed a network between nodes."""
-        base = self._calibrated
+        base = self.as_measured
         return 1 < base._own_rows[-1].workers <= base.topology.gpus_per_node
 
     @property
@@ -132,7 +132,7 @@ class Network(Document, frozen=True, kw_only=True):
     def largest_bytes(self, collective: Collective = "all_reduce") -> int | None:
         """The largest message measured, where times come as points."""
         used = self.sources(collective) or (self.workers,)
-        rows = [row for row in self._calibrated._rows_with(collective) if row.workers in used]
+        rows = [row for row in self.as_measured._rows_with(collective) if row.workers in used]
         points = [times.points for row in rows if (times := getattr(row, collective)) is not None]
         return min((found[-1][0] for found in points if found), default=None)
 
@@ -141,7 +141,7 @@ class Network(Document, frozen=True, kw_only=True):
         where it is extrapolated from there, none where the file has this very number, or none at all."""
         if self.moved_from is None or getattr(self, collective) is None:
             return ()
-        base = self._calibrated
+        base = self.as_measured
         near = base._nearest(self.workers, base._rows_with(collective))
         return () if near[0].workers == self.workers else tuple(row.workers for row in near)
 
@@ -155,7 +155,7 @@ class Network(Document, frozen=True, kw_only=True):
         >>> node.joined_by(Network.load("ib400")).at(workers=64).workers
         64
         """
-        base, between = self._calibrated, across._calibrated
+        base, between = self.as_measured, across.as_measured
         if not base.one_node:
             raise InputError(f"network {self.name!r} was not measured inside one node: leave --across out")
         if between.one_node:
@@ -196,14 +196,14 @@ class Network(Document, frozen=True, kw_only=True):
         """The concurrency rows with other all-reduce times, at another number of workers or on another link."""
         if not self.concurrency:
             return ()
-        seconds = self.cost.on(all_reduce.curve, self._batches)
+        seconds = self.cost.on(all_reduce.curve, self.simultaneous)
         return tuple(replace(row, seconds=there) for row, there in zip(self.concurrency, seconds, strict=True))
 
     @cached_property
     def cost(self) -> LinkCost:
         """The cost model of this network's all-reduce, fitted once."""
         times = self._by_halves(self).all_reduce if self.moved_from is None else self.all_reduce
-        return LinkCost.fit(times.curve, self._batches)
+        return LinkCost.fit(times.curve, self.simultaneous)
 
     def _by_halves(self, row: Row) -> Row:
         """The row, with its all-reduce's slope from all-gathers and reduce-scatters where those have larger messages.
@@ -223,7 +223,8 @@ class Network(Document, frozen=True, kw_only=True):
         return replace(row, all_reduce=replace(row.all_reduce, link_s_per_byte=slope))
 
     @property
-    def _batches(self) -> list[Batch]:
+    def simultaneous(self) -> list[Batch]:
+        """What was measured of messages at once."""
         return [Batch(row.bytes, row.messages, row.communicators, row.seconds) for row in self.concurrency]
 
     @property
@@ -231,7 +232,7 @@ class Network(Document, frozen=True, kw_only=True):
         return "typical" if self.moved_from is None else self.moved_from.load
 
     @property
-    def _calibrated(self) -> Network:
+    def as_measured(self) -> Network:
         """The network at the number of workers of the file's own times."""
         if self.moved_from is None:
             return self

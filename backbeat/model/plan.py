@@ -18,7 +18,8 @@ from backbeat.model.profile import Profile
 from backbeat.model.sharding import Sharding, check_modules
 
 _NOT_GIVEN = -1
-"""Communicators of a plan that does not say them; no file can hold this."""
+"""Communicators of a plan that does not say them. No file can hold this: what is read is checked to be 1 or more, and
+defaults are not."""
 
 
 class Compression(Checked, frozen=True, kw_only=True, tag_field="kind", tag="topk"):

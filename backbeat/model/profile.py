@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -25,6 +25,8 @@ _AUTOCAST: dict[str, Dtype] = {
 _NO_AUTOCAST = ("fp32", "float32", "float", "tf32", "fp64", "float64")
 REDUCE_DTYPES = ("bf16", "fp16")
 """What gradients can be sent as, in place of fp32."""
+LAUNCH_BOUND: Final = "launch-bound"
+"""How the note begins that says so of a profile."""
 
 # Clocks round: a ready time may pass the end of backward by this share of it before it is called wrong.
 _CLOCK_SLACK = 1e-6
@@ -285,6 +287,11 @@ class Profile(Document, frozen=True, kw_only=True):
         if isinstance(self.source, Source):
             return self.source.method
         return self.source or "origin not stated"
+
+    @property
+    def launch_bound(self) -> bool:
+        """Measured where the host set the pace. Files say so in a note, and only newer ones have `device_s` as well."""
+        return any(note.startswith(LAUNCH_BOUND) for note in self.notes)
 
     @property
     def analytic(self) -> bool:

@@ -15,7 +15,7 @@ from backbeat.model.profile import ComputeShares
 
 Transport = Literal["nvlink", "nvls", "infiniband", "efa", "sockets"]
 Factor = Annotated[float, Meta(ge=1)]
-KINDS = ("matmul", "attention", "memory")
+WORK_KINDS = ("matmul", "attention", "memory")
 
 RING_MEMORY = 3.0
 """Bytes of a GPU's own memory that a ring all-reduce moves for each byte on its bus: it reads the gradient and what
@@ -96,7 +96,7 @@ class Contention(Document, frozen=True, kw_only=True):
         """For each kind of work, what its rows have in common."""
         shares = np.array([(row.sms, RING_MEMORY * row.bus_bytes_per_s) for row in self.rows], dtype=np.float64)
         shares /= (self.sms, self.memory_bytes_per_s)
-        return {kind: SlowdownCurve.of(shares, [getattr(row, kind) for row in self.rows]) for kind in KINDS}
+        return {kind: SlowdownCurve.of(shares, [getattr(row, kind) for row in self.rows]) for kind in WORK_KINDS}
 
 
 class SlowdownCurve(NamedTuple):

@@ -30,10 +30,11 @@ from backbeat.model.slowdown import Transport
 Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical", "nvls", "sharp"]
 Across = Literal["auto", "ring", "tree", "halving-doubling", "sharp"]
 Inside = Literal["ring", "nvls"]
-Kind = Literal["rail-optimised", "fat-tree", "cloud"]
+_INSIDE: tuple[Inside, Inside] = get_args(Inside)
+FabricKind = Literal["rail-optimised", "fat-tree", "cloud"]
 Load = Literal["quiet", "typical", "busy"]
 
-FALL: dict[Kind, dict[Load, float]] = {
+FALL: dict[FabricKind, dict[Load, float]] = {
     "rail-optimised": {"quiet": 0.0, "typical": 0.04, "busy": 0.085},
     "fat-tree": {"quiet": 0.002, "typical": 0.046, "busy": 0.259},
     "cloud": {"quiet": 0.0, "typical": 0.107, "busy": 0.402},
@@ -44,7 +45,7 @@ _CROSSING: dict[Load, float] = {"quiet": 0.0, "typical": 0.5, "busy": 1.0}
 """Assumed: how much of a collective leaves its group of nodes at once. A ring laid out by group crosses its edge once;
 one laid out at random crosses with nearly every hop."""
 
-_GROUP: dict[Kind, int] = {"rail-optimised": 32, "fat-tree": 4, "cloud": 16}
+_GROUP: dict[FabricKind, int] = {"rail-optimised": 32, "fat-tree": 4, "cloud": 16}
 """Assumed: nodes below one switch. A rail's switch has a port for each of 32 nodes; without rails a node takes 8."""
 
 _NVLS_OVER_RING = 309 / 370
@@ -60,7 +61,7 @@ class Fabric(Checked, frozen=True, kw_only=True):
     """What joins the nodes: bandwidth between them falls with their number, and with other jobs. `oversubscription` is
     the bandwidth below a switch over that above it: 1 is a full fat tree."""
 
-    kind: Kind
+    kind: FabricKind
     oversubscription: Annotated[float, Meta(ge=1)] = 1.0
 
     def share(self, nodes: int, load: Load = "typical") -> float:
@@ -69,7 +70,7 @@ class Fabric(Checked, frozen=True, kw_only=True):
         >>> [round(Fabric(kind="cloud").share(32, load), 2) for load in ("quiet", "typical", "busy")]
         [1.0, 0.65, 0.33]
         """
-        for name, value, allowed in (("kind", self.kind, get_args(Kind)), ("load", load, get_args(Load))):
+        for name, value, allowed in (("kind", self.kind, get_args(FabricKind)), ("load", load, get_args(Load))):
             if value not in allowed:
                 raise InputError(f"{name} is {value!r}: a fabric has one of {', '.join(allowed)}")
         if nodes < 1:
@@ -167,6 +168,13 @@ class Topology(Checked, frozen=True, kw_only=True):
         shape, count = self.inside_algorithm, self.gpus_per_node
         work = traffic(collective, shape, count) / traffic("all_reduce", shape, count)
         return cheapest([(0.5, work)], self.inside.curve)
+
+    def shape_inside(self, workers: int) -> Shape:
+        """What carries large all-reduces of so many GPUs of a node. With few the ring is faster than NVLS."""
+        if self.inside_algorithm == "nvls" and workers < self.gpus_per_node:
+            ring, nvls = (traffic("all_reduce", shape, workers) for shape in _INSIDE)
+            return "ring" if ring * _NVLS_OVER_RING < nvls else "nvls"
+        return self.inside_algorithm
 
     def _moved_inside(self, whole: Curve, collective: Collective, new: int) -> Curve:
         """Fewer GPUs of a node. With few the ring is faster than NVLS, and NCCL takes it."""

@@ -11,20 +11,21 @@ from msgspec.structs import replace
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Network, Plan, Profile
 from backbeat.planners.adaptive import adaptive
-from backbeat.planners.baselines import asc_wfbp, ddp, fsdp, horovod, hsdp, mg_wfbp, single, wfbp, zero1, zero2
+from backbeat.planners.baselines import asc_wfbp, ddp, horovod, mg_wfbp, single, wfbp
 from backbeat.planners.best import best
 from backbeat.planners.compressed_or_dense import compressed
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.memory_plan import plan_within_memory
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import decoupled, sharded
+from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
 from backbeat.simulate.host_lane import HostLane, device_alone
 from backbeat.simulate.predict import predict
 from backbeat.units import format_bytes
 
 __all__ = [
     "BUCKETED", "BUDGETED", "FIXED_BUCKETS", "KNOWN_AS", "SEVERAL", "SHARDED", "STRATEGIES", "Draft", "Strategy",
-    "StrategyOptions", "compresses", "is_sharded", "propose", "whole_groups",
+    "StrategyOptions", "is_sharded", "propose", "whole_groups",
 ]  # fmt: skip
 
 
@@ -84,11 +85,6 @@ def is_sharded(strategy: str) -> bool:
     return strategy.partition(":")[0] in SHARDED
 
 
-def compresses(strategy: str, density: float | None) -> bool:
-    """Whether a strategy plans compressed buckets: `best` does where a density is given."""
-    return strategy == "compressed" or (strategy == "best" and density is not None)
-
-
 def propose(profile: Profile, network: Network, strategy: str = "best", **choices: Any) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, not yet predicted.
 
@@ -101,8 +97,6 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
         hint = "ZeRO-3 is 'fsdp'" if zero3 else did_you_mean(strategy, STRATEGIES)
         raise InputError(f"{strategy!r} is not a strategy: {hint}")
     options = StrategyOptions(**choices, shards=shards)
-    if compresses(strategy, options.density):
-        name = strategy = "compressed"
     _check(strategy, options)
 
     def schedule(of: Profile) -> Plan:

@@ -4,8 +4,8 @@ Of plans whose predicted iterations differ by less than 1 % the simplest is best
 buckets. So the exact one-communicator optimum is taken wherever several communicators cannot gain more, by the bound or
 by search.
 
-Candidates are `wfbp`, `single`, `ddp`, `mg-wfbp`, `asc-wfbp` and `adaptive`, the one-communicator optimum and the
-programme for plenty of communicators, on each communicator count allowed. The most promising are improved by moving,
+Candidates are `wfbp`, `single`, `ddp`, `mg-wfbp`, `asc-wfbp` and `adaptive`, the one-communicator optimum and
+`plenty_ends`, a dynamic programme, on each communicator count allowed. The most promising are improved by moving,
 merging and splitting bucket boundaries, each step scored by the engine. A handful of gradients is searched exhaustively
 instead, and the plan says so. In the end buckets are merged as far as the 1 % allows: what the model has no price for,
 a host has. Nothing is random: the same input gives the same plan, unless a time budget cuts the search short.
@@ -35,7 +35,7 @@ _EVALUATIONS = 600
 _IMPROVED = 3
 """How many of the best candidates are improved."""
 _PLENTY_GRADIENTS = 2000
-"""The plenty-of-communicators programme is quadratic: above this many gradients it is left out."""
+"""`plenty_ends` is quadratic: above this many gradients it is left out."""
 _EXHAUSTIVE_PLANS = 2500
 """Problems with no more plans than this are searched exhaustively."""
 _CLOSE_ENOUGH = 1e-4
@@ -44,13 +44,13 @@ _EXHAUSTIVE_NOTE = "the simplest plan within 1 % of the optimum, by exhaustive s
 
 
 def best(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
-    """The simplest plan found within `SIMPLER_WITHIN` of the fastest; not slower than stock DDP, and faster by as much
-    where the fastest is.
+    """The simplest plan found within `SIMPLER_WITHIN` of the fastest; not slower than stock DDP. If the fastest plan
+    gains more than that over stock DDP, so does this one.
 
     Plans are found as if communication did not slow computation down; stock DDP is taken where it does and that plan
     loses by it.
     """
-    found = _undisturbed(profile, network, options)
+    found = _without_contention(profile, network, options)
     slowdown = slowdown_of(profile, network).factor
     if slowdown == 1:
         return found
@@ -59,7 +59,7 @@ def best(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
     return stock if plain < planned and stock.communicators <= (options.communicators or 2) else found
 
 
-def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
+def _without_contention(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
     # Two, more where concurrency was measured on more; a communicator without a bucket is of no use.
     allowed = options.communicators or max([2, *(row.communicators for row in network.concurrency)])
     most, cost = min(allowed, len(profile.gradients)), network.cost

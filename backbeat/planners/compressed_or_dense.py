@@ -22,7 +22,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.model.plan import Bucket, Compression, Plan
 from backbeat.planners.draft import StrategyOptions
-from backbeat.planners.optimal import best_ends, quadratic_programme
+from backbeat.planners.optimal import best_ends, ends_by_trying_all
 from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow
 from backbeat.simulate.schedule import Schedule, running_sums
 
@@ -143,7 +143,7 @@ def compressed_ends(cost: CompressedCost, compression: Compression) -> list[int]
         times = cost.time(messages, compression) + cost.s_per_bucket
         return np.asarray(np.maximum(ready[j - 1], earliest) + times)
 
-    return quadratic_programme(sizes, finishes)
+    return ends_by_trying_all(sizes, finishes)
 
 
 def _merged(end: float, mixed: Mixed, cost: CompressedCost) -> Mixed:

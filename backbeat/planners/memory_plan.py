@@ -281,14 +281,14 @@ def too_small(search: MemorySearch, budget: int, reserve: float | None = None) -
     if budget < chain.base:
         return (
             f"a memory budget of {format_bytes(budget)} is below what stays on the device whatever is done with "
-            f"activations, {format_bytes(chain.base)} ({chain.holdings.described()}): "
+            f"activations, {format_bytes(chain.base)} ({chain.resident.described()}): "
             f"the smallest budget that fits is {least} bytes ({_up(least)})"
         )
     moment = "at the loss" if run.phase == "loss" else f"in the {run.phase} of {run.where}"
     return (
         f"a memory budget of {format_bytes(budget)} is too small: the smallest that fits is {least} bytes "
         f"({_up(least)}). Its peak is {moment}: {format_bytes(run.peak_bytes - chain.base)} of activations and "
-        f"their gradients, beside {chain.holdings.described()}. Give that much, or a smaller batch"
+        f"their gradients, beside {chain.resident.described()}. Give that much, or a smaller batch"
     )
 
 

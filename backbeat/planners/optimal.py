@@ -12,7 +12,7 @@ move right as j grows, so a monotonic queue finds the least in constant time on 
 queues: O(L·P) in all, O(L) when affine.
 
 Where back-to-back times were measured the term is max(r_j + T, E[i] + T_busy), which no queue takes. That one and its
-relatives, with other waits or costs, share `quadratic_programme`: O(L²), vectorised.
+relatives, with other waits or costs, share `ends_by_trying_all`: O(L²), vectorised.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ def merged_ends(profile: Profile, cost: LinkCost, ends: list[int], slack: float 
 def best_ends(profile: Profile, cost: LinkCost) -> list[int]:
     ready = profile.ready.tolist()
     if cost.busy is None:
-        return queue_programme(ready, profile.sizes.tolist(), cost.isolated)
+        return ends_by_queues(ready, profile.sizes.tolist(), cost.isolated)
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.asarray(np.maximum(ready[j - 1] + cost.time(messages), earliest + cost.busy_time(messages)))
 
-    return quadratic_programme(profile.sizes, finishes)
+    return ends_by_trying_all(profile.sizes, finishes)
 
 
-def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> list[int]:
+def ends_by_queues(ready: list[float], sizes: list[float], curve: Curve) -> list[int]:
     """Where buckets end in the optimum for any nondecreasing piecewise linear cost.
 
     Three gradients of 1 MB ready at 0, 1 and 2 ms, each message 1 ms + 1 ns/byte. Alone they would end at 2, 4 and
     6 ms; sending the first alone and the other two together ends at 2 + 3 = 5 ms, and nothing does better.
 
     >>> from backbeat.cost import Curve
-    >>> queue_programme([0.0, 1e-3, 2e-3], [1e6] * 3, Curve.affine(1e-3, 1e-9))
+    >>> ends_by_queues([0.0, 1e-3, 2e-3], [1e6] * 3, Curve.affine(1e-3, 1e-9))
     [1, 3]
     """
     count = len(ready)
@@ -120,20 +120,20 @@ def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:
         alone, _, work = cost.times(messages)
         return np.asarray(np.maximum(earliest, ready[j - 1] + (alone - work)) + work)
 
-    return quadratic_programme(profile.sizes, finishes, free_s=0.0)
+    return ends_by_trying_all(profile.sizes, finishes, free_s=0.0)
 
 
-def quadratic_programme(sizes: NDArray[np.float64], finishes: Finishes, free_s: float = -np.inf) -> list[int]:
-    """Where buckets end in the programme  E[0] = free_s,  E[j] = min over i < j of  finishes(j, S_j - S_i, E[i]).
+def ends_by_trying_all(sizes: NDArray[np.float64], finishes: Finishes, free_s: float = -np.inf) -> list[int]:
+    """Where buckets end:  E[0] = free_s,  E[j] = min over i < j of  finishes(j, S_j - S_i, E[i]).
 
     `finishes` says when a bucket ends that has j as its last member, for every index where it may start: all message
     sizes and earliest finishes at once.
 
-    The three gradients of `queue_programme`:
+    The three gradients of `ends_by_queues`:
 
     >>> ready, times = [0.0, 1e-3, 2e-3], lambda messages: 1e-3 + 1e-9 * messages
     >>> finishes = lambda j, messages, earliest: np.maximum(ready[j - 1], earliest) + times(messages)
-    >>> quadratic_programme(np.array([1e6] * 3), finishes)
+    >>> ends_by_trying_all(np.array([1e6] * 3), finishes)
     [1, 3]
     """
     sums = running_sums(sizes)

@@ -22,8 +22,8 @@ from backbeat.model import Network, Profile, Sharding
 from backbeat.model.blocks import MemoryPlan, Segment
 from backbeat.model.plan import Plan
 from backbeat.model.sharding import Mesh, ShardedDtype, ShardUnit
-from backbeat.planners.baselines import fsdp
 from backbeat.planners.draft import StrategyOptions
+from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.sharded_cost import ShardedCost

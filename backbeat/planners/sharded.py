@@ -20,6 +20,8 @@ all-gather behind the next forward, as DeAR does. Only its units are chosen.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from backbeat.cost.accelerators import accelerator
@@ -29,7 +31,7 @@ from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_plan import needed, reserve_for, usable
-from backbeat.planners.shard_problem import ShardProblem
+from backbeat.planners.shard_problem import Scored, ShardProblem
 from backbeat.planners.shard_search import ShardSearch
 from backbeat.units import format_bytes
 
@@ -90,24 +92,28 @@ def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, who
     best = search.simplest([*found, *newer_found] if newer else found)
     gained = best if newer else search.simplest([*found, *newer_found])
     plan = problem.plan(best.choice)
-    notes, memory = list(problem.pieces.notes), plan.memory
+    notes, memory = (*problem.pieces.notes, *_advice(problem, best, gained, options)), plan.memory
+    if budget is not None:
+        memory = replace(memory or MemoryPlan(), budget_bytes=budget, peak_bytes=best.peak_bytes)
+    return replace(plan, memory=memory, notes=notes)
+
+
+def _advice(problem: ShardProblem, best: Scored, gained: Scored, options: StrategyOptions) -> Iterator[str]:
+    """What would make a step shorter: a newer torch, with which it is `gained`, and gradients reduced in bf16."""
     if gained.seconds < best.seconds * (1 - SIMPLER_WITHIN):
         settings = [f"{gained.choice.buffers} reduce-scatter inputs"] * (gained.choice.buffers > 1)
         settings += ["a communicator for reduce-scatters"] * gained.choice.separate
-        notes.append(
+        yield (
             f"with torch {NEWER_TORCH}, {' and '.join(settings)} would make a step "
             f"{_shorter(best.seconds, gained.seconds)}: plan with --torch {NEWER_TORCH} where that is installed"
         )
     if options.reduce_dtype is None:
         in_bf16 = problem.seconds(best.choice, "bf16")
         if in_bf16 < best.seconds * (1 - SIMPLER_WITHIN):
-            notes.append(
+            yield (
                 f"gradients reduced in bf16 would make a step {_shorter(best.seconds, in_bf16)}: plan with "
                 "--reduce-dtype bf16 if training bears sums in two bytes"
             )
-    if budget is not None:
-        memory = replace(memory or MemoryPlan(), budget_bytes=budget, peak_bytes=best.peak_bytes)
-    return replace(plan, memory=memory, notes=tuple(notes))
 
 
 def _shorter(seconds: float, then_s: float) -> str:

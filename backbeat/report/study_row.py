@@ -16,7 +16,7 @@ from backbeat.errors import InputError
 from backbeat.model import Memory, MemoryPlan, Network, Plan, Prediction, Profile, Reduction
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.simulate import predict, strong_scaling
-from backbeat.simulate.batch import sibling
+from backbeat.simulate.batch import extrapolates
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
@@ -47,12 +47,6 @@ class Question:
     """Strong scaling: samples that all workers share."""
     other: Profile | None = None
     """A second profile of the model, at another batch size, for `strong_scaling`."""
-
-    def extrapolates(self, batch_size: int) -> bool:
-        """Whether that many samples are outside the profiles that `strong_scaling` moves between."""
-        other = self.other or sibling(self.given)
-        sizes = [one.batch_size for one in (self.given, other) if one is not None]
-        return not min(sizes) <= batch_size <= max(sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +152,7 @@ def study_row(label: str, schedule: Schedule, profile: Profile, network: Network
         # Moved to another batch size, with a note on how. Without shards, what it then takes of memory is known well
         # enough to say that it does not fit, not that it fits.
         note = profile.notes[-1]
-        extrapolated = prediction.extrapolated or question.extrapolates(profile.batch_size)
+        extrapolated = prediction.extrapolated or extrapolates(question.given, profile.batch_size, question.other)
         prediction = msgspec.structs.replace(prediction, notes=(*prediction.notes, note), extrapolated=extrapolated)
         if fit is not None and fit.fits and prediction.peak_bytes is None:
             fit = None
@@ -176,7 +170,7 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
     if whole is not None:
         alone_s = api.predict(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
         why = f"scaling is by one GPU's time for {global_batch} samples"
-        if question.extrapolates(whole.batch_size):
+        if extrapolates(profile, whole.batch_size, question.other):
             why += f": {whole.notes[-1]}"
     found = []
     for row in rows:

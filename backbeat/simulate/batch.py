@@ -74,6 +74,17 @@ def strong_scaling(
     return at_batch(profile, batch_size, other)
 
 
+def extrapolates(profile: Profile, batch_size: int, other: Profile | None = None) -> bool:
+    """Whether `strong_scaling` finds times at this batch size beyond those measured; it takes the same `other`.
+
+    >>> [extrapolates(Profile.load("resnet50-b64-bf16-h200"), size) for size in (32, 96)]
+    [True, False]
+    """
+    other = other or sibling(profile)
+    sizes = [profile.batch_size] if other is None else [profile.batch_size, other.batch_size]
+    return not min(sizes) <= batch_size <= max(sizes)
+
+
 def sibling(profile: Profile) -> Profile | None:
     """For a bundled profile, another one of the same model, precision and device at another batch size.
 
@@ -139,7 +150,7 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
         ready = min(max(seconds, ready), backward)
         gradients.append(replace(gradient, ready_s=ready, forward_s=None, activation_bytes=None))
     note = f"times are between batch {one.batch_size} and {two.batch_size}, taken as linear"
-    if not min(one.batch_size, two.batch_size) <= batch_size <= max(one.batch_size, two.batch_size):
+    if extrapolates(one, batch_size, two):
         note = f"batch {batch_size} is extrapolated from batch {one.batch_size} and {two.batch_size}"
     scale = between(one.single_s, two.single_s) / near.single_s if near.single_s > 0 else 1.0
     device_s = None

@@ -63,10 +63,7 @@ class ChainRun:
     """When each block's own backward starts, after backward starts."""
     held_bytes: int
     """Above the base at the end of forward: kept on the device for backward."""
-    left_bytes: int
-    """Above the base at the end of backward: the gradient of what enters the first block."""
     to_host_bytes: int
-    to_device_bytes: int
     stalled_s: float
     """Computation waiting for copies."""
     host_s: float
@@ -84,7 +81,7 @@ class MemoryTimeline(ChainRun):
 
     host_more_s: float
     """What the host takes to issue forward and backward beyond keeping every block."""
-    holdings: ResidentMemory
+    resident: ResidentMemory
     profile: Profile
     """The profile with these times and the gradients ready when they are now; it has no blocks and no host."""
     notes: tuple[str, ...] = ()
@@ -97,8 +94,7 @@ def memory_timeline(
     chain = Chain(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
     run = chain.run(ranges_of(profile, memory_plan))
     notes: tuple[str, ...] = ()
-    host_bound = any(note.startswith("launch-bound") for note in profile.notes)
-    if host_bound and not memory_plan.keeps_all and profile.host_recompute_s is None:
+    if profile.launch_bound and not memory_plan.keeps_all and profile.host_recompute_s is None:
         notes = (
             "the host sets this model's pace, and the profile does not say what recomputing costs it: it computes "
             "longer than predicted (BERT-Large on one H200 1.7 to 1.9 times); profile again to measure it",
@@ -106,7 +102,7 @@ def memory_timeline(
     return MemoryTimeline(
         **{field.name: getattr(run, field.name) for field in fields(run)},
         host_more_s=run.host_s - chain.host_plain,
-        holdings=chain.holdings,
+        resident=chain.resident,
         profile=chain.changed(profile, run),
         notes=notes,
     )
@@ -136,7 +132,7 @@ class Tally:
 class Chain:
     """A profile's blocks as plain lists, with what is on the device whatever the plan."""
 
-    def __init__(self, profile: Profile, holdings: ResidentMemory) -> None:
+    def __init__(self, profile: Profile, resident: ResidentMemory) -> None:
         if not profile.blocks:
             raise InputError(
                 f"the profile {profile.name!r} has no blocks, so nothing is known of its activations: "
@@ -147,9 +143,9 @@ class Chain:
         blocks = profile.blocks
         self.names = [block.name for block in blocks]
         self.count = len(blocks)
-        self.holdings = holdings
-        self.base = holdings.total_bytes
-        self.loss = holdings.loss_bytes
+        self.resident = resident
+        self.base = resident.total_bytes
+        self.loss = resident.loss_bytes
         measured_forward = sum(block.forward_s for block in blocks)
         measured_backward = sum(block.backward_s for block in blocks)
         # Blocks timed one by one can add up to more than the whole: then they share it.
@@ -198,7 +194,7 @@ class Chain:
         if self.saves_output[end] and action[end] in (KEEP, OFFLOAD):
             tally.level += self.output[end]
         starts = self._backward(ranges, until, bring, tally)
-        to_device, streamed = sum(bring), self.holdings.streamed_bytes
+        to_device, streamed = sum(bring), self.resident.streamed_bytes
         if streamed:
             # Residuals that live on the host pass both copy streams during backward.
             tally.wait(forward_s + max((to_device + streamed) / self.to_device, streamed / self.to_host))
@@ -212,9 +208,7 @@ class Chain:
             backward_s=backward_s,
             starts=starts,
             held_bytes=held,
-            left_bytes=tally.level - self.base,
             to_host_bytes=to_host,
-            to_device_bytes=to_device,
             stalled_s=tally.stalled,
             host_s=self.host_plain + sum(self.host_more[what][k] for k, what in enumerate(action)),
         )

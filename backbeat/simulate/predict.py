@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -16,8 +16,9 @@ from backbeat.model.checks import whole
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.contention import slowdown_of
+from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.host_lane import HostLane, device_alone
-from backbeat.simulate.iteration import Iteration, alone, bucket_iteration, framework_iteration
+from backbeat.simulate.iteration import Iteration, alone, bucket_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
@@ -287,55 +288,75 @@ def _bottleneck(breakdown: Breakdown, not_kept_s: float, single: float) -> str:
 def _notes(
     profile: Profile, network: Network, plan: Plan, largest_bytes: float, waits: Straggling | None
 ) -> tuple[list[str], bool]:
-    notes: list[str] = []
-    extrapolated = False
+    """What to know of the prediction, and whether something in it is extrapolated."""
+    far, from_rows = _workers_notes(network, plan)
+    large = _size_notes(network, plan, largest_bytes)
+    slowest = _slowest_notes(profile, network, waits)
+    notes = [*_plan_notes(profile, network, plan), *from_rows, *large, *_unit_notes(profile), *slowest]
+    return notes, far or bool(large) or bool(slowest)
+
+
+def _plan_notes(profile: Profile, network: Network, plan: Plan) -> Iterator[str]:
+    """On the profile, the network and what the plan makes of them."""
     if profile.analytic:
-        notes.append(f"the profile {profile.name} is computed from shapes and peak rates, not measured")
-    notes.extend(f"network {network.name}: {note}" for note in network.notes)
+        yield f"the profile {profile.name} is computed from shapes and peak rates, not measured"
+    yield from (f"network {network.name}: {note}" for note in network.notes)
     if plan.compressed and network.workers > 1:
-        notes.extend(remarks(profile, network, plan))
+        yield from remarks(profile, network, plan)
     if plan.sharding is not None:
-        notes.extend(sharded_remarks(profile, network, plan.sharding))
+        yield from sharded_remarks(profile, network, plan.sharding)
     if plan.workers is not None and plan.workers != network.workers:
-        notes.append(f"the plan was made for {plan.workers} workers, this is {network.workers}")
+        yield f"the plan was made for {plan.workers} workers, this is {network.workers}"
     if plan.dynamic is None and (left := plan.missing(profile)):
-        notes.append(
-            f"{len(left)} gradients are not in the plan and are taken to travel in one bucket after it, from {left[0]}"
-        )
-    if network.workers > 1:
-        used = network.sources()
-        if len(used) == 1:
-            extrapolated = True
-            fabric = network.topology.fabric
-            how = network.topology.algorithm + (f", {fabric.kind} fabric" if fabric is not None else "")
-            notes.append(f"all-reduce times at {network.workers} workers are extrapolated from {used[0]} ({how})")
-        elif used:
-            notes.append(f"all-reduce times at {network.workers} workers lie between those at {used[0]} and {used[1]}")
-    # With several copies, parts of the job gather: `at` another number of workers than the network's.
-    one_copy = plan.sharding is not None and plan.sharding.mesh.replicate == 1
-    if one_copy:
-        far = {name: from_ for name in _HALVES if len(from_ := network.sources(name)) == 1}
-        extrapolated = extrapolated or bool(far)
-        notes.extend(
-            f"{name.replace('_', '-')} times at {network.workers} workers are extrapolated from {from_[0]}"
-            for name, from_ in far.items()
-        )
-    measured = [network.largest_bytes(name) for name in _HALVES] if one_copy else []
+        how = f"are taken to travel in one bucket after it, from {left[0]}"
+        yield f"{len(left)} gradients are not in the plan and {how}"
+
+
+def _one_copy(plan: Plan) -> bool:
+    """All workers gather together. With several copies parts of the job do: `at` another number than the network's."""
+    return plan.sharding is not None and plan.sharding.mesh.replicate == 1
+
+
+def _workers_notes(network: Network, plan: Plan) -> tuple[bool, list[str]]:
+    """Which numbers of workers the times come from; and whether some are extrapolated."""
+    workers, far, notes = network.workers, False, []
+    used = network.sources() if workers > 1 else ()
+    if len(used) == 1:
+        far = True
+        fabric = network.topology.fabric
+        how = network.topology.algorithm + (f", {fabric.kind} fabric" if fabric is not None else "")
+        notes.append(f"all-reduce times at {workers} workers are extrapolated from {used[0]} ({how})")
+    elif used:
+        notes.append(f"all-reduce times at {workers} workers lie between those at {used[0]} and {used[1]}")
+    for name in _HALVES if _one_copy(plan) else ():
+        if len(used := network.sources(name)) == 1:
+            far = True
+            notes.append(f"{name.replace('_', '-')} times at {workers} workers are extrapolated from {used[0]}")
+    return far, notes
+
+
+def _size_notes(network: Network, plan: Plan, largest_bytes: float) -> list[str]:
+    measured = [network.largest_bytes(name) for name in _HALVES] if _one_copy(plan) else []
     largest = min((size for size in measured if size is not None), default=network.largest_bytes())
-    if largest is not None and largest_bytes > largest:
-        extrapolated = True
-        what = "buckets" if plan.sharding is None else "units"
-        notes.append(f"{what} above {format_bytes(largest)} lie beyond the largest message measured")
-    alone_s = profile.accumulation * (profile.forward_s + profile.backward_s) + profile.update_s
+    if largest is None or largest_bytes <= largest:
+        return []
+    what = "buckets" if plan.sharding is None else "units"
+    return [f"{what} above {format_bytes(largest)} lie beyond the largest message measured"]
+
+
+def _unit_notes(profile: Profile) -> list[str]:
+    alone_s = profile.single_s
     usual_s = fmean(profile.iteration_s) if profile.iteration_s else alone_s
-    if not alone_s / _UNLIKE <= usual_s <= alone_s * _UNLIKE:
-        notes.append(
-            f"the profile's iteration_s has a mean of {format_seconds(usual_s)}, forward, backward and update take "
-            f"{format_seconds(alone_s)}: are both in seconds? The wait for the slowest worker is taken from the former"
-        )
-    if waits is not None and waits.extrapolated:
-        extrapolated = True
-        notes.append(
-            f"the slowest of {network.workers} workers is extrapolated from {len(profile.iteration_s)} iteration times"
-        )
-    return notes, extrapolated
+    if alone_s / _UNLIKE <= usual_s <= alone_s * _UNLIKE:
+        return []
+    return [
+        f"the profile's iteration_s has a mean of {format_seconds(usual_s)}, forward, backward and update take "
+        f"{format_seconds(alone_s)}: are both in seconds? The wait for the slowest worker is taken from the former"
+    ]
+
+
+def _slowest_notes(profile: Profile, network: Network, waits: Straggling | None) -> list[str]:
+    if waits is None or not waits.extrapolated:
+        return []
+    count = len(profile.iteration_s)
+    return [f"the slowest of {network.workers} workers is extrapolated from {count} iteration times"]

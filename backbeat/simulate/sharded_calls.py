@@ -20,8 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from backbeat.model import Plan, Profile
-from backbeat.simulate.sharded_units import ROOT, ShardedChain, chain_of
+from backbeat.simulate.sharded_units import ROOT, ShardedChain
 
 Event = Literal[
     "begin", "all_gather", "copy_out", "forward", "to_backward", "loss", "backward", "free", "wait", "reduce_scatter",
@@ -41,13 +40,13 @@ class Call(NamedTuple):
     """Of `forward` and `backward`: which of the chain's parts."""
 
 
-def call_order(profile: Profile, plan: Plan, *, micro_batches: int | None = None) -> list[tuple[str, int]]:
-    """What torch calls in one step, in order: (event, unit), the root being -1.
+def calls(chain: ShardedChain, micro_batches: int = 1) -> list[Call]:
+    """Every call of one step, with marks.
 
     Two blocks, each a unit, and nothing in the root:
 
-    >>> from backbeat.model import Mesh, Plan, ShardUnit, Sharding
-    >>> from backbeat.model import Gradient, Profile
+    >>> from backbeat.model import Gradient, Mesh, Plan, Profile, ShardUnit, Sharding
+    >>> from backbeat.simulate.sharded_units import chain_of
     >>> two = Profile(
     ...     name="two", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=2.0, backward_s=2.0,
     ...     update_s=0.0, gradients=tuple(
@@ -57,15 +56,10 @@ def call_order(profile: Profile, plan: Plan, *, micro_batches: int | None = None
     ...     separate_reduce_scatter=False,
     ...     units=tuple(ShardUnit(modules=(f"b.{k}",), reshard=True, prefetch=0) for k in (0, 1))))
     >>> words = {"all_gather": "AG", "copy_out": "out", "forward": "F", "backward": "B", "reduce_scatter": "RS"}
-    >>> " ".join(f"{words.get(event, event)}{unit}" for event, unit in call_order(two, plan))
+    >>> found = [call for call in calls(chain_of(two, plan)) if call.event not in MARKS]
+    >>> " ".join(f"{words.get(event, event)}{unit}" for event, unit, _ in found)
     'AG0 out0 F0 AG1 out1 F1 AG1 out1 AG0 B1 RS1 out0 B0 wait1 RS0'
     """
-    count = profile.accumulation if micro_batches is None else micro_batches
-    return [(call.event, call.unit) for call in calls(chain_of(profile, plan), count) if call.event not in MARKS]
-
-
-def calls(chain: ShardedChain, micro_batches: int = 1) -> list[Call]:
-    """Every call of one step, with marks."""
     host = _Host(chain)
     found: list[Call] = []
     for number in range(micro_batches):

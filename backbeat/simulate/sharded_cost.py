@@ -172,7 +172,7 @@ def _parts(network: Network) -> tuple[float, float] | None:
     topology, workers = network.topology, network.workers
     shape: Shape | Literal["auto", "hierarchical"] = topology.algorithm
     if shape == "hierarchical":
-        shape = topology.inside_algorithm
+        shape = topology.shape_inside(workers)
         if workers > topology.gpus_per_node:
             shape, workers = topology.across_algorithm, network.nodes
     if (shape != "nvls" and shape != "sharp") or workers == 1:

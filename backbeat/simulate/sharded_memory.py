@@ -11,49 +11,32 @@ Counted in the order in which the host issues work, as the device's allocator co
   micro-batch stay whole, in the reduce dtype.
 - Activations are kept, recomputed or offloaded block by block, as `memory_timeline` counts them. Those of a profile
   without blocks are taken to be there all the time.
-
-**Activations of a sharded model** (`sharded_activations`). A profile is measured with whole fp32 parameters, in bf16
-under autocast. Three things differ under `fully_shard`:
-
-- Autocast keeps a copy of every weight in the dtype it computes with, and autograd saves it. Parameters that are
-  gathered in that dtype need none.
-- Units that are gathered in that dtype get their inputs in it. Autocast passes on a stream in fp32, of which every
-  linear layer saves a copy of its own. torch 2.11 casts the inputs of a unit's first module, 2.13 those of each: units
-  of several modules may hold less there than is predicted.
-- The gradient of a weight is made beside the `.grad` that is there, and added to it. Under FSDP2 none is there: it
-  becomes the gradient itself, which is counted with them.
-
-The largest parameter stands for a block's gradients, since it makes them one after the other.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
-from backbeat.model import Block, MemoryPlan, Network, Plan, Profile
+from backbeat.model import MemoryPlan, Network, Plan, Profile
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.simulate.actions import ranges_of
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import ROOT, ShardedChain, chain_of
 
-_HALF = ("bf16", "fp16")
 MOST_MICRO_BATCHES = 3
 """Those after the second hold what the second holds."""
 
 
-Kinds = Counter[str]
+BytesByKind = Counter[str]
 """Bytes by kind. All the time: this rank's shards, `parameter` and `optimizer`; `other`, that is module buffers, the
 batch, workspaces and tensors outside the blocks. Then `gradient`, shards of gradients that are reduced already;
 `gathered`, parameters of units that are whole; `gather_buffer`, `whole_gradient`, `scatter_input`; and `activation`,
@@ -66,7 +49,7 @@ class MemoryLevel(NamedTuple):
     where: str
     """The block, `loss`, or `copies` between two blocks."""
     phase: Phase
-    held: Kinds
+    held: BytesByKind
     start_s: float = 0.0
     end_s: float = 0.0
 
@@ -75,7 +58,7 @@ class MemoryLevel(NamedTuple):
         return self.held.total()
 
 
-def always_held(resident: ResidentMemory, shards: int) -> Kinds:
+def always_held(resident: ResidentMemory, shards: int) -> BytesByKind:
     """What is there all the time: shards, and what is not sharded."""
     return Counter(
         parameter=-(-resident.parameter_bytes // shards),
@@ -89,9 +72,9 @@ class Moment:
     """What is held at one part of forward or backward, between the two, or at the end of a micro-batch."""
 
     call: Call
-    before: Kinds
+    before: BytesByKind
     """The most between the part before it and this one."""
-    during: Kinds
+    during: BytesByKind
 
 
 def sharded_memory(
@@ -115,9 +98,9 @@ class _Held:
     """What is held of every unit, by kind, with running totals."""
 
     def __init__(self) -> None:
-        self.totals: Kinds = Counter()
+        self.totals: BytesByKind = Counter()
         self._parts: dict[tuple[str, int | None], int] = {}
-        self.most: Kinds = Counter()
+        self.most: BytesByKind = Counter()
         """The highest since the last part."""
 
     def put(self, kind: str, unit: int, size: int) -> None:
@@ -229,7 +212,7 @@ class Activations(Tally):
 
 def _levels(
     chain: ShardedChain, moments: list[Moment], activations: Activations
-) -> Iterator[tuple[Kinds, int, str, Phase]]:
+) -> Iterator[tuple[BytesByKind, int, str, Phase]]:
     """Every level of a step, those between two blocks included: what sharding holds, the bytes of activations beside
     it, and where that is."""
     if not activations.names:
@@ -269,7 +252,7 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
     levels: list[MemoryLevel] = []
     now = 0.0
 
-    def add(end: float, where: str, phase: Phase, held: Kinds, activation: int) -> None:
+    def add(end: float, where: str, phase: Phase, held: BytesByKind, activation: int) -> None:
         nonlocal now
         levels.append(MemoryLevel(where, phase, always + held + Counter(activation=activation), now, end))
         now = end
@@ -300,70 +283,3 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
             add(now + length * share, name, phase, moment.during, high)
         now = max(now, end)
     return tuple(levels)
-
-
-def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
-    """A block after the last unit and after all parameters, whose backward makes the gradient of one of the root's: a
-    head tied to the embedding. A pooling, which has a classifier after it, is none."""
-    last = chain.parts[-1]
-    if last.unit != ROOT or not (largest := _largest_of_root(chain)):
-        return None
-    element = DTYPE_BYTES[profile.compute_dtype]
-    own = {piece.block: piece.elements for piece in chain.pieces.pieces}
-    behind = itertools.takewhile(lambda k: not own[k], reversed(last.blocks))
-    tied = (k for k in behind if profile.blocks[k].backward_peak_bytes >= largest * element)
-    return next(tied, None)
-
-
-def sharded_activations(profile: Profile, chain: ShardedChain) -> Profile:
-    """The profile with what its blocks take beside sharded parameters."""
-    autocast = profile.autocast in _HALF
-    native = autocast and chain.sharding.param_dtype in _HALF
-    element = DTYPE_BYTES[profile.compute_dtype]
-    tied = tied_block(profile, chain)
-    blocks = list(profile.blocks)
-    cast = _cast_blocks(profile, chain) if native else frozenset()
-    for piece in chain.pieces.pieces:
-        if piece.block is None:
-            continue
-        elements = piece.elements if piece.block != tied else (_largest_of_root(chain),)
-        block = blocks[piece.block]
-        less = element * sum(elements) if native else 0
-        less += block.cast_saving_bytes if piece.block in cast else 0
-        blocks[piece.block] = _with_less(block, less, element * max(elements, default=0))
-    return replace(profile, blocks=tuple(blocks))
-
-
-@lru_cache(maxsize=2**12)
-def _with_less(block: Block, saved_bytes: int, backward_bytes: int) -> Block:
-    """A planner asks for the same blocks in every plan that it tries."""
-    return replace(
-        block,
-        saved_bytes=max(block.saved_bytes - saved_bytes, 0),
-        forward_peak_bytes=max(block.forward_peak_bytes - saved_bytes, 0),
-        backward_peak_bytes=max(block.backward_peak_bytes - backward_bytes, 0),
-    )
-
-
-def _cast_blocks(profile: Profile, chain: ShardedChain) -> frozenset[int]:
-    """Blocks whose inputs come in the gathered dtype: the first of each unit, and those after it as long as what is
-    passed on stays in that dtype."""
-    found: set[int] = set()
-    stays = False
-    for part in chain.parts:
-        for place, index in enumerate(part.blocks):
-            block = profile.blocks[index]
-            if (place == 0 and part.unit != ROOT) or (stays and block.chained):
-                found.add(index)
-            stays = index in found and block.cast_output
-    return frozenset(found)
-
-
-def _largest_of_root(chain: ShardedChain) -> int:
-    """Elements of the largest parameter that the root holds."""
-    held = [0, *chain.pieces.loose]
-    of_root = {block for part in chain.parts if part.unit == ROOT for block in part.blocks}
-    for piece in chain.pieces.pieces:
-        if piece.block in of_root:
-            held.extend(piece.elements)
-    return max(held)

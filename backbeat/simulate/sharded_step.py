@@ -38,12 +38,12 @@ import numpy as np
 from backbeat.cost import LinkCost
 from backbeat.model import Network, Plan, Profile, Sharding
 from backbeat.model.prediction import Breakdown, Span
-from backbeat.simulate.engine import COMPUTE, StreamTask, StreamTimes, run_streams
 from backbeat.simulate.iteration import Iteration
 from backbeat.simulate.schedule import busy_periods
 from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import ROOT, ModelPieces, ShardedChain, chain_of
+from backbeat.simulate.streams import COMPUTE, StreamTask, StreamTimes, run_streams
 
 _COPY_IN, _GATHER, _SCATTER, _REPLICATE = 1, 2, 3, 4
 _SHARD_LINK, _REPLICA_LINK = 0, 1

@@ -2,7 +2,7 @@
 
 Forward is a row of *pieces*: the profile's blocks, or, where it has none, its gradients grouped by the repeated module
 that owns them (`layers.0`, `transformer.h.3`). A unit holds consecutive pieces; what no unit holds is the root's, both
-its parameters and its computation.
+its parameters and its computation. A *part* is a run of pieces of one unit.
 """
 
 from __future__ import annotations

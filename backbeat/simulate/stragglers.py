@@ -99,16 +99,16 @@ class ComputeTimes:
 _fitted = lru_cache(maxsize=256)(ComputeTimes.fit)
 
 
-def straggling(iteration_s: tuple[float, ...], workers: int, longer: float = 1.0) -> Straggling | None:
+def straggling(iteration_s: tuple[float, ...], workers: int, draws: float = 1.0) -> Straggling | None:
     """The wait for the slowest of `workers`; None where the profile's times cannot say.
 
-    An iteration `longer` times the measured ones, as with more micro-batches, is a sum of that many draws: its spread
-    grows with the square root.
+    An iteration that is the sum of so many `draws`, as with more micro-batches, has a spread that grows with the square
+    root of their number.
     """
     times = _fitted(iteration_s)
     if times is None:
         return None
-    one, by = times.slowest(workers), math.sqrt(longer)
+    one, by = times.slowest(workers), math.sqrt(draws)
     return Straggling(one.wait_s * by, one.p10_s * by, one.p90_s * by, one.extrapolated)
 
 

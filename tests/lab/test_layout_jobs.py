@@ -23,7 +23,7 @@ from backbeat.lab.layout_lab import (
 from backbeat.lab.setting import Setting
 from backbeat.layouts.layout import Layout, job_of
 from backbeat.layouts.layout_prediction import COMPUTE
-from backbeat.layouts.pipeline import run
+from backbeat.layouts.pipeline import run_pipeline
 from backbeat.layouts.transformer import Transformer
 
 SMALL = Transformer(name="small", layers=8, hidden=256, heads=8, ffn=1024, vocab=1024)
@@ -56,7 +56,7 @@ def test_a_pipeline_is_predicted_from_what_its_stages_are_told_to_compute(text: 
     layout = told.layout
     sends = TimedLinks({("send", 2): LINKS.curves["send", 2]})
     events = predicted_layout(case(text), FOUR, sends)[0]["events"]
-    assert events.step_s == pytest.approx(run(layout.schedule, 4, 8, times, send_s).seconds + told.update_s)
+    assert events.step_s == pytest.approx(run_pipeline(layout.schedule, 4, 8, times, send_s).seconds + told.update_s)
 
 
 def test_tensor_parallelism_waits_for_every_collective_that_dtensor_runs() -> None:

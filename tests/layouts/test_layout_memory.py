@@ -8,7 +8,7 @@ import pytest
 
 from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layout import Job, Layout
-from backbeat.layouts.layout_memory import LayerMemory, MemoryByKind, memory
+from backbeat.layouts.layout_memory import LayerMemory, MemoryByKind, layout_memory
 from backbeat.layouts.transformer import Transformer
 
 FLASH, SCORES = conventions_named("megatron"), conventions_named("megatron-2021")
@@ -66,7 +66,7 @@ def test_latent_attention_keeps_what_it_squeezes() -> None:
 
 
 def held(model: Transformer, layout: Layout, conventions: Conventions = FLASH) -> MemoryByKind:
-    return memory(model, layout, JOB, conventions)
+    return layout_memory(model, layout, JOB, conventions)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -126,7 +126,7 @@ def test_a_stage_of_dense_layers_and_experts_holds_both() -> None:
     first = held(mixed, Layout(micro_batch=B, dp=64, ep=16, pp=3, recompute="full"))
     assert first.activations == 3 * 2 * S * B * H + dense
     # The busiest rank holds more of the tokens.
-    busy = memory(mixed, Layout(micro_batch=B), JOB, FLASH, imbalance=1.5).activations
+    busy = layout_memory(mixed, Layout(micro_batch=B), JOB, FLASH, imbalance=1.5).activations
     assert busy - held(mixed, Layout(micro_batch=B)).activations == 0.5 * 3 * 2 * (2 * H + 3 * 256) * S * B
 
 

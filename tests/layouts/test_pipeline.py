@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.layouts.pipeline import _simulated, _Transfers, closed_form, run
+from backbeat.layouts.pipeline import _simulated, _Transfers, closed_form, run_pipeline
 from backbeat.layouts.stage_programs import in_flight, order
 from backbeat.layouts.stage_times import StageTimes
 
@@ -25,7 +25,7 @@ def test_events_are_the_closed_form_for_equal_stages(
     schedule: str, stages: int, count: int, forward: float, inputs: float, weights: float
 ) -> None:
     times = equal(stages, forward, inputs, weights)
-    simulated = run(schedule, stages, count, times, 0.0).seconds  # type: ignore[arg-type]
+    simulated = run_pipeline(schedule, stages, count, times, 0.0).seconds  # type: ignore[arg-type]
     assert simulated == pytest.approx((count + stages - 1) * (forward + inputs + weights))
     assert closed_form(schedule, stages, count, times, 0.0).seconds == pytest.approx(simulated)  # type: ignore[arg-type]
 
@@ -37,7 +37,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(
     count = rounds * stages
     times = equal(stages, forward, backward / 2, backward / 2, chunks)
     whole = forward + backward
-    simulated = run("interleaved", stages, count, times, 0.0).seconds
+    simulated = run_pipeline("interleaved", stages, count, times, 0.0).seconds
     assert simulated == pytest.approx(count * whole + (stages - 1) * whole / chunks)
     assert closed_form("interleaved", stages, count, times, 0.0).seconds == pytest.approx(simulated)
 
@@ -55,7 +55,7 @@ def test_a_step_waits_for_as_many_sends_as_the_closed_form_says(
     name, chunks = schedule
     times = equal(stages, each, each, each, chunks)
     send = share * each / chunks / 8
-    found = run(name, stages, rounds * stages, times, send).seconds  # type: ignore[arg-type]
+    found = run_pipeline(name, stages, rounds * stages, times, send).seconds  # type: ignore[arg-type]
     formula = closed_form(name, stages, rounds * stages, times, send).seconds  # type: ignore[arg-type]
     # Where an activation and a gradient leave a stage at once they share its NIC, which the formula does not know.
     assert formula == pytest.approx(found, abs=1e-9 + (stages * send if name == "zero-bubble" else 0))
@@ -86,7 +86,7 @@ def test_few_micro_batches_wait_for_as_many_sends_as_the_closed_form_says(
     schedule: Any, stages: int, count: int, each: float
 ) -> None:
     times, send = equal(stages, each, each, each * 0.9), each / 100
-    found = run(schedule, stages, count, times, send).seconds
+    found = run_pipeline(schedule, stages, count, times, send).seconds
     assert closed_form(schedule, stages, count, times, send).seconds == pytest.approx(found)
 
 
@@ -95,10 +95,10 @@ def test_zero_bubble_is_never_slower_and_never_beats_the_work(
     stages: int, count: int, forward: float, inputs: float, weights: float, send: float
 ) -> None:
     times = equal(stages, forward, inputs, weights)
-    split = run("zero-bubble", stages, count, times, send).seconds
+    split = run_pipeline("zero-bubble", stages, count, times, send).seconds
     assert split >= count * (forward + inputs + weights) - 1e-9
     # A put-off gradient may run a little into the time of the next operation.
-    assert split <= run("1f1b", stages, count, times, send).seconds * 1.001 + weights
+    assert split <= run_pipeline("1f1b", stages, count, times, send).seconds * 1.001 + weights
 
 
 @given(
@@ -112,7 +112,7 @@ def test_every_schedule_keeps_order_and_does_all_work(
 ) -> None:
     times = [StageTimes(*shape) for shape in shapes]
     stages = len(times)
-    found = run(schedule, stages, count, times, send)  # type: ignore[arg-type]
+    found = run_pipeline(schedule, stages, count, times, send)  # type: ignore[arg-type]
     ends = {(each.operation.kind, each.operation.micro_batch, each.stage): each for each in found.performed}
     for (kind, micro, stage), each in ends.items():
         if kind == "F" and stage:
@@ -140,7 +140,7 @@ def test_the_middle_of_a_long_step_is_simulated_once(
     times, stages = [StageTimes(*shape) for shape in shapes] * chunks, len(shapes)
     count = length[0] * stages + (length[1] if chunks == 1 else 0)
     send, late = sends[0], None if sends[1] is None else sends[0] * sends[1]
-    found = run(name, stages, count, times, send, streams, late)
+    found = run_pipeline(name, stages, count, times, send, streams, late)
     whole = _simulated(name, stages, count, times, send, streams, late)
     assert found.end_s == pytest.approx(whole.end_s, rel=1e-7)
     assert found.last_backward_s == pytest.approx(whole.last_backward_s, rel=1e-7)
@@ -152,7 +152,7 @@ def test_the_middle_of_a_long_step_is_simulated_once(
 def test_a_step_whose_rounds_take_turns_is_repeated_by_its_turns() -> None:
     """Here rounds of three stages take two times by turns: one of them repeated is 1.4 % off."""
     times = [StageTimes(1.0, 1.5, 1.9), StageTimes(2.0, 4.0, 3.6), StageTimes(3.0, 3.0, 3.3)]
-    shorter, longer = (run("1f1b", 3, count, times, 3.6, "pair", 1.8).seconds for count in (90, 96))
+    shorter, longer = (run_pipeline("1f1b", 3, count, times, 3.6, "pair", 1.8).seconds for count in (90, 96))
     whole = [_simulated("1f1b", 3, count, times, 3.6, "pair", 1.8).seconds for count in (90, 96)]
     assert [shorter, longer] == pytest.approx(whole)
 
@@ -160,14 +160,16 @@ def test_a_step_whose_rounds_take_turns_is_repeated_by_its_turns() -> None:
 @given(st.integers(2, 8), seconds, st.floats(0.01, 0.2))
 def test_gloo_swaps_one_after_the_other(count: int, each: float, share: float) -> None:
     times, send = equal(2, each, each, each), share * each
-    alone = run("1f1b", 2, count, times, 0.0).seconds
-    assert run("1f1b", 2, count, times, send, "direction").seconds == pytest.approx(alone + (count + 1) * send)
-    assert run("1f1b", 2, count, times, send, "connection").seconds == pytest.approx(alone + 2 * count * send)
+    alone = run_pipeline("1f1b", 2, count, times, 0.0).seconds
+    assert run_pipeline("1f1b", 2, count, times, send, "direction").seconds == pytest.approx(alone + (count + 1) * send)
+    assert run_pipeline("1f1b", 2, count, times, send, "connection").seconds == pytest.approx(alone + 2 * count * send)
 
 
 def test_on_one_stream_a_receive_holds_up_the_sends_behind_it() -> None:
     times = equal(4, 1.0, 1.0, 1.0, chunks=2)
-    apart, together = (run("interleaved", 4, 8, times, 0.1, streams).seconds for streams in ("direction", "rank"))
+    apart, together = (
+        run_pipeline("interleaved", 4, 8, times, 0.1, streams).seconds for streams in ("direction", "rank")
+    )
     assert together > 1.1 * apart
 
 
@@ -175,7 +177,7 @@ def test_buffers_take_what_comes_before_its_receiver_is_ready() -> None:
     """GPipe on one stream: between its passes a stage sends, and then receives what has come in meanwhile."""
     times, send = equal(3, 1.0, 0.5, 0.5), 0.25
     for late, waits in ((None, 2 * send), (0.1, send), (0.0, send)):
-        found, again = (run("gpipe", 3, count, times, send, "rank", late).seconds for count in (12, 13))
+        found, again = (run_pipeline("gpipe", 3, count, times, send, "rank", late).seconds for count in (12, 13))
         # One more micro-batch: forward and backward of the stage in the middle.
         assert again - found == pytest.approx(2 + 2 * waits), late
 
@@ -183,9 +185,9 @@ def test_buffers_take_what_comes_before_its_receiver_is_ready() -> None:
 def test_what_waits_in_a_buffer_still_takes_the_late_part_of_its_send() -> None:
     """The second activation comes while the second stage, five times as slow, computes the first."""
     times = [StageTimes(1.0, 0.1, 0.1), StageTimes(5.0, 0.5, 0.5)]
-    at_once = run("gpipe", 2, 2, times, 0.5, "rank", 0.0).seconds
+    at_once = run_pipeline("gpipe", 2, 2, times, 0.5, "rank", 0.0).seconds
     for late, longer in ((0.2, 0.2), (0.5, 0.5), (0.8, 0.5), (None, 0.5)):
-        assert run("gpipe", 2, 2, times, 0.5, "rank", late).seconds == pytest.approx(at_once + longer), late
+        assert run_pipeline("gpipe", 2, 2, times, 0.5, "rank", late).seconds == pytest.approx(at_once + longer), late
 
 
 @given(
@@ -197,15 +199,17 @@ def test_what_waits_in_a_buffer_still_takes_the_late_part_of_its_send() -> None:
 @settings(max_examples=60)
 def test_a_step_with_buffers_ends_and_computes_as_much(schedule: Any, streams: Any, stages: int, share: float) -> None:
     times = equal(stages, 1.0, 0.5, 0.5, chunks=2 if schedule == "interleaved" else 1)
-    plain = run(schedule, stages, 2 * stages, times, 0.0, streams)
-    found = run(schedule, stages, 2 * stages, times, 0.4, streams, 0.4 * share)
+    plain = run_pipeline(schedule, stages, 2 * stages, times, 0.0, streams)
+    found = run_pipeline(schedule, stages, 2 * stages, times, 0.4, streams, 0.4 * share)
     assert found.seconds >= plain.seconds - 1e-9
     assert sorted(each[:2] for each in found.performed) == sorted(each[:2] for each in plain.performed)
 
 
 def test_an_activation_and_a_gradient_that_leave_at_once_share_a_nic() -> None:
     times = equal(4, 1.0, 0.7, 0.3, chunks=2)
-    apart, shared = (run("interleaved", 4, 16, times, 0.8, streams).seconds for streams in ("direction", "pair"))
+    apart, shared = (
+        run_pipeline("interleaved", 4, 16, times, 0.8, streams).seconds for streams in ("direction", "pair")
+    )
     assert shared > 1.05 * apart
 
 
@@ -224,7 +228,7 @@ def test_what_leaves_the_stage_in_the_middle_at_once_or_comes_to_it_shares_its_n
 
 def test_unequal_stages_wait_for_the_slowest() -> None:
     times = [StageTimes(1, 1, 1), StageTimes(2, 2, 2)]
-    assert run("1f1b", 2, 10, times, 0.0).seconds == pytest.approx(63)
+    assert run_pipeline("1f1b", 2, 10, times, 0.0).seconds == pytest.approx(63)
     assert closed_form("1f1b", 2, 10, times, 0.0).seconds == pytest.approx(63)
 
 

@@ -10,36 +10,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.errors import InputError
-from backbeat.model.topology import FALL, Fabric, Kind, Load
+from backbeat.model.topology import FALL, Fabric, FabricKind, Load
 
-KINDS = st.sampled_from(get_args(Kind))
+KINDS = st.sampled_from(get_args(FabricKind))
 LOADS = st.sampled_from(get_args(Load))
 NODES = st.integers(1, 10**6)
 RATIOS = st.floats(1, 64)
 
 
 @given(KINDS, LOADS, NODES, st.integers(0, 10**6), RATIOS)
-def test_a_share_never_rises_with_more_nodes(kind: Kind, load: Load, nodes: int, more: int, ratio: float) -> None:
+def test_a_share_never_rises_with_more_nodes(kind: FabricKind, load: Load, nodes: int, more: int, ratio: float) -> None:
     few = Fabric(kind=kind, oversubscription=ratio).share(nodes, load)
     many = Fabric(kind=kind, oversubscription=ratio).share(nodes + more, load)
     assert 0 < many <= few <= 1
 
 
 @given(KINDS, NODES, RATIOS)
-def test_a_busier_fabric_never_has_more(kind: Kind, nodes: int, ratio: float) -> None:
+def test_a_busier_fabric_never_has_more(kind: FabricKind, nodes: int, ratio: float) -> None:
     quiet, typical, busy = (Fabric(kind=kind, oversubscription=ratio).share(nodes, load) for load in get_args(Load))
     assert quiet >= typical >= busy
 
 
 @given(KINDS, LOADS, NODES, RATIOS, RATIOS)
-def test_more_oversubscription_never_gives_more(kind: Kind, load: Load, nodes: int, one: float, other: float) -> None:
+def test_more_oversubscription_never_gives_more(
+    kind: FabricKind, load: Load, nodes: int, one: float, other: float
+) -> None:
     low, high = sorted((one, other))
     fewer_uplinks = Fabric(kind=kind, oversubscription=high).share(nodes, load)
     assert fewer_uplinks <= Fabric(kind=kind, oversubscription=low).share(nodes, load)
 
 
 @given(KINDS, RATIOS)
-def test_two_quiet_nodes_keep_everything(kind: Kind, ratio: float) -> None:
+def test_two_quiet_nodes_keep_everything(kind: FabricKind, ratio: float) -> None:
     assert Fabric(kind=kind, oversubscription=ratio).share(2, "quiet") == 1
 
 
@@ -50,7 +52,7 @@ def test_half_the_uplinks_cost_at_most_half_the_bandwidth() -> None:
 
 @pytest.mark.parametrize(("kind", "below"), [("rail-optimised", 32), ("fat-tree", 4), ("cloud", 16)])
 @pytest.mark.parametrize(("load", "crossing"), [("quiet", 0.0), ("typical", 0.5), ("busy", 1.0)])
-def test_what_uplinks_cost_by_hand(kind: Kind, below: int, load: Load, crossing: float) -> None:
+def test_what_uplinks_cost_by_hand(kind: FabricKind, below: int, load: Load, crossing: float) -> None:
     """Of four times the nodes below one switch, three quarters are outside it."""
     all_uplinks, third = (Fabric(kind=kind, oversubscription=ratio).share(4 * below, load) for ratio in (1, 3))
     assert third == pytest.approx(all_uplinks / (1 + 2 * crossing * 3 / 4))
@@ -67,7 +69,7 @@ def test_the_table_is_the_one_that_was_fitted() -> None:
     [(("mesh", 4, "quiet"), 1), (("cloud", 4, "asleep"), 1), (("cloud", 0, "quiet"), 1), (("cloud", 4, "quiet"), 0.5)]
     + [(("cloud", 4, "quiet"), bad) for bad in (math.inf, math.nan)],
 )
-def test_what_no_fabric_has_is_refused(arguments: tuple[Kind, int, Load], ratio: float) -> None:
+def test_what_no_fabric_has_is_refused(arguments: tuple[FabricKind, int, Load], ratio: float) -> None:
     kind, nodes, load = arguments
     with pytest.raises(InputError):
         Fabric(kind=kind, oversubscription=ratio).share(nodes, load)

@@ -59,11 +59,12 @@ def test_biases_stay_dense() -> None:
     assert made.compressed
 
 
-def test_best_never_picks_compressed_unless_a_density_is_given() -> None:
+def test_best_never_compresses() -> None:
     profile = make_profile([40_000_000] * 2, [0.01, 0.02])
     network = affine(1e-4, 1e-8)
     assert not bb.plan(profile, network, "best").compressed
-    assert bb.plan(profile, network, density=0.01).strategy == "compressed"
+    with pytest.raises(InputError, match="'best' sends every element: use compressed"):
+        bb.plan(profile, network, density=0.01)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
-from backbeat.simulate.engine import one_communicator, simulate
+from backbeat.simulate.engine import one_communicator, several_communicators
 from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, networks, profiles
 
@@ -35,7 +35,7 @@ def schedules(draw: st.DrawFn, most_communicators: int = 1) -> Schedule:
 @settings(max_examples=300)
 @given(schedules(), networks())
 def test_with_one_communicator_the_engine_is_the_recursion(buckets: Schedule, network: Network) -> None:
-    expected, found = one_communicator(buckets, network.cost), simulate(buckets, network.cost)
+    expected, found = one_communicator(buckets, network.cost), several_communicators(buckets, network.cost)
     for field in ("starts", "on_link", "finishes"):
         assert getattr(found, field) == pytest.approx(getattr(expected, field), rel=1e-9, abs=1e-12)
 
@@ -57,7 +57,7 @@ def test_back_to_back_messages_take_their_own_time() -> None:
 
 
 def test_two_communicators_hide_latency_and_share_the_link() -> None:
-    flow = simulate(schedule([0, 0], [1e6, 2e6], [0, 1]), PLAIN)
+    flow = several_communicators(schedule([0, 0], [1e6, 2e6], [0, 1]), PLAIN)
     # Both start up until 1 ms; half the link each until the small one is done at 3 ms; then the rest at full speed.
     assert flow.finishes == pytest.approx([3e-3, 4e-3])
 
@@ -66,7 +66,7 @@ def test_contention_and_idle_capacity() -> None:
     buckets = schedule([0, 0], [1e6, 1e6], [0, 1])
     for efficiency in (0.5, 1.0, 1.6):
         cost = LinkCost(Curve.affine(1e-3, 1e-9), None, {2: efficiency})
-        assert simulate(buckets, cost).end_s == pytest.approx(1e-3 + 2e-3 / efficiency)
+        assert several_communicators(buckets, cost).end_s == pytest.approx(1e-3 + 2e-3 / efficiency)
 
 
 @pytest.mark.parametrize("stretch", [1.0, 1.5, 2.0])
@@ -74,24 +74,24 @@ def test_the_engine_gives_back_the_batches_it_was_fitted_to(stretch: float) -> N
     cost = LinkCost(Curve.affine(1e-3, 1e-9), None, {2: 0.8}, {2: stretch})
     for messages in (2, 4, 8):
         buckets = schedule([0.0] * messages, [1e6] * messages, [index % 2 for index in range(messages)])
-        assert simulate(buckets, cost).end_s == pytest.approx(cost.batch_s(1e6, messages, 2))
+        assert several_communicators(buckets, cost).end_s == pytest.approx(cost.batch_s(1e6, messages, 2))
 
 
 def test_launches_keep_the_plans_order_across_communicators() -> None:
     # The second bucket is ready first but may not overtake the first.
-    flow = simulate(schedule([5e-3, 0], [1e6, 1e6], [0, 1]), PLAIN)
+    flow = several_communicators(schedule([5e-3, 0], [1e6, 1e6], [0, 1]), PLAIN)
     assert flow.starts.tolist() == [5e-3, 5e-3]
 
 
 def test_a_bucket_waits_for_its_communicator_and_holds_those_behind_it() -> None:
-    flow = simulate(schedule([0, 0, 0], [1e6, 1e6, 1e6], [0, 0, 1]), PLAIN)
+    flow = several_communicators(schedule([0, 0, 0], [1e6, 1e6, 1e6], [0, 0, 1]), PLAIN)
     assert flow.starts.tolist() == pytest.approx([0, 2e-3, 2e-3])
 
 
 @given(schedules(most_communicators=3), networks())
 def test_the_link_is_never_overdrawn_and_nothing_is_early(buckets: Schedule, network: Network) -> None:
     cost = network.cost
-    flow = simulate(buckets, cost)
+    flow = several_communicators(buckets, cost)
     assert (flow.starts >= buckets.ready - 1e-12).all()
     assert (np.diff(flow.starts) >= -1e-12).all()
     assert (flow.finishes >= flow.on_link - 1e-12).all()
@@ -116,4 +116,4 @@ def test_communicator_numbers_may_be_large() -> None:
     far = Schedule(np.array([0.0, 0.0]), np.array([1e6, 1e6]), [0, 10**12])
     near = Schedule(np.array([0.0, 0.0]), np.array([1e6, 1e6]), [0, 1])
     cost = affine(1e-3, 1e-9).cost
-    assert simulate(far, cost).finishes.tolist() == simulate(near, cost).finishes.tolist()
+    assert several_communicators(far, cost).finishes.tolist() == several_communicators(near, cost).finishes.tolist()

@@ -13,7 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import Memory, Network, Profile, Reduction
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.report.study_row import device_fit
-from backbeat.simulate.iteration import gather_before
+from backbeat.simulate.framework_step import gather_before
 from tests.problems import affine, make_profile, networks, profiles
 
 frameworks = st.sampled_from(sorted(REDUCTIONS)).map(REDUCTIONS.__getitem__)

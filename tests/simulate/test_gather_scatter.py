@@ -44,6 +44,12 @@ def test_a_half_takes_half_unless_switches_reduce(
         assert scatter.at(size) == gather.at(size)
 
 
+def test_a_half_of_few_gpus_is_that_of_the_ring_which_is_faster_there() -> None:
+    two = affine(ALPHA, BETA, workers=8, topology=Topology(**NODE)).at(workers=2)
+    for size in (1e5, 1e8, 1e10):
+        assert half_curve(two, "all_gather").at(size) == pytest.approx(two.cost.isolated.at(size) / 2)
+
+
 def test_what_was_measured_comes_first_and_never_beats_its_link() -> None:
     # A small message that an idle link let through: 1e6 bytes at 1 GB/s take a millisecond in a row.
     points = ((1e3, 1e-4), (1e6, 5e-4), (1e8, 1e-1), (2e8, 2e-1))

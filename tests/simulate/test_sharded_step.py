@@ -27,12 +27,12 @@ from backbeat.model import (
     WorkersRow,
 )
 from backbeat.model.collective_times import CollectivePair, ShardedTimes
-from backbeat.simulate.engine import _alone, _together
 from backbeat.simulate.iteration import Iteration
-from backbeat.simulate.sharded_calls import call_order
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_step import run_step, sharded_iteration
 from backbeat.simulate.sharded_units import ROOT, chain_of, owning_module
+from backbeat.simulate.streams import _alone, _together
+from tests.call_order import call_order
 from tests.chains import chains
 from tests.problems import affine, make_profile, networks, profiles
 from tests.sharded_problems import sharded_plan, sharded_plans

@@ -13,7 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import ComputeShares, Network, Profile, Slowdown, Topology
 from backbeat.model.collective_times import ShardedTimes
 from backbeat.model.files import bundled
-from backbeat.model.slowdown import CHANNELS, KINDS, RING_MEMORY, SlowdownCurve
+from backbeat.model.slowdown import CHANNELS, RING_MEMORY, WORK_KINDS, SlowdownCurve
 from backbeat.simulate.contention import emulated, slowdown_of
 from tests.problems import affine, make_profile, networks, profiles
 
@@ -95,7 +95,7 @@ def test_the_course_passes_near_every_row() -> None:
     data = emulated()
     for row in data.rows:
         found = data.slowdown(row.sms / data.sms, RING_MEMORY * row.bus_bytes_per_s / data.memory_bytes_per_s)
-        for kind in KINDS:
+        for kind in WORK_KINDS:
             assert getattr(found, kind) == pytest.approx(getattr(row, kind), abs=0.03)
 
 

@@ -32,8 +32,8 @@ import backbeat as bb
 from backbeat.comm.machine import source
 from backbeat.measure.model.chain import find_blocks
 from backbeat.measure.model.factory import load_factory
+from backbeat.measure.model.factory_profile import measure_factory
 from backbeat.measure.model.inputs import MeasureOptions
-from backbeat.measure.model.profiler import measure_factory
 from backbeat.measure.model.training_step import autocast, tensor_cores
 from backbeat.model import MemoryPlan, Profile, Segment
 from backbeat.runtime import DistributedDataParallel

@@ -17,7 +17,7 @@ from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
 from backbeat.model.files import bundled
 from backbeat.planners.baselines import merge_sweep
-from backbeat.planners.optimal import queue_programme
+from backbeat.planners.optimal import ends_by_queues
 from backbeat.simulate.engine import one_communicator
 from backbeat.simulate.schedule import Schedule
 from validation.published.figures import HERE, affine_network, figures, provenance, save, table
@@ -49,7 +49,7 @@ def excess(ready: list[float], sizes: list[float], alpha: float, beta: float) ->
         return one_communicator(Schedule(np.asarray(ready)[stops - 1], messages, [0] * len(ends)), cost).end_s
 
     greedy = finish(merge_sweep(ready, sizes, alpha, beta, patience_s=alpha))
-    return greedy / finish(queue_programme(ready, sizes, curve)) - 1
+    return greedy / finish(ends_by_queues(ready, sizes, curve)) - 1
 
 
 def random_excesses(instances: int, seed: int = 0, tensors: int = TENSORS) -> list[float]:

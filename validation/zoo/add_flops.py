@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from backbeat.measure.model.chain import ChainRecorder, find_blocks
 from backbeat.measure.model.factory import Factory, inspect_factory, load_factory
+from backbeat.measure.model.flops import FlopCounter
 from backbeat.measure.model.inputs import sequence_length
 from backbeat.measure.model.memory_by_kind import block_parameters
-from backbeat.measure.model.operator_work import FlopCounter
 from backbeat.measure.model.training_step import autocast
 from backbeat.model import Profile
 from backbeat.zoo.models import _on, _tokens, _transformers

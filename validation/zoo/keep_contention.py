@@ -15,7 +15,7 @@ from statistics import median
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import ComputeShares, Source
-from backbeat.model.slowdown import KINDS, RING_MEMORY, Contention, EmulatedSlowdown
+from backbeat.model.slowdown import RING_MEMORY, WORK_KINDS, Contention, EmulatedSlowdown
 from backbeat.simulate.contention import EMULATED
 
 RAW = Path(__file__).with_name("h200-contention.json")
@@ -43,7 +43,7 @@ def kept() -> Contention:
                     ),
                     3,
                 )
-                for kind in KINDS
+                for kind in WORK_KINDS
             },
         )
         for sms, rate in settings
@@ -71,7 +71,7 @@ def main() -> None:
     raw = json.loads(RAW.read_text())
     for row in found.rows:
         made = found.slowdown(row.sms / found.sms, RING_MEMORY * row.bus_bytes_per_s / found.memory_bytes_per_s)
-        pairs = "  ".join(f"{kind} {getattr(row, kind):.3f} {getattr(made, kind):.3f}" for kind in KINDS)
+        pairs = "  ".join(f"{kind} {getattr(row, kind):.3f} {getattr(made, kind):.3f}" for kind in WORK_KINDS)
         block = next(
             one["slowdown"]
             for one in raw["rows"]

@@ -23,8 +23,9 @@ import torch
 
 from backbeat.errors import BackbeatError
 from backbeat.measure.model.factory import Workload, load_factory
+from backbeat.measure.model.factory_profile import profile_name
 from backbeat.measure.model.inputs import MeasureOptions
-from backbeat.measure.model.profiler import MeasuredModel, measure, profile_name
+from backbeat.measure.model.profiler import MeasuredModel, measure
 from backbeat.measure.model.training_step import autocast, release, tensor_cores
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from backbeat.measure.model.factory import load_factory
+from backbeat.measure.model.factory_profile import measure_factory
 from backbeat.measure.model.inputs import MeasureOptions
-from backbeat.measure.model.profiler import measure_factory
 from backbeat.measure.model.training_step import release
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply

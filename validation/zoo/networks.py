@@ -18,7 +18,7 @@ from backbeat.cost.protocols import INFINIBAND, NicLatency
 from backbeat.model import CollectiveTimes, Fabric, Network, Source, Topology
 from backbeat.model.slowdown import Transport
 from backbeat.model.specification import Specification
-from backbeat.model.topology import Kind
+from backbeat.model.topology import FabricKind
 
 FOLDER = Path(__file__).resolve().parents[2] / "backbeat" / "zoo" / "networks"
 
@@ -99,7 +99,7 @@ class Cluster:
     efficiency: float
     """Bus bandwidth of a large all-reduce on three nodes and more, over the rate of one node's NICs."""
     latency: NicLatency
-    kind: Kind
+    kind: FabricKind
     why: str
 
     def network(self) -> Network:

@@ -18,8 +18,9 @@ import torch
 from backbeat.errors import InputError
 from backbeat.measure.model.training_step import Training
 from backbeat.model import Block, MemoryPlan, Segment
+from backbeat.model.profile import LAUNCH_BOUND
 
-Kind = Literal["device-bound", "close to launch-bound", "launch-bound"]
+LaunchBoundKind = Literal["device-bound", "close to launch-bound", "launch-bound"]
 
 CLOSE = 0.6
 """The share of an iteration that the host may take before hooks could make the device wait for it."""
@@ -51,7 +52,8 @@ class LaunchTimes(NamedTuple):
 class LaunchBound:
     """Whether the host bounds an iteration (launch-bound) or the device does, and the times that say so."""
 
-    kind: Kind
+    kind: LaunchBoundKind
+    """The note in the profile begins with it, and `Profile.launch_bound` reads it there."""
     host_s: float
     """What one iteration usually takes the hosts to submit."""
     iteration_s: float
@@ -140,7 +142,7 @@ def _one_by_one(blocks: Sequence[Block], inputs: Literal["keep", "offload"] = "k
     return tuple(Segment(blocks=tuple(names), action="recompute", input=inputs) for names in segments)
 
 
-def how_launch_bound(host_share: float, waiting: float | None) -> Kind:
+def how_launch_bound(host_share: float, waiting: float | None) -> LaunchBoundKind:
     """By the share of an iteration that the quickest host takes to submit it, and by how many times as long plain
     forward and backward take as with the host ahead (None where the host is quick enough not to measure that).
 
@@ -149,4 +151,4 @@ def how_launch_bound(host_share: float, waiting: float | None) -> Kind:
     """
     if waiting is None:
         return "device-bound"
-    return "launch-bound" if waiting >= WAITS or host_share >= 1 else "close to launch-bound"
+    return LAUNCH_BOUND if waiting >= WAITS or host_share >= 1 else "close to launch-bound"

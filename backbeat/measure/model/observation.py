@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from backbeat.comm.clock import Clock
 from backbeat.measure.model.chain import compiled_blocks, graph_blocks, is_compiled
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
+from backbeat.measure.model.flops import count_flops
 from backbeat.measure.model.inputs import Gradients, MeasureOptions, first_iteration, sequence_length
 from backbeat.measure.model.launch_bound import (
     CLOSE,
@@ -24,7 +25,6 @@ from backbeat.measure.model.launch_bound import (
     recomputation,
 )
 from backbeat.measure.model.memory_by_kind import measure_memory
-from backbeat.measure.model.operator_work import count_flops
 from backbeat.measure.model.training_step import (
     Marks,
     Owner,
@@ -39,6 +39,7 @@ from backbeat.measure.model.training_step import (
     rounded,
 )
 from backbeat.model import Gradient, Memory, Profile
+from backbeat.model.profile import LAUNCH_BOUND
 
 _HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8
@@ -154,7 +155,7 @@ def measure_training(training: Training, options: MeasureOptions) -> Figures:
         run.begin()
         plain += run.plain(run.counts.plain // 2)
         bound = run.launch_bound(plain, launched, host_share, ahead, **recomputed) if launched else None
-        if bound is not None and bound.kind == "launch-bound":
+        if bound is not None and bound.kind == LAUNCH_BOUND:
             # Plain iterations wait for the host, and so must those that say when each gradient is ready.
             hooked = run.hooked()
         forward_s, backward_s = median_phases(plain, clock)

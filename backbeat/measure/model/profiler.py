@@ -2,8 +2,6 @@
 
 Plain iterations give the times; separate, hooked ones give each gradient's share of backward and each module's share
 of forward. So the hooks' own cost is measured rather than contained in the figures, and it is said in a note.
-
-For the model of a factory, where memory runs out, the error names the batch size that fits.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +19,11 @@ from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name, short_name, source
 from backbeat.errors import InputError, MeasurementError, where_raised
 from backbeat.measure.model.chain import COMPILED_NOTE
-from backbeat.measure.model.compose import compose_profile
-from backbeat.measure.model.factory import Factory
 from backbeat.measure.model.inputs import (
     MeasureOptions,
     check_model,
     device_of,
     kept_random,
-    parse_device,
     samples_in,
     to_device,
     trainable_of,
@@ -43,13 +38,12 @@ from backbeat.measure.model.training_step import (
     describe_optimizer,
     is_out_of_memory,
     make_optimizer,
-    release,
     rounded,
     scaler_for,
     tensor_cores,
 )
 from backbeat.model import Profile
-from backbeat.model.checks import at_least
+from backbeat.model.profile import LAUNCH_BOUND
 from backbeat.units import format_seconds
 
 MOST_HOOKED = 1.5
@@ -166,7 +160,7 @@ def _failures_explained(samples: int, device: torch.device) -> Iterator[None]:
 def host_fields(bound: LaunchBound) -> dict[str, float]:
     """What a profile says of the host, and of the device without waiting for it, as far as they are known."""
     found = {
-        "device_s": bound.device_s if bound.kind == "launch-bound" else None,
+        "device_s": bound.device_s if bound.kind == LAUNCH_BOUND else None,
         "host_s": bound.host_s,
         "host_recompute_s": bound.recompute_s,
         "host_fetch_s": bound.fetch_s,
@@ -237,75 +231,6 @@ def put_back(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, de
             parameter.grad = gradient
         if optimizer is not None and state is not None:
             optimizer.load_state_dict(state)
-
-
-def measure_factory(factory: Factory, options: MeasureOptions) -> MeasuredModel:
-    """Build and measure. Where memory runs out, the error names a batch that fits."""
-    if options.batch_size is not None:
-        at_least("batch size", options.batch_size, 1)
-    device = _device(options)
-    size = factory.batch_size(options.batch_size)
-    try:
-        return _build_and_measure(factory, device, options)
-    except OutOfMemoryError as error:
-        message = str(error)
-    # Outside the handler, so that the traceback no longer holds the tensors that did not fit.
-    release(device)
-    if size is None:
-        raise OutOfMemoryError(f"{message}. {factory.spec} takes no batch_size, so no smaller one was tried")
-    fitting = _largest_fitting(factory, size, device, replace(options, iterations=1, warmup=1))
-    advice = f"batch size {fitting} fits: use --batch-size {fitting}" if fitting else "not even batch size 1 fits"
-    raise OutOfMemoryError(f"out of memory at batch size {size}; {advice}")
-
-
-def _build_and_measure(factory: Factory, device: torch.device, options: MeasureOptions) -> MeasuredModel:
-    workload = factory.build(factory.batch_size(options.batch_size), device)
-    samples = factory.samples(workload, options.batch_size, options.optimizer)
-    named = replace(
-        options,
-        optimizer=workload.optimizer or options.optimizer,
-        device=device,
-        batch_size=samples,
-        name=options.name or profile_name(factory, samples, options, device),
-        model_name=factory.title,
-        keep=False,
-        notes=factory.notes,
-    )
-    return measure(workload.model, workload.batch, workload.loss, named)
-
-
-def compose_factory(factory: Factory, from_layers: tuple[int, int], options: MeasureOptions) -> Profile:
-    """Measure the factory's model with each of two small numbers of layers; compose the profile of the whole from
-    them."""
-    layers = factory.layers
-    measured = []
-    for count in sorted(from_layers):
-        measured.append(measure_factory(factory.with_layers(count), replace(options, name=None)).profile)
-        release(_device(options))
-    return compose_profile(measured[0], measured[1], layers, name=options.name)
-
-
-def profile_name(factory: Factory, samples: int | None, options: MeasureOptions, device: torch.device) -> str:
-    """`gpt2-b8-bf16-adamw-compile-h200`: what was measured, with what, on what."""
-    optimizer = [] if options.optimizer in (None, "sgd") else [str(options.optimizer)]
-    compiled = ["compile"] if options.compile_blocks else []
-    return "-".join([factory.title, f"b{samples}", options.precision, *optimizer, *compiled, short_name(device)])
-
-
-def _largest_fitting(factory: Factory, size: int, device: torch.device, options: MeasureOptions) -> int | None:
-    """Half the size, a quarter and so on, until one is measured."""
-    while size := size // 2:
-        try:
-            _build_and_measure(factory, device, replace(options, batch_size=size))
-            return size
-        except OutOfMemoryError:
-            pass
-        release(device)
-    return None
-
-
-def _device(options: MeasureOptions) -> torch.device:
-    return parse_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def band(iteration_s: Sequence[float]) -> tuple[float, float]:

@@ -92,7 +92,7 @@ class Bench:
         """The element-wise largest over all ranks: the same on every rank, so that all take the same decisions."""
         with explained("agreeing on times"):
             pace = statistics.median(self._paces) if self._paces else _FIRST_PACE_S
-            *agreed, self.pace_s = largest(self._communicators[0], [*values, pace], self.device, self._timeout_s)
+            *agreed, self.pace_s = max_over_ranks(self._communicators[0], [*values, pace], self.device, self._timeout_s)
             return agreed
 
     def elapsed(self) -> float:
@@ -152,7 +152,9 @@ class Bench:
         return self._rooms[kind][:elements]
 
 
-def largest(communicator: Communicator, values: Sequence[float], device: torch.device, timeout_s: float) -> list[float]:
+def max_over_ranks(
+    communicator: Communicator, values: Sequence[float], device: torch.device, timeout_s: float
+) -> list[float]:
     """The element-wise largest over all ranks."""
     shared = torch.tensor(values, dtype=torch.float64, device=device)
     communicator.all_reduce_max(shared).wait()

@@ -18,7 +18,7 @@ import torch.nn.functional as functional
 
 from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import until
-from backbeat.measure.network.bench import largest
+from backbeat.measure.network.bench import max_over_ranks
 from backbeat.model.slowdown import Slowdown
 
 cuda: Any = torch.cuda  # untyped in parts
@@ -79,12 +79,12 @@ def measure_slowdown(
     factors = torch.ones(3, dtype=torch.float64, device=device)
     for index, work in enumerate(_works(device)):
         seconds(work, 3)
-        (once_s,) = largest(communicator, [seconds(work, 3) / 3], device, timeout_s)
+        (once_s,) = max_over_ranks(communicator, [seconds(work, 3) / 3], device, timeout_s)
         count = max(1, min(200, round(_SAMPLE_S / once_s)))
         messages = messages_beside(count * once_s, message_s)
         ratios = [seconds(work, count, messages) / alone for _ in range(_PAIRS) if (alone := seconds(work, count)) > 0]
         factors[index] = max(median(ratios), 1.0)
-    matmul, attention, memory = largest(communicator, factors.tolist(), device, timeout_s)
+    matmul, attention, memory = max_over_ranks(communicator, factors.tolist(), device, timeout_s)
     return Slowdown(matmul=matmul, attention=attention, memory=memory)
 
 

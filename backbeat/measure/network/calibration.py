@@ -34,7 +34,8 @@ from backbeat.measure.network.findings import (
     notes_of,
     sharing_unknown,
 )
-from backbeat.measure.network.sampling import SHARE, Progress, SamplingOutcome, refine_jumps, sample_cases
+from backbeat.measure.network.jumps import BUDGET_SHARE, refine_jumps
+from backbeat.measure.network.sampling import Progress, SamplingOutcome, sample_cases
 from backbeat.measure.network.sharded_host import AddedHostTimes, by_unit_and_parameter, measure_sharded_host
 from backbeat.model.collective_times import ShardedTimes
 from backbeat.model.network import Network
@@ -142,7 +143,7 @@ def _sampled(
     """All that was timed, and what of it makes the curves; `host_s` of the budget are kept for later."""
     show("connecting", 0.0)
     bench.connect(smallest_of_each_kind(series))
-    outcome = sample_cases(bench, series, budget_s * (1 - SHARE) - host_s, show, brief=brief)
+    outcome = sample_cases(bench, series, budget_s * (1 - BUDGET_SHARE) - host_s, show, brief=brief)
     # Of the curve only: what is held out must not decide where it is measured.
     curve = {case: timing for case, timing in outcome.timings.items() if case not in held_out}
     further = refine_jumps(bench, curve, budget_s - host_s, show)

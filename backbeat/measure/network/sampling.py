@@ -1,4 +1,4 @@
-"""Which cases fit a time budget, how often each is repeated, and where the curve gets more points.
+"""Which cases fit a time budget, and how often each is repeated.
 
 Every decision is taken from numbers that all ranks share (`Bench.largest_over_ranks`), so that ranks never part ways.
 Cases are sampled in rounds, each in another order, so that a slow drift of the machine touches all sizes alike.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
-from backbeat.cost.curve import Curve
 from backbeat.cost.samples import Timing, summarise
 from backbeat.measure.network.case import Case, Series
 
@@ -32,21 +30,6 @@ _SAFE_SHARE = 0.8
 # Small messages are cheap and jitter most: each is sampled several times in a round.
 _MOST_PER_ROUND = 16
 _TRIES = 3
-
-# Where a library changes its protocol, time jumps with size. Over a jump the line between two sizes is wrong by as much
-# as the jump is high; each further point about halves the interval in which it can be.
-_STEEP = 2.5
-"""Times the link's seconds per byte; what rises faster than this is no transfer."""
-_HIGH = 0.08
-"""Share of the larger size's time that rises so."""
-_MOST = 6
-_POINTS = 3
-"""Further points for each jump."""
-_POSITION = 0.45
-"""Of the interval. Not its middle, where sizes are held out to check the curve."""
-_SAMPLES = 24
-SHARE = 0.1
-"""Of the budget, for all of them, at most."""
 
 
 class Sampler(Protocol):
@@ -201,52 +184,3 @@ class _Sampling:
 
 def _volume(case: Case) -> float:
     return float(case.bytes * case.messages * (2 if case.paired else 1))
-
-
-def jumps(times: Mapping[int, float], uncertainties: Mapping[int, float] | None = None) -> list[tuple[int, int]]:
-    """Neighbouring sizes between which time jumps, the highest first; `uncertainties`: how far each time may be off.
-
-    >>> jumps({2**10: 1e-4, 2**14: 1e-4, 2**15: 2e-4, 2**20: 1e-3, 2**22: 4e-3, 2**24: 16e-3})
-    [(16384, 32768)]
-    """
-    if len(times) < 2:
-        return []
-    rising = sorted(times.items())
-    link = Curve.through(rising).link_s_per_byte
-    found = []
-    for (small, before), (large, after) in pairwise(rising):
-        rise, carried = after - before, link * (large - small)
-        uncertainty_s = 0.0 if uncertainties is None else uncertainties[small] + uncertainties[large]
-        if rise > _STEEP * carried and rise - carried > max(_HIGH * after, uncertainty_s) and large - small >= 8:
-            found.append(((rise - carried) / after, (small, large)))
-    return [pair for _, pair in sorted(found, reverse=True)[:_MOST]]
-
-
-def refine_jumps(
-    sampler: Sampler, timings: Mapping[Case, Timing], budget_s: float, progress: Progress
-) -> dict[Case, Timing]:
-    """Further all-reduces, where isolated ones jump: each in the part of the interval that rises more."""
-    isolated = {case.bytes: one for case, one in timings.items() if case == Case(bytes=case.bytes)}
-    times = {size: timing.median_s for size, timing in isolated.items()}
-    uncertainties = {size: timing.median_s * timing.uncertainty for size, timing in isolated.items()}
-    found: dict[Case, Timing] = {}
-    (now,) = sampler.largest_over_ranks([sampler.elapsed()])
-    until = now + SHARE * budget_s
-    for small, large in jumps(times, uncertainties):
-        low, high = small, large
-        for _ in range(_POINTS):
-            size = (low + round((high - low) * _POSITION)) // 4 * 4
-            # The first warms up; none takes longer than the larger size.
-            samples = min(_SAMPLES, int((until - now) / max(times[high], 1e-9)) - 1)
-            if not low < size < high or samples < FEWEST_REPEATS:
-                break
-            case = Case(bytes=size)
-            progress(f"closer {case}", 1.0)
-            sampler.sample(case)
-            *taken, now = sampler.largest_over_ranks(
-                [*(sampler.sample(case) for _ in range(samples)), sampler.elapsed()]
-            )
-            found[case] = summarise(taken)
-            times[size] = found[case].median_s
-            low, high = (low, size) if times[size] - times[low] > times[high] - times[size] else (size, high)
-    return found

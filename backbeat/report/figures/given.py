@@ -95,7 +95,7 @@ class CostCurve:
 
 
 def cost_curve(network: Network, workers: int) -> CostCurve:
-    base = network.at(workers=network.moved_from.workers) if network.moved_from else network
+    base = network.as_measured
     curve = base.all_reduce.curve
     latency, per_byte = curve.line
     points = base.all_reduce.points or ()

@@ -22,7 +22,7 @@ from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, 
 from backbeat.report.pages.report_page import rendered, script_json
 from backbeat.report.pages.sections import Cell
 from backbeat.report.pages.whatif import Controls
-from backbeat.report.tables.layout_tables import drawn_batch, short
+from backbeat.report.tables.layout_tables import drawn_batch
 from backbeat.report.words.layout_answer import limit_line, nothing_fits
 from backbeat.units import format_bytes, format_seconds
 
@@ -125,7 +125,7 @@ def _row(rank: int, one: LayoutPrediction) -> list[Cell]:
     rates = [one.job.tokens / one.gpus / seconds for seconds in (slowest, fastest)]
     return [
         (str(rank), rank),
-        short(one.layout),
+        one.layout.short_label,
         (format_seconds(one.step_s), one.step_s),
         (f"{one.tokens_per_s_per_gpu:,.0f}", one.tokens_per_s_per_gpu),
         *((f"{rate:,.0f}", rate) for rate in rates),

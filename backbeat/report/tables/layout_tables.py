@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from backbeat.layouts.layout import Layout
 from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.model import Span
 from backbeat.report.tables.terminal_table import folded, table_of
@@ -47,7 +46,7 @@ def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool 
     rows = [
         (
             str(one.gpus) if counts else "",
-            "\n".join(folded([f"{part}," for part in short(one.layout).split(",")], width))[:-1],
+            "\n".join(folded([f"{part}," for part in one.layout.short_label.split(",")], width))[:-1],
             f"{one.tokens_per_s_per_gpu:.0f}",
             _band(one),
             f"{one.mfu:.0%}",
@@ -58,12 +57,6 @@ def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool 
     ]
     headings = ("GPUs", "layout", "tok/s/GPU", "range", "MFU", "memory", "limit")
     return table_of(headings, rows, title, left={"layout", "limit"}, **_STYLE)
-
-
-def short(layout: Layout) -> str:
-    """The label in fewer letters, for tables; `--layout` reads it, too."""
-    text = layout.label.replace("recompute=", "").replace("sequence_parallel=false", "no sp")
-    return text.replace("micro=", "mb=")
 
 
 def _band(one: LayoutPrediction) -> str:

@@ -181,11 +181,11 @@ def mixture(memory: MemoryPlan | None) -> tuple[int, int, int]:
 
 def peak_line(kept: MemoryTimeline, budget: int | None) -> str:
     """The predicted peak, where it is and what it is made of."""
-    above = kept.peak_bytes - kept.holdings.total_bytes
+    above = kept.peak_bytes - kept.resident.total_bytes
     line = f"Predicted peak {format_bytes(kept.peak_bytes)}"
     if budget is not None:
         line += f" of a budget of {format_bytes(budget)}"
-    line += f", {moment(kept)}: activations and their gradients {format_bytes(above)}, {kept.holdings.described()}."
+    line += f", {moment(kept)}: activations and their gradients {format_bytes(above)}, {kept.resident.described()}."
     if kept.to_host_bytes:
         line += f" {format_bytes(kept.to_host_bytes)} to the host and back"
         line += f", computation waits {format_seconds(kept.stalled_s)} for it." if kept.stalled_s else ", all hidden."

@@ -15,8 +15,8 @@ from backbeat import Profile
 from backbeat.cli import app
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.model.factory import inspect_factory, load_factory
+from backbeat.measure.model.factory_profile import compose_factory, measure_factory
 from backbeat.measure.model.inputs import MeasureOptions
-from backbeat.measure.model.profiler import compose_factory, measure_factory
 
 QUICK = MeasureOptions(iterations=2, warmup=1, device="cpu")
 

@@ -11,7 +11,7 @@ from known_cluster import Cluster
 from backbeat.cost.curve import Curve
 from backbeat.cost.samples import summarise
 from backbeat.measure.network.case import SIZES, Case
-from backbeat.measure.network.sampling import SHARE, jumps, refine_jumps
+from backbeat.measure.network.jumps import BUDGET_SHARE, jumps, refine_jumps
 
 BUDGET_S = 20.0
 
@@ -55,9 +55,9 @@ def test_the_interval_of_a_jump_shrinks_to_a_fifth(at: int, height: float) -> No
 def test_a_slow_network_is_not_measured_for_longer_than_its_share() -> None:
     for seconds in (0.01, 0.05, 0.2):
         _, _, cluster = refined(stepped(seconds, 1e-9, 40_000, 3.0))
-        assert cluster.now <= SHARE * BUDGET_S
+        assert cluster.now <= BUDGET_SHARE * BUDGET_S
         # Where a few samples fit, they are taken; where not, none are.
-        assert bool(cluster.taken) == (3 * seconds * 6 < SHARE * BUDGET_S)
+        assert bool(cluster.taken) == (3 * seconds * 6 < BUDGET_SHARE * BUDGET_S)
 
 
 @given(st.dictionaries(st.integers(1, 2**20), st.floats(0.0, 1e-2), max_size=12), st.floats(0.0, 10.0))
@@ -71,4 +71,4 @@ def test_whatever_was_measured_the_share_is_kept_and_sizes_are_new(times: dict[i
     found = refine_jumps(cluster, before, budget_s, lambda what, share: None)
     assert not found.keys() & before.keys()
     assert all(case.bytes % 4 == 0 and steps[0] < case.bytes < steps[-1] for case in found)
-    assert not rising or cluster.now <= SHARE * budget_s * (1 + 1e-9)
+    assert not rising or cluster.now <= BUDGET_SHARE * budget_s * (1 + 1e-9)

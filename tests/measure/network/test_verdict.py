@@ -13,8 +13,9 @@ from backbeat.cli.calibrate import calibration_parts
 from backbeat.cli.output import print_answer
 from backbeat.cost.samples import Timing
 from backbeat.measure.network.case import Case
-from backbeat.measure.network.findings import MeasuredCluster, network_from, sharing_unknown, summary_of, verdict
+from backbeat.measure.network.findings import MeasuredCluster, network_from, sharing_unknown
 from backbeat.measure.network.sampling import SamplingOutcome
+from backbeat.measure.network.verdict import summary_of, verdict
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
 

@@ -22,7 +22,7 @@ from backbeat.report.pages.layout_page import (
     layout_tab,
     respond_layouts,
 )
-from backbeat.report.tables.layout_tables import drawn_batch, short
+from backbeat.report.tables.layout_tables import drawn_batch
 from tests.report.hostile import MARKUP
 
 JOB: dict[str, Any] = {"global_batch": 32, "sequence": 2048, "precision": "bf16", "framework": "megatron"}
@@ -130,5 +130,5 @@ def test_a_row_of_the_table_can_be_given_as_a_layout(
     layout = Layout(
         **sizes, recompute=recompute, schedule=schedule, chunks=chunks, sequence_parallel=sequence_parallel, zero=zero
     )
-    for text in (layout.label, short(layout)):
+    for text in (layout.label, layout.short_label):
         assert Layout.parse(text).label == layout.label

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from backbeat.model.topology import FALL, Kind, Load
+from backbeat.model.topology import FALL, FabricKind, Load
 
 HERE = Path(__file__).resolve().parent
 METRICS: dict[str, Load] = {"p95": "quiet", "mean": "typical", "p5": "busy"}
@@ -45,7 +45,7 @@ def fitted(by_source: list[list[tuple[int, float]]]) -> float:
 def fit(sources: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Falls rise with the load: one with no observation takes the calmer load's."""
     table: dict[str, dict[str, float]] = {}
-    for kind in get_args(Kind):
+    for kind in get_args(FabricKind):
         least, row = 0.0, {}
         for load in get_args(Load):
             by_source = observations(sources, kind, load)
