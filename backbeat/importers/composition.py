@@ -42,9 +42,7 @@ def compose_networks(
     per_node = gpus_per_node or max(one.topology.gpus_per_node for one in measured)
     rows: dict[int, tuple[str, WorkersRow]] = {}
     for one in measured:
-        base = one if one.moved_from is None else one.at(workers=one.moved_from.workers)
-        own = WorkersRow(**{field: getattr(base, field) for field in WorkersRow.__struct_fields__})
-        for row in (own, *base.rows):
+        for row in one.as_measured.file_rows:
             if row.workers in rows:
                 raise InputError(
                     f"{rows[row.workers][0]!r} and {one.name!r} both have {row.workers} workers: keep one of them"

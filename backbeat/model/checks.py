@@ -107,7 +107,7 @@ def not_negative(where: str, value: float) -> None:
 
 def whole(where: str, value: Any) -> int:
     """A whole number, numpy's too."""
-    if not isinstance(value, Integral):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise InputError(f"{where} is {value!r}: it must be a whole number")
     return int(value)
 

@@ -111,7 +111,7 @@ class Network(Document, frozen=True, kw_only=True):
     def one_node(self) -> bool:
         """All workers were GPUs of one node: nothing here crossed a network between nodes."""
         base = self.as_measured
-        return 1 < base._own_rows[-1].workers <= base.topology.gpus_per_node
+        return 1 < base.file_rows[-1].workers <= base.topology.gpus_per_node
 
     @property
     def nodes(self) -> int:
@@ -239,13 +239,13 @@ class Network(Document, frozen=True, kw_only=True):
         return replace(self, moved_from=None, **_row_fields(self.moved_from))
 
     @cached_property
-    def _own_rows(self) -> list[WorkersRow]:
+    def file_rows(self) -> list[WorkersRow]:
         """Every number of workers that the file has, rising; of a calibrated network."""
         return sorted((WorkersRow(**_row_fields(self)), *self.rows), key=lambda row: row.workers)
 
     def _rows_with(self, collective: Collective) -> list[WorkersRow]:
         """Rows of a calibrated network, rising, that have this collective between two workers or more."""
-        return [row for row in self._own_rows if row.workers > 1 and getattr(row, collective) is not None]
+        return [row for row in self.file_rows if row.workers > 1 and getattr(row, collective) is not None]
 
     def _moved_to(self, workers: int) -> Network:
         if not self._rows_with("all_reduce"):
@@ -314,12 +314,12 @@ class Network(Document, frozen=True, kw_only=True):
     ) -> CollectiveTimes:
         """Times extrapolated from `source`, of a network whose all-reduce was measured nearer: they are off by as much
         as the all-reduce extrapolated from there would be."""
-        expected, _ = self._times("all_reduce", workers, [row for row in self._own_rows if row.workers == source])
+        expected, _ = self._times("all_reduce", workers, [row for row in self.file_rows if row.workers == source])
         here, there = all_reduce.curve.link_s_per_byte, expected.curve.link_s_per_byte
         return CollectiveTimes.of(found.curve.slower(here / there)) if here > 0 and there > 0 else found
 
     def _nearest_concurrency(self, workers: int, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:
-        rows = [row for row in self._own_rows if row.concurrency and row.workers > 1]
+        rows = [row for row in self.file_rows if row.concurrency and row.workers > 1]
         if not rows:
             return ()
         near = min(rows, key=lambda row: abs(math.log(row.workers / workers)))
@@ -330,7 +330,7 @@ class Network(Document, frozen=True, kw_only=True):
 
     def _band(self, workers: int) -> LoadBand | None:
         """As measured at the nearest numbers of workers that have one; between two, over the logarithm."""
-        rows = [row for row in self._own_rows if row.band is not None]
+        rows = [row for row in self.file_rows if row.band is not None]
         per_node = self.topology.gpus_per_node
         # Nobody else is on the links of one node.
         if not rows or workers == 1 or workers <= per_node < rows[0].workers:

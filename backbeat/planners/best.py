@@ -75,7 +75,8 @@ def _without_contention(profile: Profile, network: Network, options: StrategyOpt
         fastest = min(end for end, _ in candidates)
     # A simpler plan may cost a little, but never so much that stock DDP would be faster, or that a gain over it that
     # counts would be lost.
-    stock = iteration_s(profile, search.score(ddp(profile, network, StrategyOptions()))[0])
+    plain = [search.score(one(profile, network, StrategyOptions())) for one in (ddp, single)]
+    stock = iteration_s(profile, plain[0][0])
     limit = iteration_s(profile, fastest) * (1 + SIMPLER_WITHIN)
     limit = min(limit, stock / (1 + SIMPLER_WITHIN) if stock > limit else stock)
     limit = max(limit, min(iteration_s(profile, end) for end, _ in candidates))
@@ -87,7 +88,10 @@ def _without_contention(profile: Profile, network: Network, options: StrategyOpt
     fewest = min(draft.communicators for _, draft in close)
     if fewest == 1:
         end, draft = one
-        return replace(draft, ends=merged_ends(profile, cost, draft.ends, slack(end)))
+        merged = search.score(replace(draft, ends=merged_ends(profile, cost, draft.ends, slack(end))))
+        # Merging stops at buckets of a size that was measured; these may have fewer, and larger ones.
+        fewer = [merged, *(found for found in plain if found[1].communicators == 1 and slack(found[0]) >= 0)]
+        return min(fewer, key=_fewer_buckets)[1]
     close = [(end, draft) for end, draft in close if draft.communicators == fewest]
     if close[0][1].assignment is not None:
         # Every plan there is was tried.

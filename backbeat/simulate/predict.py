@@ -22,7 +22,7 @@ from backbeat.simulate.iteration import Iteration, alone, bucket_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
-from backbeat.simulate.stragglers import Straggling, straggling
+from backbeat.simulate.stragglers import LEAST_SAMPLES, Straggling, straggling
 from backbeat.units import format_bytes, format_seconds
 
 _REPEATS = 0.05
@@ -307,6 +307,9 @@ def _plan_notes(profile: Profile, network: Network, plan: Plan) -> Iterator[str]
         yield from sharded_remarks(profile, network, plan.sharding)
     if plan.workers is not None and plan.workers != network.workers:
         yield f"the plan was made for {plan.workers} workers, this is {network.workers}"
+    if network.workers > 1 and 0 < len(profile.iteration_s) < LEAST_SAMPLES:
+        few = len(profile.iteration_s)
+        yield f"no wait for the slowest worker: {few} iteration times are too few, {LEAST_SAMPLES} say how they vary"
     if plan.dynamic is None and (left := plan.missing(profile)):
         how = f"are taken to travel in one bucket after it, from {left[0]}"
         yield f"{len(left)} gradients are not in the plan and {how}"

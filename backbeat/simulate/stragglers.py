@@ -24,7 +24,7 @@ _SHAPE_LIMIT = 0.4
 """Heavier tails than this have means too wild to predict from a few hundred samples."""
 _OFTEN = 3
 """Samples that equal the largest, from which on it is a limit."""
-_LEAST_SAMPLES = 5
+LEAST_SAMPLES = 5
 """Below this a spread cannot be told from a fluke: no stragglers are predicted."""
 
 
@@ -59,7 +59,7 @@ class ComputeTimes:
         """None where there are too few samples, or no spread in them."""
         samples = np.sort(np.asarray(iteration_s, dtype=np.float64))
         count = len(samples)
-        if count < _LEAST_SAMPLES or samples[-1] <= samples[0]:
+        if count < LEAST_SAMPLES or samples[-1] <= samples[0]:
             return None
         tail = max(round(_TAIL_SHARE * count), 2)
         body = count - tail

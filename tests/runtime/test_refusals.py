@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,14 @@ def test_the_whole_signature_of_the_installed_torch_is_taken() -> None:
             assert name in bind(module, (), {name: parameter.default})
     with pytest.raises(TypeError, match="bucket_capp"):
         bind(module, (), {"bucket_capp": 3})
+
+
+def test_the_signature_shows_torchs_arguments_and_ours() -> None:
+    for called, first in ((DistributedDataParallel, []), (DistributedDataParallel.__init__, ["self"])):
+        shown = list(inspect.signature(called).parameters)
+        torchs = [name for name in TORCH_SIGNATURE.parameters if name != "self"]
+        assert shown[: len(first) + len(torchs)] == [*first, *torchs]
+        assert {"plan", "network", "communicators", "reduce_dtype"} <= set(shown[len(torchs) :])
 
 
 @pytest.mark.parametrize(

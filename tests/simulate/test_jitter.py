@@ -6,12 +6,15 @@ import itertools
 import math
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import backbeat as bb
 from backbeat.simulate.stragglers import ComputeTimes, between_ranks, straggling
+from tests.problems import affine, make_profile
 
 
 def harmonic(count: int) -> float:
@@ -95,6 +98,16 @@ def test_one_worker_waits_for_nobody_and_no_spread_means_no_wait() -> None:
     assert straggling((), 64) is None
     assert straggling((1.0,) * 40, 64) is None
     assert straggling((1.0, 1.1), 64) is None
+
+
+@pytest.mark.parametrize(("count", "noted"), [(0, False), (1, True), (4, True), (5, False)])
+def test_too_few_times_to_say_who_is_slow_are_noted(count: int, noted: bool) -> None:
+    profile = msgspec.structs.replace(
+        make_profile([100], [1e-3]), iteration_s=tuple(1e-3 + 1e-5 * index for index in range(count))
+    )
+    found = bb.predict(profile, affine(1e-6, 1e-12), "single")
+    assert any("too few" in note for note in found.notes) == noted
+    assert (found.band is None) == (count < 5)
 
 
 def test_a_tail_of_no_shape_is_the_limit_of_small_ones() -> None:

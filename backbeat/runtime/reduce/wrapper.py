@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from backbeat.runtime.reduce.exchange import profiling
 from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.settings import (
+    TORCH_SIGNATURE,
     CompressionOptions,
     TorchDDP,
     bind,
@@ -356,6 +358,18 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         # The reducer is built by the first forward that trains: a copy kept for evaluation never needs one.
         self._assign_modules_buffers()
         self.reducer.bind_model(self.module, self.parameters_to_ignore, self.process_group, self.device)
+
+
+def _signature(first: str) -> inspect.Signature:
+    """Torch's arguments as the installed version has them, and ours: what `inspect` and editors show."""
+    torchs = [one for one in TORCH_SIGNATURE.parameters.values() if one.name != "self"]
+    own = inspect.signature(DistributedDataParallel.__init__).parameters.values()
+    ours = [one for one in own if one.kind is one.KEYWORD_ONLY]
+    return inspect.Signature([inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD), *torchs, *ours])
+
+
+DistributedDataParallel.__new__.__signature__ = _signature("cls")  # type: ignore[attr-defined]
+DistributedDataParallel.__init__.__signature__ = _signature("self")  # type: ignore[attr-defined]
 
 
 class _AbsentRank(JoinHook):
