@@ -123,12 +123,9 @@ def asc() -> Table:
 def test_strategies_come_in_the_published_order_on_the_image_models(asc: Table) -> None:
     for (model, spread), row in asc.items():
         ours, paper = row["ours_s"], row["paper_s"]
-        assert ours["wfbp"] > ours["mg-wfbp"], (model, spread)
+        assert ours["wfbp"] > ours["mg-wfbp"] > ours["asc-wfbp"], (model, spread)
         if model != "BERT-Base":
-            assert ours["mg-wfbp"] > ours["asc-wfbp"], (model, spread)
             assert paper["wfbp"] > paper["mg-wfbp"] > paper["asc-wfbp"]
-        else:
-            assert ours["mg-wfbp"] > ours["asc-wfbp"] * 0.999, "little is left to gain there"
 
 
 def test_paper_has_merging_slower_than_not_merging_on_bert_and_the_model_does_not(asc: Table) -> None:
