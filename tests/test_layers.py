@@ -11,14 +11,14 @@ from pathlib import Path
 
 REUSED = {
     # What many modules have for themselves.
-    *("T", "cuda", "logger"),
+    *("T", "logger"),
     # Verbs and constants of one module's own.
-    *("check", "check_model", "decide", "describe", "environment", "job_of", "largest", "load", "one_by_one", "parse"),
-    *("planned", "predict", "release", "save", "seconds_of", "timeline", "train"),
-    *("COMPUTE", "DTYPES", "EVERY", "FIRST_STEPS", "KINDS", "MOST_COMMUNICATORS", "PREDICTED", "REDUCE_DTYPES"),
+    *("check", "check_model", "decide", "describe", "load", "one_by_one"),
+    *("planned", "predict", "release", "save", "timeline", "train"),
+    *("COMPUTE", "DTYPES", "EVERY", "FIRST_STEPS", "KINDS", "MOST_COMMUNICATORS", "REDUCE_DTYPES"),
     *("SHARDED_KINDS", "SIZES"),
     # Types.
-    *("Count", "Kind", "Mark", "Row", "Schedule", "Streams", "Transfer"),
+    *("Count", "Mark", "Streams", "Transfer"),
 }
 """Public names that stand in several modules. No other may: a reader would ask whether it is one idea."""
 

@@ -20,7 +20,7 @@ from backbeat.planners import BUCKETED, BUDGETED, whole_groups
 from backbeat.report.figures import plot as plots
 from backbeat.report.figures.scaling_curve import Scaling
 from backbeat.report.study import COMPARED, PLANNED, STOCK, Study, compare, instead_of_ddp
-from backbeat.report.study_row import Question, Schedule
+from backbeat.report.study_row import Compared, Question
 from backbeat.report.tables import scaling_tables as tables
 from backbeat.report.tables.terminal_table import natural_width
 from backbeat.report.words import numbers
@@ -118,7 +118,7 @@ def predict(
         global_batch=global_batch,
         other=Profile.load(other_batch) if other_batch is not None else None,
     )
-    schedules: dict[str, Schedule] = {**frameworks}
+    schedules: dict[str, Compared] = {**frameworks}
     for name in names:
         buckets = {"bucket_bytes": bucket_bytes} if name in BUCKETED else {}
         budget = {"memory_bytes": memory_bytes, "torch_version": torch} if name in BUDGETED else {}

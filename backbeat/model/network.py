@@ -22,7 +22,7 @@ from backbeat.model.slowdown import Slowdown
 from backbeat.model.topology import Load, LoadBand, Topology
 
 _MOST_WORKERS = 10**9
-Row = TypeVar("Row", "Network", "WorkersRow")
+_Row = TypeVar("_Row", "Network", "WorkersRow")
 
 
 class WorkersRow(Checked, frozen=True, kw_only=True):
@@ -205,7 +205,7 @@ class Network(Document, frozen=True, kw_only=True):
         times = self._by_halves(self).all_reduce if self.moved_from is None else self.all_reduce
         return LinkCost.fit(times.curve, self.simultaneous)
 
-    def _by_halves(self, row: Row) -> Row:
+    def _by_halves(self, row: _Row) -> _Row:
         """The row, with its all-reduce's slope from all-gathers and reduce-scatters where those have larger messages.
 
         Each further byte of an all-reduce then takes as long as one of each: NCCL moves the bytes of both, unless

@@ -17,7 +17,7 @@ from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.chrome_trace import TracedIteration
 from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.report.measured import Measured
-from backbeat.report.study_row import DeviceFit, Question, Schedule, StudyRow, by_whole_batch, device_fit, study_row
+from backbeat.report.study_row import Compared, DeviceFit, Question, StudyRow, by_whole_batch, device_fit, study_row
 from backbeat.report.words.numbers import fastest
 from backbeat.simulate import predict, strong_scaling
 from backbeat.simulate.sharded_units import ModelPieces, repeated
@@ -144,7 +144,7 @@ class Study(Question):
 def compare(
     question: Question,
     workers: Sequence[int],
-    schedules: Mapping[str, Schedule],
+    schedules: Mapping[str, Compared],
     *,
     unasked: Set[str] = frozenset(),
     left_out: Set[tuple[str, int]] = frozenset(),
@@ -203,7 +203,7 @@ def study(
         strategies = [*COMPARED, *(one for one in held if one in wanted)]
     if not isinstance(strategies, Mapping):
         strategies = by_name(strategies)
-    asked: dict[str, Schedule] = {STOCK: {"strategy": STOCK}, **strategies}
+    asked: dict[str, Compared] = {STOCK: {"strategy": STOCK}, **strategies}
     for name in asked if reduce_dtype is not None else ():
         if is_sharded(name) or name == "compressed":
             raise InputError(

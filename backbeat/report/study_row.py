@@ -22,7 +22,7 @@ from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.units import format_bytes
 
-Schedule = Mapping[str, Any] | Plan | Reduction
+Compared = Mapping[str, Any] | Plan | Reduction
 """What to compare: a `strategy` with its choices, proposed anew at each number of workers; a plan, followed as it is;
 or what a framework does."""
 
@@ -132,7 +132,7 @@ class StudyRow:
         return self.label.partition(":")[0]
 
 
-def study_row(label: str, schedule: Schedule, profile: Profile, network: Network, question: Question) -> StudyRow:
+def study_row(label: str, schedule: Compared, profile: Profile, network: Network, question: Question) -> StudyRow:
     """One schedule on the network's workers."""
     accumulation = question.accumulation
     if isinstance(schedule, Reduction):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from backbeat.comm.communicators import Communicator
+from backbeat.comm.machine import cuda
 from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.errors import MeasurementError, first_line
 from backbeat.measure.network.case import Case
@@ -25,8 +26,6 @@ from backbeat.measure.network.case import Case
 _ELEMENT_BYTES = 4
 # The first of them lines the ranks up, the others bring all to the same state: threads awake, links warm.
 _ALIGN = 3
-cuda: Any = torch.cuda  # untyped in parts
-
 # In training the host runs ahead of the device. In a sample it starts with it, and what it has not queued in time would
 # count as communication, on every rank, since all wait for the slowest. So the device first spins, on all ranks equally
 # long, and by this margin longer than the slowest host needs; until that is known, for this long per collective.

@@ -17,11 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 
 from backbeat.comm.communicators import Communicator
+from backbeat.comm.machine import cuda
 from backbeat.comm.spin import until
 from backbeat.measure.network.bench import max_over_ranks
 from backbeat.model.slowdown import Slowdown
-
-cuda: Any = torch.cuda  # untyped in parts
 
 _MOST_BYTES, _LONGEST_S = 64 << 20, 10e-3
 """A message has the first of these bytes, or fewer where it would take longer than this: then most of a measurement
