@@ -22,6 +22,7 @@ from backbeat.model.slowdown import Slowdown
 from backbeat.model.topology import Load, LoadBand, Topology
 
 _MOST_WORKERS = 10**9
+HALVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 _Row = TypeVar("_Row", "Network", "WorkersRow")
 
 
@@ -155,7 +156,7 @@ class Network(Document, frozen=True, kw_only=True):
         >>> node.joined_by(Network.load("ib400")).at(workers=64).workers
         64
         """
-        base, between = self.as_measured, across.as_measured
+        base, between = self.as_measured, across.corrected
         if not base.one_node:
             raise InputError(f"network {self.name!r} was not measured inside one node: leave --across out")
         if between.one_node:
@@ -205,8 +206,15 @@ class Network(Document, frozen=True, kw_only=True):
         times = self._by_halves(self).all_reduce if self.moved_from is None else self.all_reduce
         return LinkCost.fit(times.curve, self.simultaneous)
 
+    @property
+    def corrected(self) -> Network:
+        """The network as measured, every row's all-reduce corrected by its all-gathers and reduce-scatters."""
+        base = self.as_measured
+        return replace(base._by_halves(base), rows=tuple(map(base._by_halves, base.rows)))
+
     def _by_halves(self, row: _Row) -> _Row:
-        """The row, with its all-reduce's slope from all-gathers and reduce-scatters where those have larger messages.
+        """The row, with its all-reduce's slope from all-gathers and reduce-scatters where those have larger messages. A
+        row without any has those of the others, moved to its number of workers.
 
         Each further byte of an all-reduce then takes as long as one of each: NCCL moves the bytes of both, unless
         switches add up. The all-reduce's own slope may be too small where its messages are small enough for buffers to
@@ -216,10 +224,13 @@ class Network(Document, frozen=True, kw_only=True):
         switched = {"nvls", "sharp"} & {nodes.algorithm, nodes.inside_algorithm, nodes.across_algorithm}
         if self.backend != "nccl" or points is None or switched or row.workers <= nodes.gpus_per_node:
             return row
-        halves = [one for one in (row.all_gather, row.reduce_scatter) if one is not None and one.points]
-        if len(halves) < 2 or any(half.points[-1][0] <= points[-1][0] for half in halves if half.points):
+        known = [(name, self._rows_with(name)) for name in HALVES]
+        if any(not rows or rows[-1].workers <= nodes.gpus_per_node for _, rows in known):
             return row
-        slope = sum(half.curve.link_s_per_byte for half in halves)
+        sources = [getattr(one, name) for name, rows in known for one in self._nearest(row.workers, rows)]
+        if any(half.points is None or half.points[-1][0] <= points[-1][0] for half in sources):
+            return row
+        slope = sum(self._times(name, row.workers, rows)[0].curve.link_s_per_byte for name, rows in known)
         return replace(row, all_reduce=replace(row.all_reduce, link_s_per_byte=slope))
 
     @property
@@ -271,8 +282,7 @@ class Network(Document, frozen=True, kw_only=True):
                     used = sources
                 elif len(sources) == 1 and len(used) != 1:
                     times[name] = self._beside_all_reduce(times[name], times["all_reduce"], sources[0], workers)
-        rows = [self._by_halves(row) for row in self._rows_with("all_reduce")]
-        times["all_reduce"], _ = self._times("all_reduce", workers, rows)
+        times["all_reduce"], _ = self._times("all_reduce", workers, self.corrected._rows_with("all_reduce"))
         return replace(
             self,
             workers=workers,

@@ -9,10 +9,11 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from backbeat.cost.collectives import Collective, traffic
+from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.checks import whole
+from backbeat.model.network import HALVES
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.contention import slowdown_of
@@ -23,7 +24,7 @@ from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
 from backbeat.simulate.stragglers import LEAST_SAMPLES, Straggling, straggling
-from backbeat.units import format_bytes, format_seconds
+from backbeat.units import counted, format_bytes, format_seconds
 
 _REPEATS = 0.05
 """Runs of one job on other people's clusters differ by about this much, whatever the network does."""
@@ -35,7 +36,6 @@ _ROUNDING = 1e-9
 """A plan that meets its bound may end so little before it."""
 _UNLIKE = 2.0
 """Iterations that take this many times as long as their parts, or as much less, are noted: a unit may be wrong."""
-_HALVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 _WORTH_IT = 0.5
 """Past the knee an added worker brings less than this share of what one worker does alone."""
 
@@ -308,8 +308,8 @@ def _plan_notes(profile: Profile, network: Network, plan: Plan) -> Iterator[str]
     if plan.workers is not None and plan.workers != network.workers:
         yield f"the plan was made for {plan.workers} workers, this is {network.workers}"
     if network.workers > 1 and 0 < len(profile.iteration_s) < LEAST_SAMPLES:
-        few = len(profile.iteration_s)
-        yield f"no wait for the slowest worker: {few} iteration times are too few, {LEAST_SAMPLES} say how they vary"
+        few = counted(len(profile.iteration_s), "iteration time")
+        yield f"no wait for the slowest worker is predicted: {few} say too little, {LEAST_SAMPLES} are needed"
     if plan.dynamic is None and (left := plan.missing(profile)):
         how = f"are taken to travel in one bucket after it, from {left[0]}"
         yield f"{len(left)} gradients are not in the plan and {how}"
@@ -331,7 +331,7 @@ def _workers_notes(network: Network, plan: Plan) -> tuple[bool, list[str]]:
         notes.append(f"all-reduce times at {workers} workers are extrapolated from {used[0]} ({how})")
     elif used:
         notes.append(f"all-reduce times at {workers} workers lie between those at {used[0]} and {used[1]}")
-    for name in _HALVES if _one_copy(plan) else ():
+    for name in HALVES if _one_copy(plan) else ():
         if len(used := network.sources(name)) == 1:
             far = True
             notes.append(f"{name.replace('_', '-')} times at {workers} workers are extrapolated from {used[0]}")
@@ -339,7 +339,7 @@ def _workers_notes(network: Network, plan: Plan) -> tuple[bool, list[str]]:
 
 
 def _size_notes(network: Network, plan: Plan, largest_bytes: float) -> list[str]:
-    measured = [network.largest_bytes(name) for name in _HALVES] if _one_copy(plan) else []
+    measured = [network.largest_bytes(name) for name in HALVES] if _one_copy(plan) else []
     largest = min((size for size in measured if size is not None), default=network.largest_bytes())
     if largest is None or largest_bytes <= largest:
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -350,3 +350,25 @@ def test_few_gpus_of_a_measured_domain_do_not_beat_the_latency_of_nccl() -> None
         assert there.all_gather is not None
         assert 6.6e-6 < there.all_gather.curve.at(1024.0) < 12e-6
         assert 6.6e-6 < there.cost.time(1024.0) < 16e-6
+
+
+def cluster_of_16(**rows: Any) -> Network:
+    """All-reduces up to 16 MiB that buffers take in at twice the link's speed, and larger gathers."""
+    halves = {name: measured(name, 16, 2**28) for name in ("all_gather", "reduce_scatter")}  # type: ignore[arg-type]
+    all_reduce = measured("all_reduce", 16, 2**24, slower=0.5)
+    ring = Topology(algorithm="ring")
+    return Network(name="x", workers=16, backend="nccl", topology=ring, all_reduce=all_reduce, **halves, **rows)
+
+
+def test_rows_without_gathers_are_corrected_by_those_of_others() -> None:
+    network = cluster_of_16(rows=(WorkersRow(workers=64, all_reduce=measured("all_reduce", 64, 2**24, slower=0.5)),))
+    times = [float(network.at(workers=workers).cost.time(2.0**32)) for workers in (16, 32, 64, 128)]
+    assert times == pytest.approx([2 * (n - 1) / n * 2**32 * LINK_S_PER_BYTE for n in (16, 32, 64, 128)], rel=0.02)
+
+
+def test_what_joins_nodes_is_corrected_as_it_is_alone() -> None:
+    inside = CollectiveTimes(alpha_s=1e-5, beta_s_per_byte=1e-12)
+    node = Network(name="node", workers=8, all_reduce=inside, topology=Topology(gpus_per_node=8))
+    across = cluster_of_16()
+    alone, joined = across.cost.time(2.0**32), node.joined_by(across).cost.time(2.0**32)
+    assert joined == pytest.approx(alone + inside.curve.time(2.0**32), rel=0.01)

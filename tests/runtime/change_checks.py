@@ -508,3 +508,24 @@ def a_frozen_copy_runs_forward(ctx: Context) -> None:
 def what_was_not_sent_is_not_lost_to_another_process_group(ctx: Context) -> None:
     wrapped, _ = _compressed(ctx, density=0.5)
     raises(InputError, lambda: wrapped._update_process_group(torch.distributed.group.WORLD), "save_residuals")
+
+
+@own_plan
+def a_communication_hook_that_raises_leaves_no_gradient(ctx: Context) -> None:
+    """In the buckets that had not left, nor in those that other ranks still sum."""
+    model = ctx.build(lambda: mlp(depth=6))
+    wrapped, oracle = DistributedDataParallel(model, plan=small_plan(model)), Oracle(ctx, model)
+    calls: list[int] = []
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses other annotations than its own
+        calls.append(bucket.index())
+        if len(calls) == 2:
+            _raise(bucket.buffer())
+        work = torch.distributed.all_reduce(bucket.buffer().div_(ctx.size), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    wrapped.register_comm_hook(None, hook)
+    body = _plain(ctx)
+    raises(ValueError, wrapped(ctx.data(3, 6, step=0, rank=ctx.rank)).sum().backward, "on purpose")
+    assert all(parameter.grad is None for parameter in wrapped.parameters())
+    both(ctx, wrapped, oracle, lambda model, rank: body(model, rank, 1), "the step after, without zero_grad")

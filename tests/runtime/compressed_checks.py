@@ -520,12 +520,14 @@ def refusals(ctx: Context) -> None:
         lambda: wrap(ctx, SOME, lambda: nn.ParameterDict({"z": nn.Parameter(torch.ones(3, dtype=torch.cfloat))})),
         "'z' is torch.complex64, and its bucket is compressed",
     )
-    looked_up = wrap(ctx, SOME, lambda: nn.Sequential(nn.Embedding(6, 6, sparse=True), nn.Linear(6, 6)), every=2)
-    raises(
-        InputError,
-        lambda: looked_up.attach(torch.optim.SGD(looked_up.parameters(), lr=0.1), max_grad_norm=1.0),
-        "parameter '0.weight' has sparse gradients, which torch cannot clip",
-    )
+    for frozen in (False, True):
+        table = nn.Embedding(6, 6, sparse=True).requires_grad_(not frozen)
+        looked_up = wrap(ctx, SOME, lambda table=table: nn.Sequential(table, nn.Linear(6, 6)), every=2)
+        raises(
+            InputError,
+            lambda model=looked_up: model.attach(torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0),
+            "parameter '0.weight' has sparse gradients, which torch cannot clip",
+        )
     raises(InputError, lambda: wrap(ctx, SOME, compression={"momentum": 1}), "compression has 'momentum'")
     raises(InputError, lambda: wrap(ctx, SOME, compression={"warmup_steps": -1}), "warmup_steps is -1")
     raises(InputError, lambda: wrap(ctx, SOME, compression={"warmup_steps": None}), "warmup_steps is None: it must be")

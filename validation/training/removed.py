@@ -49,8 +49,8 @@ def main() -> None:
     given = parser.parse_args()
     setting = Setting(nodes=given.nodes, rate_bits=given.bits, backend=given.backend)
     choices = parse_plans(["ddp", "decoupled"])
-    with experiment.opened(setting, 1) as session:
-        calibrated = experiment.calibrate(session, setting, choices, budget_s=given.budget, largest_bytes=2**26)
+    with experiment.open_lab(setting, 1) as session:
+        calibrated = experiment.calibrate_lab(session, setting, choices, budget_s=given.budget, largest_bytes=2**26)
         for name, _, batch in (one.partition("=") for one in given.models.split(",")):
             spec, size = f"removed:{name}", int(batch)
             profile = experiment.profile_training(session, spec, size, PROFILE_S, given.precision)

@@ -189,7 +189,7 @@ def scaled_network(network: Network, *, bandwidth: float = 1.0, latency: float =
     """
     if bandwidth == 1.0 and latency == 1.0:
         return network
-
+    network = network.corrected
     rows = [replace(row, **_scaled(network.at(workers=row.workers), bandwidth, latency)) for row in network.rows]
     return replace(network, rows=tuple(rows), **_scaled(network, bandwidth, latency))
 

@@ -353,11 +353,6 @@ class BucketSet:
             parameter.grad = view
         return bool(self._pairs)
 
-    def remove_gradients(self) -> None:
-        """The sums will not come: there are no gradients."""
-        for parameter, _ in self._pairs:
-            parameter.grad = None
-
     def expected_members(self, counts: Sequence[int]) -> list[int]:
         """How many members of each bucket are expected at all."""
         return [sum(1 for index in bucket.members if counts[index] > 0) for bucket in self.buckets]

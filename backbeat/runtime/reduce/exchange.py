@@ -138,6 +138,12 @@ class Sender:
         assert numbers is not None  # after the last bucket's gradients, or on their own
         return numbers
 
+    def let_arrive(self) -> None:
+        """Wait for what has left of a step that failed, however it ends."""
+        for sent in self._step.in_flight:
+            with suppress(Exception):
+                sent.work.wait()
+
     def send_late(self, summed: SummedStatus) -> None:
         """Send what came after its bucket had left, and add it to what arrived."""
         context = self._context

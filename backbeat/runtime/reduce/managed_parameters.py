@@ -72,6 +72,11 @@ class ManagedParameters:
             if parameter is not None and id(parameter) in known
         ]
 
+    def sparse_names(self) -> list[str]:
+        """Parameters with sparse gradients, those that are frozen too."""
+        found = [*zip(self.names, self.parameters, strict=True), *self.frozen]
+        return [name for name, parameter in found if id(parameter) in self._sparse_ids]
+
     def add_unfrozen(self) -> int:
         """Take in parameters that are trainable and were not; returns how many."""
         unfrozen = [(name, parameter) for name, parameter in self.frozen if parameter.requires_grad]

@@ -235,7 +235,12 @@ class StepRunner:
         torch._C._set_grad_enabled(False)
         placed = False
         try:
-            self._sender.send_rest()
+            try:
+                self._sender.send_rest()
+            except BaseException:
+                # What has left is still being summed, in buffers that the next backward writes into.
+                self._sender.let_arrive()
+                raise
             if step.own_status is not None and step.own_status.regular:
                 # Most likely all will be well. This takes as long as the last bucket's thread needs to wake up.
                 placed = context.bucket_set.place_gradients()
@@ -254,11 +259,9 @@ class StepRunner:
             step.learn(regular=summed is None)
         except BaseException as error:
             self.status.regular = False
-            if placed:
-                context.bucket_set.remove_gradients()
-            # Gradients that came after their bucket had left are in no buffer.
-            for index in self._arrivals.late:
-                context.parameters[index].grad = None
+            # Whatever they are, they are no means: none may be taken for one, nor add to the next.
+            for parameter in context.parameters:
+                parameter.grad = None
             if context.lost is not None and error is not context.lost:
                 raise context.lost from error
             if isinstance(error, RuntimeError):

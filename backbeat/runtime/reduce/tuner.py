@@ -141,6 +141,10 @@ class Tuner:
         reducer.runner.status.read_at_once = left == 1
         if left > 0:
             return
+        # Ranks that have run out of data take part (`join`), and time nothing: their means would say nothing.
+        if not self.settled and self._means([float(not reducer.recorder.steps())])[0] > 0:
+            self._put_off()
+            return
         if self.state in (TunerState.MEASURING, TunerState.WAITING):
             self._plan_and_switch()
         elif self.state is TunerState.TRYING:
@@ -149,6 +153,13 @@ class Tuner:
             self._compare()
         elif self.state is TunerState.WATCHING:
             self._check_drift()
+
+    def _put_off(self) -> None:
+        """Decide later, by steps that every rank has timed."""
+        why = "waiting for steps in which every rank has data"
+        if not self.history or self.history[-1] != why:
+            self._say(why)
+        self._begin(self.state)
 
     def _steps_left(self) -> int:
         """Steps to go until the next decision."""
@@ -169,10 +180,6 @@ class Tuner:
         found = self._measured(None)
         if reducer.communicators.size == 1:
             self._settle("one worker: there is nothing to send", found)
-            return
-        # Ranks that have run out of data take part (`join`), and time nothing.
-        if without := self._means([float(not found.timed)])[0]:
-            self._measure_again(f"{without:.0%} of the ranks had no data")
             return
         iteration = found.iteration_s or 0.0
         measures = self._auto and self._network is None

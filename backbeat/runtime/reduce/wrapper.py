@@ -172,11 +172,11 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             grad_scaler=grad_scaler,
             per_parameter=per_parameter,
         )
-        managed = self.reducer.managed
-        if max_grad_norm is not None and True in managed.sparse:
+        sparse = self.reducer.managed.sparse_names()
+        if max_grad_norm is not None and sparse:
             raise InputError(
-                f"parameter {managed.names[managed.sparse.index(True)]!r} has sparse gradients, which torch cannot "
-                "clip: attach(max_grad_norm=None), or nn.Embedding(sparse=False)"
+                f"parameter {sparse[0]!r} has sparse gradients, which torch cannot clip: attach(max_grad_norm=None), "
+                "or nn.Embedding(sparse=False)"
             )
         runner = self.reducer.runner
         self.reducer.compressed_exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import backbeat as bb
+from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import files
 from backbeat.report.pages.server import keep, unpacked
@@ -163,3 +165,22 @@ def test_commands_name_what_was_chosen_or_are_left_out() -> None:
     changed = advised(bandwidth="2")
     assert "fully_shard(model" in changed
     assert "backbeat plan" not in changed
+
+
+def test_a_control_that_hardly_moves_keeps_what_gathers_say_of_the_link() -> None:
+    def ring(collective: Any, workers: int, largest: int, slower: float = 1.0) -> bb.model.CollectiveTimes:
+        each = traffic(collective, "ring", workers) * 1e-11 * slower
+        sizes = [2**power for power in range(10, 31, 2) if 2**power <= largest]
+        return bb.model.CollectiveTimes(points=tuple((size, 1e-4 + each * size) for size in sizes))
+
+    halves = {name: ring(name, 16, 2**30) for name in ("all_gather", "reduce_scatter")}
+    inside = bb.model.CollectiveTimes(alpha_s=1e-5, beta_s_per_byte=1e-12)
+    nodes = bb.model.Topology(algorithm="hierarchical", gpus_per_node=8, inside=inside)
+    # All-reduces that buffers take in at twice the link's speed.
+    network = bb.Network(
+        name="x", workers=16, backend="nccl", topology=nodes, all_reduce=ring("all_reduce", 16, 2**26, 0.5), **halves
+    )
+    for other in (scaled_network(network, bandwidth=1.001), scaled_network(network, latency=1.0001)):
+        for workers in (16, 64):
+            before, after = (float(one.at(workers=workers).cost.time(2.0**32)) for one in (network, other))
+            assert after == pytest.approx(before, rel=0.01)
