@@ -84,7 +84,7 @@ def figures_line(row: Prediction, profile: Profile, settings: Settings, which: s
     reach = ""
     if band is not None:
         times = f"{format_seconds(band.shortest_s)} to {format_seconds(band.longest_s)}"
-        reach = f" ({times} from a quiet to a busy cluster)"
+        reach = f" ({times}: a quiet to a busy cluster, and {band.margin:.0%} either side)"
     rate = f"{format_count(row.samples_per_s)} samples/s" if tokens is None else f"{format_count(tokens)} tokens/s"
     parts = [f"{format_seconds(row.iteration_s)} a step{reach}", rate]
     if settings.price is not None:

@@ -94,7 +94,7 @@ def test_no_strategy_is_named_where_none_is_faster_and_both_ranges_have_names() 
     assert said.scales.startswith("At 16 GPUs with stock DDP: ")
     assert "No strategy compared here is faster." in said.scales
     said = answer(study(bb.Profile.load("llama-1b-b4-bf16-h200"), bb.Network.load("aws-p5"), [64]))
-    assert "from a quiet to a busy cluster" in said.scales
+    assert ": a quiet to a busy cluster, and " in said.scales
     assert "(10th to 90th percentile)" in said.scales
 
 
