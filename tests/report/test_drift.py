@@ -149,6 +149,13 @@ def test_the_words() -> None:
     assert alerts(job(0, 0.0, slow=everyone)) == ["every rank computes 50 % slower since step 1550"]
 
 
+def test_more_than_twice_as_long_is_said_in_times() -> None:
+    assert alerts(job(0, 0.0, slow={5: 6.1})) == ["rank 5 is 6.1 times as slow since step 1550"]
+    assert alerts(job(0, 0.0, slow=dict.fromkeys(range(8), 6.1))) == [
+        "every rank computes 6.1 times as long since step 1550"
+    ]
+
+
 def test_the_way_back_is_told_too() -> None:
     again = [replace(one, step=one.step + 3000) for one in job(0, 0.0)]
     found = alerts([*job(0, 0.0, slow={2: 1.3}), *again])
