@@ -513,6 +513,7 @@ def test_what_the_job_runs_today_stands_beside_stock_ddp_and_the_plan() -> None:
     for word in ("nanotron", "deepspeed-", "planned", "gain", "limited by"):
         assert word in text
     assert max(map(len, text.splitlines()[:-4])) <= 80
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
     assert "DDP   " not in text
     data = json.loads(run(*words, "--strategy", "ddp", "--json"))
     assert [row["strategy"] for row in data["rows"]] == ["nanotron", "deepspeed-zero1", "ddp"] * 2
