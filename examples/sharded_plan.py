@@ -1,4 +1,7 @@
-"""A sharded plan written by hand, for the examples; `backbeat plan … --strategy sharded -o plan.json` makes one."""
+"""Not a script: a sharded plan written by hand, which other examples import.
+
+`backbeat plan … --strategy sharded -o plan.json` makes one.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from backbeat.model import Network
 from backbeat.report.pages.layout_page import layout_content, layout_report
 from backbeat.report.tables import layout_tables as tables
 from backbeat.report.words import layout_answer as words
-from backbeat.report.words.megatron_flags import flag_lines, megatron_flags
+from backbeat.report.words.megatron_flags import flag_lines, megatron_flags, why_no_flags
 from backbeat.units import counted, format_seconds, parse_workers
 
 
@@ -164,7 +164,9 @@ def _write(
 
 def _flags(model: str, found: LayoutPrediction, framework: str) -> str | None:
     flags = megatron_flags(transformer(model), found.layout, found.job, framework)
-    return f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}" if flags else None
+    if not flags:
+        return why_no_flags(found.layout, framework)
+    return f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}"
 
 
 def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framework: str) -> None:

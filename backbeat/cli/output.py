@@ -28,7 +28,10 @@ def print_answer(*parts: Table | str | None) -> None:
             for line in part.splitlines() or [""]:
                 out.print(wrapped(printable(line)), soft_wrap=True)
         elif part is not None:
-            out.print(part)
+            # Rich fills lines up to the table's width.
+            with out.capture() as drawn:
+                out.print(part)
+            out.file.write(re.sub(r" +$", "", drawn.get(), flags=re.MULTILINE))
 
 
 def wrapped(line: str) -> str:

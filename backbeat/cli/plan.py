@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from backbeat.api import plan as make_plan
-from backbeat.api import predict
+from backbeat.api import predict, resolve
 from backbeat.cli import options
 from backbeat.cli.arguments import load_network, one_count, size
 from backbeat.cli.output import console, print_answer, print_json, say
@@ -153,7 +153,8 @@ def _show(
     if json:
         print_json({"schema": made.schema, **msgspec.to_builtins(made)})
         return
-    sent = one if reduce_dtype is None else one.with_reduce_dtype(reduce_dtype)
+    # A sharded step holds its gradients as profiled: their dtype on the way is the plan's.
+    sent, _ = resolve(one, cluster, made, reduce_dtype=reduce_dtype)
     result = predict(one, cluster, made, reduce_dtype=reduce_dtype, accumulation=accumulation)
     stock = predict(one, cluster, "ddp", reduce_dtype=reduce_dtype, accumulation=accumulation)
     if result.workers == 1:
@@ -165,7 +166,7 @@ def _show(
     if made.memory is not None and one.blocks and made.sharding is None:
         shown += _memory(sent, cluster, made, made.memory, result, accumulation)
     edges = scaling_range(result)
-    fit = device_fit(sent, made, cluster.workers)
+    fit = device_fit(sent, made, cluster.workers, predicted_bytes=result.peak_bytes)
     file = str(output or "plan.json")
     lines = wrapping_lines(file, reduce_dtype) if made.sharding is None else sharding_lines(file, one.optimizer)
     print_answer(

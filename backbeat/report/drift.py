@@ -169,16 +169,17 @@ class Drift:
         for rank, own in enumerate(sample.own_s):
             shift = self._shift(rank, sample.step, own / typical)
             if shift is not None and shift.ratio > 1:
-                yield f"rank {rank} is {_percent(shift.ratio - 1)} slower since step {shift.since_step}"
+                yield f"rank {rank} is {_more(shift.ratio - 1, 'slow')} since step {shift.since_step}"
             elif shift is not None and shift.after < 1 + LEAST:
                 yield f"rank {rank} is as fast as the others again since step {shift.since_step}"
 
     def _all_ranks(self, sample: StepSample, typical: float) -> Iterable[str]:
         shift = self._shift("own", sample.step, typical)
         if shift is not None:
-            word = "slower" if shift.ratio > 1 else "faster"
-            size = abs(shift.ratio - 1)
-            yield f"every rank computes {_percent(size)} {word} since step {shift.since_step}"
+            change = f"{_percent(1 - shift.ratio)} faster"
+            if shift.ratio > 1:
+                change = _more(shift.ratio - 1, "slow" if shift.ratio < 2 else "long")
+            yield f"every rank computes {change} since step {shift.since_step}"
 
     def _link(self, sample: StepSample) -> Iterable[str]:
         if not sample.transfer_s:
@@ -204,7 +205,7 @@ class Drift:
         for rank in range(len(sample.own_s)):
             slower = self._level(rank).off(1.0, SLOW_RANK)
             if slower > 0:
-                yield f"rank {rank} has been {_percent(slower)} slower than the others since the start"
+                yield f"rank {rank} has been {_more(slower, 'slow', 'the others')} since the start"
         slower = self._level("link").off(sample.predicted_transfer_s, SLOW_LINK)
         if slower > 0:
             yield f"the link has given {_percent(1 / (1 + slower))} of what was calibrated since the start"
@@ -212,8 +213,8 @@ class Drift:
         off = self._level("step").off(predicted, OFF_PREDICTION)
         if predicted and off:
             measured = f"{format_seconds(predicted * (1 + off))}, {format_seconds(predicted)} predicted"
-            word, why = ("longer", self._why(sample)) if off > 0 else ("shorter", "")
-            yield f"steps take {_percent(abs(off))} {word} than predicted ({measured}){why}"
+            change = _more(off, "long", "predicted") if off > 0 else f"{_percent(-off)} shorter than predicted"
+            yield f"steps take {change} ({measured}){self._why(sample) if off > 0 else ''}"
         elif predicted and sample.predicted_exposed_s is not None:
             expected = self._base_s + sample.predicted_exposed_s
             more = self._level("exposed").off(expected, 0.0) * expected
@@ -246,6 +247,16 @@ class Drift:
 
 def _exposed_words(measured: float, predicted: float) -> str:
     return f"{format_seconds(measured)} of communication are exposed, {format_seconds(predicted)} predicted"
+
+
+def _more(share: float, word: str, base: str = "") -> str:
+    """
+    >>> _more(0.3, "slow"), _more(5.06, "long", "predicted")
+    ('30 % slower', '6.1 times as long as predicted')
+    """
+    if share < 1:
+        return f"{_percent(share)} {word}er{base and f' than {base}'}"
+    return f"{1 + share:.1f} times as {word}{base and f' as {base}'}"
 
 
 def _percent(share: float) -> str:

@@ -145,9 +145,8 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
         choices |= {"accumulation": accumulation, "reduce_dtype": question.reduce_dtype}
         held, plan = api.resolve(profile, network, choices.pop("strategy"), **choices)
         prediction = predict(held, network, plan, accumulation=accumulation)
-    fit = device_fit(held, plan, network.workers, budget_bytes=question.memory_budget)
-    if fit is not None and prediction.peak_bytes is not None:
-        fit = replace(fit, peak_bytes=prediction.peak_bytes)
+    budget, peak = question.memory_budget, prediction.peak_bytes
+    fit = device_fit(held, plan, network.workers, budget_bytes=budget, predicted_bytes=peak)
     if profile is not question.given:
         # Moved to another batch size, with a note on how. Without shards, what it then takes of memory is known well
         # enough to say that it does not fit, not that it fits.
@@ -189,19 +188,24 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
 
 
 def device_fit(
-    profile: Profile, plan: Plan | None = None, workers: int | None = None, *, budget_bytes: int | None = None
+    profile: Profile,
+    plan: Plan | None = None,
+    workers: int | None = None,
+    *,
+    budget_bytes: int | None = None,
+    predicted_bytes: int | None = None,
 ) -> DeviceFit | None:
     """The peak against the device's memory, or a budget of it; None where the profile or the table of accelerators does
     not say.
 
     Without a memory plan all is kept, and gradients are held as stock DDP does: in buckets, and beside them until the
-    step ends.
+    step ends. A peak that a prediction has is taken as it is.
     """
     device = accelerator(profile.device)
     if profile.memory is None or device is None:
         return None
     return DeviceFit(
-        peak_bytes=_peak(profile, profile.memory, plan, workers),
+        peak_bytes=_peak(profile, profile.memory, plan, workers) if predicted_bytes is None else predicted_bytes,
         device=device.name if budget_bytes is None else f"{device.name} (as budgeted)",
         device_bytes=device.memory_bytes if budget_bytes is None else budget_bytes,
         optimizer=profile.optimizer,

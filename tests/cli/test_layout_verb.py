@@ -64,9 +64,23 @@ def test_the_decision_names_flags_of_megatron() -> None:
         assert flags[at : at + len(words_of)] == words_of
     assert max(map(len, text.splitlines())) <= 80
     # Of what Megatron-LM does not have, and of other frameworks, no flags are claimed.
-    for other in (("--layout", "dp=8,zero=3"), ("--layout", "pp=8,schedule=gpipe"), ("--framework", "nanotron")):
+    for other in (
+        ("--layout", "dp=8,zero=3,recompute=full"),
+        ("--layout", "tp=4,pp=2,schedule=gpipe,recompute=full"),
+        ("--framework", "nanotron"),
+    ):
         given = other if other[0] == "--layout" else (*other, "--layout", "tp=8")
-        assert "Megatron-LM" not in run("llama-3-8b", "dgx-h100", "--global-batch", "64", *given)
+        text = run("llama-3-8b", "dgx-h100", "--global-batch", "64", *given)
+        assert "Flags of Megatron-LM" not in text
+        assert ("No flags of Megatron-LM" in text) == (other[0] == "--layout")
+
+
+@pytest.mark.parametrize(("zero", "advised"), [(1, True), (3, False)])
+def test_sharding_is_not_advised_to_what_is_sharded(zero: int, advised: bool) -> None:
+    layout = f"dp=32,tp=2,pp=1,zero={zero},recompute=full"
+    text = run("llama-3-8b", "dgx-h100", "--global-batch", "512", "--sequence", "8192", "--layout", layout)
+    assert "Limited by recomputation" in text
+    assert ("(zero=3) help" in " ".join(text.split())) == advised
 
 
 def test_slow_ranks_are_named_by_rank_or_node() -> None:

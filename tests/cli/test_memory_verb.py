@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,14 @@ def test_a_reserve_is_left(profile: Path, reserve: str, room: int) -> None:
         grown = answer("plan", "resnet50-b64-bf16-h200", *words, "--max-batch")["rows"]
         assert grown
         assert all(row["peak_bytes"] <= room for row in grown)
+
+
+@pytest.mark.parametrize("options", [("--reduce-dtype", "bf16"), ("--accumulation", "4")])
+def test_a_sharded_plan_has_one_peak(options: tuple[str, ...]) -> None:
+    job = ("plan", "llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-s", "sharded", "-n", "16", "--memory", "120GB")
+    text = run(*job, *options).stdout
+    peaks = [re.search(words, text) for words in ("(.*) at the peak", "Budget: (.*) of 120 GB", "Memory: (.*) of the")]
+    assert len({found and found[1] for found in peaks}) == 1
 
 
 def test_enough_memory_is_said_too(profile: Path) -> None:

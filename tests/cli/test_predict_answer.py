@@ -510,9 +510,10 @@ def test_more_links_a_node_carry_more(tmp_path: Path) -> None:
 def test_what_the_job_runs_today_stands_beside_stock_ddp_and_the_plan() -> None:
     words = ("predict", LLAMA, "nvlink-ib400", "--workers", "8,64", "--framework", "nanotron,deepspeed-zero1")
     text = run(*words)
-    for word in ("nanotron", "deepspeed-", "best", "gain", "limited by"):
+    for word in ("nanotron", "deepspeed-", "planned", "gain", "limited by"):
         assert word in text
     assert max(map(len, text.splitlines()[:-4])) <= 80
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
     assert "DDP   " not in text
     data = json.loads(run(*words, "--strategy", "ddp", "--json"))
     assert [row["strategy"] for row in data["rows"]] == ["nanotron", "deepspeed-zero1", "ddp"] * 2
@@ -526,6 +527,11 @@ def test_what_the_job_runs_today_stands_beside_stock_ddp_and_the_plan() -> None:
 def test_the_plan_is_compared_with_what_the_job_runs_today() -> None:
     text = joined(run("predict", LLAMA, "aws-p5", "-n", "64", "--framework", "nanotron"))
     assert "faster than nanotron: backbeat plan" in text
+    # Where the plan gains nothing on stock DDP, `backbeat plan` would say so.
+    text = joined(run("predict", LLAMA, "nvlink-ib400", "-n", "256", "--framework", "nanotron,megatron"))
+    assert re.search("Run stock DDP, [0-9.]+% faster than nanotron; a plan gains nothing more.", text)
+    text = joined(run("predict", LLAMA, "nvlink-ib400", "-n", "256", "--framework", "nanotron", "-s", "ddp"))
+    assert re.search("Run stock DDP, [0-9.]+% faster than nanotron. ", text)
     text = joined(run("predict", LLAMA, "aws-p5", "-n", "64", "--framework", "megatron-distributed-optimizer"))
     assert "Keep megatron-distributed-optimizer: the plan is not 1 % faster." in text
     text = joined(run("predict", LLAMA, "aws-p5", "-n", "64", "--framework", "nanotron,deepspeed-zero1", "-s", "ddp"))

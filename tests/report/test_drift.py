@@ -129,7 +129,7 @@ def test_a_slower_rank_is_named_with_its_step(
     rank = data.draw(st.integers(0, ranks - 1))
     (found,) = alerts(job(seed, noise, ranks=ranks, slow={rank: factor}))
     assert found.startswith(f"rank {rank} is ")
-    assert found.endswith(f"slower since step {31 * EVERY}")
+    assert found.endswith((f"slower since step {31 * EVERY}", f"times as slow since step {31 * EVERY}"))
 
 
 def test_the_words() -> None:
@@ -147,6 +147,13 @@ def test_the_words() -> None:
     ]
     everyone = dict.fromkeys(range(6), 1.5)
     assert alerts(job(0, 0.0, slow=everyone)) == ["every rank computes 50 % slower since step 1550"]
+
+
+def test_more_than_twice_as_long_is_said_in_times() -> None:
+    assert alerts(job(0, 0.0, slow={5: 6.1})) == ["rank 5 is 6.1 times as slow since step 1550"]
+    assert alerts(job(0, 0.0, slow=dict.fromkeys(range(8), 6.1))) == [
+        "every rank computes 6.1 times as long since step 1550"
+    ]
 
 
 def test_the_way_back_is_told_too() -> None:

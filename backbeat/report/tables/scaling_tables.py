@@ -82,10 +82,10 @@ def answer_table(study: Study, price: float | None) -> Table:
     """One row for each number of GPUs: stock DDP or what the job runs today, the others beside it, and what limits the
     fastest.
 
-    `best` alone is headed as planned. The gain is that of the fastest of them, and negative where stock DDP is faster.
-    What is too big for the device's memory, or left out at a number of GPUs, shows no figure. Where the network has a
-    band, the fastest's scaling is shown from a busy cluster to a quiet one, too. Neighbouring rows that print alike
-    share one.
+    `best` is headed as planned where no other plan stands beside stock DDP or frameworks. The gain is that of the
+    fastest of them, and negative where stock DDP is faster. What is too big for the device's memory, or left out at a
+    number of GPUs, shows no figure. Where the network has a band, the fastest's scaling is shown from a busy cluster to
+    a quiet one, too. Neighbouring rows that print alike share one.
     """
     stock, too_big = study.baseline, study.too_big
     others = [label for label in study.curves if label != stock]
@@ -113,7 +113,10 @@ def answer_table(study: Study, price: float | None) -> Table:
     for (mark, *cells), alike in groupby(best, key=cells_at):
         counts = list(alike)
         rows.append((("" if len(counts) == 1 else f"{counts[0]}..") + f"{counts[-1]}{mark}", *cells))
-    names = ["planned"] if others == ["best"] else [_broken(printable(label)) for label in others]
+    # A framework has no plan.
+    names = [_broken(printable(label)) for label in others]
+    if [label for label in others if label in study.plans] == ["best"]:
+        names[others.index("best")] = "planned"
     headings = ["GPUs", "DDP" if stock == "ddp" else _broken(stock), *names, "gain", "busy–quiet"]
     table = table_of([*headings, f"$/B {numbers.unit(study.given)}", "limited by"], rows, left={"limited by"})
     for column in table.columns:

@@ -127,7 +127,8 @@ def unmeasured(profile: Profile, network: Network) -> list[str]:
         lines.append(f"the network {network.name} is {method}, not measured")
     if network.topology.gpus_per_node > 1 and network.topology.transport is None and network.slowdown is None:
         lines.append(
-            f"the network {network.name} names no transport: computation is taken not to slow down beside communication"
+            f"the network {network.name} names no transport: computation is taken not to slow down beside "
+            "communication; give `backbeat network --transport`, or write `transport` into the file's topology"
         )
     if profile.source is None:
         lines.append(f"the profile {profile.name} does not say where its figures come from")

@@ -14,6 +14,7 @@ from backbeat.report.study import PLANNED, STOCK, Study, chosen
 from backbeat.report.study_row import DeviceFit, StudyRow, study_row
 from backbeat.report.words.commands import Settings, sharding_lines
 from backbeat.report.words.numbers import SAME, capitalised, format_number, load_range
+from backbeat.simulate import strong_scaling
 from backbeat.simulate.predict import knee
 from backbeat.units import counted, format_bytes, format_seconds
 
@@ -144,15 +145,33 @@ def _run(study: Study, settings: Settings, taken: StudyRow) -> str:
         return (
             f"Keep {name}: {'the plan is not' if PLANNED in study.curves else 'nothing asked for here is'} 1 % faster."
         )
+    ddp = _ddp_as_fast(study, taken)
+    if ddp is not None and not too_big:
+        more = gain(plain, ddp)
+        if more < SIMPLER_WITHIN:
+            return f"Keep {name}: stock DDP is not 1 % faster, and a plan gains nothing more."
+        return f"Run stock DDP, {faster_than(more, name)}; a plan gains nothing more."
     made = _command(study, settings, taken)
-    what = "the plan" if made else taken.label
+    what = "the plan" if made else stock_name(taken.label)
     why = f"; {name} does not fit" if too_big else f", {faster_than(faster, name)}"
     return f"Run {what}{why}:\n  {made}" if made else f"Run {what}{why}."
 
 
+def _ddp_as_fast(study: Study, taken: StudyRow) -> Prediction | None:
+    """Stock DDP, where the plan taken in place of what the job runs today gains nothing on it, and it fits."""
+    if study.baseline == STOCK or taken.label == STOCK or taken.plan is None or taken.sharded:
+        return None
+    profile = study.given
+    if study.global_batch is not None:
+        batch, other = study.global_batch, study.other
+        profile = strong_scaling(profile, batch, taken.workers, accumulation=study.accumulation, other=other)
+    row = study_row(STOCK, {"strategy": STOCK}, profile, study.network.at(workers=taken.workers), study)
+    return row.prediction if row.fits and gain(row.prediction, taken.prediction) < SIMPLER_WITHIN else None
+
+
 def _command(study: Study, settings: Settings, taken: StudyRow) -> str:
-    """What makes or runs the plan that was predicted; nothing does for what a framework does."""
-    if taken.plan is None:
+    """What makes or runs the plan that was predicted; what a framework or stock DDP does needs none."""
+    if taken.plan is None or taken.label == STOCK:
         return ""
     if taken.label in settings.plan_files:
         return f"DistributedDataParallel(model, plan={settings.plan_files[taken.label]!r})   # of backbeat.runtime"

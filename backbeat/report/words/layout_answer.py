@@ -18,7 +18,7 @@ HELP = {
     "memory": "Memory-bound work between the products: fused kernels help, or a wider tp that shards it.",
     "host": "The host, which submits operators more slowly than the GPU runs them: larger micro-batches help, or CUDA "
     "graphs.",
-    "recompute": "Recomputation, which memory forces: more GPUs, more stages or sharded parameters (zero=3) help.",
+    "recompute": "Recomputation, which memory forces: more GPUs, more stages{shard} help.",
     "tensor": "Collectives of tensor parallelism: a smaller tp helps where memory allows, or hiding them behind the "
     "products (framework megatron-tp-overlap).",
     "context": "The ring of keys and values: a smaller cp helps.",
@@ -73,4 +73,5 @@ def layout_answer(best: LayoutPrediction) -> str:
 
 def limit_line(one: LayoutPrediction) -> str:
     """What holds it back and what helps."""
-    return f"Limited by {lowered(HELP[one.limited_by])}"
+    shard = " or sharded parameters (zero=3)" if one.layout.zero < 3 else ""
+    return f"Limited by {lowered(HELP[one.limited_by].format(shard=shard))}"

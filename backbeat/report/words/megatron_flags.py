@@ -28,7 +28,7 @@ def megatron_flags(model: Transformer, layout: Layout, job: Job, framework: str)
     >>> megatron_flags(transformer("llama-3-8b"), layout, job, "megatron-no-overlap")[:2]
     ['--tensor-model-parallel-size 4', '--sequence-parallel']
     """
-    if framework not in _FRAMEWORKS or layout.zero > 1 or layout.schedule not in ("1f1b", "interleaved"):
+    if framework not in _FRAMEWORKS or why_no_flags(layout, framework) is not None:
         return []
     stages = layout.pp * layout.chunks
     uneven = model.layers % stages > 0
@@ -58,6 +58,17 @@ def megatron_flags(model: Transformer, layout: Layout, job: Job, framework: str)
     if framework == "megatron-tp-overlap" and layout.shards_sequence:
         flags.append("--tp-comm-overlap")
     return flags + _RECOMPUTE[layout.recompute]
+
+
+def why_no_flags(layout: Layout, framework: str) -> str | None:
+    """Of a layout for Megatron-LM that its flags cannot say: why."""
+    if framework not in _FRAMEWORKS:
+        return None
+    if layout.zero > 1:
+        return f"No flags of Megatron-LM: they are known for zero=0 and 1, not {layout.zero}."
+    if layout.schedule not in ("1f1b", "interleaved"):
+        return f"No flags of Megatron-LM: it has no schedule {layout.schedule}."
+    return None
 
 
 def _pipeline_layout(layers: list[int]) -> str:

@@ -135,8 +135,8 @@ def decide(
     if len(tried) == 1 and excluded and not _at_bound(taken):
         best = min(excluded, key=attrgetter("predicted_s"))
         words += (
-            f"; all others are predicted to be slower: {format_seconds(best.predicted_s)} with {best.name}, "
-            f"{format_seconds(taken.predicted_s)} with {taken.name}"
+            f"; nothing else was tried: {best.name} is predicted to take {format_seconds(best.predicted_s)}, "
+            f"{taken.name} {format_seconds(taken.predicted_s)}"
         )
     if untried and len(measured) > 1:
         words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"

@@ -128,7 +128,9 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
             )
 
     def report(self) -> NoReturn:
-        raise InputError("report() needs backbeat's reducer: use reducer='backbeat' and run a step")
+        raise InputError(
+            "report(): torch's own reducer runs, whose buckets backbeat does not time: use backbeat.runtime.Watch"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()

@@ -75,8 +75,8 @@ def test_of_a_single_candidate_it_says_what_was_measured_and_why_no_other_was_tr
     assert worth_trying([stock, buckets, units]) == [stock]
     words = decide([stock], Trials(turns_s={stock.name: [1.034]}), None, excluded=[buckets, units])[1]
     assert words == (
-        "stock DDP, 1.03 s a step measured; 10% over the bound of 940 ms; all others are predicted to be slower: "
-        "1.06 s with 1 bucket of buckets on 1 communicator, 1.00 s with stock DDP"
+        "stock DDP, 1.03 s a step measured; 10% over the bound of 940 ms; nothing else was tried: "
+        "1 bucket of buckets on 1 communicator is predicted to take 1.06 s, stock DDP 1.00 s"
     )
 
 
