@@ -159,7 +159,8 @@ def _scales(study: Study, settings: Settings) -> str:
     if fit is not None and not fit.fits:
         which += ", if it fitted"
     said = [figures_line(best, study.given, settings, which)]
-    others = [*(prediction for _, prediction in study.buckets), *(row.prediction for row in study.shardings if row.fits)]
+    others = [prediction for _, prediction in study.buckets]
+    others += [row.prediction for row in study.shardings if row.fits]
     if compared and label == STOCK and study.top > 1 and all(gain(best, one) < SIMPLER_WITHIN for one in others):
         said.append(f"No strategy compared here{' that fits' if study.too_big else ''} is faster.")
     if study.top > 1:
