@@ -88,7 +88,7 @@ def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def counterpart(ctx: Context, plan: Plan, model: nn.Module) -> Any:
-    """What a stranger would write by hand."""
+    """What people write by hand."""
     sharding = plan.sharding
     if sharding is None:
         return TorchDDP(model)
