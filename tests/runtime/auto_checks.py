@@ -192,6 +192,22 @@ def ranks_without_data_put_planning_off(ctx: Context) -> None:
 
 
 @check
+def a_plan_is_not_judged_by_ranks_without_data(ctx: Context) -> None:
+    """They run out while the plan is timed: it is neither kept nor dropped by means of which some are of nothing."""
+    model = ctx.build(lambda: mlp(depth=6))
+    wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
+    with Join([wrapped]):
+        for step in range(16 if ctx.rank else 60):
+            wrapped.zero_grad()
+            wrapped(ctx.data(3, 6, step=step, rank=ctx.rank)).sum().backward()
+    if ctx.size > 1:
+        report = wrapped.report()
+        assert report.state == "trying", report.history
+        assert "switching to" in report.history[-2], report.history
+        assert report.history[-1] == "waiting for steps in which every rank has data", report.history
+
+
+@check
 def backwards_that_begin_under_no_sync_are_timed(ctx: Context) -> None:
     """The forward under `no_sync` comes later, so that backward reaches its output first."""
     model = ctx.build(lambda: mlp(depth=6))

@@ -268,3 +268,14 @@ def test_notes_say_what_lies_between_rows_and_what_beyond() -> None:
     assert any("extrapolated from 64" in note for note in beyond.notes)
     assert beyond.extrapolated
     assert any("largest message measured" in note for note in exact.notes)
+
+
+def test_what_a_memory_plan_does_not_keep_is_a_loss_and_may_limit_a_job() -> None:
+    profile, network = Profile.load("resnet50-b128-bf16-h200"), Network.load("nvlink-ib400").at(workers=8)
+    kept = bb.predict(profile, network, "optimal")
+    small = bb.predict(profile, network, bb.plan(profile, network, "optimal", memory_bytes=3 * 10**9))
+    assert (kept.bottleneck, small.bottleneck) == ("compute", "memory")
+    assert small.scaling_factor == pytest.approx(kept.single_s / small.iteration_s)
+    assert small.exposed_s < 0.02 * (small.single_s - kept.single_s)
+    assert any("not kept of activations costs 11.1 ms" in note for note in small.notes)
+    assert not any("not kept" in note for note in kept.notes)

@@ -52,6 +52,13 @@ def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
     assert drawn.get("knee", [None]) == [knee(points)]
 
 
+def test_the_band_of_a_plan_that_keeps_less_holds_its_curve() -> None:
+    profile, network = bb.Profile.load("resnet50-b128-bf16-h200"), bb.Network.load("100gbe").at(workers=8)
+    point = bb.predict(profile, network, bb.plan(profile, network, "optimal", memory_bytes=3 * 10**9))
+    ((_, slow, fast),) = Scaling({"small": [point]}).band
+    assert slow < point.scaling_factor < fast < 0.9
+
+
 def test_a_network_with_a_band_draws_it_instead_of_single_iterations() -> None:
     network = affine(1e-3, 1e-9, band=LoadBand(quiet=2.0, busy=0.5))
     data = Scaling(study(small(), network, [1, 4, 64], strategies=[]).curves)
