@@ -595,6 +595,11 @@ def what_goes_unseen_is_warned_of(ctx: Context) -> None:
             wrapped.attach(torch.optim.SGD(half, lr=0.1), max_grad_norm=None)
         assert len(said) == 1, said
         assert "gradients are not clipped" in said[0]
+        assert said[0].endswith("the norm to clip")
+    with warnings_of("backbeat.runtime") as said:
+        corrected = wrap(ctx, SOME, compression={"momentum_correction": True})
+        corrected.attach(torch.optim.SGD(corrected.parameters(), lr=0.1, momentum=0.9), max_grad_norm=None)
+        assert said[0].endswith("the norm to clip, without momentum_correction"), said
     with warnings_of("backbeat.runtime") as said:
         for _ in range(2):
             with torch.autocast(ctx.device.type, torch.bfloat16):

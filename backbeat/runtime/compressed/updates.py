@@ -77,7 +77,8 @@ class Updates:
         if max_grad_norm is None and not (self._optimizers and self.max_grad_norm is None):
             logger.warning(
                 "attach(max_grad_norm=None): gradients are not clipped. They are gone when backward ends, so that "
-                "torch.nn.utils.clip_grad_norm_ after it finds none and does nothing; give attach() the norm to clip"
+                "torch.nn.utils.clip_grad_norm_ after it finds none and does nothing; give attach() the norm to clip%s",
+                ", without momentum_correction" if self._momentum_correction else "",
             )
         self.max_grad_norm = max_grad_norm
         if any(optimizer is other for other in self._optimizers):
