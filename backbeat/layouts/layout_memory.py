@@ -117,8 +117,8 @@ class LayerMemory:
         """Bytes that stay where nothing is computed again."""
         model, tp = self.model, self.layout.tp
         tokens, between = self.layout.tokens(self.job), self.layout.own_tokens(self.job)
-        # Both norms' inputs and what they give, and two dropout masks of a byte.
-        kept = between * model.hidden * (4 * 2 + (2 if model.dropout else 0))
+        # All norms' inputs and what they give, and two dropout masks of a byte.
+        kept = between * model.hidden * (4 * model.norms + (2 if model.dropout else 0))
         wide = (model.heads + model.key_heads) * (model.width + model.out_width)
         kept += 2 * tokens * wide / tp + self._scores
         kept += 2 * between * (model.query_rank + model.latent_width) * 2

@@ -51,7 +51,7 @@ def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) ->
     1.0
     """
     tp = layout.tp
-    both = sum(each.held(tp) for each in model.attention) + 2 * model.norm_parameters
+    both = sum(each.held(tp) for each in model.attention) + model.norms * model.norm_parameters
     each_dense = both + model.mlp_parameters(model.ffn) / tp
     each_sparse = both + (model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp)
     dense = expert = 0.0
@@ -153,11 +153,12 @@ def _modules(model: Transformer, tp: int, chunks: tuple[StageLayers, ...]) -> tu
     """In the order of backward."""
     attention = [each.held(tp) for each in model.attention]
     norm = float(model.norm_parameters)
+    norms = (norm,) * model.norms
     dense, shared = ([each.parameters / tp for each in model.mlp(inner)] for inner in (model.ffn, model.shared_ffn))
     router = float(model.router.parameters)
     taken = model.experts_per_token * weights(model.mlp(model.expert_ffn)) / tp
-    each_dense = _Module((*dense[::-1], norm, *attention[::-1], norm), sum(attention) + sum(dense))
-    sparse = (*(shared[::-1] if model.shared_ffn else ()), router, norm, *attention[::-1], norm)
+    each_dense = _Module((*dense[::-1], *norms[1:], *attention[::-1], *norms[:1]), sum(attention) + sum(dense))
+    sparse = (*(shared[::-1] if model.shared_ffn else ()), router, *norms[1:], *attention[::-1], *norms[:1])
     each_sparse = _Module(sparse, sum(attention) + sum(shared) + router + taken)
     head = model.head.parameters / tp
     found: list[_Module] = []

@@ -86,10 +86,27 @@ class StageLayers:
     sparse: int
     first: bool
     last: bool
+    windowed: tuple[int, int] = (0, 0)
+    """Of the dense and of the sparse layers, those whose attention sees a window."""
 
     @property
     def layers(self) -> int:
         return self.dense + self.sparse
+
+    @property
+    def kinds(self) -> dict[tuple[bool, bool], int]:
+        """How many are dense or sparse, and see all or a window.
+
+        >>> StageLayers(dense=3, sparse=1, first=True, last=True, windowed=(2, 0)).kinds
+        {(False, False): 1, (False, True): 2, (True, False): 1}
+        """
+        counts = ((sparse, count, self.windowed[sparse]) for sparse, count in enumerate((self.dense, self.sparse)))
+        every = {
+            (bool(sparse), windowed): narrow if windowed else count - narrow
+            for sparse, count, narrow in counts
+            for windowed in (False, True)
+        }
+        return {kind: count for kind, count in every.items() if count}
 
 
 def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -> list[StageLayers]:
@@ -110,10 +127,12 @@ def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -
         more = [*range(1, stages - 1), 0][:rest]
         counts, head = [base + (stage in more) for stage in range(stages)], stages - 1
     found, begin = [], 0
-    sparse_from = model.dense_layers if model.experts else model.layers
+    windowed = frozenset(model.windowed)
     for stage, count in enumerate(counts):
-        dense = max(0, min(begin + count, sparse_from) - begin)
-        found.append(StageLayers(dense, count - dense, stage == 0, stage == head))
+        own = frozenset(range(begin, begin + count))
+        sparse = own & model.sparse_layers
+        narrow = (len(own & windowed - sparse), len(sparse & windowed))
+        found.append(StageLayers(count - len(sparse), len(sparse), stage == 0, stage == head, narrow))
         begin += count
     return found
 
@@ -155,22 +174,22 @@ class StageTimer:
 
     def stages(self) -> list[StageTimes]:
         """Of every chunk, in the order of layers."""
-        kinds = split_layers(self.model, self.layout, by_cost=self.conventions.stages_by_cost)
-        dense = self.layer(sparse=False) if any(kind.dense for kind in kinds) else StageTimes()
-        sparse = self.layer(sparse=True) if any(kind.sparse for kind in kinds) else StageTimes()
+        chunks = split_layers(self.model, self.layout, by_cost=self.conventions.stages_by_cost)
+        every = {kind for chunk in chunks for kind in chunk.kinds}
+        layers = {kind: self.layer(sparse=kind[0], windowed=kind[1]) for kind in every}
         ends = (
             self._ends(self.builder.embedding(), "reduce_scatter", "all_gather"),
             self._ends(self.builder.head(), "all_gather", "reduce_scatter"),
         )
         found = []
-        for kind in kinds:
-            total = dense.times(kind.dense) + sparse.times(kind.sparse)
-            total = total + ends[0] if kind.first else total
-            found.append(total + ends[1] if kind.last else total)
+        for chunk in chunks:
+            total = sum((layers[kind].times(count) for kind, count in chunk.kinds.items()), StageTimes())
+            total = total + ends[0] if chunk.first else total
+            found.append(total + ends[1] if chunk.last else total)
         return found
 
-    def layer(self, *, sparse: bool) -> StageTimes:
-        work = self.builder.layer(sparse=sparse)
+    def layer(self, *, sparse: bool, windowed: bool = False) -> StageTimes:
+        work = self.builder.layer(sparse=sparse, windowed=windowed)
         forward, inputs, weights = self._compute(work)
         recompute = self.layout.recompute
         again = forward if recompute == "full" else PartSeconds()

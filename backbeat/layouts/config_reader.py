@@ -1,0 +1,189 @@
+"""A language model from its Hugging Face config.json.
+
+Nothing is guessed: a model_type that `families` does not have is refused, and so is a field that changes a model in a
+way that is not counted. Of a model that sees or hears as well the language model is counted, where a `text_config`
+describes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from backbeat.errors import InputError
+from backbeat.layouts.config_fields import WAY_OUT, ConfigFields
+from backbeat.layouts.families import FAMILIES, Family
+from backbeat.layouts.transformer import Transformer
+
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_VOCAB = ("vocab_size", "padded_vocab_size")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "attn_config.kv_n_heads")
+_FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff", "hidden_dim")
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts", "ffn_config.moe_num_experts")
+_TAKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "ffn_config.moe_top_k")
+_EXPERT_FFN = ("moe_intermediate_size", "intermediate_size", "ffn_config.ffn_hidden_size")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_SHARED_FFN = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_WINDOW = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
+_DROPOUT = ("resid_pdrop", "hidden_dropout", "dropout", "hidden_dropout_prob", "resid_dropout", "residual_dropout")
+_EMBEDDING = ("word_embed_proj_dim", "embedding_size")
+
+_FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+"""Files that describe the language model beside the other parts, before they had a text_config."""
+
+
+def read_config(config: Mapping[str, Any], where: str) -> Transformer:
+    """
+    >>> read_config({"model_type": "t5", "d_model": 512}, "config.json")
+    Traceback (most recent call last):
+    backbeat.errors.InputError: config.json: models of model_type 't5' are not counted: profile the module itself, \
+like `backbeat profile mymodels:build --analytic h100`
+    """
+    kind = config.get("model_type")
+    text = config.get("text_config")
+    if kind not in FAMILIES and isinstance(text, Mapping):
+        stated = [part["tie_word_embeddings"] for part in (config, text) if "tie_word_embeddings" in part]
+        tied = {"tie_word_embeddings": any(stated)} if stated else {}
+        return _text_model({**text, **tied}, f"{where}: text_config", str(kind), nested=True)
+    if not kind:
+        raise InputError(f"{where} has no model_type: is it a language model's config.json?")
+    if kind in _FLAT:
+        return _text_model({**config, "model_type": _FLAT[kind]}, where, kind, nested=False)
+    return _model(config, where)
+
+
+def _text_model(config: Mapping[str, Any], where: str, whole: str, *, nested: bool) -> Transformer:
+    found = _model(config, where, nested=nested, name=f"{whole} (its text model)")
+    if not found.causal:
+        raise InputError(f"{where}: the text model of {whole!r} is an encoder, no decoder: {WAY_OUT}")
+    return found
+
+
+def _model(config: Mapping[str, Any], where: str, *, nested: bool = False, name: str = "") -> Transformer:
+    kind = str(config.get("model_type", ""))
+    if kind not in FAMILIES:
+        raise InputError(f"{where}: models of model_type {kind!r} are not counted: {WAY_OUT}")
+    family, fields = FAMILIES[kind], ConfigFields(config, kind, where, nested=nested)
+    hidden, heads, layers = fields.size(*_HIDDEN), fields.size(*_HEADS), fields.size(*_LAYERS)
+    _check(fields, hidden)
+    dense = _dense_layers(fields, family, layers)
+    first = next((place for place in range(layers) if place not in dense), layers)
+    ffn = _ffn(fields, family, hidden) if dense else 0
+    window, windowed = _windows(fields, family, layers)
+    return Transformer(
+        name=name or str(config.get("_name_or_path") or kind),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        ffn=ffn,
+        vocab=fields.size(*_VOCAB),
+        gated=family.gated,
+        rms_norm=family.rms_norm,
+        norms=family.norms if isinstance(family.norms, int) else family.norms(fields),
+        bias=fields.flag(family.bias) if isinstance(family.bias, str) else family.bias,
+        tied=fields.flag("tie_word_embeddings") if family.tied is None else family.tied,
+        positions=0
+        if family.positions is None
+        else fields.size("n_positions", "max_position_embeddings") + family.positions,
+        end_parameters=family.end_parameters(fields) if family.end_parameters else 0,
+        dropout=any(float(fields.value(each) or 0) > 0 for each in _DROPOUT),
+        causal=(family.causal or fields.flag("is_decoder")) and not fields.flag("use_bidirectional_attention"),
+        window=window,
+        windowed=windowed,
+        chunked=fields.value("attention_chunk_size") is not None,
+        **_attention(fields, family, hidden, heads),
+        **(_experts(fields, family, dense, first) if first < layers else {}),
+    )
+
+
+def _check(fields: ConfigFields, hidden: int) -> None:
+    """Refuse what changes a model of a known type."""
+    for name in ("add_cross_attention", "is_encoder_decoder", "is_moe", "per_layer_config"):
+        if fields.flag(name):
+            raise fields.refused(f"{name} is not counted")
+    for name in _EMBEDDING:
+        if fields.number(name, default=hidden) != hidden:
+            raise fields.refused(f"{name}({fields.number(name)}) != hidden({hidden}) is not counted")
+    if fields.value("attn_config.attn_type") not in (None, "multihead_attention"):
+        raise fields.refused(f"attn_type {fields.value('attn_config.attn_type')!r} is not counted")
+
+
+def _ffn(fields: ConfigFields, family: Family, hidden: int) -> int:
+    if family.ffn is not None:
+        return family.ffn(fields)
+    if fields.value("intermediate_size_mlp") is not None:
+        # Llama 4's experts have the other one.
+        return fields.size("intermediate_size_mlp")
+    if family.gated or fields.has_default(*_FFN):
+        return fields.size(*_FFN)
+    return fields.number(*_FFN, default=4 * hidden)
+
+
+def _attention(fields: ConfigFields, family: Family, hidden: int, heads: int) -> dict[str, int]:
+    if family.latent:
+        return {
+            "head_width": fields.size("qk_nope_head_dim"),
+            "query_rank": fields.number("q_lora_rank"),
+            "latent_width": fields.size("kv_lora_rank"),
+            "rope_width": fields.number("qk_rope_head_dim"),
+            "value_width": fields.size("v_head_dim"),
+        }
+    kv_heads = family.kv_heads(fields) if family.kv_heads else fields.number(*_KV_HEADS)
+    rounded = hidden // heads if hidden % heads else 0
+    return {"kv_heads": kv_heads, "head_width": fields.number("head_dim", "kv_channels", default=rounded)}
+
+
+def _dense_layers(fields: ConfigFields, family: Family, layers: int) -> list[int]:
+    """Those without experts."""
+    if not family.experts or not fields.number(*_EXPERTS):
+        return list(range(layers))
+    listed = fields.each("mlp_layer_types", layers)
+    if listed is not None:
+        unknown = next((kind for kind in listed if kind not in ("dense", "sparse")), None)
+        if unknown is not None:
+            raise fields.refused(f"mlp_layer_types has {unknown!r}, which is not counted")
+        return [place for place, kind in enumerate(listed) if kind == "dense"]
+    sparse = fields.value("moe_layers")
+    if sparse is None:
+        first = fields.number("first_k_dense_replace", "moe_layer_start_index", default=family.dense_layers)
+        end = fields.number("moe_layer_end_index", default=-1) % layers
+        every = fields.period("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", default=1)
+        frequency = fields.period("moe_layer_freq", default=1)
+        sparse = [
+            place for place in range(first, end + 1) if (place + 1) % every == 0 and place % frequency == 0
+        ]
+        sparse = set(sparse) - set(fields.value("mlp_only_layers") or ())
+    return [place for place in range(layers) if place not in sparse]
+
+
+def _experts(fields: ConfigFields, family: Family, dense: list[int], first: int) -> dict[str, Any]:
+    """Of a model whose layer `first` is the first with experts."""
+    inner = fields.size(*_EXPERT_FFN)
+    shared = fields.number(*_SHARED, default=family.shared_experts)
+    return {
+        "experts": fields.number(*_EXPERTS),
+        "experts_per_token": fields.number(*_TAKEN),
+        "expert_ffn": inner,
+        "shared_ffn": fields.number(*_SHARED_FFN, default=shared * inner),
+        "dense_layers": first,
+        "dense_at": tuple(place for place in dense if place > first),
+    }
+
+
+def _windows(fields: ConfigFields, family: Family, layers: int) -> tuple[int, tuple[int, ...]]:
+    """How much attention sees, and in which layers."""
+    listed = fields.each("layer_types", layers)
+    windows = ("sliding_attention", "chunked_attention")
+    unknown = next((kind for kind in listed or () if kind not in ("full_attention", *windows)), None)
+    if unknown is not None:
+        raise fields.refused(f"layer_types has {unknown!r}, which is not counted")
+    width = fields.number(*_WINDOW)
+    if width < 1 or fields.value("use_sliding_window") is False:
+        return 0, ()
+    if listed is not None:
+        narrow = [place for place, kind in enumerate(listed) if kind in windows]
+    else:
+        narrow = [place for place in range(layers) if family.windowed is not None and family.windowed(fields, place)]
+    return (width, tuple(narrow)) if narrow else (0, ())
