@@ -14,7 +14,7 @@ from backbeat.layouts.config_reader import read_config
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.files import checked
 
-_GPT = {"gated": False, "rms_norm": False, "bias": True, "tied": True, "dropout": True}
+_GPT: dict[str, Any] = {"gated": False, "rms_norm": False, "bias": True, "tied": True, "dropout": True}
 _GPT3_SHAPES = {
     "125m": (12, 768, 12),
     "350m": (24, 1024, 16),
@@ -44,7 +44,7 @@ _EXPERT_SHAPES = {
     "qwen3-235b-a22b": (94, 4096, 64, 4, 128, 151936, 128, 8, 1536),
 }
 """Layers, hidden, heads, heads of keys and values, head width, vocabulary, experts, experts per token, their MLP."""
-_DEEPSEEK = {
+_DEEPSEEK: dict[str, Any] = {
     "vocab": 129280,
     "latent_width": 512,
     "head_width": 128,
@@ -78,11 +78,11 @@ def _bundled() -> dict[str, Transformer]:
     made += [
         Transformer(
             name="deepseek-v3", layers=61, hidden=7168, heads=128, ffn=18432, experts=256, experts_per_token=8,
-            expert_ffn=2048, shared_ffn=2048, dense_layers=3, **_DEEPSEEK,  # type: ignore[arg-type]
+            expert_ffn=2048, shared_ffn=2048, dense_layers=3, **_DEEPSEEK,
         ),
         Transformer(
             name="deepseek-v2", layers=60, hidden=5120, heads=128, ffn=12288, experts=160, experts_per_token=6,
-            expert_ffn=1536, shared_ffn=3072, dense_layers=1, **{**_DEEPSEEK, "vocab": 102400},  # type: ignore[arg-type]
+            expert_ffn=1536, shared_ffn=3072, dense_layers=1, **{**_DEEPSEEK, "vocab": 102400},
         ),
     ]  # fmt: skip
     return {one.name: one for one in made}

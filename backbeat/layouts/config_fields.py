@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,21 +41,20 @@ class ConfigFields:
         values = said or [self._defaults.get(name) for name in names]
         return next((value for value in values if value is not None), None)
 
-    def number(self, *names: str, default: int = 0) -> int:
+    def number(self, *names: str, default: int = 0, least: int = 0) -> int:
         value = self.value(*names)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.refused(f"{names[0]} is {value!r}, where one whole number is read")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.refused(f"{self._named(names)} is {value!r}, where one whole number from {least} is read")
         return value
 
     def period(self, *names: str, default: int) -> int:
-        """A number of layers after which a pattern repeats, also written out (LLLG)."""
+        """A number of layers after which a pattern repeats; written out, all but the last are local: LLLG."""
         value = self.value(*names)
-        found = len(value) if isinstance(value, str) else self.number(*names, default=default)
-        if found < 1:
-            raise self.refused(f"{names[0]} is {value!r}, where layers are counted")
-        return found
+        if isinstance(value, str) and value and value == "L" * (len(value) - 1) + "G":
+            return len(value)
+        return self.number(*names, default=default, least=1)
 
     def size(self, *names: str) -> int:
         """One that every config.json has."""
@@ -63,8 +62,12 @@ class ConfigFields:
             raise InputError(f"{self.where} has no {names[0]}: is it a language model's config.json?")
         found = self.number(*names)
         if found < 1:
-            raise InputError(f"{self.where}: {names[0]} is {self.value(*names)!r}: a model has at least one")
+            raise InputError(f"{self.where}: {self._named(names)} is {self.value(*names)!r}: a model has at least one")
         return found
+
+    def _named(self, names: Sequence[str]) -> str:
+        """The one that stands in the file."""
+        return next((name for name in names if _at(self.config, name)), names[0])
 
     def has_default(self, *names: str) -> bool:
         return any(name in self._defaults for name in names)
@@ -75,11 +78,20 @@ class ConfigFields:
     def each(self, name: str, layers: int) -> list[Any] | None:
         """A list with an entry for each layer; None where there is none."""
         value = self.value(name)
-        if not isinstance(value, list) or not value:
+        if value is None or value == []:
             return None
-        if len(value) < layers:
-            raise self.refused(f"{name} names {len(value)} of {layers} layers")
+        if not isinstance(value, list) or len(value) < layers:
+            raise self.refused(f"{name} is not a list with an entry for each of {layers} layers")
         return value[:layers]
+
+    def places(self, name: str) -> frozenset[int] | None:
+        """Layers by their number; None where no list names them."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(place, int) for place in value):
+            raise self.refused(f"{name} is {value!r}, where a list of layers is read")
+        return frozenset(value)
 
     def refused(self, why: str) -> InputError:
         return InputError(f"{self.where}: {why} (model_type {self.kind!r}): {WAY_OUT}")

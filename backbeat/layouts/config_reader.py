@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from backbeat.errors import InputError
-from backbeat.layouts.config_fields import WAY_OUT, ConfigFields
+from backbeat.layouts.config_fields import WAY_OUT, ConfigFields, class_defaults
 from backbeat.layouts.families import FAMILIES, Family
 from backbeat.layouts.transformer import Transformer
 
@@ -30,6 +30,9 @@ _WINDOW = ("sliding_window", "attention_chunk_size", "local_attention", "window_
 _DROPOUT = ("resid_pdrop", "hidden_dropout", "dropout", "hidden_dropout_prob", "resid_dropout", "residual_dropout")
 _EMBEDDING = ("word_embed_proj_dim", "embedding_size")
 
+_COUNTED = {"attn_config.attn_type": "multihead_attention", "expansion_ratio": 4}
+"""MPT's, which transformers takes for granted."""
+
 _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 """Files that describe the language model beside the other parts, before they had a text_config."""
 
@@ -41,12 +44,10 @@ def read_config(config: Mapping[str, Any], where: str) -> Transformer:
     backbeat.errors.InputError: config.json: models of model_type 't5' are not counted: profile the module itself, \
 like `backbeat profile mymodels:build --analytic h100`
     """
-    kind = config.get("model_type")
-    text = config.get("text_config")
+    kind, text = config.get("model_type"), config.get("text_config")
+    kind = kind if isinstance(kind, str) else ""
     if kind not in FAMILIES and isinstance(text, Mapping):
-        stated = [part["tie_word_embeddings"] for part in (config, text) if "tie_word_embeddings" in part]
-        tied = {"tie_word_embeddings": any(stated)} if stated else {}
-        return _text_model({**text, **tied}, f"{where}: text_config", str(kind), nested=True)
+        return _text_model({**text, **_tied(config, text)}, f"{where}: text_config", kind, nested=True)
     if not kind:
         raise InputError(f"{where} has no model_type: is it a language model's config.json?")
     if kind in _FLAT:
@@ -54,11 +55,20 @@ like `backbeat profile mymodels:build --analytic h100`
     return _model(config, where)
 
 
+def _tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, bool]:
+    """The whole model says whether its head is tied; older files leave it to a text_config that is not as its class."""
+    whole, own = (part.get("tie_word_embeddings") for part in (config, text))
+    if whole is None:
+        return {}
+    usual = class_defaults().get(str(text.get("model_type")), {}).get("tie_word_embeddings", False)
+    return {"tie_word_embeddings": bool(whole or (own and not usual))}
+
+
 def _text_model(config: Mapping[str, Any], where: str, whole: str, *, nested: bool) -> Transformer:
-    found = _model(config, where, nested=nested, name=f"{whole} (its text model)")
-    if not found.causal:
-        raise InputError(f"{where}: the text model of {whole!r} is an encoder, no decoder: {WAY_OUT}")
-    return found
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and not family.causal:
+        raise InputError(f"{where}: the text model of model_type {whole!r} is an encoder, not counted: {WAY_OUT}")
+    return _model(config, where, nested=nested, name=f"{whole} (its text model)")
 
 
 def _model(config: Mapping[str, Any], where: str, *, nested: bool = False, name: str = "") -> Transformer:
@@ -69,33 +79,29 @@ def _model(config: Mapping[str, Any], where: str, *, nested: bool = False, name:
     hidden, heads, layers = fields.size(*_HIDDEN), fields.size(*_HEADS), fields.size(*_LAYERS)
     _check(fields, hidden)
     dense = _dense_layers(fields, family, layers)
-    first = next((place for place in range(layers) if place not in dense), layers)
-    ffn = _ffn(fields, family, hidden) if dense else 0
-    window, windowed = _windows(fields, family, layers)
-    return Transformer(
-        name=name or str(config.get("_name_or_path") or kind),
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        ffn=ffn,
-        vocab=fields.size(*_VOCAB),
-        gated=family.gated,
-        rms_norm=family.rms_norm,
-        norms=family.norms if isinstance(family.norms, int) else family.norms(fields),
-        bias=fields.flag(family.bias) if isinstance(family.bias, str) else family.bias,
-        tied=fields.flag("tie_word_embeddings") if family.tied is None else family.tied,
-        positions=0
-        if family.positions is None
-        else fields.size("n_positions", "max_position_embeddings") + family.positions,
-        end_parameters=family.end_parameters(fields) if family.end_parameters else 0,
-        dropout=any(float(fields.value(each) or 0) > 0 for each in _DROPOUT),
-        causal=(family.causal or fields.flag("is_decoder")) and not fields.flag("use_bidirectional_attention"),
-        window=window,
-        windowed=windowed,
-        chunked=fields.value("attention_chunk_size") is not None,
+    made: dict[str, Any] = {
+        "name": name or str(config.get("_name_or_path") or kind),
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "ffn": _ffn(fields, family, hidden) if dense else 0,
+        "vocab": fields.size(*_VOCAB),
+        "gated": family.gated,
+        "rms_norm": family.rms_norm,
+        "norms": family.norms if isinstance(family.norms, int) else family.norms(fields),
+        "bias": fields.flag(family.bias) if isinstance(family.bias, str) else family.bias,
+        "tied": fields.flag("tie_word_embeddings") if family.tied is None else family.tied,
+        "end_parameters": family.end_parameters(fields) if family.end_parameters else 0,
+        "dropout": any(fields.flag(each) for each in _DROPOUT),
+        "causal": (family.causal or fields.flag("is_decoder")) and not fields.flag("use_bidirectional_attention"),
         **_attention(fields, family, hidden, heads),
-        **(_experts(fields, family, dense, first) if first < layers else {}),
-    )
+        **_windows(fields, family, layers),
+    }
+    if family.positions is not None:
+        made["positions"] = fields.size("n_positions", "max_position_embeddings") + family.positions
+    if len(dense) < layers:
+        made |= _experts(fields, family, dense)
+    return Transformer(**made)
 
 
 def _check(fields: ConfigFields, hidden: int) -> None:
@@ -106,8 +112,10 @@ def _check(fields: ConfigFields, hidden: int) -> None:
     for name in _EMBEDDING:
         if fields.number(name, default=hidden) != hidden:
             raise fields.refused(f"{name}({fields.number(name)}) != hidden({hidden}) is not counted")
-    if fields.value("attn_config.attn_type") not in (None, "multihead_attention"):
-        raise fields.refused(f"attn_type {fields.value('attn_config.attn_type')!r} is not counted")
+    for name, counted in _COUNTED.items():
+        value = fields.value(name)
+        if value not in (None, counted):
+            raise fields.refused(f"{name} is {value!r}, where {counted!r} is counted")
 
 
 def _ffn(fields: ConfigFields, family: Family, hidden: int) -> int:
@@ -145,45 +153,46 @@ def _dense_layers(fields: ConfigFields, family: Family, layers: int) -> list[int
         if unknown is not None:
             raise fields.refused(f"mlp_layer_types has {unknown!r}, which is not counted")
         return [place for place, kind in enumerate(listed) if kind == "dense"]
-    sparse = fields.value("moe_layers")
+    sparse = fields.places("moe_layers")
     if sparse is None:
         first = fields.number("first_k_dense_replace", "moe_layer_start_index", default=family.dense_layers)
-        end = fields.number("moe_layer_end_index", default=-1) % layers
+        last = fields.number("moe_layer_end_index", default=-1, least=-1) % layers
         every = fields.period("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", default=1)
         frequency = fields.period("moe_layer_freq", default=1)
-        sparse = [
-            place for place in range(first, end + 1) if (place + 1) % every == 0 and place % frequency == 0
-        ]
-        sparse = set(sparse) - set(fields.value("mlp_only_layers") or ())
+        found = (each for each in range(first, last + 1) if (each + 1) % every == 0 and each % frequency == 0)
+        sparse = frozenset(found) - (fields.places("mlp_only_layers") or frozenset())
     return [place for place in range(layers) if place not in sparse]
 
 
-def _experts(fields: ConfigFields, family: Family, dense: list[int], first: int) -> dict[str, Any]:
-    """Of a model whose layer `first` is the first with experts."""
-    inner = fields.size(*_EXPERT_FFN)
+def _experts(fields: ConfigFields, family: Family, dense: list[int]) -> dict[str, Any]:
+    """Of a model of which these layers have none."""
+    experts, taken, inner = fields.number(*_EXPERTS), fields.number(*_TAKEN), fields.size(*_EXPERT_FFN)
+    if not 1 <= taken <= experts:
+        raise fields.refused(f"a token takes {taken} of {experts} experts")
     shared = fields.number(*_SHARED, default=family.shared_experts)
+    first = next((place for place, number in enumerate(dense) if place != number), len(dense))
     return {
-        "experts": fields.number(*_EXPERTS),
-        "experts_per_token": fields.number(*_TAKEN),
+        "experts": experts,
+        "experts_per_token": taken,
         "expert_ffn": inner,
         "shared_ffn": fields.number(*_SHARED_FFN, default=shared * inner),
         "dense_layers": first,
-        "dense_at": tuple(place for place in dense if place > first),
+        "dense_at": tuple(dense[first:]),
     }
 
 
-def _windows(fields: ConfigFields, family: Family, layers: int) -> tuple[int, tuple[int, ...]]:
-    """How much attention sees, and in which layers."""
+def _windows(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
     listed = fields.each("layer_types", layers)
-    windows = ("sliding_attention", "chunked_attention")
-    unknown = next((kind for kind in listed or () if kind not in ("full_attention", *windows)), None)
+    kinds = ("sliding_attention", "chunked_attention")
+    unknown = next((kind for kind in listed or () if kind not in ("full_attention", *kinds)), None)
     if unknown is not None:
         raise fields.refused(f"layer_types has {unknown!r}, which is not counted")
-    width = fields.number(*_WINDOW)
+    width = fields.number(*_WINDOW, least=-1)
     if width < 1 or fields.value("use_sliding_window") is False:
-        return 0, ()
+        return {}
     if listed is not None:
-        narrow = [place for place, kind in enumerate(listed) if kind in windows]
+        narrow = [place for place, kind in enumerate(listed) if kind in kinds]
     else:
         narrow = [place for place in range(layers) if family.windowed is not None and family.windowed(fields, place)]
-    return (width, tuple(narrow)) if narrow else (0, ())
+    chunked = fields.value("attention_chunk_size") is not None
+    return {"window": width, "windowed": tuple(narrow), "chunked": chunked} if narrow else {}

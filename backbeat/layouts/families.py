@@ -40,6 +40,14 @@ class Family:
     """Whether a layer sees a window only, where no list of layers says so."""
 
 
+def _all(fields: ConfigFields, layer: int) -> bool:
+    return True
+
+
+def _last(fields: ConfigFields, layer: int) -> bool:
+    return layer >= fields.number("max_window_layers")
+
+
 def _all_but_last_of(period: int, *names: str) -> Windowed:
     return lambda fields, layer: (layer + 1) % fields.period(*names, default=period) != 0
 
@@ -49,20 +57,26 @@ def _all_but_first_of(period: int, *names: str) -> Windowed:
 
 
 def _local(fields: ConfigFields, layer: int) -> bool:
-    """GPT-Neo's, by name or in groups: [[["global", "local"], 12]]."""
-    groups = fields.value("attention_types") or [[["global", "local"], 1]]
-    kinds = fields.value("attention_layers") or [kind for group, times in groups for kind in group * times]
-    return bool(kinds[layer % len(kinds)] == "local")
+    """GPT-Neo's, one by one or in groups: [[["global", "local"], 12]]."""
+    kinds = fields.each("attention_layers", layer + 1)
+    if kinds is None:
+        groups = fields.value("attention_types") or [[["global", "local"], 1]]
+        try:
+            kinds = [kind for group, times in groups for kind in group * times]
+        except (TypeError, ValueError):
+            raise fields.refused(f"attention_types is {groups!r}, where groups of layers are read") from None
+    return bool(kinds and kinds[layer % len(kinds)] == "local")
 
 
 def _with_rope(fields: ConfigFields, layer: int) -> bool:
-    said = fields.value("no_rope_layers")
+    said = fields.each("no_rope_layers", layer + 1)
     return bool(said[layer]) if said else (layer + 1) % fields.period("no_rope_layer_interval", default=4) != 0
 
 
 def _falcon_kv_heads(fields: ConfigFields) -> int:
-    alone = fields.flag("multi_query") and not fields.flag("new_decoder_architecture")
-    return 1 if alone else fields.number("num_kv_heads")
+    if fields.flag("new_decoder_architecture"):
+        return fields.number("num_kv_heads")
+    return 1 if fields.flag("multi_query") else 0
 
 
 def _falcon_norms(fields: ConfigFields) -> int:
@@ -76,9 +90,10 @@ def _head_bias(fields: ConfigFields) -> int:
 
 
 def _masked_head(fields: ConfigFields) -> int:
-    """Token types and a norm behind the embedding; a product, its bias and a norm before the vocabulary's own bias."""
+    """Token types; a product, its bias and a norm before the vocabulary, which has a bias. The norm behind the
+    embedding takes the place of a last one."""
     hidden = fields.number("hidden_size", "dim")
-    return hidden * (hidden + 5 + fields.number("type_vocab_size")) + fields.number("vocab_size")
+    return hidden * (hidden + 3 + fields.number("type_vocab_size")) + fields.number("vocab_size")
 
 
 _LLAMA, _MOE = Family(), Family(experts=True)
@@ -89,11 +104,9 @@ _MODERN = Family(end_parameters=_masked_head, windowed=_all_but_first_of(3, "glo
 
 _ALIKE: dict[str, Family] = {
     "llama granite helium hunyuan_v1_dense internlm2 internlm3 iquestcoder seed_oss ernie4_5 bitnet diffllama gemma "
-    "olmo olmo2 glm doge baichuan exaone smollm3 qwen3_vl_text": _LLAMA,
-    "mistral ministral ministral3 phi3": Family(windowed=lambda fields, layer: True),
-    "qwen2 qwen3 qwen2_vl_text qwen2_5_vl_text": Family(
-        windowed=lambda fields, layer: layer >= fields.number("max_window_layers")
-    ),
+    "olmo olmo2 glm baichuan exaone smollm3 qwen3_vl_text": _LLAMA,
+    "mistral ministral ministral3 phi3 doge": Family(windowed=_all),
+    "qwen2 qwen3 qwen2_vl_text qwen2_5_vl_text": Family(windowed=_last),
     "qwen": Family(ffn=lambda fields: fields.size("intermediate_size") // 2),
     "chatglm": Family(
         kv_heads=lambda fields: fields.number("multi_query_group_num") if fields.flag("multi_query_attention") else 0
@@ -111,9 +124,8 @@ _ALIKE: dict[str, Family] = {
     "stablelm": Family(rms_norm=False, norms=lambda fields: 1 if fields.flag("use_parallel_residual") else 2),
     "minicpm3 youtu": Family(latent=True),
     # Without a gate.
-    "arcee apertus nanochat": Family(gated=False),
+    "arcee apertus nanochat mpt": Family(gated=False),
     "nemotron": Family(gated=False, rms_norm=False),
-    "mpt": Family(gated=False, ffn=lambda fields: fields.size("expansion_ratio") * fields.size("d_model")),
     "gpt_neox bloom xglm jais2 persimmon": _GPT,
     "gpt2 gpt-sw3 openai-gpt": replace(_GPT, positions=0),
     "gpt_bigcode": replace(_GPT, positions=0, kv_heads=lambda fields: 1 if fields.flag("multi_query") else 0),
@@ -126,31 +138,30 @@ _ALIKE: dict[str, Family] = {
         rms_norm=False,
         ffn=lambda fields: fields.size("intermediate_multiple_size") * fields.size("hidden_size"),
     ),
-    "starcoder2": replace(_GPT, bias="use_bias", windowed=lambda fields, layer: True),
+    "starcoder2": replace(_GPT, bias="use_bias", windowed=_all),
     "falcon": replace(_GPT, bias="bias", norms=_falcon_norms, kv_heads=_falcon_kv_heads),
     # With experts.
     "deepseek olmoe flex_olmo granitemoe granitemoeshared minimax_m2 dbrx aria_text glm4_moe solar_open ernie4_5_moe "
-    "qwen2_moe qwen3_moe qwen3_vl_moe_text mellum": _MOE,
+    "qwen2_moe qwen3_vl_moe_text mellum": _MOE,
     "deepseek_v2 deepseek_v3 kimi_k2": replace(_MOE, latent=True),
     "glm4_moe_lite axk1": replace(_MOE, latent=True, dense_layers=1),
     "hy_v3": replace(_MOE, dense_layers=1),
     "exaone_moe": replace(_MOE, windowed=_all_but_last_of(4, "sliding_window_pattern")),
-    "mixtral": replace(_MOE, windowed=lambda fields, layer: True),
-    "phimoe": replace(_MOE, rms_norm=False, windowed=lambda fields, layer: True),
+    "mixtral qwen3_moe": replace(_MOE, windowed=_all),
+    "phimoe": replace(_MOE, rms_norm=False, windowed=_all),
     "gpt_oss": replace(_MOE, windowed=_all_but_last_of(2)),
     "granitemoe_swa": replace(_MOE, windowed=_all_but_first_of(4)),
-    "dots1": replace(_MOE, windowed=lambda fields, layer: layer >= fields.number("max_window_layers")),
+    "dots1": replace(_MOE, windowed=_last),
     "llama4_text": replace(_MOE, shared_experts=1, windowed=_with_rope),
     "hunyuan_v1_moe": replace(_MOE, shared_experts=1),
     # Encoders, and a decoder in their manner.
     "bert camembert data2vec-text ernie megatron-bert roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl "
     "distilbert mpnet": _BERT,
     "bert-generation": replace(_BERT, end_parameters=_head_bias),
-    "roformer": replace(_BERT, positions=None),
     "nomic_bert": replace(_BERT, positions=None, gated=True, bias=False, tied=True),
     "eurobert": Family(causal=False),
     "modernbert": replace(_MODERN, causal=False),
     "modernbert-decoder": _MODERN,
 }
 FAMILIES = {kind: family for kinds, family in _ALIKE.items() for kind in kinds.split()}
-"""By model_type. Those with a comma of their own have no class in transformers: deepseek, kimi_k2, qwen and others."""
+"""By model_type. baichuan, chatglm, deepseek, exaone, internlm2, kimi_k2 and qwen have no class in transformers."""
