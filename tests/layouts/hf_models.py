@@ -19,11 +19,18 @@ from hypothesis import strategies as st
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
+    from transformers import (
+        CONFIG_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMaskedLM,
+        AutoModelForSeq2SeqLM,
+    )
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
 
 NEEDED: dict[str, dict[str, Any]] = {
@@ -40,8 +47,9 @@ _BUILDERS = (
     (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM),
     (MODEL_FOR_MASKED_LM_MAPPING_NAMES, AutoModelForMaskedLM),
     (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, AutoModelForImageTextToText),
+    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, AutoModelForSeq2SeqLM),
 )
-_LANGUAGE = ("language_model", "text_model", "lm_head")
+_LANGUAGE = ("language_model.", "text_model.", "lm_head.")
 
 
 @contextlib.contextmanager
@@ -79,8 +87,11 @@ def counted(config: Any, *, language: bool = False) -> int | None:
             model = builder.from_config(config)
     except Exception:
         return None
-    named = model.named_parameters()
-    return sum(one.numel() for name, one in named if not language or any(part in name for part in _LANGUAGE))
+    sizes = {name: one.numel() for name, one in model.named_parameters()}
+    # Some are built without what sees.
+    own = {name: size for name, size in sizes.items() if any(part in name for part in _LANGUAGE)}
+    whole = not language or all(name.startswith("lm_head.") for name in own)
+    return sum((sizes if whole else own).values())
 
 
 @st.composite
