@@ -174,6 +174,12 @@ def test_an_encoder_is_no_decoder() -> None:
     assert not read(LLAMA, model_type="gemma3_text", use_bidirectional_attention=True).causal
 
 
+def test_the_reference_names_every_type() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/files.md").read_text("utf-8")
+    listed = page.split("as `model_type` names them:")[1].split("| what it says of")[0]
+    assert sorted(listed.split("`")[1::2]) == sorted(FAMILIES)
+
+
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 70) | st.floats(allow_nan=False) | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
