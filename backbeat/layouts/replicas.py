@@ -150,7 +150,7 @@ def _finished(
 
 @lru_cache(maxsize=1024)
 def _modules(model: Transformer, tp: int, chunks: tuple[StageLayers, ...]) -> tuple[_Module, ...]:
-    """In the order of backward."""
+    """In the order of backward; of a stage with both kinds, layers with experts are taken to stand last."""
     attention = [each.held(tp) for each in model.attention]
     norm = float(model.norm_parameters)
     norms = (norm,) * model.norms
