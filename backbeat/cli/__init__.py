@@ -35,6 +35,7 @@ VERBS = {
 }
 """Each with its line in the help."""
 GONE = {
+    "--max-batch": "`backbeat predict` and `backbeat plan` say beside the memory up to which batch it fits",
     "--redact": "a report shows the names in its files; rename them there before you share it",
 }
 """Options of before 1.0 that went, each with what to do instead."""

@@ -115,6 +115,7 @@ def test_a_plan_ends_in_a_decision(words: tuple[str, ...], said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("plan", "--max-batch"), "backbeat plan: --max-batch went: `backbeat predict` and `backbeat plan` say"),
         (("report", "--redact"), "backbeat report: --redact went: a report shows the names"),
         (("trace", "PROFILE", "10gbe", "--redact"), "backbeat trace: --redact went"),
     ],
