@@ -143,6 +143,7 @@ def test_an_option_that_went_names_what_to_do_instead(profile: Path, words: tupl
         (("predict", "PROFILE", "10gbe", "-n", ""), "'' is not a number of workers"),
         (("predict", "PROFILE", "10gbe", "-s", "FSDP"), "did you mean 'fsdp'?"),
         (("predict", "PROFILE", "10gbe", "-s", "zero-3"), "ZeRO-3 is 'fsdp'"),
+        (("plan", "PROFILE", "10gbe", "-s", "decoupled"), "it went: 'sharded' weighs its plans"),
         (("predict", "PROFILE", "10gbe", "--bucket", "0"), "--bucket is 0: it must be above zero, like 25MB"),
         (("predict", "PROFILE", "10gbe", "--bucket", "25"), "did you mean 25MB?"),
         (("plan", "PROFILE", "10gbe", "--memory", "40"), "did you mean 40GB?"),
