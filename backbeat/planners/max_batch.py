@@ -65,16 +65,14 @@ def largest_batch(profile: Profile, room: int, peak: Callable[[Profile], int], t
     return max(_round(low), profile.batch_size if profile.batch_size <= low else 0)
 
 
-def batches(
-    profile: Profile, budget: int, two: Profile | None = None, workers: int | None = None, reserve: float | None = None
-) -> tuple[int, int]:
+def batches(profile: Profile, budget: int, two: Profile | None = None, workers: int | None = None) -> tuple[int, int]:
     """(largest batch with everything kept, 0 where none fits; largest with a memory plan)."""
     if two is not None and not same_blocks(profile, two):
         raise InputError(
             f"{profile.name} and {two.name} have different blocks: give two profiles of the same model, both made with "
             "this version of `backbeat profile`"
         )
-    reserve = reserve_for(profile, reserve)
+    reserve = reserve_for(profile, None)
     search = MemorySearch(_chain(profile, workers))
     keep, least = uniform(search.chain)["keep"], search.smallest.ranges
     room = usable(budget, reserve)
@@ -102,13 +100,12 @@ def growth(
     budget: int,
     schedule: Callable[[Profile], Plan],
     two: Profile | None = None,
-    reserve: float | None = None,
 ) -> list[GrownBatch]:
     """The largest batches, the profile's own where it fits, and some between, each planned and predicted.
 
     Compressed buckets hold more than gradients do, so the largest batch kept whole may be found below the first guess.
     """
-    whole, planned = batches(profile, budget, two, network.workers, reserve)
+    whole, planned = batches(profile, budget, two, network.workers)
     sizes = {whole, planned, *(_round(whole + share * (planned - whole)) for share in _BETWEEN)}
     if profile.batch_size <= planned:
         sizes.add(profile.batch_size)
