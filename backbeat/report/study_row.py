@@ -241,7 +241,7 @@ def fitting_batch(
     question: Question,
     plan: Plan | None,
     workers: int,
-    on_device: Callable[[Profile], Profile] = lambda profile: profile,
+    on_device: Callable[[Profile], Profile],
 ) -> int | None:
     """`StudyRow.largest_batch`. `on_device` gives a profile the memory that the schedule takes."""
     given, two = question.given, question.other or sibling(question.given)
