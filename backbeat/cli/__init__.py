@@ -34,6 +34,11 @@ VERBS = {
     "lab": "A virtual cluster on this machine, measured beside predicted.",
 }
 """Each with its line in the help."""
+GONE = {
+    "--max-batch": "`backbeat predict` and `backbeat plan` say beside the memory up to which batch it fits",
+    "--redact": "a report shows the names in its files; rename them there before you share it",
+}
+"""Options of before 1.0 that went, each with what to do instead."""
 
 
 class Verbs(TyperGroup):
@@ -130,6 +135,9 @@ def _refusal(error: Any) -> str:
         return str(said)
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "backbeat"
+    option = getattr(error, "option_name", None)
+    if option in GONE:
+        return f"{command}: {option} went: {GONE[option]}."
     return f"{command}: {said[:1].lower()}{said[1:]}{'' if said[-1] in '.?' else '.'} See `{command} --help`."
 
 
