@@ -34,6 +34,11 @@ VERBS = {
     "lab": "A virtual cluster on this machine, measured beside predicted.",
 }
 """Each with its line in the help."""
+GONE = {
+    "--batch-size": "it is --batch",
+    "--other-batch": "profile the model at both batch sizes, `backbeat profile --batch 32,64`",
+}
+"""Options of before 1.0 that went, each with what to do instead."""
 
 
 class Verbs(TyperGroup):
@@ -130,6 +135,9 @@ def _refusal(error: Any) -> str:
         return str(said)
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "backbeat"
+    option = getattr(error, "option_name", None)
+    if option in GONE:
+        return f"{command}: {option} went: {GONE[option]}."
     return f"{command}: {said[:1].lower()}{said[1:]}{'' if said[-1] in '.?' else '.'} See `{command} --help`."
 
 

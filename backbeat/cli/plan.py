@@ -19,7 +19,7 @@ from backbeat.cli.output import console, print_answer, print_json, say
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile, Sharding
 from backbeat.planners import STRATEGIES, is_sharded
-from backbeat.planners.max_batch import growth, largest_looked_at
+from backbeat.planners.max_batch import growth, largest_looked_at, with_blocks
 from backbeat.planners.memory_moves import uniform
 from backbeat.report.study_row import device_fit
 from backbeat.report.tables import plan_tables as tables
@@ -28,7 +28,7 @@ from backbeat.report.words.commands import sharding_lines, wrapping_lines
 from backbeat.report.words.decision import decide_on_plan
 from backbeat.report.words.numbers import capitalised, describe, over_bound, scaling_range
 from backbeat.simulate.actions import segments_of
-from backbeat.simulate.batch import same_blocks, sibling
+from backbeat.simulate.batch import with_sibling
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
@@ -75,9 +75,6 @@ def plan(
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="How far the batch can grow within --memory, and what that gives.")
     ] = False,
-    other_batch: Annotated[
-        str | None, typer.Option(help="With --max-batch: a second profile of the model, at another batch size.")
-    ] = None,
     json: options.Json = False,
 ) -> None:
     """Choose which gradients travel together, in which order and on which communicator, and what memory is spent on."""
@@ -90,8 +87,6 @@ def plan(
     chosen = strategy or ("best" if density is None else "compressed")
     if residuals not in (None, "device", "host"):
         raise InputError(f"--residuals is {residuals!r}: it must be device or host")
-    if other_batch is not None and not max_batch:
-        raise InputError("--other-batch goes with --max-batch: add it, or leave this out")
     one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
     if workers is not None:
         cluster = cluster.at(workers=one_count(workers))
@@ -120,7 +115,7 @@ def plan(
             raise InputError(f"--max-batch knows nothing of sharding: leave it out, or {chosen}")
         if output is not None:
             raise InputError("--max-batch compares batch sizes and writes no plan: leave --output out")
-        _show_growth(one, other_batch, cluster, memory_bytes, left, make, json)
+        _show_growth(with_blocks(with_sibling(one)), cluster, memory_bytes, left, make, json)
     else:
         _show(one, cluster, make(one), output, json, reduce_dtype, accumulation)
 
@@ -238,17 +233,14 @@ def _memory(
 
 def _show_growth(
     one: Profile,
-    other: str | None,
     cluster: Network,
     memory_bytes: int,
     reserve: float | None,
     make: Callable[[Profile], Plan],
     json: bool,
 ) -> None:
-    two = Profile.load(other) if other else sibling(one)
-    if not other and two is not None and not (one.blocks and same_blocks(one, two)):
-        two = None
-    points = growth(one, cluster, memory_bytes, make, two, reserve)
+    points = growth(one, cluster, memory_bytes, make, reserve)
+    known = [one.batch_size, *(row.batch_size for row in one.batches)]
     capped = points[-1].batch_size >= largest_looked_at(one)
     if json:
         rows = []
@@ -272,7 +264,7 @@ def _show_growth(
                 "network": cluster.name,
                 "workers": cluster.workers,
                 "memory_bytes": memory_bytes,
-                "extrapolated_from": [one.batch_size] + ([two.batch_size] if two else []),
+                "extrapolated_from": known,
                 "search_ended_at_its_limit": capped,
                 "rows": rows,
             }
@@ -293,7 +285,7 @@ def _show_growth(
         f"* the search ended there, at {times:,} times the profile's batch, and all up to it fits: the largest may "
         "be larger"
     )
-    basis = f"batch {one.batch_size} in proportion" if two is None else f"batch {one.batch_size} and {two.batch_size}"
+    basis = f"batch {' and '.join(map(str, known))}{'' if len(known) > 1 else ' in proportion'}"
     print_answer(
         describe(one, cluster),
         "",

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
+from backbeat.model.batches import same_blocks
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch, reserve_for, too_small, usable
 from backbeat.simulate.actions import BlockRanges
-from backbeat.simulate.batch import at_batch, same_blocks
+from backbeat.simulate.batch import at_batch
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -35,23 +38,22 @@ class GrownBatch:
     prediction: Prediction
 
 
-def batches(
-    profile: Profile, budget: int, two: Profile | None = None, workers: int | None = None, reserve: float | None = None
-) -> tuple[int, int]:
+def with_blocks(profile: Profile) -> Profile:
+    """The profile with those of its batch sizes whose blocks it has: without blocks, memory is not known."""
+    return replace(profile, batches=tuple(row for row in profile.batches if row.blocks and same_blocks(profile, row)))
+
+
+def batches(profile: Profile, budget: int, workers: int | None = None, reserve: float | None = None) -> tuple[int, int]:
     """(largest batch with everything kept, 0 where none fits; largest with a memory plan)."""
-    if two is not None and not same_blocks(profile, two):
-        raise InputError(
-            f"{profile.name} and {two.name} have different blocks: give two profiles of the same model, both made with "
-            "this version of `backbeat profile`"
-        )
+    profile = with_blocks(profile)
     reserve = reserve_for(profile, reserve)
     search = MemorySearch(_chain(profile, workers))
     keep, least = uniform(search.chain)["keep"], search.smallest.ranges
     room = usable(budget, reserve)
-    whole = _largest(profile, two, room, keep, workers)
-    planned = max(_largest(profile, two, room, least, workers), whole)
+    whole = _largest(profile, room, keep, workers)
+    planned = max(_largest(profile, room, least, workers), whole)
     if planned == 0:
-        one = MemorySearch(_chain(at_batch(profile, 1, two), workers))
+        one = MemorySearch(_chain(at_batch(profile, 1), workers))
         raise InputError(f"not even a batch of one sample fits: {too_small(one, budget, reserve)}")
     return whole, planned
 
@@ -66,21 +68,21 @@ def growth(
     network: Network,
     budget: int,
     schedule: Callable[[Profile], Plan],
-    two: Profile | None = None,
     reserve: float | None = None,
 ) -> list[GrownBatch]:
     """The largest batches, the profile's own where it fits, and some between, each planned and predicted.
 
     Compressed buckets hold more than gradients do, so the largest batch kept whole may be found below the first guess.
     """
-    whole, planned = batches(profile, budget, two, network.workers, reserve)
+    profile = with_blocks(profile)
+    whole, planned = batches(profile, budget, network.workers, reserve)
     sizes = {whole, planned, *(_round(whole + share * (planned - whole)) for share in _BETWEEN)}
     if profile.batch_size <= planned:
         sizes.add(profile.batch_size)
     points = {}
 
     def add(size: int) -> GrownBatch:
-        there, made = _planned(profile, size, two, schedule)
+        there, made = _planned(profile, size, schedule)
         kept = not (made.memory and made.memory.segments)
         points[there.batch_size] = GrownBatch(there.batch_size, kept, made, predict(there, network, made))
         return points[there.batch_size]
@@ -92,12 +94,10 @@ def growth(
     return [points[size] for size in sorted(points)]
 
 
-def _planned(
-    profile: Profile, size: int, two: Profile | None, schedule: Callable[[Profile], Plan]
-) -> tuple[Profile, Plan]:
+def _planned(profile: Profile, size: int, schedule: Callable[[Profile], Plan]) -> tuple[Profile, Plan]:
     """The largest batch up to `size` that can be planned: residuals and scratch may take more than gradients do."""
     while True:
-        there = at_batch(profile, size, two)
+        there = at_batch(profile, size)
         try:
             return there, schedule(there)
         except InputError:
@@ -110,11 +110,11 @@ def _chain(profile: Profile, workers: int | None) -> Chain:
     return Chain(profile, ResidentMemory.of(profile, workers=workers))
 
 
-def _largest(profile: Profile, two: Profile | None, room: int, ranges: BlockRanges, workers: int | None) -> int:
+def _largest(profile: Profile, room: int, ranges: BlockRanges, workers: int | None) -> int:
     """The largest batch at which these ranges fit; sizes grow alike, so ranges that are best at one batch stay so."""
 
     def fits(size: int) -> bool:
-        return _chain(at_batch(profile, size, two), workers).run(ranges).peak_bytes <= room
+        return _chain(at_batch(profile, size), workers).run(ranges).peak_bytes <= room
 
     if not fits(1):
         return 0

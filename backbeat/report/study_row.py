@@ -4,7 +4,7 @@ strong scaling."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,8 +45,6 @@ class Question:
     """Micro-batches; None for the profile's."""
     global_batch: int | None = None
     """Strong scaling: samples that all workers share."""
-    other: Profile | None = None
-    """A second profile of the model, at another batch size, for `strong_scaling`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +149,7 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
         # Moved to another batch size, with a note on how. Without shards, what it then takes of memory is known well
         # enough to say that it does not fit, not that it fits.
         note = profile.notes[-1]
-        extrapolated = prediction.extrapolated or extrapolates(question.given, profile.batch_size, question.other)
+        extrapolated = prediction.extrapolated or extrapolates(question.given, profile.batch_size)
         prediction = msgspec.structs.replace(prediction, notes=(*prediction.notes, note), extrapolated=extrapolated)
         if fit is not None and fit.fits and prediction.peak_bytes is None:
             fit = None
@@ -163,13 +161,13 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
     share of them, sample by sample. Where that is not known, it stays by what one GPU takes for its share."""
     profile, accumulation = question.given, question.accumulation
     whole = alone_s = None
-    why = "scaling is by one GPU's time for its share: a second profile says what it takes for the whole batch"
-    with nullcontext() if question.other is not None else suppress(InputError):
-        whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation, other=question.other)
+    why = "scaling is by one GPU's time for its share; profiled at two batch sizes, it would be by the whole batch"
+    with suppress(InputError):
+        whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation)
     if whole is not None:
         alone_s = api.predict(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
         why = f"scaling is by one GPU's time for {global_batch} samples"
-        if extrapolates(profile, whole.batch_size, question.other):
+        if extrapolates(profile, whole.batch_size):
             why += f": {whole.notes[-1]}"
     found = []
     for row in rows:

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 import backbeat as bb
+from backbeat.model.batches import join
 from tests.chains import resnet152
 from tests.cli.terminal import answer, run
 
@@ -81,20 +82,20 @@ def test_a_density_makes_a_compressed_plan(profile: Path) -> None:
 
 
 def test_how_far_the_batch_can_grow(tmp_path: Path) -> None:
-    small, large = str(tmp_path / "b64.json"), str(tmp_path / "b128.json")
-    for batch, file in ((64, small), (128, large)):
-        # Under a name of its own: of a bundled model, the other batch would be found without being given.
-        bundled = bb.Profile.load(f"resnet50-b{batch}-bf16-h200")
-        replace(bundled, name=f"mine-b{batch}", model="mine").save(file)
-    words = ("plan", small, "10gbe", "-s", "optimal", "--memory", "4GB", "--max-batch")
-    data = answer(*words)
+    alone, both = str(tmp_path / "b64.json"), str(tmp_path / "both.json")
+    # Under a name of its own: a bundled one knows its other batch.
+    one, two = (replace(bb.Profile.load(f"resnet50-b{batch}-bf16-h200"), name="mine") for batch in (64, 128))
+    one.save(alone)
+    join(one, two).save(both)
+    words = ("10gbe", "-s", "optimal", "--memory", "4GB", "--max-batch")
+    data = answer("plan", alone, *words)
     rows = data["rows"]
     assert data["extrapolated_from"] == [64]
     whole = [row for row in rows if row["everything_kept"]]
     assert whole[-1]["batch_size"] < rows[-1]["batch_size"]
     assert all(row["peak_bytes"] <= 4 * GB for row in rows)
     assert any(row["blocks_recomputed"] for row in rows)
-    done = run(*words, "--other-batch", large)
+    done = run("plan", both, *words)
     assert done.returncode == 0, done.stderr
     assert "extrapolated from batch 64 and 128" in done.stdout
     assert "the batch can grow to" in " ".join(done.stdout.split())
@@ -115,7 +116,7 @@ def test_how_far_the_batch_can_grow(tmp_path: Path) -> None:
         (("--memory", ""), "'' is not a size"),
         (("--max-batch",), "--max-batch needs --memory"),
         (("--max-batch", "--memory", "8GB", "-o", "plan.json"), "leave --output out"),
-        (("--other-batch", "x.json"), "goes with --max-batch"),
+        (("--other-batch", "x.json"), "profile the model at both batch sizes, `backbeat profile --batch 32,64`"),
         (("--density", "0"), "above 0 and at most 1"),
         (("--density", "0.01", "--strategy", "best"), "'best' sends every element"),
         (("--density", "2"), "above 0 and at most 1"),
