@@ -291,6 +291,10 @@ def test_batch_sizes_that_were_not_profiled_say_so(profile: Path) -> None:
             "backbeat predict: --other-batch went: profile the model at both batch sizes, "
             "`backbeat profile --batch 32,64`.",
         ),
+        (
+            ["predict", "a", "b", "--strateg", "ddp"],
+            "backbeat predict: no such option: --strateg; did you mean --strategy? See `backbeat predict --help`.",
+        ),
         (["predct"], "backbeat: no such command 'predct'. Did you mean 'predict'? See `backbeat --help`."),
     ],
 )
