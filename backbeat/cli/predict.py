@@ -47,9 +47,6 @@ def predict(
     global_batch: Annotated[
         int | None, typer.Option(help="Strong scaling: this many samples per iteration over all workers.")
     ] = None,
-    other_batch: Annotated[
-        str | None, typer.Option(help="With --global-batch: a second profile of the model, at another batch size.")
-    ] = None,
     communicators: options.Communicators = None,
     bucket: options.Bucket = None,
     reduce_dtype: options.ReduceDtype = None,
@@ -97,8 +94,6 @@ def predict(
     )
     if plot is not None:
         plots.check(plot)
-    if other_batch is not None and global_batch is None:
-        raise InputError("--other-batch goes with --global-batch: add it, or leave this out")
 
     left_out = [
         (name, count)
@@ -116,7 +111,6 @@ def predict(
         reduce_dtype=reduce_dtype,
         accumulation=accumulation,
         global_batch=global_batch,
-        other=Profile.load(other_batch) if other_batch is not None else None,
     )
     schedules: dict[str, Compared] = {**frameworks}
     for name in names:

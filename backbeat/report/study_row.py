@@ -4,7 +4,7 @@ strong scaling."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,9 +16,9 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Memory, MemoryPlan, Network, Plan, Prediction, Profile, Reduction
 from backbeat.planners import KNOWN_AS, SHARDED
-from backbeat.planners.max_batch import largest_batch
+from backbeat.planners.max_batch import largest_batch, with_blocks
 from backbeat.simulate import predict, strong_scaling
-from backbeat.simulate.batch import extrapolates, same_blocks, sibling
+from backbeat.simulate.batch import extrapolates, with_sibling
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
@@ -47,8 +47,6 @@ class Question:
     """Micro-batches; None for the profile's."""
     global_batch: int | None = None
     """Strong scaling: samples that all workers share."""
-    other: Profile | None = None
-    """A second profile of the model, at another batch size, for `strong_scaling`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +166,7 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
         # Moved to another batch size, with a note on how. Without shards, what it then takes of memory is known well
         # enough to say that it does not fit, not that it fits.
         note = profile.notes[-1]
-        extrapolated = prediction.extrapolated or extrapolates(question.given, profile.batch_size, question.other)
+        extrapolated = prediction.extrapolated or extrapolates(question.given, profile.batch_size)
         prediction = msgspec.structs.replace(prediction, notes=(*prediction.notes, note), extrapolated=extrapolated)
         if fit is not None and fit.fits and prediction.peak_bytes is None:
             fit = None
@@ -187,13 +185,13 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
     share of them, sample by sample. Where that is not known, it stays by what one GPU takes for its share."""
     profile, accumulation = question.given, question.accumulation
     whole = alone_s = None
-    why = "scaling is by one GPU's time for its share: a second profile says what it takes for the whole batch"
-    with nullcontext() if question.other is not None else suppress(InputError):
-        whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation, other=question.other)
+    why = "scaling is by one GPU's time for its share; profiled at two batch sizes, it would be by the whole batch"
+    with suppress(InputError):
+        whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation)
     if whole is not None:
         alone_s = api.predict(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
         why = f"scaling is by one GPU's time for {global_batch} samples"
-        if extrapolates(profile, whole.batch_size, question.other):
+        if extrapolates(profile, whole.batch_size):
             why += f": {whole.notes[-1]}"
     found = []
     for row in rows:
@@ -244,18 +242,16 @@ def fitting_batch(
     on_device: Callable[[Profile], Profile],
 ) -> int | None:
     """`StudyRow.largest_batch`. `on_device` gives a profile the memory that the schedule takes."""
-    given, two = question.given, question.other or sibling(question.given)
-    if fit is None or not given.blocks:
+    if fit is None or not question.given.blocks:
         return None
-    if two is not None and (two.memory is None or not same_blocks(given, two)):
-        two = None
+    given = with_blocks(with_sibling(question.given))
 
     def peak(there: Profile) -> int:
         held = on_device(there)
         assert held.memory is not None
         return _peak(held, held.memory, plan, workers, question.accumulation or given.accumulation)
 
-    return largest_batch(given, fit.device_bytes, peak, two)
+    return largest_batch(given, fit.device_bytes, peak)
 
 
 def _peak(profile: Profile, measured: Memory, plan: Plan | None, workers: int | None, micro_batches: int = 1) -> int:

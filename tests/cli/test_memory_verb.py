@@ -102,6 +102,7 @@ def test_the_largest_batch_is_said_beside_the_memory(tmp_path: Path) -> None:
         (("--memory", "3GB", "--reserve", "5"), "did you mean 5MB?"),
         (("--memory", "3GB", "--reserve", "4GB"), "below the budget"),
         (("--memory", ""), "'' is not a size"),
+        (("--other-batch", "x.json"), "profile the model at both batch sizes, `backbeat profile --batch 32,64`"),
         (("--density", "0"), "above 0 and at most 1"),
         (("--density", "0.01", "--strategy", "best"), "'best' sends every element"),
         (("--density", "2"), "above 0 and at most 1"),

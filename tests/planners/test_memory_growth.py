@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from backbeat.api import plan
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile
+from backbeat.model.batches import join
 from backbeat.planners.max_batch import _planned, batches, growth, largest_batch, largest_looked_at
 from backbeat.planners.memory_plan import usable
 from backbeat.simulate.batch import at_batch
@@ -23,7 +24,7 @@ GB = 10**9
 
 def test_in_proportion_and_through_two_profiles_agree_where_all_is_proportional() -> None:
     one, two, wanted = resnet152(64), resnet152(128), resnet152(96)
-    by_proportion, through = at_batch(one, 96), at_batch(one, 96, two)
+    by_proportion, through = at_batch(one, 96), at_batch(join(one, two), 96)
     for there in (by_proportion, through):
         assert there.batch_size == 96
         assert memory_timeline(there, MemoryPlan()).peak_bytes == pytest.approx(
@@ -35,15 +36,15 @@ def test_in_proportion_and_through_two_profiles_agree_where_all_is_proportional(
 
 
 def test_what_is_fixed_does_not_grow_with_two_profiles() -> None:
-    def with_fixed_part(batch: int) -> object:
+    def with_fixed_part(batch: int) -> Profile:
         profile = resnet152(batch)
         blocks = tuple(replace(block, saved_bytes=block.saved_bytes + GB // 100) for block in profile.blocks)
         return replace(profile, blocks=blocks)
 
     one, two, wanted = (with_fixed_part(batch) for batch in (64, 128, 256))
-    there = at_batch(one, 256, two)  # type: ignore[arg-type]
-    assert [block.saved_bytes for block in there.blocks] == [block.saved_bytes for block in wanted.blocks]  # type: ignore[attr-defined]
-    assert at_batch(one, 256).blocks[0].saved_bytes > there.blocks[0].saved_bytes  # type: ignore[arg-type]
+    there = at_batch(join(one, two), 256)
+    assert [block.saved_bytes for block in there.blocks] == [block.saved_bytes for block in wanted.blocks]
+    assert at_batch(one, 256).blocks[0].saved_bytes > there.blocks[0].saved_bytes
 
 
 def test_weights_do_not_grow() -> None:
@@ -65,15 +66,16 @@ def test_the_search_ends_at_a_batch_that_can_be_asked_for() -> None:
     assert batches(profile, 10**18) == (largest_looked_at(profile),) * 2
 
 
-def test_other_models_and_no_samples_are_refused() -> None:
+def test_a_batch_measured_without_these_blocks_does_not_count() -> None:
     one = resnet152(64)
-    other = replace(resnet152(128), blocks=one.blocks[:-1])
-    with pytest.raises(InputError, match="different blocks"):
-        batches(one, 8 * GB, other)
+    pair = join(one, replace(resnet152(128), blocks=one.blocks[:-1]))
+    assert batches(pair, 8 * GB) == batches(one, 8 * GB)
+
+
+def test_no_samples_are_refused() -> None:
+    one = resnet152(64)
     with pytest.raises(InputError, match="at least one sample"):
         at_batch(one, 0)
-    with pytest.raises(InputError, match="two different"):
-        at_batch(one, 96, one)
     with pytest.raises(InputError, match="not even a batch of one"):
         batches(one, GB // 2)
 
@@ -99,7 +101,7 @@ def test_where_no_batch_can_be_planned_the_reason_of_the_smallest_is_told() -> N
         raise InputError(f"nothing fits a batch of {profile.batch_size}")
 
     with pytest.raises(InputError, match=r"batch of 1$"):
-        _planned(Profile.load("gpt2-b8-bf16-h200"), 8, None, refused)
+        _planned(Profile.load("gpt2-b8-bf16-h200"), 8, refused)
 
 
 @given(

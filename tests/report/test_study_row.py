@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.report.study_row import Compared, Question, study_row
-from backbeat.simulate.batch import at_batch, sibling
+from backbeat.simulate.batch import at_batch, with_sibling
 
 BATCH_8, BATCH_1 = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Profile.load("llama-8b-b1-bf16-adamw-h200")
 NETWORK = bb.Network.load("nvlink-ib400").at(workers=16)
@@ -44,7 +44,7 @@ def test_a_row_fits_up_to_its_largest_batch(
     assert row.fits == (largest >= profile.batch_size)
 
     def fits(batch: int) -> bool:
-        there = at_batch(profile, batch, sibling(profile))
+        there = at_batch(with_sibling(profile), batch)
         return study_row(label, row.plan or SCHEDULES[label], there, NETWORK, question).fits
 
     assert not largest or fits(largest)
