@@ -1,0 +1,365 @@
+"""When the ops of a graph run.
+
+Where no op changes the pace of another, one pass in the order of issue gives every time (`_in_order`). Otherwise time
+moves from one *moment* to the next (`_Events`): ops end and others start, and then everything that goes on has its pace
+until the next moment.
+
+A *pool* is a set of ops that advance at one pace: those on one path of links, those in their latency on one link, or
+computation of one kind. Since all of a pool advance alike, what each has been served is one number: an op that enters
+needing some seconds leaves when the number has grown by them. So the next of a pool to leave tops a heap, and a heap
+over those finds the next moment.
+
+What happens within `TOGETHER` of a moment happens in it: ops that differ in rounding alone start together. What
+starts together has the same result in whatever order it was added. So ops that reach an idle link together share the
+head start that it may give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from backbeat.engine.graph import NO_OP, Graph, deadlock
+
+TOGETHER = 1e-12
+"""Of the time since the step began."""
+_NEVER = float("inf")
+
+
+class GraphTimes(NamedTuple):
+    """By op: when it starts, has its latency behind it, and ends."""
+
+    starts: list[float]
+    on_link: list[float]
+    ends: list[float]
+
+    @property
+    def end_s(self) -> float:
+        return max(self.ends, default=0.0)
+
+
+def run(graph: Graph) -> GraphTimes:
+    """When every op runs.
+
+    Two messages of 1 s latency and 1 s on the link they share, on two communicators: latencies overlap.
+
+    >>> from backbeat.engine.graph import Graph, SharedLink
+    >>> graph = Graph()
+    >>> link = graph.link()
+    >>> for communicator in (0, 1):
+    ...     _ = graph.add((communicator,), 1.0, work_s=1.0, links=(link,))
+    >>> run(graph).ends
+    [3.0, 3.0]
+
+    Three seconds of computation beside a message of two, which makes it take twice as long: one second's worth is done
+    when the message ends.
+
+    >>> graph = Graph()
+    >>> _ = graph.add(("communicator",), 1.0, work_s=1.0, links=(graph.link(),), transport="nvlink")
+    >>> _ = graph.add(("compute",), 3.0, kind=graph.kind({"nvlink": 2.0}))
+    >>> run(graph).ends
+    [2.0, 4.0]
+    """
+    if graph.open:
+        raise deadlock(graph, sorted(graph.open.values()))
+    return _Events(graph).run() if graph.shares_pace() else _in_order(graph)
+
+
+def _in_order(graph: Graph) -> GraphTimes:
+    """Each op after those before it."""
+    count = len(graph)
+    before, seconds, work_s, behind_s = graph.before, graph.seconds, graph.work_s, graph.behind_s
+    starts, on_link, ends = [0.0] * count, [0.0] * count, [0.0] * count
+    for number in range(count) if graph.forward_only else _sorted(graph):
+        start = 0.0
+        for other in before[number]:
+            end = ends[other]
+            if end > start:
+                start = end
+        own, work, behind = seconds[number], work_s[number], behind_s[number]
+        if behind is not None:
+            own = _own_s(graph, number, start, ends)
+            work += min(own, 0.0)
+            own = max(own, 0.0)
+        starts[number] = start
+        on_link[number] = reached = start + own
+        ends[number] = reached + work
+    return GraphTimes(starts, on_link, ends)
+
+
+def _own_s(graph: Graph, number: int, now: float, ends: list[float]) -> float:
+    """Seconds before its work, of an op that may follow another on its lane and starts now; below zero, the head start
+    that it takes on an idle link."""
+    own, behind, last = graph.seconds[number], graph.behind_s[number], graph.follows[number]
+    if last == NO_OP or behind is None:
+        return own
+    ready = max((ends[other] for other in graph.before[number] if other != last), default=0.0)
+    return max(ready + own, ends[last] + behind) - now
+
+
+def _sorted(graph: Graph) -> list[int]:
+    """Every op after those it waits for."""
+    waiting, behind = _edges(graph)
+    found = [number for number, count in enumerate(waiting) if not count]
+    for number in found:
+        for later in behind[number]:
+            waiting[later] -= 1
+            if not waiting[later]:
+                found.append(later)
+    if len(found) < len(graph):
+        raise deadlock(graph, [number for number, count in enumerate(waiting) if count])
+    return found
+
+
+def _edges(graph: Graph) -> tuple[list[int], list[list[int]]]:
+    """How many ops each waits for, and which wait for each."""
+    behind: list[list[int]] = [[] for _ in graph.before]
+    for number, before in enumerate(graph.before):
+        for other in before:
+            behind[other].append(number)
+    return [len(before) for before in graph.before], behind
+
+
+class _Pool:
+    """Ops that advance together."""
+
+    __slots__ = ("find_pace", "members", "next", "pace", "served", "since", "version")
+
+    def __init__(self, find_pace: Callable[[], float]) -> None:
+        self.find_pace = find_pace
+        self.members: list[tuple[float, int]] = []
+        """What each will have been served when it leaves, and the op."""
+        self.next: tuple[float, int] | None = None
+        """The one that was said to leave next, at this pace."""
+        self.version = 0
+        """How often that was said."""
+        self.served = self.since = 0.0
+        self.pace = 1.0
+
+    def settle(self, now: float) -> None:
+        """Count what was served until now."""
+        self.served = self.served + (now - self.since) * self.pace if self.members else 0.0
+        self.since = now
+
+
+class _OnLink:
+    """A link under way."""
+
+    __slots__ = ("count", "idle_since", "pools")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.idle_since = -_NEVER
+        self.pools: list[int] = []
+        """Of the paths that cross it."""
+
+
+class _Events:
+    """A graph under way."""
+
+    def __init__(self, graph: Graph) -> None:
+        count = len(graph)
+        self.graph = graph
+        self.times = GraphTimes([0.0] * count, [0.0] * count, [0.0] * count)
+        self.waiting, self.behind = _edges(graph)
+        self.head_starts: dict[int, float] = {}
+        """What each op takes at most of the link's idle time."""
+        self.reached = bytearray(count)
+        """Whether an op has its latency behind it."""
+        self.in_flight = [0] * len(graph.carriers)
+        self.coming: list[tuple[float, int, int, int]] = []
+        """When something next happens: (time, op, version, pool); of pool -1 are ops whose pace nothing changes."""
+        self.touched: set[int] = set()
+        """Pools whose pace or next to leave may have changed in this moment."""
+        self.ready = [number for number, before in enumerate(self.waiting) if not before]
+        """Ops that start in this moment."""
+        self.entering: list[int] = []
+        """Ops that reach their links in it."""
+
+        self.pools: list[_Pool] = []
+        self.links = [_OnLink() for _ in graph.links]
+        self.crossed = [[self.links[link] for link in links] for links in graph.paths]
+        self.of_path = [self._add(_path_pace(graph, links, self.links)) if links else NO_OP for links in graph.paths]
+        for pool, crossed in zip(self.of_path, self.crossed, strict=True):
+            for link in crossed:
+                link.pools.append(pool)
+        self.of_latency = [self._add_latency(links) for links in graph.paths]
+        self.of_kind = [
+            self._add(_kind_pace(graph, kind, self.in_flight)) if graph.slows(kind) else NO_OP
+            for kind in range(len(graph.kinds))
+        ]
+        self.slowed_by = [
+            [pool for pool, kind in zip(self.of_kind, graph.kinds, strict=True) if pool != NO_OP and kind.gpu == gpu]
+            for gpu, _ in graph.carriers
+        ]
+
+    def _add(self, find_pace: Callable[[], float]) -> int:
+        self.pools.append(_Pool(find_pace))
+        return len(self.pools) - 1
+
+    def _add_latency(self, links: tuple[int, ...]) -> int:
+        stretch = self.graph.links[links[0]].stretch if links else None
+        if stretch is None:
+            return NO_OP
+        index = self._add(lambda: 1 / stretch(len(members)) if len(members) > 1 else 1.0)
+        members = self.pools[index].members
+        return index
+
+    def run(self) -> GraphTimes:
+        coming, pools = self.coming, self.pools
+        self._go_on(0.0)
+        while coming:
+            now = coming[0][0]
+            until = now + TOGETHER * now
+            while coming and coming[0][0] <= until:
+                _, number, version, index = heappop(coming)
+                if index == NO_OP:
+                    self._pass(number, now)
+                elif version == pools[index].version:
+                    self._leave(index, now, until)
+            self._go_on(now)
+        undone = [number for number, count in enumerate(self.waiting) if count]
+        if undone:
+            raise deadlock(self.graph, undone)
+        return self.times
+
+    def _start(self, number: int, now: float) -> None:
+        graph = self.graph
+        self.times.starts[number] = self.times.on_link[number] = now
+        own = graph.seconds[number]
+        carrier, path = graph.carrier_of[number], graph.path_of[number]
+        if carrier:
+            self.in_flight[carrier] += 1
+            if self.in_flight[carrier] == 1:
+                self.touched.update(self.slowed_by[carrier])
+        if path and graph.behind_s[number] is not None:
+            own = _own_s(graph, number, now, self.times.ends)
+            self.head_starts[number] = max(-own, 0.0)
+        if own <= 0:
+            self._pass(number, now)
+            return
+        pool = self.of_latency[path] if path else self.of_kind[graph.kind_of[number]]
+        if pool == NO_OP:
+            heappush(self.coming, (now + own, number, 0, NO_OP))
+        else:
+            self._enter(pool, number, own, now)
+
+    def _enter(self, index: int, number: int, seconds: float, now: float) -> None:
+        pool = self.pools[index]
+        pool.settle(now)
+        heappush(pool.members, (pool.served + seconds, number))
+        self.touched.add(index)
+
+    def _leave(self, index: int, now: float, until: float) -> None:
+        """Those of a pool that have been served."""
+        pool = self.pools[index]
+        self.touched.add(index)
+        pool.settle(now)
+        served = pool.served + (until - now) * pool.pace
+        pool.served = max(pool.served, pool.members[0][0])
+        gone = [heappop(pool.members)[1]]
+        while pool.members and pool.members[0][0] <= served:
+            gone.append(heappop(pool.members)[1])
+        for number in gone:
+            self._pass(number, now)
+
+    def _pass(self, number: int, now: float) -> None:
+        """An op is done with its own seconds, or with all."""
+        path = self.graph.path_of[number]
+        if path and not self.reached[number]:
+            self.reached[number] = True
+            self.times.on_link[number] = now
+            self.entering.append(number)
+            return
+        for link in self.crossed[path]:
+            link.count -= 1
+            self.touched.update(link.pools)
+            if not link.count:
+                link.idle_since = now
+        carrier = self.graph.carrier_of[number]
+        if carrier:
+            self.in_flight[carrier] -= 1
+            if not self.in_flight[carrier]:
+                self.touched.update(self.slowed_by[carrier])
+        self.times.ends[number] = now
+        waiting = self.waiting
+        for later in self.behind[number]:
+            waiting[later] -= 1
+            if not waiting[later]:
+                self.ready.append(later)
+
+    def _go_on(self, now: float) -> None:
+        """After all that ends in a moment: ops start, others reach their links, and everything has its pace until the
+        next."""
+        while self.ready:
+            self._start(self.ready.pop(), now)
+        if self.entering:
+            self._reach_links(now)
+        for index in self.touched:
+            pool = self.pools[index]
+            if not pool.members:
+                continue
+            first, pace = pool.members[0], pool.find_pace()
+            if pace != pool.pace:
+                pool.settle(now)
+                pool.pace = pace
+            elif first is pool.next:
+                continue
+            pool.next = first
+            pool.version += 1
+            soon = pool.since + (first[0] - pool.served) / pace
+            heappush(self.coming, (soon if soon > now else now, first[1], pool.version, index))
+        self.touched.clear()
+
+    def _reach_links(self, now: float) -> None:
+        work_s, paths = self.graph.work_s, self.graph.path_of
+        entering, self.entering = self.entering, []
+        ahead: dict[int, list[int]] = {}
+        for number in entering:
+            if self.head_starts.get(number):
+                ahead.setdefault(paths[number], []).append(number)
+        spared = {}
+        for path, numbers in ahead.items():
+            (link,) = self.crossed[path]
+            idle_s = 0.0 if link.count else now - link.idle_since
+            for number in numbers:
+                spared[number] = min(self.head_starts[number], idle_s / len(numbers))
+        for number in entering:
+            path = paths[number]
+            for link in self.crossed[path]:
+                link.count += 1
+                self.touched.update(link.pools)
+            self._enter(self.of_path[path], number, work_s[number] - spared.get(number, 0.0), now)
+
+
+def _path_pace(graph: Graph, links: tuple[int, ...], under_way: list[_OnLink]) -> Callable[[], float]:
+    """A path is as fast as the slowest of its links."""
+    paces = [_link_pace(under_way[link], graph.links[link].efficiency) for link in links]
+    return paces[0] if len(paces) == 1 else lambda: min([pace() for pace in paces])
+
+
+def _link_pace(link: _OnLink, efficiency: Callable[[int], float] | None) -> Callable[[], float]:
+    paces = [1.0, 1.0]
+
+    def pace() -> float:
+        while len(paces) <= link.count:
+            count = len(paces)
+            paces.append(min(efficiency(count) / count, 1.0) if efficiency else 1 / count)
+        return paces[link.count]
+
+    return pace
+
+
+def _kind_pace(graph: Graph, kind: int, in_flight: list[int]) -> Callable[[], float]:
+    """Computation is slowed down by the worst of what is in flight on its GPU."""
+    gpu, slowdowns = graph.kinds[kind]
+    paces = [
+        (carrier, 1 / slowdowns.get(transport, 1.0))
+        for (where, transport), carrier in graph.carriers.items()
+        if where == gpu and carrier
+    ]
+    if len(paces) == 1:
+        ((only, slowed),) = paces
+        return lambda: slowed if in_flight[only] else 1.0
+    return lambda: min([pace for carrier, pace in paces if in_flight[carrier]], default=1.0)
