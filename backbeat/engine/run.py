@@ -44,7 +44,7 @@ def run(graph: Graph) -> GraphTimes:
 
     Two messages of 1 s latency and 1 s on the link they share, on two communicators: latencies overlap.
 
-    >>> from backbeat.engine.graph import Graph, SharedLink
+    >>> from backbeat.engine.graph import Graph
     >>> graph = Graph()
     >>> link = graph.link()
     >>> for communicator in (0, 1):
@@ -226,7 +226,7 @@ class _Events:
 
     def _start(self, number: int, now: float) -> None:
         graph = self.graph
-        self.times.starts[number] = self.times.on_link[number] = now
+        self.times.starts[number] = now
         own = graph.seconds[number]
         carrier, path = graph.carrier_of[number], graph.path_of[number]
         if carrier:
@@ -267,11 +267,12 @@ class _Events:
     def _pass(self, number: int, now: float) -> None:
         """An op is done with its own seconds, or with all."""
         path = self.graph.path_of[number]
-        if path and not self.reached[number]:
+        if not self.reached[number]:
             self.reached[number] = True
             self.times.on_link[number] = now
-            self.entering.append(number)
-            return
+            if path:
+                self.entering.append(number)
+                return
         for link in self.crossed[path]:
             link.count -= 1
             self.touched.update(link.pools)
@@ -323,8 +324,9 @@ class _Events:
         for path, numbers in ahead.items():
             (link,) = self.crossed[path]
             idle_s = 0.0 if link.count else now - link.idle_since
+            let_through = min(idle_s, max([self.head_starts[number] for number in numbers]))
             for number in numbers:
-                spared[number] = min(self.head_starts[number], idle_s / len(numbers))
+                spared[number] = min(self.head_starts[number], let_through / len(numbers))
         for number in entering:
             path = paths[number]
             for link in self.crossed[path]:
