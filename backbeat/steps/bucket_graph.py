@@ -109,10 +109,10 @@ def bucket_graph(step: BucketStep) -> BucketGraph:
     >>> made.flow(times).finishes.round(6).tolist(), round(times.end_s, 6)
     ([0.002, 0.004], 0.006)
     """
-    return _Building(step).whole()
+    return _BucketBuilding(step).whole()
 
 
-class _Building:
+class _BucketBuilding:
     def __init__(self, step: BucketStep) -> None:
         self.step, self.graph = step, Graph()
         self.link = (self.graph.link(step.link),)

@@ -63,13 +63,13 @@ class UnitGraph:
 
 def unit_graph(step: UnitStep) -> UnitGraph:
     """One step."""
-    building = _Building(step)
+    building = _UnitBuilding(step)
     for call in calls(step.chain, step.micro_batches):
         building.add(call)
     return UnitGraph(building.graph, building.calls)
 
 
-class _Building:
+class _UnitBuilding:
     """Ops of the calls so far, and what later ones will wait for."""
 
     def __init__(self, step: UnitStep) -> None:
