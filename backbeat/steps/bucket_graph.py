@@ -65,6 +65,8 @@ class BucketGraph:
     """The last op of that backward, compression included."""
     messages: list[int]
     """Of each bucket, in launch order, beside that backward."""
+    update: int
+    """The last op of the step."""
 
     def flow(self, times: GraphTimes) -> Flow:
         """When those buckets travel, after that backward begins."""
@@ -109,10 +111,12 @@ def bucket_graph(step: BucketStep) -> BucketGraph:
     >>> made.flow(times).finishes.round(6).tolist(), round(times.end_s, 6)
     ([0.002, 0.004], 0.006)
     """
-    return _BucketBuilding(step).whole()
+    return BucketSteps(step).add()
 
 
-class _BucketBuilding:
+class BucketSteps:
+    """A graph to which one step after the other is added."""
+
     def __init__(self, step: BucketStep) -> None:
         self.step, self.graph = step, Graph()
         self.link = (self.graph.link(step.link),)
@@ -120,7 +124,7 @@ class _BucketBuilding:
         self.message_times = _op_times(step.times)
         self.several = len({*step.schedule.communicators}) > 1
 
-    def whole(self) -> BucketGraph:
+    def add(self) -> BucketGraph:
         step = self.step
         overlapping = step.micro_batches if step.overlap == "every" else 1
         forward = self._first_forward()
@@ -132,8 +136,8 @@ class _BucketBuilding:
                 self._compute(step.backward_s, "backward")
             else:
                 backward, messages = self._backward(forward)
-        self.graph.add(COMPUTE, step.update_s, after=messages, label="update", cause="update")
-        return BucketGraph(self.graph, forward, backward, messages)
+        update = self.graph.add(COMPUTE, step.update_s, after=messages, label="update", cause="update")
+        return BucketGraph(self.graph, forward, backward, messages, update)
 
     def _compute(self, seconds: float, label: str, after: Sequence[int] = ()) -> int:
         return self.graph.add(COMPUTE, seconds, after=after, kind=self.kind, label=label, cause=label)

@@ -63,14 +63,14 @@ class UnitGraph:
 
 def unit_graph(step: UnitStep) -> UnitGraph:
     """One step."""
-    building = _UnitBuilding(step)
-    for call in calls(step.chain, step.micro_batches):
-        building.add(call)
-    return UnitGraph(building.graph, building.calls)
+    steps = UnitSteps(step)
+    steps.add()
+    return UnitGraph(steps.graph, steps.calls)
 
 
-class _UnitBuilding:
-    """Ops of the calls so far, and what later ones will wait for."""
+class UnitSteps:
+    """A graph to which one step after the other is added: ops of the calls so far, and what later ones will wait
+    for."""
 
     def __init__(self, step: UnitStep) -> None:
         self.step, self.chain, self.cost = step, step.chain, step.cost
@@ -96,7 +96,13 @@ class _UnitBuilding:
         """Reductions that the end of the micro-batch waits for."""
         self.link_times: dict[tuple[str, int], tuple[float, float]] = {}
 
-    def add(self, call: Call) -> None:
+    def add(self) -> int:
+        """The update that ends the step."""
+        for call in calls(self.step.chain, self.step.micro_batches):
+            self._add(call)
+        return len(self.graph) - 1
+
+    def _add(self, call: Call) -> None:
         event, unit = call.event, call.unit
         elements = self.chain.elements[unit]
         if event == "all_gather":
