@@ -87,7 +87,7 @@ def exposed(graph: Graph, times: GraphTimes, lane: Lane) -> Causes:
             _add(found, _put_down(graph, times, _binding(graph, times, number), reached, times.starts[number]))
         reached = times.ends[number]
         slower = reached - times.starts[number] - graph.seconds[number]
-        if not graph.path_of[number] and slower > 0:
+        if number not in graph.sent and slower > 0:
             found[graph.causes[number], "contention"] += slower
     if times.end_s > reached:
         _add(found, _put_down(graph, times, last, reached, times.end_s))
@@ -128,11 +128,11 @@ def _binding(graph: Graph, times: GraphTimes, number: int) -> list[int]:
 
 def _parts(graph: Graph, times: GraphTimes, op: int, start: float, end: float) -> Iterator[tuple[str, float]]:
     """What a part of an op is put down to."""
-    if graph.path_of[op]:
+    if op in graph.sent:
         reached = times.on_link[op]
         on_link = times.ends[op] - reached
         passed = max(end - max(start, reached), 0.0)
-        work = min(graph.work_s[op] / on_link, 1.0) * passed if on_link > 0 else 0.0
+        work = min(graph.sent[op].work_s / on_link, 1.0) * passed if on_link > 0 else 0.0
         yield "latency", end - start - passed
         yield "transfer", work
         yield "sharing", passed - work

@@ -28,22 +28,24 @@ from typing import NamedTuple
 from backbeat.errors import DeadlockError, InputError
 
 Lane = Hashable
+Label = str | tuple[str, *tuple[object, ...]]
+"""A text, or one to be formatted with what follows: most labels are never read."""
 MOST_OPS = 50_000
 """Of one graph. A builder collapses pieces before it comes to this."""
 NO_OP = -1
 
 
-class Op(NamedTuple):
-    """One operation, as a reader sees it; `Graph` keeps columns."""
+class Sent(NamedTuple):
+    """What an op is that travels, or is in flight on a GPU, beside its own seconds."""
 
-    number: int
-    label: str
-    cause: str
-    lanes: tuple[Lane, ...]
-    seconds: float
+    path: int
+    """Which of the graph's `paths` it takes; 0 is none."""
     work_s: float
-    links: tuple[int, ...]
-    before: tuple[int, ...]
+    behind_s: float | None
+    follows: int
+    """The op before it on its first lane."""
+    carrier: int
+    """Which of the graph's `carriers` is in flight with it; 0 is none."""
     bytes: float
 
 
@@ -89,24 +91,17 @@ class Graph:
     """
 
     seconds: list[float] = field(default_factory=list)
-    work_s: list[float] = field(default_factory=list)
-    behind_s: list[float | None] = field(default_factory=list)
     before: list[tuple[int, ...]] = field(default_factory=list)
     """Ops that each waits for: those of its lanes, and others."""
-    follows: list[int] = field(default_factory=list)
-    """The op before each on its first lane."""
-    path_of: list[int] = field(default_factory=list)
-    """Which of the `paths` each takes; 0 is none."""
-    kind_of: list[int] = field(default_factory=list)
-    """Which of the `kinds` of computation each is; 0 is none."""
-    carrier_of: list[int] = field(default_factory=list)
-    """Which of the `carriers` is in flight with each; 0 is none."""
     lanes: list[tuple[Lane, ...]] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
     """What each is called, for errors and timelines."""
     causes: list[str] = field(default_factory=list)
     """What time spent on each is put down to."""
-    bytes: list[float] = field(default_factory=list)
+    sent: dict[int, Sent] = field(default_factory=dict)
+    """Those that travel."""
+    kind_of: dict[int, int] = field(default_factory=dict)
+    """Those that compute, and which of the `kinds` each is."""
 
     links: list[SharedLink] = field(default_factory=list)
     paths: dict[tuple[int, ...], int] = field(default_factory=lambda: {(): 0})
@@ -126,13 +121,6 @@ class Graph:
 
     def __len__(self) -> int:
         return len(self.seconds)
-
-    def __getitem__(self, number: int) -> Op:
-        path = next(links for links, index in self.paths.items() if index == self.path_of[number])
-        return Op(
-            number, self.labels[number], self.causes[number], self.lanes[number], self.seconds[number],
-            self.work_s[number], path, self.before[number], self.bytes[number],
-        )  # fmt: skip
 
     def link(self, link: SharedLink | None = None) -> int:
         self.links.append(link or SharedLink())
@@ -155,38 +143,49 @@ class Graph:
         kind: int = 0,
         transport: str | None = None,
         gpu: int = 0,
-        label: str = "",
+        label: Label = "",
         cause: str = "",
         bytes: float = 0.0,
     ) -> int:
         """Its number. It is on these lanes behind what was added to them before; with a `transport` it is in flight
         on the GPU, and slows computation there down."""
-        number = len(self.seconds)
-        last = self._last
-        before = {*after, *(last[lane] for lane in lanes if lane in last)}
-        self.follows.append(last.get(lanes[0], NO_OP) if lanes else NO_OP)
+        number, last = len(self.seconds), self._last
+        follows = NO_OP
+        before = (*after,)
         for lane in lanes:
+            if lane in last:
+                before += (last[lane],)
+                follows = last[lane] if lane == lanes[0] else follows
             last[lane] = number
-        self.before.append(tuple(before))
         self.seconds.append(seconds)
-        self.work_s.append(work_s)
-        self.behind_s.append(behind_s)
-        self.kind_of.append(kind)
-        self.path_of.append(self._path(links, lanes) if links else 0)
-        self.carrier_of.append(0 if transport is None else self._carrier(gpu, transport))
+        self.before.append(before)
         self.lanes.append(lanes)
         self.labels.append(label)
         self.causes.append(cause)
-        self.bytes.append(bytes)
+        if kind:
+            self.kind_of[number] = kind
+        if links or transport is not None:
+            path = self._path(links, lanes) if links else 0
+            carrier = 0 if transport is None else self.carriers.setdefault((gpu, transport), len(self.carriers))
+            self.sent[number] = Sent(path, work_s, behind_s, follows, carrier, bytes)
         return number
 
     def wait(self, number: int, *before: int) -> None:
         """Let an op wait for others, which may have been added after it."""
-        self.before[number] = tuple({*self.before[number], *before})
-        if any(other >= number for other in before):
-            self.forward_only = False
+        self.before[number] += before
+        self.forward_only = self.forward_only and max(before) < number
 
-    def meet(self, key: Hashable, seconds: float, *, after: Iterable[int] = (), **what: object) -> int:
+    def meet(
+        self,
+        key: Hashable,
+        seconds: float,
+        *,
+        after: Iterable[int] = (),
+        work_s: float = 0.0,
+        links: tuple[int, ...] = (),
+        label: Label = "",
+        cause: str = "",
+    ) -> int:
         """One end of a transfer. The first that gives the key adds the op; it also waits for what the second gives.
 
         >>> graph = Graph()
@@ -198,10 +197,10 @@ class Graph:
         """
         number = self.open.pop(key, NO_OP)
         if number == NO_OP:
-            number = self.add((), seconds, after=after, **{"label": str(key), **what})  # type: ignore[arg-type]
+            number = self.add((), seconds, after=after, work_s=work_s, links=links, label=label, cause=cause)
             self.open[key] = number
-        else:
-            self.wait(number, *after)
+        elif before := (*after,):
+            self.wait(number, *before)
         return number
 
     def hold(self, kind: str, bytes: float, first: int, users: Iterable[int] = ()) -> Buffer:
@@ -213,15 +212,21 @@ class Graph:
     def retimed(self, times: Mapping[int, tuple[float, float, float | None]]) -> Graph:
         """The same ops, of which these have other (seconds, work_s, behind_s), as on a quieter network."""
         found = copy.copy(self)
-        found.seconds, found.work_s, found.behind_s = [*self.seconds], [*self.work_s], [*self.behind_s]
+        found.seconds, found.sent = self.seconds.copy(), self.sent.copy()
         for number, (seconds, work_s, behind_s) in times.items():
-            found.seconds[number], found.work_s[number], found.behind_s[number] = seconds, work_s, behind_s
+            found.seconds[number] = seconds
+            if number in found.sent:
+                found.sent[number] = found.sent[number]._replace(work_s=work_s, behind_s=behind_s)
         return found
 
     def shares_pace(self) -> bool:
         """Whether an op may change the pace of another."""
-        alone = all(self._shared_lanes.values())
-        return not alone or any(self.slows(kind) for kind in range(1, len(self.kinds)))
+        shared = any(not self.has_to_itself(path) for path in self.paths)
+        return shared or any(self.slows(kind) for kind in range(1, len(self.kinds)))
+
+    def has_to_itself(self, path: tuple[int, ...]) -> bool:
+        """Whether an op on these links never meets another: each of them has a lane that all of its ops are on."""
+        return all(self._shared_lanes.get(link, True) for link in path)
 
     def slows(self, kind: int) -> bool:
         """Whether something is in flight on its GPU that slows such computation down."""
@@ -233,9 +238,6 @@ class Graph:
             known = self._shared_lanes.get(link)
             self._shared_lanes[link] = frozenset(lanes) if known is None else known.intersection(lanes)
         return self.paths.setdefault(links, len(self.paths))
-
-    def _carrier(self, gpu: int, transport: str) -> int:
-        return self.carriers.setdefault((gpu, transport), len(self.carriers))
 
 
 def check_size(graph: Graph) -> None:
@@ -257,4 +259,5 @@ def deadlock(graph: Graph, undone: Sequence[int]) -> DeadlockError:
 
 
 def name(graph: Graph, number: int) -> str:
-    return graph.labels[number] or f"op {number}"
+    label = graph.labels[number]
+    return label or f"op {number}" if isinstance(label, str) else label[0].format(*label[1:])

@@ -16,11 +16,11 @@ head start that it may give.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from backbeat.engine.graph import NO_OP, Graph, deadlock
+from backbeat.engine.graph import NO_OP, Graph, Sent, deadlock
 
 TOGETHER = 1e-12
 """Of the time since the step began."""
@@ -68,8 +68,8 @@ def run(graph: Graph) -> GraphTimes:
 
 def _in_order(graph: Graph) -> GraphTimes:
     """Each op after those before it."""
-    count = len(graph)
-    before, seconds, work_s, behind_s = graph.before, graph.seconds, graph.work_s, graph.behind_s
+    count, sent = len(graph), graph.sent
+    before, seconds = graph.before, graph.seconds
     starts, on_link, ends = [0.0] * count, [0.0] * count, [0.0] * count
     for number in range(count) if graph.forward_only else _sorted(graph):
         start = 0.0
@@ -77,24 +77,29 @@ def _in_order(graph: Graph) -> GraphTimes:
             end = ends[other]
             if end > start:
                 start = end
-        own, work, behind = seconds[number], work_s[number], behind_s[number]
-        if behind is not None:
-            own = _own_s(graph, number, start, ends)
-            work += min(own, 0.0)
-            own = max(own, 0.0)
         starts[number] = start
-        on_link[number] = reached = start + own
-        ends[number] = reached + work
+        own = seconds[number]
+        if number in sent:
+            latency, work = _alone(graph, number, sent[number], start, ends)
+            on_link[number] = start + latency
+            ends[number] = start + latency + work
+        else:
+            on_link[number] = ends[number] = start + own
     return GraphTimes(starts, on_link, ends)
 
 
-def _own_s(graph: Graph, number: int, now: float, ends: list[float]) -> float:
-    """Seconds before its work, of an op that may follow another on its lane and starts now; below zero, the head start
-    that it takes on an idle link."""
-    own, behind, last = graph.seconds[number], graph.behind_s[number], graph.follows[number]
+def _alone(graph: Graph, number: int, sent: Sent, now: float, ends: list[float]) -> tuple[float, float]:
+    """Latency and work of an op that starts now and has its links to itself."""
+    own = _own_s(graph, number, sent, now, ends)
+    return (own, sent.work_s) if own >= 0 else (0.0, sent.work_s + own)
+
+
+def _own_s(graph: Graph, number: int, sent: Sent, now: float, ends: list[float]) -> float:
+    """Seconds of an op before its work; below zero, the head start that it takes on an idle link."""
+    own, behind, last = graph.seconds[number], sent.behind_s, sent.follows
     if last == NO_OP or behind is None:
         return own
-    ready = max((ends[other] for other in graph.before[number] if other != last), default=0.0)
+    ready = max([ends[other] for other in graph.before[number] if other != last], default=0.0)
     return max(ready + own, ends[last] + behind) - now
 
 
@@ -142,6 +147,32 @@ class _Pool:
         self.served = self.served + (now - self.since) * self.pace if self.members else 0.0
         self.since = now
 
+    def enter(self, number: int, seconds: float, now: float) -> None:
+        self.settle(now)
+        heappush(self.members, (self.served + seconds, number))
+
+    def leave(self, now: float, until: float) -> Iterator[int]:
+        """Those that have been served."""
+        self.settle(now)
+        self.served = max(self.served, self.members[0][0])
+        enough = self.served + (until - now) * self.pace
+        while self.members and self.members[0][0] <= enough:
+            yield heappop(self.members)[1]
+
+    def look_ahead(self, now: float) -> tuple[float, int, int] | None:
+        """When the next leaves, which, and the version of that; None where it is as was said."""
+        if not self.members:
+            return None
+        first, pace = self.members[0], self.find_pace()
+        if pace != self.pace:
+            self.settle(now)
+            self.pace = pace
+        elif first is self.next:
+            return None
+        self.next = first
+        self.version += 1
+        return max(self.since + (first[0] - self.served) / pace, now), first[1], self.version
+
 
 class _OnLink:
     """A link under way."""
@@ -165,8 +196,8 @@ class _Events:
         self.waiting, self.behind = _edges(graph)
         self.head_starts: dict[int, float] = {}
         """What each op takes at most of the link's idle time."""
-        self.reached = bytearray(count)
-        """Whether an op has its latency behind it."""
+        self.reached: set[int] = set()
+        """Ops that have their latency behind them."""
         self.in_flight = [0] * len(graph.carriers)
         self.coming: list[tuple[float, int, int, int]] = []
         """When something next happens: (time, op, version, pool); of pool -1 are ops whose pace nothing changes."""
@@ -179,12 +210,17 @@ class _Events:
 
         self.pools: list[_Pool] = []
         self.links = [_OnLink() for _ in graph.links]
-        self.crossed = [[self.links[link] for link in links] for links in graph.paths]
-        self.of_path = [self._add(_path_pace(graph, links, self.links)) if links else NO_OP for links in graph.paths]
-        for pool, crossed in zip(self.of_path, self.crossed, strict=True):
-            for link in crossed:
-                link.pools.append(pool)
-        self.of_latency = [self._add_latency(links) for links in graph.paths]
+        self.crossed: list[list[_OnLink]] = []
+        """By path: the links of those that ops share."""
+        self.of_path: list[int] = []
+        self.of_latency: list[int] = []
+        for path in graph.paths:
+            shared = not graph.has_to_itself(path)
+            self.crossed.append([self.links[link] for link in path] if shared else [])
+            self.of_path.append(self._add(_path_pace(graph, path, self.links)) if shared else NO_OP)
+            self.of_latency.append(self._add_latency(path) if shared else NO_OP)
+            for link in self.crossed[-1]:
+                link.pools.append(self.of_path[-1])
         self.of_kind = [
             self._add(_kind_pace(graph, kind, self.in_flight)) if graph.slows(kind) else NO_OP
             for kind in range(len(graph.kinds))
@@ -199,7 +235,7 @@ class _Events:
         return len(self.pools) - 1
 
     def _add_latency(self, links: tuple[int, ...]) -> int:
-        stretch = self.graph.links[links[0]].stretch if links else None
+        stretch = self.graph.links[links[0]].stretch
         if stretch is None:
             return NO_OP
         index = self._add(lambda: 1 / stretch(len(members)) if len(members) > 1 else 1.0)
@@ -217,7 +253,9 @@ class _Events:
                 if index == NO_OP:
                     self._pass(number, now)
                 elif version == pools[index].version:
-                    self._leave(index, now, until)
+                    self.touched.add(index)
+                    for gone in pools[index].leave(now, until):
+                        self._pass(gone, now)
             self._go_on(now)
         undone = [number for number, count in enumerate(self.waiting) if count]
         if undone:
@@ -227,62 +265,67 @@ class _Events:
     def _start(self, number: int, now: float) -> None:
         graph = self.graph
         self.times.starts[number] = now
-        own = graph.seconds[number]
-        carrier, path = graph.carrier_of[number], graph.path_of[number]
-        if carrier:
-            self.in_flight[carrier] += 1
-            if self.in_flight[carrier] == 1:
-                self.touched.update(self.slowed_by[carrier])
-        if path and graph.behind_s[number] is not None:
-            own = _own_s(graph, number, now, self.times.ends)
-            self.head_starts[number] = max(-own, 0.0)
+        if number in graph.sent:
+            self._send(number, graph.sent[number], now)
+            return
+        seconds = graph.seconds[number]
+        self.times.on_link[number] = now + seconds
+        if seconds <= 0:
+            self._end(number, now)
+            return
+        pool = self.of_kind[graph.kind_of.get(number, 0)]
+        if pool == NO_OP:
+            heappush(self.coming, (now + seconds, number, 0, NO_OP))
+        else:
+            self.pools[pool].enter(number, seconds, now)
+            self.touched.add(pool)
+
+    def _send(self, number: int, sent: Sent, now: float) -> None:
+        if sent.carrier:
+            self.in_flight[sent.carrier] += 1
+            if self.in_flight[sent.carrier] == 1:
+                self.touched.update(self.slowed_by[sent.carrier])
+        if not self.crossed[sent.path]:
+            latency, work = _alone(self.graph, number, sent, now, self.times.ends)
+            self.times.on_link[number] = now + latency
+            self.reached.add(number)
+            heappush(self.coming, (now + latency + work, number, 0, NO_OP))
+            return
+        own = _own_s(self.graph, number, sent, now, self.times.ends)
         if own <= 0:
+            self.head_starts[number] = -own
             self._pass(number, now)
             return
-        pool = self.of_latency[path] if path else self.of_kind[graph.kind_of[number]]
+        pool = self.of_latency[sent.path]
         if pool == NO_OP:
             heappush(self.coming, (now + own, number, 0, NO_OP))
         else:
-            self._enter(pool, number, own, now)
-
-    def _enter(self, index: int, number: int, seconds: float, now: float) -> None:
-        pool = self.pools[index]
-        pool.settle(now)
-        heappush(pool.members, (pool.served + seconds, number))
-        self.touched.add(index)
-
-    def _leave(self, index: int, now: float, until: float) -> None:
-        """Those of a pool that have been served."""
-        pool = self.pools[index]
-        self.touched.add(index)
-        pool.settle(now)
-        served = pool.served + (until - now) * pool.pace
-        pool.served = max(pool.served, pool.members[0][0])
-        gone = [heappop(pool.members)[1]]
-        while pool.members and pool.members[0][0] <= served:
-            gone.append(heappop(pool.members)[1])
-        for number in gone:
-            self._pass(number, now)
+            self.pools[pool].enter(number, own, now)
+            self.touched.add(pool)
 
     def _pass(self, number: int, now: float) -> None:
-        """An op is done with its own seconds, or with all."""
-        path = self.graph.path_of[number]
-        if not self.reached[number]:
-            self.reached[number] = True
+        """An op is done, or with its latency."""
+        sent = self.graph.sent.get(number)
+        if sent is None:
+            self._end(number, now)
+            return
+        if number not in self.reached:
+            self.reached.add(number)
             self.times.on_link[number] = now
-            if path:
-                self.entering.append(number)
-                return
-        for link in self.crossed[path]:
+            self.entering.append(number)
+            return
+        for link in self.crossed[sent.path]:
             link.count -= 1
             self.touched.update(link.pools)
             if not link.count:
                 link.idle_since = now
-        carrier = self.graph.carrier_of[number]
-        if carrier:
-            self.in_flight[carrier] -= 1
-            if not self.in_flight[carrier]:
-                self.touched.update(self.slowed_by[carrier])
+        if sent.carrier:
+            self.in_flight[sent.carrier] -= 1
+            if not self.in_flight[sent.carrier]:
+                self.touched.update(self.slowed_by[sent.carrier])
+        self._end(number, now)
+
+    def _end(self, number: int, now: float) -> None:
         self.times.ends[number] = now
         waiting = self.waiting
         for later in self.behind[number]:
@@ -298,28 +341,18 @@ class _Events:
         if self.entering:
             self._reach_links(now)
         for index in self.touched:
-            pool = self.pools[index]
-            if not pool.members:
-                continue
-            first, pace = pool.members[0], pool.find_pace()
-            if pace != pool.pace:
-                pool.settle(now)
-                pool.pace = pace
-            elif first is pool.next:
-                continue
-            pool.next = first
-            pool.version += 1
-            soon = pool.since + (first[0] - pool.served) / pace
-            heappush(self.coming, (soon if soon > now else now, first[1], pool.version, index))
+            found = self.pools[index].look_ahead(now)
+            if found is not None:
+                heappush(self.coming, (*found, index))
         self.touched.clear()
 
     def _reach_links(self, now: float) -> None:
-        work_s, paths = self.graph.work_s, self.graph.path_of
         entering, self.entering = self.entering, []
+        sent = self.graph.sent
         ahead: dict[int, list[int]] = {}
         for number in entering:
             if self.head_starts.get(number):
-                ahead.setdefault(paths[number], []).append(number)
+                ahead.setdefault(sent[number].path, []).append(number)
         spared = {}
         for path, numbers in ahead.items():
             (link,) = self.crossed[path]
@@ -328,11 +361,12 @@ class _Events:
             for number in numbers:
                 spared[number] = min(self.head_starts[number], let_through / len(numbers))
         for number in entering:
-            path = paths[number]
+            path = sent[number].path
             for link in self.crossed[path]:
                 link.count += 1
                 self.touched.update(link.pools)
-            self._enter(self.of_path[path], number, work_s[number] - spared.get(number, 0.0), now)
+            self.pools[self.of_path[path]].enter(number, sent[number].work_s - spared.get(number, 0.0), now)
+            self.touched.add(self.of_path[path])
 
 
 def _path_pace(graph: Graph, links: tuple[int, ...], under_way: list[_OnLink]) -> Callable[[], float]:

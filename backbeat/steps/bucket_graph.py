@@ -196,7 +196,7 @@ class BucketSteps:
             own, work, behind = self.message_times[index]
             message = graph.add(
                 (("communicator", communicator),), own, after=after, work_s=work, behind_s=behind, links=self.link,
-                transport=step.transport, label=f"bucket {index}", cause="all-reduce",
+                transport=step.transport, label=("bucket {}", index), cause="all-reduce",
                 bytes=float(step.schedule.sizes[index]),
             )  # fmt: skip
             last_of[communicator] = message

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from backbeat.engine import Graph, GraphTimes
+from backbeat.engine.graph import Label
 from backbeat.steps.stage_programs import Operation, PipelineSchedule, Transfer, programs
 
 
@@ -108,7 +109,7 @@ class _StageBuilding:
 
     def compute(self, stage: int, operation: Operation, seconds: float, after: Sequence[int]) -> int:
         kind, micro, chunk = operation
-        label = f"{kind}{micro} of chunk {chunk}, stage {stage}"
+        label = ("{}{} of chunk {}, stage {}", kind, micro, chunk, stage)
         return self.graph.add((("stage", stage),), seconds, after=after, label=label, cause="compute")
 
     def post(self, stage: int, transfers: Sequence[Transfer], after: Sequence[int]) -> None:
@@ -117,7 +118,9 @@ class _StageBuilding:
             to = transfer[2] % self.stages
             origin = (to + (-1 if transfer[0] == "F" else 1)) % self.stages
             peer = origin if stage == to else to
-            queue: Hashable = {"rank": stage, "pair": (stage, peer)}.get(self.streams, (stage, peer, stage == to))
+            queue: Hashable = stage if self.streams == "rank" else (stage, peer)
+            if self.streams == "direction":
+                queue = stage, peer, stage == to
             waits = (*after, *self.queues.get(queue, ()))
             done = self._end(transfer, origin, to, waits, sends=stage == origin)
             self.done[transfer, stage] = done
@@ -126,18 +129,23 @@ class _StageBuilding:
 
     def _end(self, transfer: Transfer, origin: int, to: int, after: Sequence[int], *, sends: bool) -> int:
         """One end of a transfer; the op after which it is done."""
-        label = f"{transfer[0]}{transfer[1]} from stage {origin} to stage {to}"
-        links = (self.nics[origin][0], self.nics[to][1]) if self.nics else ()
-
-        def seconds(left_s: float) -> dict[str, Any]:
-            """Of a part of it: on NICs that it shares, or by itself."""
-            return {"seconds": 0.0, "work_s": left_s, "links": links} if links else {"seconds": left_s}
-
-        what: dict[str, Any] = {"label": label, "cause": "send"}
+        label = ("{}{} from stage {} to stage {}", transfer[0], transfer[1], origin, to)
         if self.late_s is None:
-            return self.graph.meet(transfer, after=after, **seconds(self.send_s), **what)
+            return self._travel(transfer, self.send_s, after, origin, to, label)
         if sends:
-            sent = self.graph.add((), after=after, **seconds(self.send_s - self.late_s), **what)
-            self.graph.meet(transfer, after=(sent,), **seconds(self.late_s), **what)
+            sent = self._travel(None, self.send_s - self.late_s, after, origin, to, label)
+            self._travel(transfer, self.late_s, (sent,), origin, to, label)
             return sent
-        return self.graph.meet(transfer, after=after, **seconds(self.late_s), **what)
+        return self._travel(transfer, self.late_s, after, origin, to, label)
+
+    def _travel(
+        self, key: Transfer | None, seconds: float, after: Sequence[int], origin: int, to: int, label: Label
+    ) -> int:
+        """On the NICs that it shares with others, where it does."""
+        links: tuple[int, ...] = ()
+        own, work = seconds, 0.0
+        if self.nics:
+            links, own, work = (self.nics[origin][0], self.nics[to][1]), 0.0, seconds
+        if key is None:
+            return self.graph.add((), own, after=after, work_s=work, links=links, label=label, cause="send")
+        return self.graph.meet(key, own, after=after, work_s=work, links=links, label=label, cause="send")

@@ -188,6 +188,6 @@ class UnitSteps:
             links=links,
             transport=transport,
             kind=kind,
-            label=f"{call.event} {call.unit}",
+            label=("{} {}", call.event, call.unit),
             cause=cause or call.event,
         )

@@ -108,8 +108,9 @@ def run_slowly(graph: Graph, tick: float) -> list[float]:
     count = len(graph)
     paths = {index: links for links, index in graph.paths.items()}
     transports = {index: key for key, index in graph.carriers.items()}
+    links_of = {op: paths[sent.path] for op, sent in graph.sent.items()}
     own: dict[int, float] = {}
-    work = dict(enumerate(graph.work_s))
+    work = {op: graph.sent[op].work_s if op in graph.sent else 0.0 for op in range(count)}
     ends: dict[int, float] = {}
     for moment in range(10**6):
         now = moment * tick
@@ -119,8 +120,9 @@ def run_slowly(graph: Graph, tick: float) -> list[float]:
             for op in range(count):
                 if op not in own and all(before in ends for before in graph.before[op]):
                     changed, own[op] = True, graph.seconds[op]
-                    last, behind = graph.follows[op], graph.behind_s[op]
-                    if behind is not None and last >= 0:
+                    sent = graph.sent.get(op)
+                    if sent is not None and sent.behind_s is not None and sent.follows >= 0:
+                        last, behind = sent.follows, sent.behind_s
                         ready = max([ends[one] for one in graph.before[op] if one != last], default=0.0)
                         own[op] = max(ready + graph.seconds[op], ends[last] + behind) - now
                 if op in own and op not in ends and own[op] <= tick / 2 and work[op] <= tick / 2:
@@ -129,17 +131,17 @@ def run_slowly(graph: Graph, tick: float) -> list[float]:
             return [ends[op] for op in range(count)]
         going = [op for op in own if op not in ends]
         assert going, "a graph that cannot end"
-        in_latency = Counter(paths[graph.path_of[op]][0] for op in going if graph.path_of[op] and own[op] > tick / 2)
-        on_link = Counter(link for op in going if own[op] <= tick / 2 for link in paths[graph.path_of[op]])
-        flying = {transports[graph.carrier_of[op]] for op in going if graph.carrier_of[op]}
+        in_latency = Counter(links_of[op][0] for op in going if links_of.get(op) and own[op] > tick / 2)
+        on_link = Counter(link for op in going if own[op] <= tick / 2 for link in links_of.get(op, ()))
+        flying = {transports[graph.sent[op].carrier] for op in going if op in graph.sent}
         for op in going:
-            links = paths[graph.path_of[op]]
+            links = links_of.get(op, ())
             if own[op] > tick / 2:
                 pace = 1.0
                 if links and in_latency[links[0]] > 1 and (stretch := graph.links[links[0]].stretch):
                     pace = 1 / stretch(in_latency[links[0]])
                 elif not links:
-                    gpu, slowdowns = graph.kinds[graph.kind_of[op]]
+                    gpu, slowdowns = graph.kinds[graph.kind_of.get(op, 0)]
                     pace = 1 / max([slowdowns.get(name, 1.0) for where, name in flying if where == gpu], default=1.0)
                 own[op] -= tick * pace
             else:

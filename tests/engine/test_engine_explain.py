@@ -24,7 +24,7 @@ def test_all_of_a_step_is_put_down_to_something(spec: GraphSpec) -> None:
     for lane in {lane for lanes in graph.lanes for lane in lanes}:
         own = [op for op, lanes in enumerate(graph.lanes) if lane in lanes]
         busy = sum(times.ends[op] - times.starts[op] for op in own)
-        slower = sum(times.ends[op] - times.starts[op] - graph.seconds[op] for op in own if not graph.path_of[op])
+        slower = sum(times.ends[op] - times.starts[op] - graph.seconds[op] for op in own if op not in graph.sent)
         found = exposed(graph, times, lane)
         assert sum(found.values()) == pytest.approx(times.end_s - busy + slower, abs=1e-9)
         assert min(found.values(), default=0.0) >= 0

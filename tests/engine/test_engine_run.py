@@ -133,12 +133,11 @@ def test_less_to_do_can_take_longer() -> None:
 @given(graph_specs(ahead=True), st.sampled_from([1e-3, 0.25, 3.0, 1e3]))
 def test_times_scale_with_all_that_is_given(spec: GraphSpec, factor: float) -> None:
     graph, _ = spec.graph()
-    longer = graph.retimed(
-        {
-            op: (graph.seconds[op] * factor, graph.work_s[op] * factor, None if behind is None else behind * factor)
-            for op, behind in enumerate(graph.behind_s)
-        }
-    )
+    rows = {
+        op: (0.0, None) if sent is None else (sent.work_s * factor, sent.behind_s and sent.behind_s * factor)
+        for op, sent in ((op, graph.sent.get(op)) for op in range(len(graph)))
+    }
+    longer = graph.retimed({op: (graph.seconds[op] * factor, *row) for op, row in rows.items()})
     assert run(longer).ends == pytest.approx([factor * end for end in run(graph).ends], rel=1e-9, abs=1e-12)
 
 
