@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from backbeat.engine.graph import NO_OP, Graph, Lane
-from backbeat.engine.run import GraphTimes
+from backbeat.engine.in_order import GraphTimes
 
 Causes = dict[tuple[str, str], float]
 """Seconds by (cause, part)."""

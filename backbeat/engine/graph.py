@@ -118,6 +118,8 @@ class Graph:
     _last: dict[Lane, int] = field(default_factory=dict)
     _shared_lanes: dict[int, frozenset[Lane]] = field(default_factory=dict)
     """By link: lanes that all of its ops are on."""
+    _known: dict[tuple[tuple[int, ...], tuple[Lane, ...]], int] = field(default_factory=dict)
+    """The path of ops on these links and lanes, as those before them."""
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -233,11 +235,14 @@ class Graph:
         gpu, slowdowns = self.kinds[kind]
         return any(where == gpu and slowdowns.get(transport, 1.0) != 1.0 for where, transport in self.carriers)
 
-    def _path(self, links: tuple[int, ...], lanes: Sequence[Lane]) -> int:
-        for link in links:
-            known = self._shared_lanes.get(link)
-            self._shared_lanes[link] = frozenset(lanes) if known is None else known.intersection(lanes)
-        return self.paths.setdefault(links, len(self.paths))
+    def _path(self, links: tuple[int, ...], lanes: tuple[Lane, ...]) -> int:
+        found = self._known.get((links, lanes))
+        if found is None:
+            for link in links:
+                known = self._shared_lanes.get(link)
+                self._shared_lanes[link] = frozenset(lanes) if known is None else known.intersection(lanes)
+            found = self._known[links, lanes] = self.paths.setdefault(links, len(self.paths))
+        return found
 
 
 def check_size(graph: Graph) -> None:

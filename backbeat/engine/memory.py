@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from backbeat.engine.graph import NO_OP, Graph
-from backbeat.engine.run import GraphTimes
+from backbeat.engine.in_order import GraphTimes
 
 
 class HeldBytes(NamedTuple):

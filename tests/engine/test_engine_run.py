@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backbeat.engine import Graph, SharedLink, run
+from backbeat.engine.events import run_events
 from backbeat.engine.graph import MOST_OPS, check_size
-from backbeat.engine.run import _Events, _in_order
+from backbeat.engine.in_order import run_in_order
 from backbeat.errors import DeadlockError, InputError
 from tests.engine.graph_problems import GraphSpec, graph_specs, run_slowly, times
 
@@ -43,7 +44,7 @@ def test_one_lane_is_the_recursion(rows: list[tuple[float, float, float, float]]
         graph.add(("communicator",), own, work_s=work, behind_s=behind, links=(link,), after=(done,))
         free = max(now + own + work, free + behind + work)
         expected.append(free)
-    found = (_Events(graph).run() if events else run(graph)).ends[1::2]
+    found = (run_events(graph) if events else run(graph)).ends[1::2]
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
@@ -52,7 +53,7 @@ def test_one_lane_is_the_recursion(rows: list[tuple[float, float, float, float]]
 def test_in_order_and_events_agree_where_nothing_is_shared(spec: GraphSpec) -> None:
     graph, _ = spec.graph()
     assert not graph.shares_pace()
-    one, other = _in_order(graph), _Events(graph).run()
+    one, other = run_in_order(graph), run_events(graph)
     for mine, theirs in zip(one, other, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
 
@@ -239,7 +240,7 @@ def test_ops_may_wait_for_what_is_added_later(order: list[int]) -> None:
     assert [run(graph).ends[op] for op in order] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-@pytest.mark.parametrize("engine", [_in_order, lambda graph: _Events(graph).run()])
+@pytest.mark.parametrize("engine", [run_in_order, run_events])
 def test_a_long_row_of_ops_that_take_no_time_ends(engine: Callable[[Graph], object]) -> None:
     graph = Graph()
     for _ in range(5000):
