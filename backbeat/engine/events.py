@@ -14,7 +14,7 @@ head start that it may give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 from backbeat.engine.graph import NO_OP, Graph, Sent, deadlock
@@ -55,13 +55,18 @@ class _Pool:
         self.settle(now)
         heappush(self.members, (self.served + seconds, number))
 
-    def leave(self, now: float, until: float) -> Iterator[int]:
+    def leave(self, now: float, until: float) -> list[int]:
         """Those that have been served."""
         self.settle(now)
-        self.served = max(self.served, self.members[0][0])
-        enough = self.served + (until - now) * self.pace
-        while self.members and self.members[0][0] <= enough:
-            yield heappop(self.members)[1]
+        members = self.members
+        served, first = heappop(members)
+        self.served = max(self.served, served)
+        gone = [first]
+        if members:
+            enough = self.served + (until - now) * self.pace
+            while members and members[0][0] <= enough:
+                gone.append(heappop(members)[1])
+        return gone
 
     def look_ahead(self, now: float) -> tuple[float, int, int] | None:
         """When the next leaves, which, and the version of that; None where it is as was said."""
@@ -147,31 +152,34 @@ class _UnderWay:
         return index
 
     def run(self) -> GraphTimes:
-        coming, pools = self.coming, self.pools
+        coming, pools, sent = self.coming, self.pools, self.graph.sent
         self._go_on(0.0)
         while coming:
             now = coming[0][0]
             until = now + TOGETHER * now
             while coming and coming[0][0] <= until:
                 _, number, version, index = heappop(coming)
-                if index == NO_OP:
-                    self._pass(number, now)
-                elif version == pools[index].version:
+                gone = [number]
+                if index != NO_OP:
+                    pool = pools[index]
+                    if version != pool.version:
+                        continue
+                    gone = pool.leave(now, until)
                     self.touched.add(index)
-                    for gone in pools[index].leave(now, until):
-                        self._pass(gone, now)
+                for number in gone:
+                    if number in sent:
+                        self._pass(number, sent[number], now)
+                    else:
+                        self._end(number, now)
             self._go_on(now)
         undone = [number for number, count in enumerate(self.waiting) if count]
         if undone:
             raise deadlock(self.graph, undone)
         return self.times
 
-    def _start(self, number: int, now: float) -> None:
+    def _compute(self, number: int, now: float) -> None:
+        """Start an op that does not travel."""
         graph = self.graph
-        self.times.starts[number] = now
-        if number in graph.sent:
-            self._send(number, graph.sent[number], now)
-            return
         seconds = graph.seconds[number]
         self.times.on_link[number] = now + seconds
         if seconds <= 0:
@@ -198,7 +206,7 @@ class _UnderWay:
         own = own_s(self.graph, number, sent, now, self.times.ends)
         if own <= 0:
             self.head_starts[number] = -own
-            self._pass(number, now)
+            self._pass(number, sent, now)
             return
         pool = self.of_latency[sent.path]
         if pool == NO_OP:
@@ -207,12 +215,8 @@ class _UnderWay:
             self.pools[pool].enter(number, own, now)
             self.touched.add(pool)
 
-    def _pass(self, number: int, now: float) -> None:
-        """An op is done, or with its latency."""
-        sent = self.graph.sent.get(number)
-        if sent is None:
-            self._end(number, now)
-            return
+    def _pass(self, number: int, sent: Sent, now: float) -> None:
+        """An op that travels is done, or with its latency."""
         if number not in self.reached:
             self.reached.add(number)
             self.times.on_link[number] = now
@@ -240,8 +244,14 @@ class _UnderWay:
     def _go_on(self, now: float) -> None:
         """After all that ends in a moment: ops start, others reach their links, and everything has its pace until the
         next."""
-        while self.ready:
-            self._start(self.ready.pop(), now)
+        ready, sent = self.ready, self.graph.sent
+        while ready:
+            number = ready.pop()
+            self.times.starts[number] = now
+            if number in sent:
+                self._send(number, sent[number], now)
+            else:
+                self._compute(number, now)
         if self.entering:
             self._reach_links(now)
         for index in self.touched:
