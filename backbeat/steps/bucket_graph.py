@@ -5,6 +5,7 @@
 | compute | forward, backward from one bucket's last gradient to the next one's, compression, the update |
 | communicator 0, 1, … | gathers of parameters before forward, then buckets |
 | launch | buckets on several communicators leave in plan order: one no earlier than the one before it |
+| host | where it is given, the issue of each piece's forward and backward, and of the update |
 
 Backward is cut where a bucket becomes ready. On one communicator the messages are a recursion,
 F_k = max(R_k, F_(k-1)) + T(M_k); on several they share the link.
@@ -12,8 +13,10 @@ F_k = max(R_k, F_(k-1)) + T(M_k); on several they share the link.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -21,8 +24,10 @@ from backbeat.cost import LinkCost, MessageTimes
 from backbeat.engine import Graph, GraphTimes, SharedLink
 from backbeat.model.reduction import Overlap
 from backbeat.simulate.schedule import Flow, Schedule
+from backbeat.steps.host_issue import HostIssue, IssuedWork
 
 COMPUTE = ("compute",)
+HOST = ("host",)
 _LAUNCH = ("launch",)
 
 
@@ -52,6 +57,8 @@ class BucketStep:
     """Parameters gathered for the first forward: what each message takes, and the forward that needs it."""
     gathers_ahead: bool = False
     """Each is sent while forward works on the one before it; otherwise forward waits for all."""
+    host: HostIssue | None = None
+    """None where the host is always ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,8 @@ class BucketGraph:
     """The last op of that backward, compression included."""
     messages: list[int]
     """Of each bucket, in launch order, beside that backward."""
+    rounds: list[list[int]]
+    """The same for every backward that messages overlap with."""
     update: int
     """The last op of the step."""
 
@@ -82,7 +91,8 @@ class BucketGraph:
 
     def on(self, message_times: MessageTimes) -> Graph:
         """The same step where messages take other times, as on a quieter network."""
-        return self.graph.retimed(dict(zip(self.messages, _op_times(message_times), strict=True)))
+        times = _op_times(message_times)
+        return self.graph.retimed({op: row for ops in self.rounds for op, row in zip(ops, times, strict=True)})
 
 
 def link_of(cost: LinkCost) -> SharedLink:
@@ -123,65 +133,76 @@ class BucketSteps:
         self.kind = self.graph.kind(step.slowdowns)
         self.message_times = _op_times(step.times)
         self.several = len({*step.schedule.communicators}) > 1
+        self.status: list[int] = []
+        """Messages of the step before."""
 
     def add(self) -> BucketGraph:
-        step = self.step
+        step, host = self.step, self.step.host
         overlapping = step.micro_batches if step.overlap == "every" else 1
         forward = self._first_forward()
-        messages: list[int] = []
+        rounds: list[list[int]] = [[]]
         for number in range(step.micro_batches):
             if number:
-                forward = self._compute(step.forward_s, "forward", messages)
+                forward = self._pass("forward", rounds[-1]).finish(step.forward_s)
+            last = number == step.micro_batches - 1
+            if host is not None:
+                # The wrapper reads the status of the step before when its own backward opens.
+                status = self.status if host.reads_status and not number else ()
+                self.graph.add(HOST, host.opens_s if last else 0.0, after=status, cause="host")
             if number < step.micro_batches - overlapping:
-                self._compute(step.backward_s, "backward")
+                self._pass("backward").finish(step.backward_s)
             else:
                 backward, messages = self._backward(forward)
-        update = self.graph.add(COMPUTE, step.update_s, after=messages, label="update", cause="update")
-        return BucketGraph(self.graph, forward, backward, messages, update)
+                rounds.append(messages)
+        waits = [*messages]
+        if host is not None:
+            waits.append(self.graph.add(HOST, host.update_s, label="issue the update", cause="host"))
+        update = self.graph.add(COMPUTE, step.update_s, after=waits, label="update", cause="update")
+        self.status = messages
+        return BucketGraph(self.graph, forward, backward, messages, rounds[1:], update)
 
-    def _compute(self, seconds: float, label: str, after: Sequence[int] = ()) -> int:
-        return self.graph.add(COMPUTE, seconds, after=after, kind=self.kind, label=label, cause=label)
+    def _pass(self, label: Literal["forward", "backward"], after: Sequence[int] = ()) -> _Pass:
+        host = self.step.host
+        works = None if host is None else host.forward if label == "forward" else host.backward
+        return _Pass(self.graph, self.kind, label, works, after)
 
     def _first_forward(self) -> int:
         """With what is sent before it."""
-        step, lane = self.step, ("communicator", 0)
+        step, graph, lane = self.step, self.graph, ("communicator", 0)
         if step.before_s:
-            sent = self.graph.add((lane,), step.before_s, label="buffers", cause="buffers")
-            self.graph.add(COMPUTE, 0.0, after=(sent,))
+            sent = graph.add((lane,), step.before_s, label="buffers", cause="buffers")
+            graph.add(COMPUTE, 0.0, after=(sent,))
         if not step.gathers:
-            return self._compute(step.forward_s, "forward")
+            return self._pass("forward").finish(step.forward_s)
+        reached = graph.add(COMPUTE, 0.0)
+        forward, now = self._pass("forward"), 0.0
         gathers: list[int] = []
-        forward = self._compute(0.0, "forward")
         for index, (seconds, _) in enumerate(step.gathers):
             if step.gathers_ahead and index > 1:
-                forward = self._compute(step.gathers[index - 2][1], "forward", gathers[-2:-1])
+                now += step.gathers[index - 2][1]
+                reached = forward.until(now, gathers[-2:-1])
+            label = ("all-gather {} of {}", index + 1, len(step.gathers))
             gathers.append(
-                self.graph.add(
-                    (lane,), seconds, after=(forward,), transport=step.transport, cause="all-gather",
-                    label=f"all-gather {index + 1} of {len(step.gathers)}",
-                )
-            )  # fmt: skip
-        if not step.gathers_ahead:
-            return self._compute(step.forward_s, "forward", gathers[-1:])
-        for index, (_, seconds) in list(enumerate(step.gathers))[-2:]:
-            forward = self._compute(seconds, "forward", gathers[index : index + 1])
-        return forward
+                graph.add((lane,), seconds, after=(reached,), transport=step.transport, label=label, cause="all-gather")
+            )
+        if step.gathers_ahead and len(gathers) > 1:
+            forward.until(now + step.gathers[-2][1], gathers[-2:-1])
+        return forward.finish(step.forward_s, gathers[-1:])
 
     def _backward(self, forward: int) -> tuple[int, list[int]]:
         """Its last op, and the messages."""
         step, graph = self.step, self.graph
         ready, compress_s = step.schedule.ready.tolist(), step.compress_s
         made_by: dict[int, int] = {}
-        done, last = 0.0, forward
+        last, under_way = forward, self._pass("backward")
         for index in sorted(range(len(ready)), key=ready.__getitem__):
-            if ready[index] > done and step.overlap != "none":
-                last = self._compute(ready[index] - done, "backward")
-                done = ready[index]
+            if step.overlap != "none" and ready[index] > under_way.done_s:
+                last = under_way.until(ready[index])
             if compress_s is not None and compress_s[index]:
-                last = self._compute(compress_s[index], "compression")
+                last = graph.add(COMPUTE, compress_s[index], kind=self.kind, label="compression", cause="compression")
             made_by[index] = last
-        if step.backward_s > done:
-            last = self._compute(step.backward_s - done, "backward")
+        if step.backward_s > under_way.done_s or under_way.left:
+            last = under_way.finish(step.backward_s)
         messages: list[int] = []
         launched: int | None = None
         last_of: dict[int, int] = {}
@@ -202,6 +223,45 @@ class BucketSteps:
             last_of[communicator] = message
             messages.append(message)
         return last, messages
+
+
+class _Pass:
+    """Forward or backward under way: its computation in parts, each no earlier than the host has issued it."""
+
+    def __init__(
+        self, graph: Graph, kind: int, label: str, works: Sequence[IssuedWork] | None, after: Sequence[int]
+    ) -> None:
+        self.graph, self.kind, self.label = graph, kind, label
+        self.left = None if works is None else deque(works)
+        self.after = list(after)
+        """What the next part waits for."""
+        self.done_s = self.issued_s = 0.0
+        """Of its own time: what is computed, and up to where it is issued."""
+
+    def until(self, moment_s: float, after: Sequence[int] = ()) -> int:
+        """Compute up to a moment of its own time; the last op."""
+        self.after += after
+        while True:
+            while self.left and self.issued_s <= self.done_s:
+                work = self.left.popleft()
+                self.after.append(self.graph.add(HOST, work.host_s, cause="host"))
+                self.issued_s += work.device_s
+            # What rounding leaves over is the last work's.
+            end = min(moment_s, self.issued_s) if self.left else moment_s
+            last = self.graph.add(
+                COMPUTE, max(end - self.done_s, 0.0), after=self.after, kind=self.kind, label=self.label,
+                cause=self.label,
+            )  # fmt: skip
+            self.after, self.done_s = [], max(end, self.done_s)
+            if self.done_s >= moment_s:
+                return last
+
+    def finish(self, moment_s: float, after: Sequence[int] = ()) -> int:
+        """The same to its end: what computes nothing is issued, too."""
+        last = self.until(moment_s, after)
+        for work in self.left or ():
+            self.graph.add(HOST, work.host_s, cause="host")
+        return last
 
 
 def _op_times(times: MessageTimes) -> list[tuple[float, float, float | None]]:
