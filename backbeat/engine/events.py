@@ -123,11 +123,13 @@ class _UnderWay:
         """By path: the links of those that ops share."""
         self.of_path: list[int] = []
         self.of_latency: list[int] = []
+        self.latencies: dict[int, int] = {}
+        """By the first link of their path."""
         for path in graph.paths:
             shared = not graph.has_to_itself(path)
             self.crossed.append([self.links[link] for link in path] if shared else [])
             self.of_path.append(self._add(_path_pace(graph, path, self.links)) if shared else NO_OP)
-            self.of_latency.append(self._add_latency(path) if shared else NO_OP)
+            self.of_latency.append(self._latency(path[0]) if shared else NO_OP)
             for link in self.crossed[-1]:
                 link.pools.append(self.of_path[-1])
         self.of_kind = [
@@ -143,13 +145,15 @@ class _UnderWay:
         self.pools.append(_Pool(find_pace))
         return len(self.pools) - 1
 
-    def _add_latency(self, links: tuple[int, ...]) -> int:
-        stretch = self.graph.links[links[0]].stretch
+    def _latency(self, link: int) -> int:
+        stretch = self.graph.links[link].stretch
         if stretch is None:
             return NO_OP
-        index = self._add(lambda: 1 / stretch(len(members)) if len(members) > 1 else 1.0)
-        members = self.pools[index].members
-        return index
+        if link not in self.latencies:
+            index = self._add(lambda: 1 / stretch(len(members)) if len(members) > 1 else 1.0)
+            members = self.pools[index].members
+            self.latencies[link] = index
+        return self.latencies[link]
 
     def run(self) -> GraphTimes:
         coming, pools, sent = self.coming, self.pools, self.graph.sent
