@@ -23,6 +23,7 @@ import numpy as np
 from backbeat.cost import LinkCost, MessageTimes
 from backbeat.engine import Graph, GraphTimes, SharedLink
 from backbeat.model.reduction import Overlap
+from backbeat.simulate.contention import ComputeClock
 from backbeat.simulate.schedule import Flow, Schedule
 from backbeat.steps.host_issue import HostIssue, IssuedWork
 
@@ -86,8 +87,15 @@ class BucketGraph:
         )
         return Flow(starts, on_link, ends)
 
-    def backward_s(self, times: GraphTimes) -> float:
-        return times.ends[self.backward] - times.ends[self.forward]
+    def clock(self, times: GraphTimes) -> ComputeClock:
+        """How far computation is at any time of that backward: exact where it is cut, and before the first message."""
+        done, at = [0.0], [0.0]
+        begun = times.ends[self.forward]
+        for op in range(self.forward + 1, self.backward + 1):
+            if self.graph.lanes[op] == COMPUTE:
+                done.append(done[-1] + self.graph.seconds[op])
+                at.append(times.ends[op] - begun)
+        return ComputeClock(np.array(done), np.array(at))
 
     def on(self, message_times: MessageTimes) -> Graph:
         """The same step where messages take other times, as on a quieter network."""

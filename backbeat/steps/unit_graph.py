@@ -59,13 +59,37 @@ class UnitGraph:
     graph: Graph
     calls: list[Call]
     """The call that issued each op."""
+    chain: ShardedChain
+
+    def on(self, cost: ShardedCost) -> Graph:
+        """The same step where collectives cost this, as on a quieter network."""
+        prices = _LinkTimes(self.chain, cost)
+        sent = ((op, self.calls[op]) for op in self.graph.sent)
+        return self.graph.retimed({op: (*prices.of(call.event, call.unit), None) for op, call in sent})
+
+
+class _LinkTimes:
+    """Latency and transfer of a unit's collectives: the same in every micro-batch."""
+
+    def __init__(self, chain: ShardedChain, cost: ShardedCost) -> None:
+        self.chain, self.cost = chain, cost
+        self.known: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def of(self, event: str, unit: int) -> tuple[float, float]:
+        if (event, unit) not in self.known:
+            curve, width = self.cost.collective(event)
+            size = self.chain.elements[unit] * width
+            seconds = curve.at(size)
+            work = min(curve.link_s_per_byte * size, seconds)
+            self.known[event, unit] = seconds - work, work
+        return self.known[event, unit]
 
 
 def unit_graph(step: UnitStep) -> UnitGraph:
     """One step."""
     steps = UnitSteps(step)
     steps.add()
-    return UnitGraph(steps.graph, steps.calls)
+    return UnitGraph(steps.graph, steps.calls, step.chain)
 
 
 class UnitSteps:
@@ -94,7 +118,7 @@ class UnitSteps:
         """The last reduce-scatter of each unit."""
         self.unfinished: list[int] = []
         """Reductions that the end of the micro-batch waits for."""
-        self.link_times: dict[tuple[str, int], tuple[float, float]] = {}
+        self.link_times = _LinkTimes(step.chain, step.cost)
 
     def add(self) -> int:
         """The update that ends the step."""
@@ -142,7 +166,7 @@ class UnitSteps:
         return self._put(call, COMPUTE, seconds, (*after, *waits), kind=self.kind, cause=cause)
 
     def _send(self, call: Call, lane: tuple[Lane, ...], after: int) -> int:
-        seconds, work = self._split(call.event, call.unit)
+        seconds, work = self.link_times.of(call.event, call.unit)
         among_copies = lane is _REPLICATE
         return self._put(
             call,
@@ -153,16 +177,6 @@ class UnitSteps:
             links=self.replica_links if among_copies else self.shard_links,
             transport=self.step.transports[among_copies],
         )
-
-    def _split(self, event: str, unit: int) -> tuple[float, float]:
-        """Latency and transfer of a unit's collective: the same in every micro-batch."""
-        if (event, unit) not in self.link_times:
-            curve, width = self.cost.collective(event)
-            size = self.chain.elements[unit] * width
-            seconds = curve.at(size)
-            work = min(curve.link_s_per_byte * size, seconds)
-            self.link_times[event, unit] = seconds - work, work
-        return self.link_times[event, unit]
 
     def _put(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -20,7 +21,7 @@ from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.engine import communicate
 from backbeat.simulate.framework_step import framework_iteration, gather_parts
-from backbeat.simulate.iteration import bucket_iteration, communicate_beside
+from backbeat.simulate.iteration import BucketRun, bucket_iteration, communicate_beside, exposed_breakdown
 from backbeat.simulate.schedule import Flow, Schedule
 from backbeat.simulate.sharded_cost import half_curve
 from backbeat.steps.bucket_graph import BucketGraph, BucketStep, bucket_graph, link_of
@@ -105,7 +106,9 @@ def test_contention_is_where_its_fixed_point_is(
     made = graph_of(profile, schedule, network.cost, {"network": slowdown})
     times = run(made.graph)
     assert_same(made.flow(times), flow)
-    assert made.backward_s(times) == pytest.approx(float(clock.when(profile.backward_s)), **CLOSE)
+    mine = made.clock(times)
+    moments = [float(profile.ready[0]), *schedule.ready.tolist(), profile.backward_s]
+    assert mine.when(moments) == pytest.approx(clock.when(moments), **CLOSE)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -115,11 +118,16 @@ def test_bundled_profiles_take_what_they_took(name: str, cluster: str, gpus: int
     network = Network.load(cluster).at(workers=gpus)
     for way in ("wfbp", "ddp", "best"):
         plan = api.plan(profile, network, way)
-        schedule, _ = Schedule.of_plan(profile, plan)
+        schedule, buckets = Schedule.of_plan(profile, plan)
         for slowdown in (1.0, slowdown_of(profile, network).factor):
             made = graph_of(profile, schedule, network.cost, {"network": slowdown})
+            times = run(made.graph)
             step = bucket_iteration(profile, network, plan, 0.0, slowdown)
-            assert run(made.graph).end_s == pytest.approx(step.steady_s, **CLOSE)
+            assert times.end_s == pytest.approx(step.steady_s, **CLOSE)
+            # All that a prediction says of a step comes from these.
+            again = BucketRun(buckets, schedule, made.flow(times), made.clock(times), profile.backward_s)
+            parts = exposed_breakdown(profile, network.cost, again, plan.communicators)
+            assert msgspec.structs.astuple(parts) == pytest.approx(msgspec.structs.astuple(step.breakdown), **CLOSE)
 
 
 def test_a_quieter_network_is_the_same_graph_with_other_times() -> None:
@@ -207,7 +215,7 @@ def test_compressed_buckets_take_what_they_took(
     )
     times = run(made.graph)
     assert made.flow(times).finishes == pytest.approx(flow.finishes, rel=1e-8)
-    assert made.backward_s(times) == pytest.approx(float(clock.when(computed_s)), rel=1e-8)
+    assert float(made.clock(times).when(computed_s)) == pytest.approx(float(clock.when(computed_s)), rel=1e-8)
 
 
 def test_buffers_go_before_forward() -> None:

@@ -70,3 +70,17 @@ def test_nothing_shares_pace_without_contention_on_one_communicator() -> None:
     cost = ShardedCost.of(profile, network, chain.sharding)
     assert not graph_of(chain, cost, 0.0, 1, 1.0).graph.shares_pace()
     assert graph_of(chain, cost, 0.0, 1, 1.2).graph.shares_pace()
+
+
+@pytest.mark.parametrize("way", ["fsdp", "hsdp:8"])
+def test_a_quieter_network_is_the_same_graph_with_other_times(way: str) -> None:
+    profile = device_alone(Profile.load("llama-8b-b1-bf16-adamw-h200"))
+    network = Network.load("aws-p5en").at(workers=64)
+    chain = chain_of(profile, api.plan(profile, network, way))
+    made = graph_of(chain, ShardedCost.of(profile, network, chain.sharding), 1e-3, 2, 1.2)
+    assert network.edges is not None
+    for other in network.edges:
+        cost = ShardedCost.of(profile, other, chain.sharding)
+        again = graph_of(chain, cost, 1e-3, 2, 1.2)
+        assert run(made.on(cost)).ends == run(again.graph).ends
+        assert run(made.on(cost)).ends != run(made.graph).ends
