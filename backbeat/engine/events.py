@@ -185,7 +185,6 @@ class _UnderWay:
         """Start an op that does not travel."""
         graph = self.graph
         seconds = graph.seconds[number]
-        self.times.on_link[number] = now + seconds
         if seconds <= 0:
             self._end(number, now)
             return
@@ -239,6 +238,8 @@ class _UnderWay:
 
     def _end(self, number: int, now: float) -> None:
         self.times.ends[number] = now
+        if number not in self.graph.sent:
+            self.times.on_link[number] = now
         waiting = self.waiting
         for later in self.behind[number]:
             waiting[later] -= 1

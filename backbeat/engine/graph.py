@@ -114,10 +114,14 @@ class Graph:
     """Transfers of which only one end is there."""
     forward_only: bool = True
     """Every op waits only for ops added before it."""
+    behind_compute: bool = True
+    """Whatever is in flight on a GPU waits for what that GPU was given to compute before, all of it on one lane."""
 
     _last: dict[Lane, int] = field(default_factory=dict)
     _shared_lanes: dict[int, frozenset[Lane]] = field(default_factory=dict)
     """By link: lanes that all of its ops are on."""
+    _computes: dict[int, Lane] = field(default_factory=dict)
+    """By GPU: the lane of what computes there."""
     _known: dict[tuple[tuple[int, ...], tuple[Lane, ...]], int] = field(default_factory=dict)
     """The path of ops on these links and lanes, as those before them."""
 
@@ -166,9 +170,15 @@ class Graph:
         self.causes.append(cause)
         if kind:
             self.kind_of[number] = kind
+            if self._computes.setdefault(self.kinds[kind].gpu, lanes[0]) != lanes[0]:
+                self.behind_compute = False
         if links or transport is not None:
             path = self._path(links, lanes) if links else 0
-            carrier = 0 if transport is None else self.carriers.setdefault((gpu, transport), len(self.carriers))
+            carrier = 0
+            if transport is not None:
+                carrier = self.carriers.setdefault((gpu, transport), len(self.carriers))
+                computed = last.get(self._computes.get(gpu), NO_OP)
+                self.behind_compute = self.behind_compute and (computed == NO_OP or computed in before)
             self.sent[number] = Sent(path, work_s, behind_s, follows, carrier, bytes)
         return number
 
@@ -221,10 +231,13 @@ class Graph:
                 found.sent[number] = found.sent[number]._replace(work_s=work_s, behind_s=behind_s)
         return found
 
+    def shares_links(self) -> bool:
+        """Whether two ops may be on a link at once."""
+        return any(not self.has_to_itself(path) for path in self.paths)
+
     def shares_pace(self) -> bool:
         """Whether an op may change the pace of another."""
-        shared = any(not self.has_to_itself(path) for path in self.paths)
-        return shared or any(self.slows(kind) for kind in range(1, len(self.kinds)))
+        return self.shares_links() or any(self.slows(kind) for kind in range(1, len(self.kinds)))
 
     def has_to_itself(self, path: tuple[int, ...]) -> bool:
         """Whether an op on these links never meets another: each of them has a lane that all of its ops are on."""

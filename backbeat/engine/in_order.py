@@ -1,4 +1,7 @@
-"""Ops one after the other, each after those before it: all times, where no op changes the pace of another."""
+"""Ops one after the other, each after those before it: all times, where no op changes the pace of another.
+
+Computation that is slowed down may be among them, where whatever is in flight beside it was issued before it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,13 @@ class GraphTimes(NamedTuple):
 
 
 def run_in_order(graph: Graph) -> GraphTimes:
-    """Each op after those before it."""
+    """Each op after those before it, in the order of issue."""
     count, sent = len(graph), graph.sent
     before, seconds = graph.before, graph.seconds
     starts, on_link, ends = [0.0] * count, [0.0] * count, [0.0] * count
+    slowed = {kind for kind in range(1, len(graph.kinds)) if graph.slows(kind)}
+    kind_of = graph.kind_of if slowed else {}
+    flights = _Flights(graph)
     for number in range(count) if graph.forward_only else _sorted(graph):
         start = 0.0
         for other in before[number]:
@@ -33,12 +39,54 @@ def run_in_order(graph: Graph) -> GraphTimes:
         starts[number] = start
         own = seconds[number]
         if number in sent:
-            latency, work = alone_s(graph, number, sent[number], start, ends)
+            message = sent[number]
+            latency, work = alone_s(graph, number, message, start, ends)
             on_link[number] = start + latency
-            ends[number] = start + latency + work
+            ends[number] = end = start + latency + work
+            if message.carrier and slowed:
+                flights.add(message.carrier, start, end)
+        elif kind_of.get(number) in slowed:
+            on_link[number] = ends[number] = flights.computed(kind_of[number], start, own)
         else:
             on_link[number] = ends[number] = start + own
     return GraphTimes(starts, on_link, ends)
+
+
+class _Flights:
+    """What is in flight on each GPU: all that a computation may be slowed down by was issued before it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.carriers = list(graph.carriers)
+        self.of_gpu: dict[int, list[tuple[float, float, str]]] = {}
+        """(start, end, transport) of what has not ended; what follows without a gap is one."""
+
+    def add(self, carrier: int, start: float, end: float) -> None:
+        gpu, transport = self.carriers[carrier]
+        flights = self.of_gpu.setdefault(gpu, [])
+        if flights and flights[-1][2] == transport and flights[-1][0] <= start <= flights[-1][1]:
+            begun, until, _ = flights.pop()
+            start, end = begun, max(end, until)
+        flights.append((start, end, transport))
+
+    def computed(self, kind: int, start: float, seconds: float) -> float:
+        """When so many seconds of computation, begun at `start`, are done."""
+        gpu, slowdowns = self.graph.kinds[kind]
+        flights = self.of_gpu.get(gpu, [])
+        while flights and flights[0][1] <= start:
+            flights.pop(0)
+        now, left = start, seconds
+        while True:
+            factor, until = 1.0, float("inf")
+            for begin, end, transport in flights:
+                if begin > now:
+                    until = min(until, begin)
+                elif end > now:
+                    factor, until = max(factor, slowdowns.get(transport, 1.0)), min(until, end)
+            if now + left * factor <= until:
+                return now + left * factor
+            left -= (until - now) / factor
+            now = until
 
 
 def alone_s(graph: Graph, number: int, sent: Sent, now: float, ends: list[float]) -> tuple[float, float]:

@@ -31,4 +31,6 @@ def run(graph: Graph) -> GraphTimes:
     """
     if graph.open:
         raise deadlock(graph, sorted(graph.open.values()))
-    return run_events(graph) if graph.shares_pace() else run_in_order(graph)
+    if graph.shares_links() or (graph.shares_pace() and not (graph.behind_compute and graph.forward_only)):
+        return run_events(graph)
+    return run_in_order(graph)

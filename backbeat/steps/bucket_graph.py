@@ -201,6 +201,7 @@ class BucketSteps:
         """Its last op, and the messages."""
         step, graph = self.step, self.graph
         ready, compress_s = step.schedule.ready.tolist(), step.compress_s
+        sending = _Sending(self)
         made_by: dict[int, int] = {}
         last, under_way = forward, self._pass("backward")
         for index in sorted(range(len(ready)), key=ready.__getitem__):
@@ -208,29 +209,55 @@ class BucketSteps:
                 last = under_way.until(ready[index])
             if compress_s is not None and compress_s[index]:
                 last = graph.add(COMPUTE, compress_s[index], kind=self.kind, label="compression", cause="compression")
-            made_by[index] = last
+            if step.overlap != "none":
+                made_by[index] = last
+                # As soon as all before it in the plan have left, so that messages stand behind what makes them ready.
+                sending.all_made(made_by)
         if step.backward_s > under_way.done_s or under_way.left:
             last = under_way.finish(step.backward_s)
-        messages: list[int] = []
-        launched: int | None = None
-        last_of: dict[int, int] = {}
-        for index, communicator in enumerate(step.schedule.communicators):
-            after = [last if step.overlap == "none" else made_by[index]]
-            before = last_of.get(communicator)
-            if self.several:
-                held = [*after] if before is None else [*after, before]
-                if launched is not None and before != messages[-1]:
-                    after.append(launched)
-                launched = graph.add(_LAUNCH, 0.0, after=held)
-            own, work, behind = self.message_times[index]
-            message = graph.add(
-                (("communicator", communicator),), own, after=after, work_s=work, behind_s=behind, links=self.link,
-                transport=step.transport, label=("bucket {}", index), cause="all-reduce",
-                bytes=float(step.schedule.sizes[index]),
-            )  # fmt: skip
-            last_of[communicator] = message
-            messages.append(message)
-        return last, messages
+        sending.all_made({index: made_by.get(index, last) for index in range(len(ready))})
+        return last, sending.messages
+
+
+class _Sending:
+    """Messages in plan order."""
+
+    def __init__(self, steps: BucketSteps) -> None:
+        self.steps, self.schedule = steps, steps.step.schedule
+        self.messages: list[int] = []
+        self.launched: int | None = None
+        self.last_of: dict[int, int] = {}
+        """The last message of each communicator."""
+
+    def all_made(self, made_by: Mapping[int, int]) -> None:
+        while len(self.messages) < len(self.schedule.communicators) and len(self.messages) in made_by:
+            self._send(len(self.messages), made_by[len(self.messages)])
+
+    def _send(self, index: int, made_by: int) -> None:
+        graph, step = self.steps.graph, self.steps.step
+        communicator, after = self.schedule.communicators[index], [made_by]
+        if self.steps.several:
+            before = self.last_of.get(communicator)
+            held = after if before is None else [*after, before]
+            if self.launched is not None and before != self.messages[-1]:
+                after = [*after, self.launched]
+            self.launched = graph.add(_LAUNCH, 0.0, after=held)
+        own, work, behind = self.steps.message_times[index]
+        message = graph.add(
+            (("communicator", communicator),), own, after=after, work_s=work, behind_s=behind, links=self.steps.link,
+            transport=step.transport, label=("bucket {}", index), cause="all-reduce",
+            bytes=float(self.schedule.sizes[index]),
+        )  # fmt: skip
+        self.last_of[communicator] = message
+        self.messages.append(message)
+
+
+def _op_times(times: MessageTimes) -> list[tuple[float, float, float | None]]:
+    """Latency, work, and latency right behind another: the same on networks where that was not measured."""
+    return [
+        (alone - work, work, None if alone == busy else busy - work)
+        for alone, busy, work in zip(*(column.tolist() for column in times), strict=True)
+    ]
 
 
 class _Pass:
@@ -270,11 +297,3 @@ class _Pass:
         for work in self.left or ():
             self.graph.add(HOST, work.host_s, cause="host")
         return last
-
-
-def _op_times(times: MessageTimes) -> list[tuple[float, float, float | None]]:
-    """Latency, work, and latency right behind another: the same on networks where that was not measured."""
-    return [
-        (alone - work, work, None if alone == busy else busy - work)
-        for alone, busy, work in zip(*(column.tolist() for column in times), strict=True)
-    ]

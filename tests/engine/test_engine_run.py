@@ -15,7 +15,7 @@ from backbeat.engine.events import run_events
 from backbeat.engine.graph import MOST_OPS, check_size
 from backbeat.engine.in_order import run_in_order
 from backbeat.errors import DeadlockError, InputError
-from tests.engine.graph_problems import GraphSpec, graph_specs, run_slowly, times
+from tests.engine.graph_problems import TRANSPORTS, GraphSpec, graph_specs, run_slowly, times
 
 seconds = st.floats(0.0, 5.0)
 
@@ -56,6 +56,45 @@ def test_in_order_and_events_agree_where_nothing_is_shared(spec: GraphSpec) -> N
     one, other = run_in_order(graph), run_events(graph)
     for mine, theirs in zip(one, other, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["compute", "send", "send", "fixed"]), times, times, st.integers(0, 1)), max_size=14
+    ),
+    st.lists(
+        st.fixed_dictionaries(dict.fromkeys(TRANSPORTS, st.sampled_from([1.0, 1.5, 2.0]))), min_size=2, max_size=2
+    ),
+)
+def test_in_order_and_events_agree_where_what_slows_computation_is_issued_before_it(
+    rows: list[tuple[str, float, float, int]], slowdowns: tuple[dict[str, float], ...]
+) -> None:
+    graph = Graph()
+    kinds = [graph.kind(each) for each in slowdowns]
+    links = [graph.link() for _ in range(2)]
+    computed: tuple[int, ...] = ()
+    for form, seconds, work, which in rows:
+        if form == "compute":
+            computed = (graph.add(("gpu",), seconds, kind=kinds[which]),)
+        elif form == "fixed":
+            computed = (graph.add(("gpu",), seconds),)
+        else:
+            transport = TRANSPORTS[which]
+            graph.add((which,), seconds, work_s=work, links=(links[which],), transport=transport, after=computed)
+    assert graph.behind_compute
+    assert not graph.shares_links()
+    for mine, theirs in zip(run_in_order(graph), run_events(graph), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+
+
+def test_what_may_begin_before_computation_ends_is_known() -> None:
+    graph = Graph()
+    kind = graph.kind({"efa": 2.0})
+    graph.add(("gpu",), 2.0, kind=kind)
+    graph.add(("communicator",), 1.0, transport="efa")
+    assert not graph.behind_compute
+    assert run(graph).ends == [2.5, 1.0]
 
 
 def _less(spec: GraphSpec, data: st.DataObject, *, all_of_it: bool) -> GraphSpec:
