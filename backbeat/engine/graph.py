@@ -156,12 +156,12 @@ class Graph:
         """Its number. It is on these lanes behind what was added to them before; with a `transport` it is in flight
         on the GPU, and slows computation there down."""
         number, last = len(self.seconds), self._last
-        follows = NO_OP
-        before = (*after,)
-        for lane in lanes:
+        follows = last.get(lanes[0], NO_OP) if lanes else NO_OP
+        before = (*after,) if follows == NO_OP else (*after, follows)
+        for lane in lanes[1:]:
             if lane in last:
-                before += (last[lane],)
-                follows = last[lane] if lane == lanes[0] else follows
+                before = (*before, last[lane])
+        for lane in lanes:
             last[lane] = number
         self.seconds.append(seconds)
         self.before.append(before)

@@ -277,12 +277,9 @@ class _Pass:
         """Compute up to a moment of its own time; the last op."""
         self.after += after
         while True:
-            while self.left and self.issued_s <= self.done_s:
-                work = self.left.popleft()
-                self.after.append(self.graph.add(HOST, work.host_s, cause="host"))
-                self.issued_s += work.device_s
-            # What rounding leaves over is the last work's.
-            end = min(moment_s, self.issued_s) if self.left else moment_s
+            end = moment_s
+            if self.left:
+                end = self._issue(moment_s)
             last = self.graph.add(
                 COMPUTE, max(end - self.done_s, 0.0), after=self.after, kind=self.kind, label=self.label,
                 cause=self.label,
@@ -290,6 +287,15 @@ class _Pass:
             self.after, self.done_s = [], max(end, self.done_s)
             if self.done_s >= moment_s:
                 return last
+
+    def _issue(self, moment_s: float) -> float:
+        """Issue what is computed next; up to where that is, of what is to be computed."""
+        while self.left and self.issued_s <= self.done_s:
+            work = self.left.popleft()
+            self.after.append(self.graph.add(HOST, work.host_s, cause="host"))
+            self.issued_s += work.device_s
+        # What rounding leaves over is the last work's.
+        return min(moment_s, self.issued_s) if self.left else moment_s
 
     def finish(self, moment_s: float, after: Sequence[int] = ()) -> int:
         """The same to its end: what computes nothing is issued, too."""
