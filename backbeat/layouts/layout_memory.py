@@ -14,9 +14,9 @@ import msgspec
 from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.replicas import rank_parameters
-from backbeat.layouts.stage_programs import in_flight
 from backbeat.layouts.stage_times import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
+from backbeat.steps.stage_programs import in_flight
 
 _WEIGHT_BYTES = 2
 _OPTIMIZER_BYTES = 12

@@ -190,7 +190,7 @@ class StageTimer:
 
     def layer(self, *, sparse: bool, windowed: bool = False) -> StageTimes:
         work = self.builder.layer(sparse=sparse, windowed=windowed)
-        forward, inputs, weights = self._compute(work)
+        forward, inputs, weights = self.computed(work)
         recompute = self.layout.recompute
         again = forward if recompute == "full" else PartSeconds()
         if recompute == "selective":
@@ -212,7 +212,7 @@ class StageTimer:
 
     def _ends(self, work: LayerWork, forward_kind: LayoutCollective, backward_kind: LayoutCollective) -> StageTimes:
         """Embedding and head: each with the collective that its sharded vocabulary takes, in either direction."""
-        forward, inputs, weights = self._compute(work)
+        forward, inputs, weights = self.computed(work)
         kinds: tuple[LayoutCollective, LayoutCollective] = ("all_reduce", "all_reduce")
         if self.layout.shards_sequence:
             kinds = (forward_kind, backward_kind)
@@ -220,7 +220,7 @@ class StageTimer:
         parts = forward.plus(inputs, weights)._replace(tensor=sum(tensor))
         return StageTimes(sum(forward) + tensor[0], sum(inputs) + tensor[1], sum(weights), parts)
 
-    def _compute(self, work: LayerWork) -> tuple[PartSeconds, PartSeconds, PartSeconds]:
+    def computed(self, work: LayerWork) -> tuple[PartSeconds, PartSeconds, PartSeconds]:
         return (
             self._seconds(work.forward, parameters=work.parameters),
             self._seconds(work.input, backward=True, parameters=work.parameters),
@@ -271,13 +271,9 @@ class StageTimer:
         if cp == 1:
             return Added(), Added()
         if self.conventions.context_exchange == "all-to-all":
-            # Queries, keys and values in one go, then what attention makes of them; backward likewise.
-            heads = self.model.heads + self.model.key_heads
-            widths = heads * (self.model.width + self.model.out_width) / tp
-            exposed = self.cluster.exchange_s(2 * self.builder.tokens * widths, cp, tp)
+            exposed = self.cluster.exchange_s(self.swapped_bytes, cp, tp)
             return Added(exposed), Added(exposed)
-        each = self.model.key_heads * (self.model.width + self.model.out_width) / min(tp, self.model.key_heads)
-        send = self.cluster.send_s(2 * self.builder.tokens * each, cp, tp)
+        send = self.cluster.send_s(self.passed_bytes, cp, tp)
         hidden = (cp - 1) / cp
         slowdown = self.cluster.slowdown(cp, tp, attention=1.0)
         return (
@@ -285,10 +281,28 @@ class StageTimer:
             Added.overlapped(backward_s * hidden, 2 * (cp - 1) * send, slowdown),
         )
 
-    def _expert(self) -> float:
-        """Tokens to their experts and back: in forward, and as much in backward."""
+    @property
+    def swapped_bytes(self) -> float:
+        """What context parallelism swaps between sequence and heads: queries, keys and values in one go, then what
+        attention makes of them; backward likewise."""
+        heads = self.model.heads + self.model.key_heads
+        return 2 * self.builder.tokens * (heads * (self.model.width + self.model.out_width) / self.layout.tp)
+
+    @property
+    def passed_bytes(self) -> float:
+        """Keys and values that a rank of context parallelism passes on."""
+        tp, heads = self.layout.tp, self.model.key_heads
+        return 2 * self.builder.tokens * (heads * (self.model.width + self.model.out_width) / min(tp, heads))
+
+    @property
+    def dispatched_bytes(self) -> float:
+        """Tokens to their experts, or back."""
         ep, copies = self.layout.ep, float(self.model.experts_per_token)
         if self.conventions.sends_once:
             copies = ep * (1 - (1 - 1 / ep) ** copies)
         rows = self.builder.tokens / self.layout.tp * copies * self.imbalance
-        return 2 * self.cluster.exchange_s(2 * rows * self.model.hidden, self.layout.ep)
+        return 2 * rows * self.model.hidden
+
+    def _expert(self) -> float:
+        """Tokens to their experts and back: in forward, and as much in backward."""
+        return 2 * self.cluster.exchange_s(self.dispatched_bytes, self.layout.ep)
