@@ -12,7 +12,7 @@ from typing import Any
 
 from backbeat.errors import InputError
 from backbeat.layouts.config_fields import WAY_OUT, ConfigFields, class_defaults
-from backbeat.layouts.families import FAMILIES, Family
+from backbeat.layouts.families import MODEL_FAMILIES, ModelFamily
 from backbeat.layouts.transformer import Transformer
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "dim")
@@ -46,7 +46,7 @@ like `backbeat profile mymodels:build --analytic h100`
     """
     kind, text = config.get("model_type"), config.get("text_config")
     kind = kind if isinstance(kind, str) else ""
-    if kind not in FAMILIES and isinstance(text, Mapping):
+    if kind not in MODEL_FAMILIES and isinstance(text, Mapping):
         return _text_model({**text, **_tied(config, text)}, f"{where}: text_config", kind, nested=True)
     if not kind:
         raise InputError(f"{where} has no model_type: is it a language model's config.json?")
@@ -65,7 +65,7 @@ def _tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, bool]
 
 
 def _text_model(config: Mapping[str, Any], where: str, whole: str, *, nested: bool) -> Transformer:
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = MODEL_FAMILIES.get(str(config.get("model_type")))
     if family is not None and not family.causal:
         raise InputError(f"{where}: the text model of model_type {whole!r} is an encoder, not counted: {WAY_OUT}")
     return _model(config, where, nested=nested, name=f"{whole} (its text model)")
@@ -73,9 +73,9 @@ def _text_model(config: Mapping[str, Any], where: str, whole: str, *, nested: bo
 
 def _model(config: Mapping[str, Any], where: str, *, nested: bool = False, name: str = "") -> Transformer:
     kind = str(config.get("model_type", ""))
-    if kind not in FAMILIES:
+    if kind not in MODEL_FAMILIES:
         raise InputError(f"{where}: models of model_type {kind!r} are not counted: {WAY_OUT}")
-    family, fields = FAMILIES[kind], ConfigFields(config, kind, where, nested=nested)
+    family, fields = MODEL_FAMILIES[kind], ConfigFields(config, kind, where, nested=nested)
     hidden, heads, layers = fields.size(*_HIDDEN), fields.size(*_HEADS), fields.size(*_LAYERS)
     _check(fields, hidden)
     dense = _dense_layers(fields, family, layers)
@@ -118,7 +118,7 @@ def _check(fields: ConfigFields, hidden: int) -> None:
             raise fields.refused(f"{name} is {value!r}, where {counted!r} is counted")
 
 
-def _ffn(fields: ConfigFields, family: Family, hidden: int) -> int:
+def _ffn(fields: ConfigFields, family: ModelFamily, hidden: int) -> int:
     if family.ffn is not None:
         return family.ffn(fields)
     if fields.value("intermediate_size_mlp") is not None:
@@ -129,7 +129,7 @@ def _ffn(fields: ConfigFields, family: Family, hidden: int) -> int:
     return fields.number(*_FFN, default=4 * hidden)
 
 
-def _attention(fields: ConfigFields, family: Family, hidden: int, heads: int) -> dict[str, int]:
+def _attention(fields: ConfigFields, family: ModelFamily, hidden: int, heads: int) -> dict[str, int]:
     if family.latent:
         return {
             "head_width": fields.size("qk_nope_head_dim"),
@@ -143,7 +143,7 @@ def _attention(fields: ConfigFields, family: Family, hidden: int, heads: int) ->
     return {"kv_heads": kv_heads, "head_width": fields.number("head_dim", "kv_channels", default=rounded)}
 
 
-def _dense_layers(fields: ConfigFields, family: Family, layers: int) -> list[int]:
+def _dense_layers(fields: ConfigFields, family: ModelFamily, layers: int) -> list[int]:
     """Those without experts."""
     if not family.experts or not fields.number(*_EXPERTS):
         return list(range(layers))
@@ -164,7 +164,7 @@ def _dense_layers(fields: ConfigFields, family: Family, layers: int) -> list[int
     return [place for place in range(layers) if place not in sparse]
 
 
-def _experts(fields: ConfigFields, family: Family, dense: list[int]) -> dict[str, Any]:
+def _experts(fields: ConfigFields, family: ModelFamily, dense: list[int]) -> dict[str, Any]:
     """Of a model of which these layers have none."""
     experts, taken, inner = fields.number(*_EXPERTS), fields.number(*_TAKEN), fields.size(*_EXPERT_FFN)
     if not 1 <= taken <= experts:
@@ -181,7 +181,7 @@ def _experts(fields: ConfigFields, family: Family, dense: list[int]) -> dict[str
     }
 
 
-def _windows(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
+def _windows(fields: ConfigFields, family: ModelFamily, layers: int) -> dict[str, Any]:
     listed = fields.each("layer_types", layers)
     kinds = ("sliding_attention", "chunked_attention")
     unknown = next((kind for kind in listed or () if kind not in ("full_attention", *kinds)), None)

@@ -12,7 +12,7 @@ Windowed = Callable[[ConfigFields, int], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class ModelFamily:
     """What no field says, or one of the family's own."""
 
     gated: bool = True
@@ -96,36 +96,36 @@ def _masked_head(fields: ConfigFields) -> int:
     return hidden * (hidden + 3 + fields.number("type_vocab_size")) + fields.number("vocab_size")
 
 
-_LLAMA, _MOE = Family(), Family(experts=True)
-_GPT = Family(gated=False, rms_norm=False, bias=True)
+_LLAMA, _MOE = ModelFamily(), ModelFamily(experts=True)
+_GPT = ModelFamily(gated=False, rms_norm=False, bias=True)
 _SIDE_BY_SIDE = replace(_GPT, norms=1, end_parameters=_head_bias)
 _BERT = replace(_GPT, causal=False, positions=0, end_parameters=_masked_head)
-_MODERN = Family(end_parameters=_masked_head, windowed=_all_but_first_of(3, "global_attn_every_n_layers"))
+_MODERN = ModelFamily(end_parameters=_masked_head, windowed=_all_but_first_of(3, "global_attn_every_n_layers"))
 
-_ALIKE: dict[str, Family] = {
+_ALIKE: dict[str, ModelFamily] = {
     "llama granite helium hunyuan_v1_dense internlm2 internlm3 iquestcoder seed_oss ernie4_5 bitnet diffllama gemma "
     "olmo olmo2 glm baichuan exaone smollm3 qwen3_vl_text": _LLAMA,
-    "mistral ministral ministral3 phi3 doge": Family(windowed=_all),
-    "qwen2 qwen3 qwen2_vl_text qwen2_5_vl_text": Family(windowed=_last),
-    "qwen": Family(ffn=lambda fields: fields.size("intermediate_size") // 2),
-    "chatglm": Family(
+    "mistral ministral ministral3 phi3 doge": ModelFamily(windowed=_all),
+    "qwen2 qwen3 qwen2_vl_text qwen2_5_vl_text": ModelFamily(windowed=_last),
+    "qwen": ModelFamily(ffn=lambda fields: fields.size("intermediate_size") // 2),
+    "chatglm": ModelFamily(
         kv_heads=lambda fields: fields.number("multi_query_group_num") if fields.flag("multi_query_attention") else 0
     ),
-    "olmo3": Family(windowed=_all_but_last_of(4)),
-    "exaone4": Family(windowed=_all_but_last_of(4, "sliding_window_pattern")),
-    "cwm granite_swa": Family(windowed=_all_but_first_of(4)),
-    "vaultgemma": Family(windowed=_all_but_last_of(2)),
-    "gemma2": Family(norms=4, windowed=_all_but_last_of(2)),
-    "gemma3_text": Family(norms=4, windowed=_all_but_last_of(6, "sliding_window_pattern")),
-    "glm4": Family(norms=4),
-    "hyperclovax": Family(norms=lambda fields: 4 if fields.flag("use_post_norm") else 2),
-    "cohere": Family(norms=1),
-    "cohere2": Family(norms=1, windowed=_all_but_last_of(4, "sliding_window_pattern")),
-    "stablelm": Family(rms_norm=False, norms=lambda fields: 1 if fields.flag("use_parallel_residual") else 2),
-    "minicpm3 youtu": Family(latent=True),
+    "olmo3": ModelFamily(windowed=_all_but_last_of(4)),
+    "exaone4": ModelFamily(windowed=_all_but_last_of(4, "sliding_window_pattern")),
+    "cwm granite_swa": ModelFamily(windowed=_all_but_first_of(4)),
+    "vaultgemma": ModelFamily(windowed=_all_but_last_of(2)),
+    "gemma2": ModelFamily(norms=4, windowed=_all_but_last_of(2)),
+    "gemma3_text": ModelFamily(norms=4, windowed=_all_but_last_of(6, "sliding_window_pattern")),
+    "glm4": ModelFamily(norms=4),
+    "hyperclovax": ModelFamily(norms=lambda fields: 4 if fields.flag("use_post_norm") else 2),
+    "cohere": ModelFamily(norms=1),
+    "cohere2": ModelFamily(norms=1, windowed=_all_but_last_of(4, "sliding_window_pattern")),
+    "stablelm": ModelFamily(rms_norm=False, norms=lambda fields: 1 if fields.flag("use_parallel_residual") else 2),
+    "minicpm3 youtu": ModelFamily(latent=True),
     # Without a gate.
-    "arcee apertus nanochat mpt": Family(gated=False),
-    "nemotron": Family(gated=False, rms_norm=False),
+    "arcee apertus nanochat mpt": ModelFamily(gated=False),
+    "nemotron": ModelFamily(gated=False, rms_norm=False),
     "gpt_neox bloom xglm jais2 persimmon": _GPT,
     "gpt2 gpt-sw3 openai-gpt": replace(_GPT, positions=0),
     "gpt_bigcode": replace(_GPT, positions=0, kv_heads=lambda fields: 1 if fields.flag("multi_query") else 0),
@@ -133,7 +133,7 @@ _ALIKE: dict[str, Family] = {
     "biogpt opt": replace(_GPT, positions=2),
     "ctrl": replace(_GPT, end_parameters=_head_bias),
     "phi gptj codegen": _SIDE_BY_SIDE,
-    "gpt_neox_japanese": Family(
+    "gpt_neox_japanese": ModelFamily(
         gated=False,
         rms_norm=False,
         ffn=lambda fields: fields.size("intermediate_multiple_size") * fields.size("hidden_size"),
@@ -159,9 +159,9 @@ _ALIKE: dict[str, Family] = {
     "distilbert mpnet": _BERT,
     "bert-generation": replace(_BERT, end_parameters=_head_bias),
     "nomic_bert": replace(_BERT, positions=None, gated=True, bias=False, tied=True),
-    "eurobert": Family(causal=False),
+    "eurobert": ModelFamily(causal=False),
     "modernbert": replace(_MODERN, causal=False),
     "modernbert-decoder": _MODERN,
 }
-FAMILIES = {kind: family for kinds, family in _ALIKE.items() for kind in kinds.split()}
+MODEL_FAMILIES = {kind: family for kinds, family in _ALIKE.items() for kind in kinds.split()}
 """By model_type. baichuan, chatglm, deepseek, exaone, internlm2, kimi_k2 and qwen have no class in transformers."""

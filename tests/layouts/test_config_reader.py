@@ -14,7 +14,7 @@ from backbeat.errors import InputError
 from backbeat.layouts import Transformer, transformer
 from backbeat.layouts.config_fields import WAY_OUT
 from backbeat.layouts.config_reader import read_config
-from backbeat.layouts.families import FAMILIES
+from backbeat.layouts.families import MODEL_FAMILIES
 
 CONFIGS = Path(__file__).parent / "configs"
 LLAMA: dict[str, Any] = {
@@ -177,7 +177,7 @@ def test_an_encoder_is_no_decoder() -> None:
 def test_the_reference_names_every_type() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/files.md").read_text("utf-8")
     listed = page.split("as `model_type` names them:")[1].split("| what it says of")[0]
-    assert sorted(listed.split("`")[1::2]) == sorted(FAMILIES)
+    assert sorted(listed.split("`")[1::2]) == sorted(MODEL_FAMILIES)
 
 
 JUNK = st.recursive(
@@ -194,7 +194,7 @@ _NAMES = (
 )
 
 
-@given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(_NAMES.split()), JUNK, max_size=4))
+@given(st.sampled_from(sorted(MODEL_FAMILIES)), st.dictionaries(st.sampled_from(_NAMES.split()), JUNK, max_size=4))
 def test_whatever_a_file_says_it_is_counted_or_refused(kind: str, fields: dict[str, Any]) -> None:
     small = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 4,
              "vocab_size": 100, "n_positions": 64, "num_layers": 4}  # fmt: skip

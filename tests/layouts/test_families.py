@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from backbeat.errors import InputError
 from backbeat.layouts import Transformer, transformer
 from backbeat.layouts.config_fields import WAY_OUT
-from backbeat.layouts.families import FAMILIES
+from backbeat.layouts.families import MODEL_FAMILIES
 
 pytest.importorskip("transformers", minversion="5", reason="before, its classes do not list their fields")
 from tests.layouts.hf_models import CONFIG_MAPPING, NEEDED, config_of, counted, drawn, written
@@ -23,7 +23,7 @@ _WIDELY_USED = (
 )
 WIDELY_USED = _WIDELY_USED.split()
 WITHOUT_A_CLASS = {"baichuan", "chatglm", "deepseek", "exaone", "internlm2", "kimi_k2", "qwen"}
-WITH_A_CLASS = sorted(set(FAMILIES) - WITHOUT_A_CLASS)
+WITH_A_CLASS = sorted(set(MODEL_FAMILIES) - WITHOUT_A_CLASS)
 PARTS = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}
 """Of models that see: built with them only."""
 
@@ -62,7 +62,7 @@ def test_every_type_is_counted_as_it_is_built_or_refused() -> None:
         found = read(written(config))
         if found is None:
             continue
-        nested = kind not in FAMILIES
+        nested = kind not in MODEL_FAMILIES
         count = counted(config, language=nested)
         if count is None:
             # A part of a larger model, or one that needs a package which is not here.

@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING  # noqa: E402
 from backbeat.errors import InputError  # noqa: E402
 from backbeat.layouts import config_fields  # noqa: E402
 from backbeat.layouts.config_reader import read_config  # noqa: E402
-from backbeat.layouts.families import FAMILIES  # noqa: E402
+from backbeat.layouts.families import MODEL_FAMILIES  # noqa: E402
 
 TARGET = Path(config_fields.__file__).with_name("config_defaults.json")
 
@@ -62,7 +62,7 @@ def _kept(name: str, value: Any) -> bool:
 
 
 def main() -> None:
-    kinds = sorted(kind for kind in FAMILIES if kind in CONFIG_MAPPING)
+    kinds = sorted(kind for kind in MODEL_FAMILIES if kind in CONFIG_MAPPING)
     names = asked(kinds)
     lines = []
     for kind in kinds:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from backbeat.errors import MeasurementError
-from backbeat.measure.model.noise import TURNS, from_to
+from backbeat.measure.model.noise import MEASURED_TURNS, from_to
 from backbeat.model import Profile
 from backbeat.model.batches import measured
 
@@ -23,7 +23,7 @@ def in_turns(sides: Mapping[str, Callable[[], Profile]], whole: Callable[[Sequen
     """What the quickest measurement of each side makes together; all are measured again where these contradict each
     other, which ends in an error, or in a note where it is a larger batch that was quicker."""
     taken: dict[str, list[Profile]] = {side: [] for side in sides}
-    for _ in range(TURNS):
+    for _ in range(MEASURED_TURNS):
         for side, take in sides.items():
             taken[side].append(take())
         made = against = None

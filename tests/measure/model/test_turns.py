@@ -23,7 +23,7 @@ from backbeat.measure.model import profiler
 from backbeat.measure.model.factory import Factory, load_factory
 from backbeat.measure.model.factory_profile import measure_factory, profile_factory
 from backbeat.measure.model.inputs import MeasureOptions
-from backbeat.measure.model.noise import TURNS
+from backbeat.measure.model.noise import MEASURED_TURNS
 from backbeat.measure.model.turns import in_turns
 from backbeat.model import Profile
 from backbeat.model.batches import join, measured
@@ -118,7 +118,9 @@ def two_batches(found: Sequence[Profile]) -> Profile:
     return join(*(msgspec.structs.replace(one, batch_size=size) for one, size in zip(found, (32, 64), strict=True)))
 
 
-@given(st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.01, 1.0)), min_size=TURNS, max_size=TURNS))
+@given(
+    st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.01, 1.0)), min_size=MEASURED_TURNS, max_size=MEASURED_TURNS)
+)
 def test_sides_are_measured_in_turns_until_they_do_not_contradict_each_other(turns: list[tuple[float, float]]) -> None:
     taken = sides({"few": [one for one, _ in turns], "many": [two for _, two in turns]})
     calls: list[str] = []
@@ -128,7 +130,9 @@ def test_sides_are_measured_in_turns_until_they_do_not_contradict_each_other(tur
     def quickest(count: int) -> list[float]:
         return [min(turn[side] for turn in turns[:count]) for side in (0, 1)]
 
-    used = next((count for count in range(1, TURNS) if quickest(count)[1] >= quickest(count)[0] / 1.05), TURNS)
+    used = next(
+        (count for count in range(1, MEASURED_TURNS) if quickest(count)[1] >= quickest(count)[0] / 1.05), MEASURED_TURNS
+    )
     assert calls == ["few", "many"] * used
     few, many = quickest(used)
     assert [one.single_s for one in measured(made)] == [few, many]
