@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from backbeat.errors import BrokenStepError, InputError
 from backbeat.model import Bucket, Plan
 from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.reduce.step import StepState
 
 CHECKS, check = registry()
 TIMES = ("_time", "_time_start", "_time_end")
 """How names of times end; all else must be stock DDP's to the letter."""
+SKIP = {"skip_all_reduce_unused_params": True}
 UNTIL_REBUILT = ("has_rebuilt_buckets", "num_buckets_reduced")
 """Stock DDP forms its buckets anew a forward or two later."""
 OPTIONS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
@@ -157,56 +159,102 @@ def profilers_find_torchs_names(ctx: Context) -> None:
         assert found[0] == found[1], found
 
 
-def _mean_with_skipping(ctx: Context, seed: int, **options: Any) -> None:
-    """Buckets in any order; which branches run changes with the step and the rank, or stays for a while."""
-    chance = random.Random(seed)
-    order = ["stem", "left", "right", "spare"]
-    chance.shuffle(order)
-    buckets = tuple(Bucket(gradients=(f"{one}.bias", f"{one}.weight"), communicator=0) for one in order)
-    plan = Plan(strategy="test", model="test", communicators=1, buckets=buckets)
-    wrapped, oracle = start(ctx, Branches, plan=plan, skip_all_reduce_unused_params=True, **options)
-    using = [""] * ctx.size
-    for step in range(12):
-        change = chance.random()
-        if change < 0.4:
-            using = ["".join(one for one in "lrs" if chance.random() < 0.4)] * ctx.size
-        elif change < 0.6:
-            using = ["".join(one for one in "lrs" if chance.random() < 0.4) for _ in range(ctx.size)]
-        if chance.random() < 0.6:
-            for model in (wrapped, *oracle.replicas):
-                model.zero_grad()
-
-        def body(m: Any, r: int, step: int = step, using: list[str] = using) -> None:
-            m(ctx.data(3, 6, step=step, rank=r), use=using[r]).square().sum().backward()
-
-        both(ctx, wrapped, oracle, body, f"seed {seed} step {step}, {using}")
+def _in_order(names: Sequence[str]) -> Plan:
+    """A bucket for each branch."""
+    buckets = tuple(Bucket(gradients=(f"{one}.bias", f"{one}.weight"), communicator=0) for one in names)
+    return Plan(strategy="test", model="test", communicators=1, buckets=buckets)
 
 
 @check
 def skipping_unused_buckets_gives_the_mean(ctx: Context) -> None:
+    """Buckets in any order; the branches that run stay for some steps, then change, on all ranks or on some."""
     for seed in range(8):
-        _mean_with_skipping(ctx, seed)
+        chance = random.Random(seed)
+        names = chance.sample(["stem", "left", "right", "spare"], 4)
+        wrapped, oracle = start(ctx, Branches, plan=_in_order(names), **SKIP)
+        left, using = 0, [""]
+        for step in range(24):
+            if left == 0:
+                left = chance.randint(1, 8)
+                using = ["".join(one for one in "lrs" if chance.random() < 0.4) for _ in range(ctx.size)]
+                using = using if chance.random() < 0.3 else using[:1] * ctx.size
+            left -= 1
+            if chance.random() < 0.6:
+                for model in (wrapped, *oracle.replicas):
+                    model.zero_grad()
+
+            def body(m: Any, r: int, step: int = step, using: list[str] = using) -> None:
+                m(ctx.data(3, 6, step=step, rank=r), use=using[r]).square().sum().mul(0.1).backward()
+
+            both(ctx, wrapped, oracle, body, f"seed {seed} step {step}, {using}")
+
+
+@check
+def late_gradients_of_skipped_buckets_are_added(ctx: Context) -> None:
+    """A bucket is passed over, then one rank's gradient comes for it, and another rank holds one from before."""
+    wrapped, oracle = start(ctx, Branches, plan=_in_order(["left", "right", "stem", "spare"]), **SKIP)
+
+    def body(m: Any, r: int, step: int) -> None:
+        x = ctx.data(3, 6, step=step, rank=r)
+        first = step == 0 or (step > 8 and r == 0)
+        # The graph reaches `right` before `left`.
+        y = m(x, use="l").square().sum() if first else 0.0
+        (y + m(y + x, use="r").square().sum()).mul(0.1).backward()
+
+    for step in range(11):
+        both(ctx, wrapped, oracle, lambda m, r, step=step: body(m, r, step), f"step {step}")
+    assert ctx.size == 1 or wrapped.reducer.runner.context.late_buckets
 
 
 @check
 def unused_buckets_are_skipped(ctx: Context) -> None:
-    """From the second step on they do not travel, and what follows them leaves during backward."""
+    """From the second step on they do not travel, and the others leave during backward."""
     for use, last in [("lr", "stem"), ("r", "spare"), ("", "left")]:
         names = [*(name for name in ("spare", "left", "right", "stem") if name != last), last]
-        buckets = tuple(Bucket(gradients=(f"{one}.bias", f"{one}.weight"), communicator=0) for one in names)
-        plan = Plan(strategy="test", model="test", communicators=1, buckets=buckets)
-        wrapped = DistributedDataParallel(ctx.build(Branches), plan=plan, skip_all_reduce_unused_params=True)
-        for step in range(10):
+        used = [index for index, name in enumerate(names) if name == "stem" or name[0] in use]
+        wrapped = DistributedDataParallel(ctx.build(Branches), plan=_in_order(names), **SKIP)
+        sent = _sent_by(wrapped)
+        for step in range(14):
+            sent.clear()
             wrapped.zero_grad()
             wrapped(ctx.data(3, 6, step=step, rank=ctx.rank), use=use).square().sum().backward()
-        timed = wrapped.reducer.recorder.steps()
-        used = {index for index, name in enumerate(names) if name == "stem" or name[0] in use}
-        assert timed[0].launched_s.keys() == {0, 1, 2, 3}
-        assert all(one.launched_s.keys() == used for one in timed[1:])
-        early = {index for index, at in timed[-1].launched_s.items() if at < timed[-1].computed_s}
-        assert early == used - {max(used)}, f"{use}: only {early} left before the end"
+            assert [index for index, _ in sent] == (used if step else [0, 1, 2, 3]), f"{use} step {step}: {sent}"
+            if step >= 10:
+                # The stem's gradients are the last to come.
+                early = [index for index, state in sent if state is StepState.REDUCING]
+                assert set(early) >= set(used) - {names.index("stem")}, f"{use} step {step}: only {early} left early"
         assert wrapped._get_ddp_logging_data()["num_buckets_reduced"] == len(used)
-        assert [bucket.launched_s is not None for bucket in wrapped.report().buckets].count(True) >= len(used)
+        measured = [bucket.launched_s is not None for bucket in wrapped.report().buckets]
+        assert measured == [True] * 4
+
+
+@check
+def other_buckets_are_not_skipped(ctx: Context) -> None:
+    """Stock DDP's buckets are formed anew after the first step, which has said which of the old ones were unused."""
+    wrapped = DistributedDataParallel(ctx.build(Branches), bucket_cap_mb=0.0001, **SKIP)
+    sent = _sent_by(wrapped)
+    for step in range(3):
+        sent.clear()
+        wrapped(ctx.data(3, 6, step=step, rank=ctx.rank), use="l").square().sum().backward()
+        buckets = [[wrapped.reducer.managed.names[index] for index in one.members] for one in wrapped.reducer.buckets]
+        if step == 1:
+            assert len(sent) == len(buckets)
+    unused = [index for index, names in enumerate(buckets) if all(name[:5] in ("right", "spare") for name in names)]
+    assert unused
+    assert [index for index, _ in sent] == [index for index in range(len(buckets)) if index not in unused]
+
+
+def _sent_by(wrapped: Any) -> list[tuple[int, StepState]]:
+    """A list that gets every bucket that leaves, with the state of the step."""
+    runner, sent = wrapped.reducer.runner, []
+    send = runner.exchange.send
+
+    def noted(index: int, *rest: Any) -> Any:
+        sent.append((index, runner.step.state))
+        return send(index, *rest)
+
+    runner.exchange.send = noted
+    return sent
 
 
 @check
