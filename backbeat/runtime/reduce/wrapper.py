@@ -303,6 +303,9 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         raise InputError("an optimizer fused into DDP's buckets is not supported: use reducer='ddp'")
 
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        raise InputError("sparse gradients travel with their own indices: use reducer='ddp' to give their rows")
+
     def join_hook(self, **kwargs: Any) -> Any:
         if not self.reducer.built:
             self.reducer.build()
