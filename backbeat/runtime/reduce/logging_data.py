@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from backbeat.comm.communicators import backend_of
+from backbeat.errors import named
 from backbeat.runtime.reduce.partition import Partition
 from backbeat.runtime.reduce.timing import TimedStep
 
 if TYPE_CHECKING:
     from backbeat.runtime.reduce.reducer import Reducer
 
-_ENVIRONMENT = {
+_ENVIRONMENT: dict[str, tuple[str, ...]] = {
     "master_addr": ("MASTER_ADDR",),
     "master_port": ("MASTER_PORT",),
     "torch_distributed_debug": ("TORCH_DISTRIBUTED_DEBUG",),
     "cuda_visible_devices": ("CUDA_VISIBLE_DEVICES",),
 }
-_OF_BACKEND = {
+_OF_BACKEND: dict[str, dict[str, tuple[str, ...]]] = {
     "gloo": {"gloo_socket_ifname": ("GLOO_SOCKET_IFNAME",), "gloo_device_transport": ("GLOO_DEVICE_TRANSPORT",)},
     "nccl": {
         "nccl_socket_ifname": ("NCCL_SOCKET_IFNAME",),
@@ -95,7 +96,8 @@ class WrapperLogger:
         if reducer.built:
             found |= _buckets(reducer)
             found |= _times(reducer)
-            if error := reducer.runner.context.error:
+            context = reducer.runner.context
+            if error := context.error if context.lost is None else named(context.lost):
                 found |= {"has_error": True, "error": error}
             if "error" in found:
                 found["iteration"] = reducer.steps
@@ -109,10 +111,11 @@ def _ranks(reducer: Reducer) -> dict[str, str | int]:
     group = reducer.process_group
     backend = reducer.communicators.backend if reducer.built else backend_of(group, reducer.device)
     found: dict[str, str | int] = {"world_size": group.size(), "rank": group.rank(), "backend_name": backend}
-    for name, variables in {**_ENVIRONMENT, **_OF_BACKEND.get(backend, {})}.items():
+    for name, variables in [*_ENVIRONMENT.items(), *_OF_BACKEND.get(backend, {}).items()]:
         found[name] = next((os.environ[one] for one in variables if one in os.environ), "N/A")
     if backend == "gloo":
-        found["gloo_num_threads"] = group._get_backend(reducer.device).options._threads
+        options: Any = group._get_backend(reducer.device).options
+        found["gloo_num_threads"] = options._threads
     return found
 
 
@@ -147,12 +150,13 @@ def _times(reducer: Reducer) -> dict[str, str | int]:
     if not steps:
         return {}
     step = steps[-1]
+    arrived = sorted(step.ready_s, key=lambda index: step.ready_s[index])
     parameters = reducer.managed.parameters
     found: dict[str, str | int] = {
         "iteration": step.number,
         "num_buckets_reduced": len(step.launched_s),
         "unused_parameter_size": sum(one.nbytes for index, one in enumerate(parameters) if index not in step.ready_s),
-        "prev_iteration_grad_ready_order_indices": _joined(sorted(step.ready_s, key=lambda index: step.ready_s[index])),
+        "prev_iteration_grad_ready_order_indices": _joined(arrived),
     }
     of_steps = [_spans_s(one) for one in steps]
     for name, span in of_steps[-1].items():

@@ -37,10 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("backbeat.runtime")
 
-SAMPLED_FIRST = 10
-"""Steps at the start that are timed for `report()` and the logging data."""
-SAMPLED_EVERY = 200
-"""After these, one step in so many is timed."""
+SAMPLED = (8, 200)
+"""So many steps at the start are timed for `report()` and the logging data, and then one in so many."""
 
 
 class Reducer:
@@ -48,7 +46,7 @@ class Reducer:
 
     def __init__(self, settings: WrapperSettings) -> None:
         self.settings = settings
-        self.sampled_every = SAMPLED_EVERY
+        self.sampled = SAMPLED
         self.memory: Any = None
         """The handle of the memory plan in force on the model, if any."""
         self.budget_check: BudgetCheck | None = None
@@ -61,7 +59,7 @@ class Reducer:
         self._runner: StepRunner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("settings", "sampled_every", "memory", "budget_check", "_comm_hook", "_warns_of_scaling")
+        kept = ("settings", "sampled", "memory", "budget_check", "_comm_hook", "_warns_of_scaling")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -176,7 +174,8 @@ class Reducer:
             self.tuner.after_step()
         else:
             following = runner.step.number + 1
-            self.time_steps(following <= SAMPLED_FIRST or following % self.sampled_every == 0)
+            first, every = self.sampled
+            self.time_steps(following <= first or following % every == 0)
         if self.budget_check is not None:
             self.budget_check.after_step()
         if self.watch is not None:
@@ -280,7 +279,7 @@ class Reducer:
 
     # Torch's wrapper and frameworks call these on the reducer they find.
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        self.sampled_every = sample_rate
+        self.sampled = (10, sample_rate)
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         """What a hook on the buffers has begun: the next backward waits for it."""
