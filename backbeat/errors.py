@@ -96,6 +96,15 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+def named(error: BaseException) -> str:
+    """The exception's type and text.
+
+    >>> named(InputError("gpus is 0"))
+    'InputError: gpus is 0'
+    """
+    return f"{type(error).__name__}: {error}"
+
+
 def where_raised(error: BaseException) -> str:
     """`ValueError: …  (file.py, line 12)`: the innermost frame, on one line."""
     frames = traceback.extract_tb(error.__traceback__)

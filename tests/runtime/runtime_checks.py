@@ -83,9 +83,8 @@ def bit_equal_to_stock(ctx: Context) -> None:
             for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
                 assert torch.equal(mine.grad, other.grad), f"{options} step {step} {name}: not bit-equal"
                 assert torch.equal(mine, other)
-        mine_sizes = ours._get_ddp_logging_data()["bucket_sizes"]
-        data = theirs._get_ddp_logging_data()
-        their_sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+        said = [wrapped._get_ddp_logging_data() for wrapped in (ours, theirs)]
+        mine_sizes, their_sizes = (data.get("rebuilt_bucket_sizes") or data["bucket_sizes"] for data in said)
         assert mine_sizes == their_sizes, f"{options}: {mine_sizes} against {their_sizes}"
 
 

@@ -101,6 +101,17 @@ def test_samples_come_at_their_steps_and_nothing_is_timed_between(model: Any) ->
     assert len(told) == 3
 
 
+def test_steps_that_the_reducer_times_for_itself_are_seen(model: Any) -> None:
+    told: list[StepSample] = []
+    watch = Watch(model, every=10, to=[told.append])
+    for rate in (1, 2):
+        model._set_ddp_runtime_logging_sample_rate(rate)
+        for _ in range(20):
+            model(torch.ones(2, 4)).sum().backward()
+    assert [sample.step for sample in told] == [10, 20, 30, 40]
+    assert watch.last is told[-1]
+
+
 def test_what_only_shows_the_job_does_not_end_it(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     def broken(_: StepSample) -> None:
         raise OSError("no space left")

@@ -37,6 +37,8 @@ class ReducerContext:
     bucket_set: BucketSet = None  # type: ignore[assignment]  # there from the first partition on
     lost: CommunicationError | None = None
     """A collective was lost while the host was not told; whatever it waits for now is void."""
+    error: str = ""
+    """What the last step that failed has raised."""
     monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
 
     def check_not_lost(self) -> None:

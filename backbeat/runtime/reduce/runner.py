@@ -21,6 +21,7 @@ import torch
 from torch.nn import Parameter
 
 from backbeat.comm.communicators import Communicators
+from backbeat.errors import named
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.reduce.arrivals import Arrivals, GradientHooks, Streams
 from backbeat.runtime.reduce.backward import Backward, GraphReach, graph_task
@@ -68,7 +69,7 @@ class StepRunner:
             memory = settings.plan.memory if settings.plan is not None else None
             on_host = memory is not None and memory.residuals == "host"
             exchange = CompressedExchange(self.context, settings.compression, host=on_host)
-        self._sender = Sender(self.context, exchange, self.status)
+        self._sender = Sender(self.context, exchange, self.status, skip_unused=settings.skip_unused)
         self._reach = GraphReach()
         self._default_sync = True
         self._warned_of_local = False
@@ -88,6 +89,11 @@ class StepRunner:
     def exchange(self) -> Exchange:
         return self._sender.exchange
 
+    @property
+    def forwarded(self) -> bool:
+        """A forward has begun since the last step, or there was none."""
+        return self._reach.forwarded
+
     def install(self, partition: Partition) -> None:
         """Run this partition from the next step on; gradients held now move into its buffers."""
         # A status still on its way from the device is laid out for the partition before.
@@ -98,13 +104,15 @@ class StepRunner:
         context.bucket_set = BucketSet(partition, buckets, context.parameters)
         self._arrivals.install(context.bucket_set)
         self.status.install(context.bucket_set, context.names)
+        self._sender.skip_none()
         context.bucket_set.move_all_into_buffers()
 
     def read_step_before(self) -> None:
         """Read the status of the step before, where it was put off; raises where that step has failed."""
         try:
             self.status.read_step_before()
-        except BaseException:
+        except BaseException as error:
+            self.context.error = named(error)
             self.exchange.undo()
             raise
 
@@ -159,7 +167,7 @@ class StepRunner:
             recorder = self.context.recorder
             self.step.synchronise(report_each=recorder is not None)
             if recorder is not None:
-                recorder.begin(True)
+                recorder.begin(self.step.number, sync=True)
 
     def run_absent(self) -> None:
         """One step of a rank that has run out of data: it sends nothing, but takes part."""
@@ -189,7 +197,7 @@ class StepRunner:
         elif arrivals.count(index, bucket):
             if self.step.state is StepState.ACCUMULATING:
                 self.context.bucket_set.move_into_buffer(bucket)
-            elif arrivals.may_leave(bucket):
+            elif arrivals.known:
                 self._sender.send_ready()
 
     def _warn_of_local(self) -> None:
@@ -213,7 +221,7 @@ class StepRunner:
         # In the open step: if this raises, the step counts as broken off, here and for the others.
         self.read_step_before()
         if context.recorder is not None:
-            context.recorder.begin(sync)
+            context.recorder.begin(self.step.number, sync=sync)
 
     def _graph_done(self) -> None:
         """Called by the engine when a backward is over."""
@@ -252,12 +260,13 @@ class StepRunner:
                 self.exchange.give_up()
                 raise
             context.check_not_lost()
-            if summed is not None and summed.late:
+            if summed is not None:
                 self._sender.send_late(summed)
             self.exchange.hand_back(summed, in_place=placed)
             self.status.regular = summed is None
             step.learn(regular=summed is None)
         except BaseException as error:
+            context.error = named(error)
             self.status.regular = False
             # Whatever they are, they are no means: none may be taken for one, nor add to the next.
             for parameter in context.parameters:
