@@ -5,12 +5,14 @@
 | shape | the model's shape, data sheets of GPU and network, what a framework does |
 | analytic | the model's operators and gradients, as recorded with the case; else as `shape` |
 | profile | a profile that was measured, and a network as it is bundled or was calibrated |
-| own run | and one measured run of the same model and system, which scales computation |
-| own network | and the cluster's own measured network |
+| …, own run | and one measured run of the same model and system, which scales computation |
+| …, own network | and the cluster's own measured network |
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,7 +42,6 @@ from validation.cases import Case, Table
 
 MEASURED_MARGIN, ANALYTIC_MARGIN = 0.05, 0.15
 """Added to either side of a network's range: runs repeat no better, and analytic computation is known no better."""
-OWN = ("own run", "own network")
 
 
 class CannotAsk(Exception):  # noqa: N818
@@ -67,21 +68,28 @@ class Asker:
     table: Table
     truth: Path | None = None
 
+    def asks(self, case: Case, route: str) -> bool:
+        """Whether the case has what the route needs. What backbeat cannot be told is asked, and counted."""
+        base, _, more = route.partition(", ")
+        if case.unasked:
+            return not more
+        subject = case.kind != "step" or (case.model if base == "shape" else case.profile)
+        return bool(subject) and (more != "own network" or case.own_network is not None)
+
     def ask(self, case: Case, route: str, factor: float = 1.0, *, quick: bool = False) -> Answer:
         """The answer with computation that takes `factor` times as long. `quick` gives seconds alone, approximately."""
         if case.unasked:
             raise CannotAsk(case.unasked)
-        base = self.table.routes[0] if route in OWN else route
-        own = case.own_network if route == "own network" else None
+        base, _, more = route.partition(", ")
         try:
             if case.kind == "operator":
                 return self._operator(case)
-            network = self.network(own or case.network)
+            network = self.network(case.own_network if more == "own network" else case.network)
             if case.kind == "collective":
                 return self._collective(case, network)
             if base == "shape":
                 return self._layout(case, network, factor, quick)
-            return self._profile(case, base, network, factor, own=route in OWN)
+            return self._profile(case, base, network, factor, own=bool(more))
         except BackbeatError as error:
             raise CannotAsk(str(error)) from None
 
@@ -89,16 +97,18 @@ class Asker:
         """The factor of computation with which the case comes out as measured."""
         assert case.seconds is not None
         low, high = 0.1, 100.0
-        while high / low > 1.0001:
+        while high / low > 1 + 1e-6:
             middle = math.sqrt(low * high)
             too_slow = self.ask(case, route, middle, quick=True).seconds > case.seconds
             low, high = (low, middle) if too_slow else (middle, high)
         # The quick answer differs a little from the full one.
-        return low * case.seconds / self.ask(case, route, low).seconds if self.table.routes[0] == "shape" else low
+        return low * case.seconds / self.ask(case, route, low).seconds if route.startswith("shape") else low
 
     def _layout(self, case: Case, network: Network, factor: float, quick: bool) -> Answer:
         if case.shard:
             raise CannotAsk("a layout's parameters are sharded over all replicas: groups of them have no flag")
+        if case.micro_batch == 0:
+            case = self._fastest(case, network)
         layout = Layout(
             dp=case.dp, tp=case.tp, pp=case.pp, cp=case.cp, ep=case.ep, chunks=case.chunks, zero=case.zero,
             micro_batch=case.micro_batch, recompute=case.recompute,  # type: ignore[arg-type]
@@ -117,6 +127,19 @@ class Asker:
             seconds=found.step_s, low_s=low, high_s=high, memory_bytes=found.memory.total - reserve, fits=found.fits,
             computing=sum(found.breakdown.parts[name] for name in COMPUTE) / found.step_s,
         )  # fmt: skip
+
+    def _fastest(self, case: Case, network: Network) -> Case:
+        """With the micro-batch and the chunks, which are not stated, of the fastest that fits."""
+        found: list[tuple[bool, float, Case]] = []
+        for micro_batch, chunks in itertools.product((1, 2, 4), (1, 2, 3, 4, 6, 8, 12)):
+            tried = replace(case, micro_batch=micro_batch, chunks=chunks)
+            with contextlib.suppress(BackbeatError):
+                answer = self._layout(tried, network, 1.0, quick=True)
+                weighed = answer.seconds if answer.fits else answer.memory_bytes or 0.0
+                found.append((not answer.fits, weighed, tried))
+        if not found:
+            raise CannotAsk("no micro-batch of 1, 2 or 4 sequences makes a layout")
+        return min(found, key=lambda one: one[:2])[2]
 
     def _profile(self, case: Case, route: str, network: Network, factor: float, *, own: bool) -> Answer:
         profile = self.profile(case, route)
@@ -155,9 +178,11 @@ class Asker:
             )
         )
 
-    def model(self, name: str) -> Transformer:
-        told = self.table.models.get(name)
-        return MODELS[name] if told is None else _model(name, msgspec.json.encode(told))
+    def model(self, named: Any) -> Transformer:
+        if isinstance(named, Mapping):
+            return _model(str(named["name"]), msgspec.json.encode(named))
+        told = self.table.models.get(named)
+        return MODELS[named] if told is None else _model(named, msgspec.json.encode(told))
 
     def conventions(self, name: str) -> Conventions:
         told = dict(self.table.frameworks.get(name, {}))

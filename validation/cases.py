@@ -47,8 +47,8 @@ class Case:
 
     kind: str = "step"
     """step, operator or collective."""
-    model: str | None = None
-    """Of a transformer by its shape: a bundled name, or one of the table's `models`."""
+    model: Any = None
+    """Of a transformer by its shape: a bundled name, one of the table's `models`, or the shape itself."""
     profile: str | None = None
     """Of any model by its gradients: a bundled profile, a file of the folder, or one of its recorded `operators`."""
     strategy: str | None = None
@@ -67,6 +67,7 @@ class Case:
     shard: int = 0
     """GPUs that share one copy of parameters, of those that have replicas: hybrid sharding. 0 is all of them."""
     micro_batch: int = 1
+    """0 where the source does not say: the fastest that fits, with its chunks, as predicted."""
     global_batch: int = 0
     sequence: int = 0
     precision: str = "bf16"
@@ -94,6 +95,8 @@ class Case:
     cluster: str = ""
     family: str = ""
     """Of models: a constant is chosen again without its cluster, and without its family."""
+    system: str = ""
+    """Cases with the same share a factor of computation: those of one model on one cluster, unless given."""
 
     seconds: float | None = field(default=None, repr=False)
     """Of one step, operator or collective."""
@@ -109,14 +112,20 @@ class Case:
 
     @property
     def group(self) -> str:
-        """Of one model on one system: one compute factor."""
-        return "/".join((self.cluster, self.family, self.accelerator, self.precision))
+        """Of one model on one system: one factor of computation."""
+        return self.system or "/".join((self.cluster, self.family, self.accelerator, self.precision))
 
     @property
     def job(self) -> str:
         """What ways of running compete for."""
-        told = (self.group, self.model or self.profile, self.gpus, self.global_batch, self.sequence)
-        return "/".join(map(str, told))
+        model = self.model["name"] if isinstance(self.model, dict) else self.model or self.profile
+        return "/".join(map(str, (self.group, model, self.gpus, self.global_batch, self.sequence, self.precision)))
+
+    @property
+    def way(self) -> str:
+        """How the job is run. The same way again, in another release or on another day, is a repeat of it."""
+        told = [f"{name}={getattr(self, name)}" for name in _WAY if getattr(self, name) != _DEFAULTS[name]]
+        return ",".join(told)
 
     @property
     def parallelism(self) -> str:
@@ -145,6 +154,11 @@ class Case:
 
 
 _TYPES = {one.name: str(one.type).replace("|", " ").split()[0] for one in fields(Case)}
+_DEFAULTS = {one.name: one.default for one in fields(Case)}
+_WAY = (
+    "strategy", "plan", "framework", "dp", "tp", "pp", "cp", "ep", "chunks", "zero", "shard", "micro_batch", "recompute",
+    "schedule", "sequence_parallel", "accumulation", "network",
+)  # fmt: skip
 _MEASURED = ("seconds", "memory_bytes", "status", "repeat")
 _NOT_RUN = (*_MEASURED, "table", "id", "identity", "split", "unasked", "source")
 
@@ -160,7 +174,7 @@ class Table:
     rows: str
     """The file: in the folder where the licence allows it, in `--truth` otherwise."""
     routes: tuple[str, ...]
-    """How its cases are asked: shape, profile, analytic; and with something of their own: own run, own network."""
+    """How its cases are asked: shape, analytic or profile; and after a comma "own run" or "own network"."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Field of the schema: its column, or [column, factor]. A column with a field's name needs no entry."""
     same: Mapping[str, Any] = field(default_factory=dict)
@@ -179,8 +193,6 @@ class Table:
     """Constants that its development rows helped to choose: name, and how."""
     informs: bool = True
     """Whether its errors may widen a range: false where a constant was chosen here and cannot be again without."""
-    own_run: str = "computes most"
-    """Which run scales computation: the development run that `computes most`, or the nearest on `one node`."""
     margin: float | None = None
     """Added to either side of a range that holds the network's load alone."""
     adapted: bool = False
@@ -219,16 +231,20 @@ class Table:
 
     def unsplit(self, truth: Path | None) -> list[Case]:
         """Its cases, of no half yet."""
+        rows = self.rows_of(truth)
+        made: Iterable[Mapping[str, Any]]
+        made = self.adapter.cases(self, rows) if self.adapted else (self.fields(row) for row in rows)
+        return list(numbered(self.case(one) for one in made))
+
+    @property
+    def adapter(self) -> Any:
+        return importlib.import_module(f"validation.tables.{self.name}")
+
+    def rows_of(self, truth: Path | None) -> list[dict[str, str]]:
         path = self.path(truth)
         if path is None:
             raise CaseError(f"{self.name}: {self.rows} is not copied ({self.licence}): give --truth FOLDER")
-        rows = read_rows(path)
-        made: Iterable[Mapping[str, Any]]
-        if self.adapted:
-            made = importlib.import_module(f"validation.tables.{self.name}").cases(self, rows)
-        else:
-            made = (self.fields(row) for row in rows)
-        return list(numbered(self.case(one) for one in made))
+        return read_rows(path)
 
     def cases(self, truth: Path | None = None) -> list[Case]:
         return [_replaced(case, split=self.half(case)) for case in self.unsplit(truth)]
@@ -255,7 +271,8 @@ class Table:
             raise CaseError(f"{self.name}: a case has no {unknown!r}; it has {', '.join(_TYPES)}")
         typed = {name: _typed(self.name, name, value) for name, value in found.items()}
         typed.setdefault("table", self.name)
-        typed.setdefault("family", str(typed.get("model") or typed.get("profile") or ""))
+        model = typed.get("model") or typed.get("profile") or ""
+        typed.setdefault("family", model["name"] if isinstance(model, dict) else model)
         typed.setdefault("cluster", self.name)
         case = Case(**{"identity": "", **typed})
         if not case.identity:

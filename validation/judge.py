@@ -12,10 +12,12 @@ Development rows alone are read, unless `--reported` says otherwise. Tables whos
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import multiprocessing
 import os
+import statistics
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -29,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from validation import cases, measures  # noqa: E402
-from validation.ask import OWN, Answer, Asker, CannotAsk  # noqa: E402
+from validation.ask import Answer, Asker, CannotAsk  # noqa: E402
 from validation.cases import Case, Table  # noqa: E402
 
 SOME = 8
@@ -96,7 +98,7 @@ def judge(run: Run, processes: int) -> list[Judged]:
     global RUN
     RUN = run
     tasks = run.asked()
-    systems = [(table, route, of) for table, route, of, _ in tasks if route in OWN]
+    systems = [(table, route, of) for table, route, of, _ in tasks if ", " in route]
     factors: dict[tuple[str, str, str], Any] = {}
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         found = pool.imap_unordered(_calibrated, [(table.name, route, group) for table, route, group in systems])
@@ -120,9 +122,10 @@ def _calibrated(system: tuple[str, str, str]) -> tuple[tuple[str, str, str], Any
     """The runs that a system's computation is scaled by, with their factors."""
     name, route, group = system
     asker = _asker(name)
-    every = [case for case in RUN.cases[name] if case.group == group and case.status == "ran"]
+    own = [case for case in RUN.cases[name] if case.group == group and case.status == "ran"]
+    every = [case for case in own if asker.asks(case, route)]
     found = []
-    for case in known_runs(asker, every):
+    for case in known_runs(asker, every, route):
         try:
             found.append((case, asker.fitted(case, route)))
         except CannotAsk:
@@ -130,14 +133,21 @@ def _calibrated(system: tuple[str, str, str]) -> tuple[tuple[str, str, str], Any
     return system, found
 
 
-def known_runs(asker: Asker, every: Sequence[Case]) -> list[Case]:
-    """Of one system, by the table's rule: its runs on one node, or the development run that computes most."""
-    if asker.table.own_run == "one node":
+def known_runs(asker: Asker, every: Sequence[Case], route: str) -> list[Case]:
+    """Of one system: its runs on one node; of layouts the development run that computes most."""
+    base = route.partition(",")[0]
+    if base != "shape":
         return [case for case in every if case.gpus <= 8]
-    own = [case for case in every if case.split == "development" and not case.unasked]
-    if len(every) < 2 or not own:
+    own = [case for case in every if case.split == "development"]
+    if len(every) < 2:
         return []
-    computing = {case.id: asker.ask(case, asker.table.routes[0]).computing for case in own}
+    computing = {}
+    for case in own:
+        with contextlib.suppress(CannotAsk):
+            computing[case.id] = asker.ask(case, base).computing
+    own = [case for case in own if case.id in computing]
+    if not own:
+        return []
     return [max(own, key=lambda case: (computing[case.id], case.id))]
 
 
@@ -150,10 +160,10 @@ def _judged(part: tuple[str, str, list[str], Any]) -> list[Judged]:
 def _asked(asker: Asker, case: Case, route: str, known: Sequence[tuple[Case, float]] | None) -> Judged | None:
     """None where a case has nothing of its own to be asked with, or is itself what others are scaled by."""
     factor = 1.0
-    if route in OWN:
+    if not asker.asks(case, route):
+        return None
+    if ", " in route:
         if not known or any(case.id == one.id for one, _ in known):
-            return None
-        if route == "own network" and case.own_network is None:
             return None
         factor = min(known, key=lambda one: unlike(case, one[0]))[1]
     try:
@@ -180,11 +190,7 @@ def figures(found: Sequence[Judged], noise: float | None = None) -> dict[str, An
         held = [(one.low_s, one.high_s, seconds) for one, seconds in answers if one and one.low_s and one.high_s]
         if held:
             made.update(measures.ranges(held))  # type: ignore[arg-type]
-        jobs: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for one in ran:
-            if one.case.kind == "step" and one.answer and one.case.seconds:
-                jobs[f"{one.route}/{one.case.table}/{one.case.job}"].append((one.answer.seconds, one.case.seconds))
-        made.update(measures.choosing(jobs))
+        made.update(measures.choosing(ways_of(ran)))
     memory = [one.memory_error for one in found if one.memory_error is not None]
     if memory:
         made["memory"] = measures.errors(memory)
@@ -197,12 +203,26 @@ def figures(found: Sequence[Judged], noise: float | None = None) -> dict[str, An
     return made
 
 
+def ways_of(ran: Sequence[Judged]) -> dict[str, list[tuple[float, float]]]:
+    """Predicted and measured seconds of each way of each job; the middle one of repeats."""
+    ways: dict[tuple[str, str], list[Judged]] = defaultdict(list)
+    for one in ran:
+        if one.case.kind == "step":
+            ways[f"{one.route}/{one.case.table}/{one.case.job}", one.case.way].append(one)
+    jobs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (job, _), repeats in ways.items():
+        predicted = [one.answer.seconds for one in repeats if one.answer]
+        measured = [one.case.seconds for one in repeats if one.case.seconds]
+        jobs[job].append((statistics.median(predicted), statistics.median(measured)))
+    return jobs
+
+
 def noise_of(table: Table, rows: Sequence[Case]) -> float | None:
     """What the rows state, or as far as equal rows lie apart, or what the table states."""
     groups: dict[str, list[float]] = defaultdict(list)
     for case in rows:
         if case.seconds is not None and case.status == "ran":
-            groups[case.id.partition("#")[0]].append(case.seconds)
+            groups[f"{case.job} {case.way} {case.m} {case.n} {case.k} {case.bytes}"].append(case.seconds)
     stated = [case.repeat for case in rows if case.repeat is not None]
     return measures.share_of(stated, 0.5) if stated else table.noise or measures.noise(list(groups.values()))
 

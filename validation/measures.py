@@ -147,12 +147,13 @@ def fits(found: Sequence[tuple[bool, bool]]) -> dict[str, Any]:
 
 
 def noise(groups: Sequence[Sequence[float]]) -> float | None:
-    """The median spread of repeats of one measurement: half of the largest over the smallest, less one.
+    """The median spread of repeats of one measurement: half of the largest over the smallest, less one. Equal numbers
+    are one number twice.
 
-    >>> noise([[1.0, 1.1], [2.0, 2.04], [5.0]])
+    >>> noise([[1.0, 1.1], [2.0, 2.04], [5.0], [3.0, 3.0]])
     0.03
     """
-    spreads = [(max(group) / min(group) - 1) / 2 for group in groups if len(group) > 1]
+    spreads = [(max(group) / min(group) - 1) / 2 for group in groups if len(set(group)) > 1]
     return round(statistics.median(spreads), 6) if spreads else None
 
 

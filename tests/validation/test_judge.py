@@ -17,7 +17,7 @@ LAYOUT: dict[str, Any] = {
     "table": "t", "identity": "i", "model": "llama-3-8b", "network": "dgx-h100", "accelerator": "h100", "gpus": 8,
     "tp": 8, "zero": 1, "global_batch": 8, "sequence": 4096,
 }  # fmt: skip
-TABLE = Table(name="t", title="", source="", licence="", rows="", routes=("shape", "own run"))
+TABLE = Table(name="t", title="", source="", licence="", rows="", routes=("shape", "shape, own run"))
 
 
 def judged(predicted: float | None, measured: float | None, **fields: Any) -> Judged:
@@ -57,7 +57,7 @@ def test_a_layout_is_asked_and_computation_scales_it() -> None:
     assert answer.fits
     slower = replace(case, seconds=1.3 * answer.seconds)
     factor = asker.fitted(slower, "shape")
-    assert asker.ask(case, "own run", factor).seconds == pytest.approx(1.3 * answer.seconds, rel=0.01)
+    assert asker.ask(case, "shape, own run", factor).seconds == pytest.approx(1.3 * answer.seconds, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_what_cannot_be_asked_says_why(fields: dict[str, Any], word: str) -> Non
 def test_the_run_that_scales_others_is_not_judged_by_it() -> None:
     case = Case(**LAYOUT, id="a", seconds=1.0)
     asker = Asker(TABLE)
-    assert judge._asked(asker, case, "own run", [(case, 1.5)]) is None
-    assert judge._asked(asker, case, "own run", []) is None
-    assert judge._asked(asker, replace(case, id="b"), "own run", [(case, 1.5)]) is not None
+    assert judge._asked(asker, case, "shape, own run", [(case, 1.5)]) is None
+    assert judge._asked(asker, case, "shape, own run", []) is None
+    assert judge._asked(asker, replace(case, id="b"), "shape, own run", [(case, 1.5)]) is not None
 
 
 def test_computation_comes_from_the_run_that_is_most_alike() -> None:

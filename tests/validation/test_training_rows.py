@@ -32,7 +32,7 @@ def test_the_reported_half_is_as_far_off_as_the_pages_say() -> None:
 
 def test_a_decoder_has_the_parameters_that_its_shape_says() -> None:
     torch = pytest.importorskip("torch")
-    from validation.published.decoders import Shape
+    from validation.decoders import Shape
 
     for llama in (False, True):
         shape = Shape(layers=2, hidden=64, heads=4, ffn=128, vocab=1000, sequence=16, llama=llama, recompute=not llama)

@@ -35,7 +35,7 @@ from backbeat.measure.model.factory import inspect_factory
 from backbeat.model import Fabric, Network, Prediction, Profile, Reduction
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.model.specification import Specification
-from validation.published.decoders import Shape
+from validation.decoders import Shape
 
 HERE = Path(__file__).resolve().parent
 REPEATS = 0.05
@@ -227,7 +227,7 @@ def dlperf_runs() -> Iterator[Run]:
 
 @cache
 def computed(shape: Shape, gpu: str, precision: str, micro_batch: int) -> Profile:
-    factory = inspect_factory(shape.workload, f"validation.published.decoders:{shape.hidden}x{shape.layers}")
+    factory = inspect_factory(shape.workload, f"validation.decoders:{shape.hidden}x{shape.layers}")
     return analytic_profile(factory, gpu=gpu, precision=precision, batch_size=micro_batch)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from backbeat.measure.model.analytic import analytic_profile
 from backbeat.measure.model.factory import inspect_factory
 from backbeat.model import Profile
-from validation.published.decoders import Decoder, Shape
+from validation.decoders import Decoder, Shape
 from validation.sharded.published_mpt import GPUS, VOCAB, BlockTimes, Run
 
 
