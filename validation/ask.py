@@ -7,6 +7,7 @@
 | profile | a profile that was measured, and a network as it is bundled or was calibrated |
 | …, own run | and one measured run of the same model and system, which scales computation |
 | …, own network | and the cluster's own measured network |
+| …, NAME | and attention takes as long as the table says of the kernel of that name |
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import msgspec
 import backbeat as bb
 from backbeat import layouts
 from backbeat.cost.accelerators import accelerator_named
-from backbeat.cost.operator_model import operator_model
+from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.cost.operators import Product
+from backbeat.cost.protocols import NicLatency
 from backbeat.errors import BackbeatError
 from backbeat.importers.bandwidth_table import load_table
 from backbeat.layouts import Conventions, Layout, Transformer, layer_work
@@ -37,11 +39,15 @@ from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.model import CollectiveTimes, Fabric, Network, Plan, Profile
 from backbeat.model.network import WorkersRow
 from backbeat.model.reduction import REDUCTIONS, Reduction
-from backbeat.model.specification import Specification, reached_inside
+from backbeat.model.specification import Specification, reached_inside, typical_hop_s
+from validation import blocks
 from validation.cases import Case, Table
 
 MEASURED_MARGIN, ANALYTIC_MARGIN = 0.05, 0.15
 """Added to either side of a network's range: runs repeat no better, and analytic computation is known no better."""
+
+
+OWN = ("own run", "own network")
 
 
 class CannotAsk(Exception):  # noqa: N818
@@ -73,8 +79,10 @@ class Asker:
         base, _, more = route.partition(", ")
         if case.unasked:
             return not more
-        subject = case.kind != "step" or (case.model if base == "shape" else case.profile)
-        return bool(subject) and (more != "own network" or case.own_network is not None)
+        if base not in ("shape", "analytic", "profile"):
+            return True
+        subject = {"shape": case.model, "analytic": case.recorded, "profile": case.profile}.get(base)
+        return (subject is not None or case.kind != "step") and (more != "own network" or case.own_network is not None)
 
     def ask(self, case: Case, route: str, factor: float = 1.0, *, quick: bool = False) -> Answer:
         """The answer with computation that takes `factor` times as long. `quick` gives seconds alone, approximately."""
@@ -89,7 +97,10 @@ class Asker:
                 return self._collective(case, network)
             if base == "shape":
                 return self._layout(case, network, factor, quick)
-            return self._profile(case, base, network, factor, own=bool(more))
+            attention = self._attention(case, more) if more in self.table.attention else 1.0
+            profile = self._recorded(case, attention) if base == "analytic" else self.profile(case.profile)
+            margin = MEASURED_MARGIN if base == "profile" or more in OWN else ANALYTIC_MARGIN
+            return self._step(case, slower(profile, factor), network, margin)
         except BackbeatError as error:
             raise CannotAsk(str(error)) from None
 
@@ -141,28 +152,38 @@ class Asker:
             raise CannotAsk("no micro-batch of 1, 2 or 4 sequences makes a layout")
         return min(found, key=lambda one: one[:2])[2]
 
-    def _profile(self, case: Case, route: str, network: Network, factor: float, *, own: bool) -> Answer:
-        profile = self.profile(case, route)
-        if factor != 1.0:
-            profile = slower(profile, factor)
-        there = network.at(workers=case.gpus) if case.gpus > 1 else network
+    def _step(self, case: Case, profile: Profile, network: Network, margin: float) -> Answer:
         if case.gpus == 1:
             return Answer(seconds=profile.single_s, low_s=profile.single_s, high_s=profile.single_s, computing=1.0)
-        accumulation = case.accumulation
-        if case.framework is not None and case.plan is None:
+        there, accumulation = network.at(workers=case.gpus), case.accumulation
+        if case.framework is not None:
             found = bb.predict(profile, there, framework=self.reduction(case.framework), accumulation=accumulation)
         else:
-            plan = self.plan(case.plan) if case.plan is not None else case.strategy
+            plan = case.strategy if case.plan is None else self.plan(case.plan)
             found = bb.predict(profile, there, plan, accumulation=accumulation)
         band = found.network_band
         quiet, busy = (band.quiet_s, band.busy_s) if band is not None else (found.iteration_s,) * 2
-        margin = self.table.margin
-        if margin is None:
-            margin = MEASURED_MARGIN if own or route == "profile" else ANALYTIC_MARGIN
+        margin = margin if self.table.margin is None else self.table.margin
         return Answer(
             seconds=found.iteration_s, low_s=quiet * (1 - margin), high_s=busy * (1 + margin),
             memory_bytes=found.peak_bytes, computing=1 - found.exposed_s / found.iteration_s,
         )  # fmt: skip
+
+    def _recorded(self, case: Case, attention: float) -> Profile:
+        """Of the whole model, or of decoders from models with one block and with two."""
+        from validation import operators  # late: the judge of layouts needs none of it
+
+        path, model = self.table.folder / "operators.json.gz", self._operators(case)
+        name = str(case.recorded)
+        if name in operators.tapes(path):
+            return operators.recorded_profile(path, name, model)
+        one, two = (operators.recorded_profile(path, f"{name}/{blocks}", model) for blocks in (1, 2))
+        return blocks.decoder(one, two, case.model, model, attention)
+
+    def _attention(self, case: Case, named: str) -> float:
+        told, peaks = self.table.attention[named], self.table.attention["peaks"]
+        gpu = str(self.table.accelerators.get(case.accelerator, {}).get("of", case.accelerator))
+        return blocks.attention_factor(told, peaks, _operators(gpu, "bf16"), gpu)
 
     def _collective(self, case: Case, network: Network) -> Answer:
         there = network.at(workers=case.gpus)
@@ -173,7 +194,7 @@ class Asker:
 
     def _operator(self, case: Case) -> Answer:
         return Answer(
-            seconds=_operators(case.accelerator, case.precision).seconds(
+            seconds=self._operators(case).seconds(
                 Product(case.precision, case.m, case.n, case.k)
             )
         )
@@ -207,14 +228,18 @@ class Asker:
     def plan(self, named: Any) -> Plan:
         return msgspec.convert(named, Plan) if isinstance(named, Mapping) else Plan.load(self.table.folder / named)
 
-    def profile(self, case: Case, route: str) -> Profile:
-        name = case.profile or ""
-        if route == "analytic":
-            from validation.operators import recorded_profile  # late: it needs torch
+    def profile(self, named: Any) -> Profile:
+        if isinstance(named, Mapping):
+            return msgspec.convert(named, Profile)
+        path = self.table.folder / str(named)
+        return Profile.load(path if path.is_file() else named)
 
-            return recorded_profile(self.table.folder / "operators.json.gz", name, case.accelerator, case.precision)
-        path = self.table.folder / name
-        return Profile.load(path if path.is_file() else name)
+    def _operators(self, case: Case) -> OperatorModel:
+        """Of recorded blocks the host is ahead."""
+        told = self.table.accelerators.get(case.accelerator)
+        if told is None:
+            return _operators(case.accelerator, case.precision)
+        return _operators(told["of"], case.precision, told.get("gbps"), told.get("launch_overhead", True))
 
     @property
     def _folders(self) -> tuple[Path, ...]:
@@ -242,9 +267,10 @@ def _network(name: str, told: bytes, folders: tuple[Path, ...]) -> Network:
     if "inside_line" in fields:
         line, nvls = fields.pop("inside_line"), fields.get("nvls", False)
         fields["inside"] = reached_inside(line, fields["gpus_per_node"], nvls=nvls)
+    hop_s = typical_hop_s(fields.get("transport"))
     if "fabric" in fields:
         fields["fabric"] = msgspec.convert(fields["fabric"], Fabric)
-    made = Specification(**fields).network(name, nodes)
+    made = Specification(latency=NicLatency.of(hop_s), **fields).network(name, nodes)
     return _ringed(made, fields["gpus_per_node"]) if rings else made
 
 
@@ -283,8 +309,10 @@ def slower(profile: Profile, by: float) -> Profile:
 
 
 @lru_cache
-def _operators(accelerator: str, precision: str) -> Any:
-    return operator_model(accelerator, precision)
+def _operators(
+    accelerator: str, precision: str, gbps: float | None = None, launch_overhead: bool = True
+) -> OperatorModel:
+    return operator_model(accelerator, precision, gbps=gbps, launch_overhead=launch_overhead)
 
 
 SHARES = "SUSTAINED"

@@ -49,8 +49,10 @@ class Case:
     """step, operator or collective."""
     model: Any = None
     """Of a transformer by its shape: a bundled name, one of the table's `models`, or the shape itself."""
-    profile: str | None = None
-    """Of any model by its gradients: a bundled profile, a file of the folder, or one of its recorded `operators`."""
+    profile: Any = None
+    """Of any model as it was measured: a bundled profile, a file of the folder, or the profile itself."""
+    recorded: str | None = None
+    """Of any model by its operators: one of the folder's operators.json.gz (`operators.py`)."""
     strategy: str | None = None
     """Of backbeat's planners."""
     plan: Any = None
@@ -118,7 +120,8 @@ class Case:
     @property
     def job(self) -> str:
         """What ways of running compete for."""
-        model = self.model["name"] if isinstance(self.model, dict) else self.model or self.profile
+        subject = self.model or self.recorded or self.profile
+        model = subject["name"] if isinstance(subject, dict) else subject
         return "/".join(map(str, (self.group, model, self.gpus, self.global_batch, self.sequence, self.precision)))
 
     @property
@@ -171,8 +174,8 @@ class Table:
     title: str
     source: str
     licence: str
-    rows: str
-    """The file: in the folder where the licence allows it, in `--truth` otherwise."""
+    rows: str | tuple[str, ...]
+    """The file, or several: in the folder where the licence allows it, in `--truth` otherwise."""
     routes: tuple[str, ...]
     """How its cases are asked: shape, analytic or profile; and after a comma "own run" or "own network"."""
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -184,7 +187,10 @@ class Table:
     models: Mapping[str, Any] = field(default_factory=dict)
     networks: Mapping[str, Any] = field(default_factory=dict)
     frameworks: Mapping[str, Any] = field(default_factory=dict)
+    accelerators: Mapping[str, Any] = field(default_factory=dict)
     """What names in rows mean, where they are not bundled."""
+    attention: Mapping[str, Any] = field(default_factory=dict)
+    """Kernels of attention that the runs may have had, by name: a route of that name is asked with it."""
     assumed: tuple[str, ...] = ()
     """What the source does not say."""
     noise: float | None = None
@@ -203,16 +209,18 @@ class Table:
     def folder(self) -> Path:
         return FOLDER / self.name
 
-    def path(self, truth: Path | None) -> Path | None:
-        """Of the rows: None where they are kept elsewhere and nobody says where."""
-        for folder in (self.folder, truth):
-            if folder is not None and (folder / self.rows).exists():
-                return folder / self.rows
-        return None
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.rows,) if isinstance(self.rows, str) else self.rows
+
+    def missing(self, truth: Path | None) -> list[str]:
+        """Files that are kept elsewhere, and nobody says where."""
+        folders = [folder for folder in (self.folder, truth) if folder is not None]
+        return [file for file in self.files if not any((folder / file).exists() for folder in folders)]
 
     @property
     def copied(self) -> bool:
-        return (self.folder / self.rows).exists()
+        return not self.missing(None)
 
     @cached_property
     def halves(self) -> Mapping[str, str]:
@@ -241,10 +249,16 @@ class Table:
         return importlib.import_module(f"validation.tables.{self.name}")
 
     def rows_of(self, truth: Path | None) -> list[dict[str, str]]:
-        path = self.path(truth)
-        if path is None:
-            raise CaseError(f"{self.name}: {self.rows} is not copied ({self.licence}): give --truth FOLDER")
-        return read_rows(path)
+        """Of all files, each with the file that it stands in where there are several."""
+        missing = self.missing(truth)
+        if missing:
+            raise CaseError(f"{self.name}: {', '.join(missing)} is not copied ({self.licence}): give --truth FOLDER")
+        found = []
+        for file in self.files:
+            own = self.folder / file
+            rows = read_rows(own if own.exists() or truth is None else truth / file)
+            found += rows if len(self.files) == 1 else [{**row, "file": file} for row in rows]
+        return found
 
     def cases(self, truth: Path | None = None) -> list[Case]:
         return [_replaced(case, split=self.half(case)) for case in self.unsplit(truth)]
@@ -271,7 +285,7 @@ class Table:
             raise CaseError(f"{self.name}: a case has no {unknown!r}; it has {', '.join(_TYPES)}")
         typed = {name: _typed(self.name, name, value) for name, value in found.items()}
         typed.setdefault("table", self.name)
-        model = typed.get("model") or typed.get("profile") or ""
+        model = typed.get("model") or typed.get("recorded") or typed.get("profile") or ""
         typed.setdefault("family", model["name"] if isinstance(model, dict) else model)
         typed.setdefault("cluster", self.name)
         case = Case(**{"identity": "", **typed})
@@ -321,8 +335,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """Of a CSV, compressed or not; of JSON, its list of rows, or what it holds as a single one."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if ".json" in path.suffixes:
-        rows = json.loads(data)
-        return rows if isinstance(rows, list) else [rows]
+        told = json.loads(data)
+        rows = told.get("rows", [told]) if isinstance(told, dict) else told
+        return list(rows)
     return list(csv.DictReader(data.decode("utf-8").splitlines()))
 
 

@@ -114,3 +114,23 @@ def _rotated(states: torch.Tensor) -> torch.Tensor:
 def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     logits: torch.Tensor = model(tokens)
     return functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+class FusedCrossEntropy(torch.autograd.Function):
+    """flash-attn's traffic: logits are read once in forward, read and written once in backward. The values mean
+    nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return logits.sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (logits,) = ctx.saved_tensors
+        return logits * 2.0
+
+
+def fused_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = FusedCrossEntropy.apply(model(tokens).flatten(0, 1)).float().sum()  # type: ignore[no-untyped-call]
+    return found

@@ -31,11 +31,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from validation import cases, measures  # noqa: E402
-from validation.ask import Answer, Asker, CannotAsk  # noqa: E402
+from validation.ask import OWN, Answer, Asker, CannotAsk  # noqa: E402
 from validation.cases import Case, Table  # noqa: E402
 
 SOME = 8
 """Cases that a process takes at a time."""
+SCALING = "perfect scaling"
 RECORD, LOG = HERE / "record.json", HERE / "reported.log"
 CELLS: dict[str, Callable[[Case], str]] = {
     "parallelism": lambda case: case.parallelism,
@@ -98,7 +99,7 @@ def judge(run: Run, processes: int) -> list[Judged]:
     global RUN
     RUN = run
     tasks = run.asked()
-    systems = [(table, route, of) for table, route, of, _ in tasks if ", " in route]
+    systems = [(table, route, of) for table, route, of, _ in tasks if needs_run(route)]
     factors: dict[tuple[str, str, str], Any] = {}
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         found = pool.imap_unordered(_calibrated, [(table.name, route, group) for table, route, group in systems])
@@ -127,17 +128,18 @@ def _calibrated(system: tuple[str, str, str]) -> tuple[tuple[str, str, str], Any
     found = []
     for case in known_runs(asker, every, route):
         try:
-            found.append((case, asker.fitted(case, route)))
+            found.append((case, 1.0 if route == SCALING else asker.fitted(case, route)))
         except CannotAsk:
             continue
     return system, found
 
 
 def known_runs(asker: Asker, every: Sequence[Case], route: str) -> list[Case]:
-    """Of one system: its runs on one node; of layouts the development run that computes most."""
+    """Of one system: its runs on the fewest GPUs of one node; of layouts the development run that computes most."""
     base = route.partition(",")[0]
     if base != "shape":
-        return [case for case in every if case.gpus <= 8]
+        fewest = min((case.gpus for case in every), default=0)
+        return [case for case in every if case.gpus == fewest <= 8]
     own = [case for case in every if case.split == "development"]
     if len(every) < 2:
         return []
@@ -162,14 +164,28 @@ def _asked(asker: Asker, case: Case, route: str, known: Sequence[tuple[Case, flo
     factor = 1.0
     if not asker.asks(case, route):
         return None
-    if ", " in route:
+    if needs_run(route):
         if not known or any(case.id == one.id for one, _ in known):
             return None
-        factor = min(known, key=lambda one: unlike(case, one[0]))[1]
+        run, factor = min(known, key=lambda one: unlike(case, one[0]))
+        if route == SCALING:
+            return Judged(case=case, route=route, answer=Answer(seconds=scaled_perfectly(case, run)))
+        if route.startswith("profile"):
+            factor *= case.micro_batch / run.micro_batch
     try:
         return Judged(case=case, route=route, answer=asker.ask(case, route, factor))
     except CannotAsk as why:
         return Judged(case=case, route=route, reason=str(why))
+
+
+def scaled_perfectly(case: Case, run: Case) -> float:
+    """What a prediction has to beat: every GPU as many sequences a second as in a run on one node."""
+    assert run.seconds is not None
+    return run.seconds * (case.global_batch / case.gpus) / (run.global_batch / run.gpus)
+
+
+def needs_run(route: str) -> bool:
+    return route == SCALING or route.endswith(OWN)
 
 
 def unlike(case: Case, other: Case) -> tuple[Any, ...]:
@@ -350,7 +366,7 @@ def main() -> None:
     asked = parser.parse_args()
     try:
         chosen = [cases.table(name) for name in asked.tables or cases.names()]
-        tables = tuple(one for one in chosen if one.path(asked.truth) is not None)
+        tables = tuple(one for one in chosen if not one.missing(asked.truth))
         run = Run(tables, asked.truth, "reported" if asked.reported else "development")
         found = judge(run, asked.processes)
         record = measures.rounded({"tables": by_table(run, found), "cells": by_cell(found)})
@@ -359,7 +375,8 @@ def main() -> None:
         print("\n".join(shown(record)))
         for one in chosen:
             if one not in tables:
-                print(f"{one.name}: {one.rows} is not copied ({one.licence}); --truth FOLDER reads it")
+                missing = ", ".join(one.missing(asked.truth))
+                print(f"{one.name}: {missing} is not copied ({one.licence}); --truth FOLDER reads it")
         if asked.against:
             print("\n".join(differences(recorded(asked.against), record)))
         if asked.truth and not asked.tables:

@@ -25,7 +25,7 @@ from unittest import mock
 import msgspec
 
 from backbeat.cost.accelerators import accelerator_named
-from backbeat.cost.operator_model import HostTimes, OperatorModel, operator_curves, operator_model
+from backbeat.cost.operator_model import HostTimes, OperatorModel, operator_curves
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work, family_of
 from backbeat.model import ComputeShares, Profile
 
@@ -230,7 +230,7 @@ def _tupled(fields: list[Any]) -> list[Any]:
     return [tuple(value) if isinstance(value, list) else value for value in fields]
 
 
-def profile_of(tape: Tape, name: str, model: OperatorModel, accelerator: str) -> Profile:
+def profile_of(tape: Tape, name: str, model: OperatorModel) -> Profile:
     """The profile of a step whose operators take as long as the model says."""
     found = timed(tape, model)
     at = [0.0, *found.ends_s]
@@ -247,7 +247,7 @@ def profile_of(tape: Tape, name: str, model: OperatorModel, accelerator: str) ->
         "gradients": sorted(gradients, key=lambda one: one["ready_s"]),
         "host_s": found.host_s if model.host.view_s else None,
     }  # fmt: skip
-    told = {"name": name, "device": f"{accelerator_named(accelerator).name} (analytic)", **tape.profile, **times}
+    told = {"name": name, "device": f"{model.accelerator.name} (analytic)", **tape.profile, **times}
     return msgspec.structs.replace(msgspec.convert(told, Profile), compute_shares=ComputeShares(**shares))
 
 
@@ -256,15 +256,10 @@ def tapes(path: Path) -> dict[str, Tape]:
     return msgspec.json.decode(gzip.decompress(path.read_bytes()), type=dict[str, Tape])
 
 
-@lru_cache(maxsize=64)
-def recorded_profile(
-    path: Path, name: str, accelerator: str, precision: str, gbps: float | None = None, launch_overhead: bool = True
-) -> Profile:
-    """One of a table's recorded models on any accelerator."""
-    peak = accelerator_named(accelerator)
-    more = {} if gbps is None else {"gbps": gbps}
-    model = operator_model(accelerator, precision, launch_overhead=launch_overhead, **more)
-    return profile_of(tapes(path)[name], name, model, peak.short_name)
+@lru_cache(maxsize=256)
+def recorded_profile(path: Path, name: str, model: OperatorModel) -> Profile:
+    """One of a table's recorded models on the model's accelerator."""
+    return profile_of(tapes(path)[name], name, model)
 
 
 def write(path: Path, recipes: list[Recipe], processes: int) -> None:
