@@ -78,7 +78,7 @@ class Asker:
         """Whether the case has what the route needs. What backbeat cannot be told is asked, and counted."""
         base, _, more = route.partition(", ")
         if case.unasked:
-            return not more
+            return route == self.table.routes[0]
         if base not in ("shape", "analytic", "profile"):
             return True
         subject = {"shape": case.model, "analytic": case.recorded, "profile": case.profile}.get(base)
@@ -118,7 +118,7 @@ class Asker:
     def _layout(self, case: Case, network: Network, factor: float, quick: bool) -> Answer:
         if case.shard:
             raise CannotAsk("a layout's parameters are sharded over all replicas: groups of them have no flag")
-        if case.micro_batch == 0:
+        if not case.micro_batch or not case.chunks:
             case = self._fastest(case, network)
         layout = Layout(
             dp=case.dp, tp=case.tp, pp=case.pp, cp=case.cp, ep=case.ep, chunks=case.chunks, zero=case.zero,
@@ -140,16 +140,17 @@ class Asker:
         )  # fmt: skip
 
     def _fastest(self, case: Case, network: Network) -> Case:
-        """With the micro-batch and the chunks, which are not stated, of the fastest that fits."""
+        """With the chunks, and the micro-batch, of the fastest that fits, where they are not stated."""
         found: list[tuple[bool, float, Case]] = []
-        for micro_batch, chunks in itertools.product((1, 2, 4), (1, 2, 3, 4, 6, 8, 12)):
+        sizes = (case.micro_batch,) if case.micro_batch else (1, 2, 4)
+        for micro_batch, chunks in itertools.product(sizes, (1, 2, 3, 4, 6, 8, 12)):
             tried = replace(case, micro_batch=micro_batch, chunks=chunks)
             with contextlib.suppress(BackbeatError):
                 answer = self._layout(tried, network, 1.0, quick=True)
                 weighed = answer.seconds if answer.fits else answer.memory_bytes or 0.0
                 found.append((not answer.fits, weighed, tried))
         if not found:
-            raise CannotAsk("no micro-batch of 1, 2 or 4 sequences makes a layout")
+            raise CannotAsk("no micro-batch and no number of chunks makes a layout")
         return min(found, key=lambda one: one[:2])[2]
 
     def _step(self, case: Case, profile: Profile, network: Network, margin: float) -> Answer:

@@ -69,7 +69,7 @@ class Case:
     shard: int = 0
     """GPUs that share one copy of parameters, of those that have replicas: hybrid sharding. 0 is all of them."""
     micro_batch: int = 1
-    """0 where the source does not say: the fastest that fits, with its chunks, as predicted."""
+    """0, like chunks of 0, where the source does not say: the fastest that fits, as predicted."""
     global_batch: int = 0
     sequence: int = 0
     precision: str = "bf16"

@@ -123,7 +123,7 @@ def _calibrated(system: tuple[str, str, str]) -> tuple[tuple[str, str, str], Any
     """The runs that a system's computation is scaled by, with their factors."""
     name, route, group = system
     asker = _asker(name)
-    own = [case for case in RUN.cases[name] if case.group == group and case.status == "ran"]
+    own = [case for case in RUN.cases[name] if case.group == group and case.seconds is not None and not case.unasked]
     every = [case for case in own if asker.asks(case, route)]
     found = []
     for case in known_runs(asker, every, route):

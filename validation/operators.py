@@ -121,7 +121,11 @@ class _Recorded:
             return shares(told.begun, clock)
 
         first, shares = observation.first_iteration, observation.forward_shares
+        # Neither blocks nor arithmetic are kept.
+        nothing = observation.MeasuredChain()
         with (
+            mock.patch.object(observation, "_chain", lambda *_, **__: nothing),
+            mock.patch.object(observation, "count_flops", lambda *_: (None, None)),
             mock.patch.object(analytic, "Estimator", Estimator),
             mock.patch.object(analytic, "VirtualClock", Clock),
             mock.patch.object(analytic, "operator_model", lambda *_, **__: Model()),
@@ -171,7 +175,6 @@ def record(recipe: Recipe) -> Tape:
 
 KEPT = (
     "model", "batch_size", "precision", "gradient_dtype", "buffer_bytes", "memory", "sequence_length", "accumulation",
-    "flops_per_sample",
 )  # fmt: skip
 """Fields of a profile that do not depend on times."""
 
@@ -263,9 +266,15 @@ def recorded_profile(path: Path, name: str, model: OperatorModel) -> Profile:
 
 
 def write(path: Path, recipes: list[Recipe], processes: int) -> None:
+    """What is recorded already stays."""
+    found = dict(tapes(path)) if path.exists() else {}
+    missing = [one for one in recipes if one.name not in found]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        found = dict(zip([one.name for one in recipes], pool.map(record, recipes, chunksize=1), strict=True))
-    path.write_bytes(gzip.compress(msgspec.json.encode(found), mtime=0))
+        for done, (recipe, tape) in enumerate(zip(missing, pool.imap(record, missing), strict=True), start=1):
+            found[recipe.name] = tape
+            if done % 20 == 0 or done == len(missing):
+                path.write_bytes(gzip.compress(msgspec.json.encode(found), mtime=0))
+                print(f"{done} of {len(missing)}", flush=True)
 
 
 def main() -> None:

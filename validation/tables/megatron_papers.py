@@ -42,7 +42,7 @@ def cases(table: Table, rows: Sequence[Mapping[str, str]]) -> Iterator[dict[str,
             **{key: row[key] for key in ("gpus", "dp", "tp", "pp", "precision")},
             # Not stated: the fastest that fits.
             "micro_batch": row["mbs"] or 0,
-            "chunks": row["vp_chunks"] or 1,
+            "chunks": row["vp_chunks"] or int(bool(row["mbs"])),
             "recompute": recompute,
             "zero": 0 if old else 1,
             "sequence_parallel": "SP" in row["recompute"] or not old,

@@ -16,6 +16,8 @@ def unasked(row: Mapping[str, str]) -> str | None:
         return f"no profile of {row['benchmark']} is bundled"
     if row["accelerator"].startswith(("TPU", "Habana")):
         return "TPUs and Gaudi are not known"
+    if not row["step_s"]:
+        return "no throughput is logged"
     if network(row) is None and int(row["nodes"]) > 1:
         return "a network between nodes that nobody states"
     return None
