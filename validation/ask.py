@@ -98,9 +98,12 @@ class Asker:
             if base == "shape":
                 return self._layout(case, network, factor, quick)
             attention = self._attention(case, more) if more in self.table.attention else 1.0
-            profile = self._recorded(case, attention) if base == "analytic" else self.profile(case.profile)
+            if base == "analytic":
+                profile = self._recorded(case, factor, attention)
+            else:
+                profile = slower(self.profile(case.profile), factor)
             margin = MEASURED_MARGIN if base == "profile" or more in OWN else ANALYTIC_MARGIN
-            return self._step(case, slower(profile, factor), network, margin)
+            return self._step(case, profile, network, margin)
         except BackbeatError as error:
             raise CannotAsk(str(error)) from None
 
@@ -170,16 +173,16 @@ class Asker:
             memory_bytes=found.peak_bytes, computing=1 - found.exposed_s / found.iteration_s,
         )  # fmt: skip
 
-    def _recorded(self, case: Case, attention: float) -> Profile:
+    def _recorded(self, case: Case, factor: float, attention: float) -> Profile:
         """Of the whole model, or of decoders from models with one block and with two."""
         from validation import operators  # late: the judge of layouts needs none of it
 
         path, model = self.table.folder / "operators.json.gz", self._operators(case)
         name = str(case.recorded)
         if name in operators.tapes(path):
-            return operators.recorded_profile(path, name, model)
+            return slower(operators.recorded_profile(path, name, model), factor)
         one, two = (operators.recorded_profile(path, f"{name}/{blocks}", model) for blocks in (1, 2))
-        return blocks.decoder(one, two, case.model, model, attention)
+        return blocks.decoder(one, two, case.model, model, factor, attention)
 
     def _attention(self, case: Case, named: str) -> float:
         told, peaks = self.table.attention[named], self.table.attention["peaks"]
@@ -194,11 +197,7 @@ class Asker:
         return Answer(seconds=float(times.curve.time(case.bytes)))
 
     def _operator(self, case: Case) -> Answer:
-        return Answer(
-            seconds=self._operators(case).seconds(
-                Product(case.precision, case.m, case.n, case.k)
-            )
-        )
+        return Answer(seconds=self._operators(case).seconds(Product(case.precision, case.m, case.n, case.k)))
 
     def model(self, named: Any) -> Transformer:
         if isinstance(named, Mapping):

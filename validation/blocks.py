@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Attention, Traffic
 from backbeat.model import Gradient, Profile
@@ -19,10 +18,15 @@ DIRECTIONS = ("forward", "backward")
 
 
 def decoder(
-    one: Profile, two: Profile, shape: Mapping[str, Any], model: OperatorModel, attention: float = 1.0
+    one: Profile,
+    two: Profile,
+    shape: Mapping[str, Any],
+    model: OperatorModel,
+    compute: float = 1.0,
+    attention: float = 1.0,
 ) -> Profile:
-    """Of a GPT with as many layers as `shape` says, from models with one block and with two. Attention takes
-    `attention` times as long."""
+    """Of a GPT with as many layers as `shape` says, from models with one block and with two. Forward and backward take
+    `compute` times as long, and attention `attention` times."""
     layers, hidden = shape["layers"], shape["hidden"]
     forward_s, backward_s = two.forward_s - one.forward_s, two.backward_s - one.backward_s
     rest_forward_s, rest_backward_s = one.forward_s - forward_s, one.backward_s - backward_s
@@ -30,7 +34,8 @@ def decoder(
     of_attention_s = two.compute_shares.attention * (forward_s + backward_s + (rest_forward_s + rest_backward_s) / 2)
     more_s = (attention - 1) * of_attention_s
     share = 1 / (1 + (shape["recompute"] == "full") + ATTENTION_BACKWARD)
-    forward_s, backward_s = forward_s + share * more_s, backward_s + (1 - share) * more_s
+    forward_s, backward_s = compute * (forward_s + share * more_s), compute * (backward_s + (1 - share) * more_s)
+    rest_forward_s, rest_backward_s = compute * rest_forward_s, compute * rest_backward_s
     # Attention and an MLP of four times the width, with biases, and two layer norms.
     block, embedding = 12 * hidden**2 + 13 * hidden, (shape["vocab"] + shape["sequence"]) * hidden
     gradients = [Gradient(name="norm.weight", bytes=8 * hidden, ready_s=rest_backward_s, forward_s=rest_forward_s)]
@@ -54,7 +59,9 @@ def decoder(
     )
 
 
-def fsdp1(units: int, workers: int, *, reshard: bool, prefetch: int, reduce_dtype: str, shard: int = 0) -> dict[str, Any]:
+def fsdp1(
+    units: int, workers: int, *, reshard: bool, prefetch: int, reduce_dtype: str, shard: int = 0
+) -> dict[str, Any]:
     """FSDP1 in the words of FSDP2, as a plan's file has it. Computation never waits for a reduce-scatter before the end
     of backward, so inputs are not counted."""
     shard = shard or workers
@@ -68,7 +75,9 @@ def fsdp1(units: int, workers: int, *, reshard: bool, prefetch: int, reduce_dtyp
             "reduce_dtype": reduce_dtype,
             "reduce_scatter_buffers": units + 1,
             "separate_reduce_scatter": False,
-            "units": [{"modules": [f"blocks.{unit}"], "reshard": reshard, "prefetch": prefetch} for unit in range(units)],
+            "units": [
+                {"modules": [f"blocks.{unit}"], "reshard": reshard, "prefetch": prefetch} for unit in range(units)
+            ],
         },
     }
 

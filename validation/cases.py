@@ -107,6 +107,9 @@ class Case:
     """ran or failed. Where memory was not the cause of the failure, leave the row out."""
     repeat: float | None = field(default=None, repr=False)
     """How far repeats of this very measurement lie apart, as a share: the instrument's own noise."""
+    informs: bool = True
+    """Whether its error may widen a range: false where it helped to choose a constant that is not chosen again without
+    it."""
     unasked: str | None = None
     """Why it cannot be asked, where the table knows: a chip, a precision, a way that backbeat does not have."""
     source: str = ""
@@ -159,11 +162,11 @@ class Case:
 _TYPES = {one.name: str(one.type).replace("|", " ").split()[0] for one in fields(Case)}
 _DEFAULTS = {one.name: one.default for one in fields(Case)}
 _WAY = (
-    "strategy", "plan", "framework", "dp", "tp", "pp", "cp", "ep", "chunks", "zero", "shard", "micro_batch", "recompute",
-    "schedule", "sequence_parallel", "accumulation", "network",
+    "strategy", "plan", "framework", "dp", "tp", "pp", "cp", "ep", "chunks", "zero", "shard", "micro_batch",
+    "recompute", "schedule", "sequence_parallel", "accumulation", "network",
 )  # fmt: skip
 _MEASURED = ("seconds", "memory_bytes", "status", "repeat")
-_NOT_RUN = (*_MEASURED, "table", "id", "identity", "split", "unasked", "source")
+_NOT_RUN = (*_MEASURED, "informs", "table", "id", "identity", "split", "unasked", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +200,6 @@ class Table:
     """Of rows that state no repeat, as the source or its repeated rows show it."""
     chose: Mapping[str, str] = field(default_factory=dict)
     """Constants that its development rows helped to choose: name, and how."""
-    informs: bool = True
-    """Whether its errors may widen a range: false where a constant was chosen here and cannot be again without."""
     margin: float | None = None
     """Added to either side of a range that holds the network's load alone."""
     adapted: bool = False

@@ -122,13 +122,12 @@ class _Recorded:
 
         first, shares = observation.first_iteration, observation.forward_shares
         # Neither blocks nor arithmetic are kept.
-        nothing = observation.MeasuredChain()
         with (
-            mock.patch.object(observation, "_chain", lambda *_, **__: nothing),
-            mock.patch.object(observation, "count_flops", lambda *_: (None, None)),
+            mock.patch.object(observation, "_chain", return_value=observation.MeasuredChain()),
+            mock.patch.object(observation, "count_flops", return_value=(None, None)),
             mock.patch.object(analytic, "Estimator", Estimator),
             mock.patch.object(analytic, "VirtualClock", Clock),
-            mock.patch.object(analytic, "operator_model", lambda *_, **__: Model()),
+            mock.patch.object(analytic, "operator_model", return_value=Model()),
             mock.patch.object(observation, "first_iteration", first_iteration),
             mock.patch.object(observation, "forward_shares", forward_shares),
         ):

@@ -11,7 +11,7 @@ import pytest
 from validation import judge
 from validation.ask import Answer, Asker, CannotAsk
 from validation.cases import Case, Table
-from validation.judge import Judged
+from validation.figures import Judged
 
 LAYOUT: dict[str, Any] = {
     "table": "t", "identity": "i", "model": "llama-3-8b", "network": "dgx-h100", "accelerator": "h100", "gpus": 8,

@@ -21,5 +21,9 @@ def cases(table: Table, rows: Sequence[Mapping[str, str]]) -> Iterator[dict[str,
             "micro_batch": row["micro_batch"],
             "recompute": row["recompute"],
             "framework": "megatron-deepep" if deepep else "megatron",
-            **({"unasked": "all-to-alls behind other micro-batches have no option"} if row["a2a_overlap"] == "on" else {}),
+            **(
+                {"unasked": "all-to-alls behind other micro-batches have no option"}
+                if row["a2a_overlap"] == "on"
+                else {}
+            ),
         }

@@ -53,7 +53,14 @@ def nanotron(row: Mapping[str, str]) -> Made:
 
 
 def gpt(hidden: int, layers: int, heads: int, vocab: int, sequence: int, *, old: bool) -> dict[str, Any]:
-    shape = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": 4 * hidden, "vocab": vocab, "sequence": sequence}
+    shape = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "ffn": 4 * hidden,
+        "vocab": vocab,
+        "sequence": sequence,
+    }
     return {**shape, "llama": False, "flash": not old, "recompute": old}
 
 

@@ -24,6 +24,13 @@ HKBU = {
     "100Gb InfiniBand": "4 x PCIe 3 and 100 Gb InfiniBand",
     "100Gb InfiniBand port used as IP (IPoIB)": "4 x PCIe 3 and IP over 100 Gb InfiniBand",
 }
+CARDS = {
+    "1080Ti": "gtx-1080-ti", "2080Ti": "rtx-2080-ti", "2080TiNVlink": "rtx-2080-ti", "3070": "rtx-3070",
+    "3090": "rtx-3090", "A100_PCIe": "a100-pcie", "QuadroRTX8000NVlink": "quadro-rtx-8000",
+    "QuadroRTX8000": "quadro-rtx-8000", "QuadroRTX6000": "quadro-rtx-6000", "QuadroRTX5000": "quadro-rtx-5000",
+    "TitanRTX": "titan-rtx", "TITAN RTX 24GB": "titan-rtx", "Tesla K80": "k80",
+}  # fmt: skip
+RUN = ("source_id", "model", "gpus", "link", "batch_per_gpu", "precision", "method")
 PCIE_4 = ("3090", "A100", "A40", "A10", "3070")
 
 
@@ -62,12 +69,12 @@ def cases(table: Table, rows: Sequence[Mapping[str, str]]) -> Iterator[dict[str,
         if "SUSPECT" in row["note"]:
             continue
         half = "fp16" in row["precision"].split()[0]
-        card = re.sub(r"\s*\(.*", "", row["gpu"]).lower().replace(" ", "-")
+        card = re.sub(r"\s*\(.*", "", row["gpu"])
         made = {
-            "id": "/".join(row[key] for key in ("source_id", "model", "gpus", "link", "batch_per_gpu", "precision", "method")),
+            "id": "/".join(row[key] for key in RUN),
             "family": row["model"],
             "cluster": row["source_id"],
-            "accelerator": card,
+            "accelerator": CARDS.get(card, card.lower().replace(" ", "-").replace("_", "-")),
             "precision": "fp16" if half else "fp32",
             "gpus": int(row["gpus"]),
         }  # fmt: skip
