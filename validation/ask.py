@@ -80,7 +80,7 @@ class Asker:
         if case.unasked:
             return route == self.table.routes[0]
         if base not in ("shape", "analytic", "profile"):
-            return True
+            return case.model is not None or case.profile is not None
         subject = {"shape": case.model, "analytic": case.recorded, "profile": case.profile}.get(base)
         return (subject is not None or case.kind != "step") and (more != "own network" or case.own_network is not None)
 
@@ -198,6 +198,10 @@ class Asker:
 
     def _operator(self, case: Case) -> Answer:
         return Answer(seconds=self._operators(case).seconds(Product(case.precision, case.m, case.n, case.k)))
+
+    def shape(self, case: Case) -> dict[str, Any]:
+        """Of its model, for others; what is usual is left out."""
+        return dict(msgspec.to_builtins(self.model(case.model)))
 
     def model(self, named: Any) -> Transformer:
         if isinstance(named, Mapping):

@@ -95,7 +95,7 @@ def by_table(tables: Sequence[Table], cases: Mapping[str, Sequence[Case]], found
     made: dict[str, Any] = {}
     for table in tables:
         noise = noise_of(table, cases[table.name])
-        for route in table.routes:
+        for route in dict.fromkeys(one.route for one in found if one.case.table == table.name):
             own = [one for one in found if (one.case.table, one.route) == (table.name, route)]
             if own:
                 made.setdefault(table.name, {})[route] = figures(own, noise)

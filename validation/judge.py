@@ -1,6 +1,6 @@
 """How far off every answer is, by table, parallelism, scale, GPU and route, on the measured cases of `cases/`.
 
-    python validation/judge.py [TABLE …] [--rows] [--truth FOLDER] [--against record.json|COMMIT]
+    python validation/judge.py [TABLE …] [--rows] [--truth FOLDER] [--against record.json|COMMIT] [--peers]
     python validation/judge.py --truth FOLDER --reported          # reads the other half, notes it, writes docs
 
 Development rows alone are read, unless `--reported` says otherwise. Tables whose licence forbids a copy are read from
@@ -24,7 +24,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from validation import cases, docs, measures, show  # noqa: E402
+from validation import cases, docs, measures, peers, show  # noqa: E402
 from validation.cases import CaseError  # noqa: E402
 from validation.figures import CELLS, Judged, by_cell, by_table  # noqa: E402
 from validation.held_out import checked, held_out  # noqa: E402
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--reported", action="store_true", help="read the half that is set aside, and note it")
     parser.add_argument("--truth", type=Path, metavar="FOLDER", help="where tables are that may not be copied")
     parser.add_argument("--against", metavar="RECORD", help="a record.json, or a commit that has one")
+    parser.add_argument("--peers", action="store_true", help="ask other predictors too, where they are; writes nothing")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
     try:
@@ -57,13 +58,17 @@ def judge(asked: argparse.Namespace) -> None:
         tables=tuple(one for one in chosen if not one.missing(asked.truth)),
         truth=asked.truth,
         half="reported" if asked.reported else "development",
+        peers=tuple(name for name in peers.NAMES if peers.adapter(name)) if asked.peers else (),
     )
+    for name in peers.NAMES if asked.peers else ():
+        if name not in run.peers:
+            print(f"{name} is not installed: skipped (validation/peers says where it is from)")
     if asked.reported:
         with LOG.open("a") as log:
             log.write(f"{' '.join(stamp().values())} {' '.join(one.name for one in run.tables)}\n")
     with Runner(run, asked.processes) as runner:
         found = runner.judged()
-        writes = asked.truth is not None and not asked.tables
+        writes = asked.truth is not None and not asked.tables and not asked.peers
         informing = held_out(found, runner) if writes and not asked.reported else []
     rows = {name: [case for case in every if case.split == run.half] for name, every in run.cases.items()}
     record = measures.rounded({"tables": by_table(run.tables, rows, found), "cells": by_cell(found)})
@@ -115,7 +120,8 @@ def git(*words: str) -> str | None:
 
 def write_reported(run: Run, found: Sequence[Judged], record: Mapping[str, Any]) -> None:
     for table in run.tables:
-        own = [row_of(one) for one in found if one.case.table == table.name]
+        steps = [one for one in found if one.case.table == table.name and one.case.kind == "step"]
+        own = [row_of(one) for one in steps if one.answer is not None]
         told = {**stamp(), "figures": record["tables"].get(table.name, {}), "rows": own}
         (table.folder / "reported.json").write_text(by_line(told))
     docs.write()
@@ -123,10 +129,9 @@ def write_reported(run: Run, found: Sequence[Judged], record: Mapping[str, Any])
 
 def row_of(one: Judged) -> dict[str, Any]:
     """What is written of a row: its errors, never what was measured."""
+    assert one.answer is not None
     told: dict[str, Any] = {"id": one.case.id, "route": one.route}
     told.update({name: cell(one.case) for name, cell in CELLS.items()})
-    if one.answer is None:
-        return {**told, "unasked": one.reason}
     if one.error is not None and one.answer.low_s and one.answer.high_s and one.case.seconds:
         told["low"], told["high"] = one.answer.low_s / one.case.seconds - 1, one.answer.high_s / one.case.seconds - 1
     more = {"error": one.error, "memory": one.memory_error, "fits": one.answer.fits, "status": one.case.status}

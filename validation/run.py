@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from validation import peers
 from validation.ask import OWN, Answer, Asker, CannotAsk
 from validation.cases import Case, Table
 from validation.figures import Judged
@@ -28,6 +29,11 @@ class Run:
     tables: tuple[Table, ...]
     truth: Path | None
     half: str
+    peers: tuple[str, ...] = ()
+    """Other predictors that are installed: routes of every table that is asked by shape."""
+
+    def routes(self, table: Table) -> tuple[str, ...]:
+        return (*table.routes, *(self.peers if "shape" in table.routes else ()))
 
     @cached_property
     def cases(self) -> dict[str, list[Case]]:
@@ -42,7 +48,7 @@ class Run:
         """What is asked together: the cases of one system by one route."""
         found = []
         for table in self.tables:
-            for route in table.routes:
+            for route in self.routes(table):
                 groups: dict[str, list[Case]] = defaultdict(list)
                 for case in self.cases[table.name]:
                     if case.split == self.half:
@@ -139,7 +145,10 @@ def _asked(asks: Asker, case: Case, route: str, known: Sequence[tuple[Case, floa
             return Judged(case=case, route=route, answer=Answer(seconds=scaled_perfectly(case, run)))
         if route.startswith("profile"):
             factor *= case.micro_batch / run.micro_batch
+    peer = peers.adapter(route) if route in peers.NAMES else None
     try:
+        if peer is not None:
+            return Judged(case=case, route=route, answer=peer.ask(case, asks.shape(case)))
         return Judged(case=case, route=route, answer=asks.ask(case, route, factor))
     except CannotAsk as why:
         return Judged(case=case, route=route, reason=str(why))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from validation import judge
+from validation import docs, figures, judge, measures, run, show
 from validation.ask import Answer, Asker, CannotAsk
-from validation.cases import Case, Table
+from validation.cases import FOLDER, Case, Table
 from validation.figures import Judged
 
 LAYOUT: dict[str, Any] = {
@@ -27,7 +28,7 @@ def judged(predicted: float | None, measured: float | None, **fields: Any) -> Ju
 
 
 def test_failed_and_unasked_rows_are_no_errors() -> None:
-    found = judge.figures([judged(1.1, 1.0), judged(2.0, None, status="failed"), judged(None, 1.0)])
+    found = figures.figures([judged(1.1, 1.0), judged(2.0, None, status="failed"), judged(None, 1.0)])
     assert (found["n"], round(found["median"], 3), found["unasked"]) == (1, 0.1, {"no flag": 1})
     assert found["inside"] == 1
 
@@ -36,15 +37,15 @@ def test_fits_are_counted_where_something_failed() -> None:
     fit = judged(1.0, None, status="failed")
     assert fit.answer is not None
     told = replace(fit, answer=replace(fit.answer, fits=True))
-    assert judge.figures([told])["fits"]["said fit, failed"] == 1
+    assert figures.figures([told])["fits"]["said fit, failed"] == 1
     ran = judged(1.0, 1.0)
     assert ran.answer is not None
-    assert "fits" not in judge.figures([replace(ran, answer=replace(ran.answer, fits=True))])
+    assert "fits" not in figures.figures([replace(ran, answer=replace(ran.answer, fits=True))])
 
 
 def test_ways_of_one_job_compete_and_others_do_not() -> None:
     ways = [judged(1.0, 2.0, tp=8), judged(2.0, 1.0, tp=4, dp=2), judged(9.0, 9.0, gpus=16, dp=2)]
-    found = judge.figures(ways)
+    found = figures.figures(ways)
     assert (found["jobs"], found["regret"]) == (1, 1.0)
 
 
@@ -78,31 +79,67 @@ def test_what_cannot_be_asked_says_why(fields: dict[str, Any], word: str) -> Non
 def test_the_run_that_scales_others_is_not_judged_by_it() -> None:
     case = Case(**LAYOUT, id="a", seconds=1.0)
     asker = Asker(TABLE)
-    assert judge._asked(asker, case, "shape, own run", [(case, 1.5)]) is None
-    assert judge._asked(asker, case, "shape, own run", []) is None
-    assert judge._asked(asker, replace(case, id="b"), "shape, own run", [(case, 1.5)]) is not None
+    assert run._asked(asker, case, "shape, own run", [(case, 1.5)]) is None
+    assert run._asked(asker, case, "shape, own run", []) is None
+    assert run._asked(asker, replace(case, id="b"), "shape, own run", [(case, 1.5)]) is not None
 
 
 def test_computation_comes_from_the_run_that_is_most_alike() -> None:
     case = Case(**LAYOUT, micro_batch=4)
     near, far = replace(case, micro_batch=8), replace(case, micro_batch=1)
     again = replace(case, recompute="full")
-    assert sorted([far, again, near], key=lambda one: judge.unlike(case, one)) == [near, far, again]
+    assert sorted([far, again, near], key=lambda one: run.unlike(case, one)) == [near, far, again]
 
 
 def test_differences_name_the_figures_that_moved() -> None:
     old = {"tables": {"t": {"shape": {"n": 3, "median": 0.1, "memory": {"n": 1}}}}}
     new = {"tables": {"t": {"shape": {"n": 3, "median": 0.2, "memory": {"n": 2}}}, "u": {"shape": {}}}}
-    assert list(judge.differences(old, new)) == ["t, shape: median 0.1 -> 0.2", "u, shape: new"]
+    assert list(show.differences(old, new)) == ["t, shape: median 0.1 -> 0.2", "u, shape: new"]
 
 
 def test_written_rows_hold_errors_and_nothing_measured() -> None:
     told = judge.row_of(judged(1.1, 1.0, memory_bytes=7e9, id="a"))
     assert told["error"] == 0.1
-    assert set(told) <= {"id", "route", *judge.CELLS, "low", "high", "error", "memory", "fits", "status"}
+    assert set(told) <= {"id", "route", *figures.CELLS, "low", "high", "error", "memory", "fits", "status"}
 
 
 def test_no_table_is_an_error_in_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["judge.py", "nobody", "--truth", str(Path(__file__).parent)])
     with pytest.raises(SystemExit, match="'nobody' is no table"):
         judge.main()
+
+
+def test_repeats_of_a_way_are_one_way() -> None:
+    again = [judged(1.0, 1.0, tp=8), judged(1.0, 3.0, tp=8), judged(1.0, 2.0, tp=8), judged(1.5, 2.5, tp=4, dp=2)]
+    (ways,) = figures.ways_of(again).values()
+    assert sorted(ways) == [(1.0, 2.0), (1.5, 2.5)]
+
+
+def test_scaling_perfectly_is_as_many_sequences_of_each_gpu() -> None:
+    one, many = Case(**{**LAYOUT, "seconds": 2.0}), Case(**{**LAYOUT, "gpus": 64, "global_batch": 32})
+    assert run.scaled_perfectly(many, one) == 2.0 * (32 / 64) / (8 / 8)
+
+
+def test_docs_agree_with_what_is_committed() -> None:
+    assert docs.stale() == []
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*/reported.json")), ids=lambda path: path.parent.name)
+def test_what_is_reported_of_a_table_sums_up_its_rows(path: Path) -> None:
+    told = json.loads(path.read_text())
+    split = json.loads((path.parent / "split.json").read_text())
+    assert not {row["id"] for row in told["rows"]} & set(split["development"])
+    for route, one in told["figures"].items():
+        errors = [row["error"] for row in told["rows"] if row["route"] == route and "error" in row]
+        # Of operators and collectives, thousands a table, the sums are kept.
+        assert len(errors) == one.get("n", 0) or not told["rows"]
+        if errors:
+            again = measures.rounded(measures.errors(errors))
+            assert all(again[key] == pytest.approx(one[key], abs=1.1e-4) for key in again)
+
+
+def test_the_record_has_every_table_that_was_judged() -> None:
+    record = json.loads(judge.RECORD.read_text())
+    split = [path.parent.name for path in FOLDER.glob("*/split.json") if json.loads(path.read_text())["development"]]
+    assert set(record["tables"]) == set(split)
+    assert record["commit"]
