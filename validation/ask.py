@@ -41,7 +41,7 @@ from backbeat.model.network import WorkersRow
 from backbeat.model.reduction import REDUCTIONS, Reduction
 from backbeat.model.specification import Specification, reached_inside, typical_hop_s
 from validation import blocks
-from validation.cases import Case, Table
+from validation.cases import Case, CaseError, Table
 
 MEASURED_MARGIN, ANALYTIC_MARGIN = 0.05, 0.15
 """Added to either side of a network's range: runs repeat no better, and analytic computation is known no better."""
@@ -207,17 +207,26 @@ class Asker:
         if isinstance(named, Mapping):
             return _model(str(named["name"]), msgspec.json.encode(named))
         told = self.table.models.get(named)
-        return MODELS[named] if told is None else _model(named, msgspec.json.encode(told))
+        return self._bundled("models", named, MODELS) if told is None else _model(named, msgspec.json.encode(told))
+
+    def _bundled(self, kind: str, name: str, known: Mapping[str, Any]) -> Any:
+        if name not in known:
+            raise CaseError(f"{self.table.name}: {name!r} is not among its {kind}, nor bundled: {', '.join(known)}")
+        return known[name]
 
     def conventions(self, name: str) -> Conventions:
         told = dict(self.table.frameworks.get(name, {}))
-        return CONVENTIONS[name] if not told else replace(CONVENTIONS[told.pop("of")], **told)
+        base = self._bundled("frameworks", told.pop("of", name), CONVENTIONS)
+        try:
+            return replace(base, **told)
+        except TypeError as error:
+            raise CaseError(f"{self.table.name}: framework {name!r}: {error}") from None
 
     def reduction(self, name: str) -> Reduction:
         told = dict(self.table.frameworks.get(name, {}))
         if not told:
-            return REDUCTIONS[name]
-        base = REDUCTIONS[told.pop("of")] if "of" in told else Reduction(name=name)
+            return self._bundled("frameworks", name, REDUCTIONS)
+        base = self._bundled("frameworks", told.pop("of"), REDUCTIONS) if "of" in told else Reduction(name=name)
         return msgspec.convert({**msgspec.to_builtins(base), **told}, Reduction)
 
     def network(self, named: Any) -> Network:
@@ -254,14 +263,24 @@ class Asker:
 def _model(name: str, told: bytes) -> Transformer:
     """By all of its fields, or by those that differ from a bundled one's."""
     fields = msgspec.json.decode(told)
-    base = msgspec.to_builtins(MODELS[fields.pop("of")]) if "of" in fields else {}
-    return msgspec.convert({"name": name, **base, **fields}, Transformer)
+    try:
+        base = msgspec.to_builtins(MODELS[fields.pop("of")]) if "of" in fields else {}
+        return msgspec.convert({**base, "name": name, **fields}, Transformer)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise CaseError(f"model {name!r}: {error}") from None
 
 
 @lru_cache
 def _network(name: str, told: bytes, folders: tuple[Path, ...]) -> Network:
     """By a data sheet, or a published table of bandwidths."""
     fields = msgspec.json.decode(told)
+    try:
+        return _specified(name, fields, folders)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise CaseError(f"network {name!r}: {error}") from None
+
+
+def _specified(name: str, fields: dict[str, Any], folders: tuple[Path, ...]) -> Network:
     if "bandwidths" in fields:
         path = next((one / fields["bandwidths"] for one in folders if (one / fields["bandwidths"]).exists()), None)
         if path is None:

@@ -60,6 +60,7 @@ class Case:
     framework: str | None = None
     """How the run was sent: a bundled name, or one of the table's `frameworks`."""
     dp: int = 1
+    """What the other ways leave of all GPUs, unless given."""
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -289,10 +290,13 @@ class Table:
         model = typed.get("model") or typed.get("recorded") or typed.get("profile") or ""
         typed.setdefault("family", model["name"] if isinstance(model, dict) else model)
         typed.setdefault("cluster", self.name)
+        if "dp" not in typed and "gpus" in typed:
+            shared = typed.get("tp", 1) * typed.get("pp", 1) * typed.get("cp", 1)
+            typed["dp"] = max(typed["gpus"] // shared, 1)
         case = Case(**{"identity": "", **typed})
         if not case.identity:
             case = _replaced(case, identity="/".join(str(getattr(case, name)) for name in self.identity))
-        return case if case.id else _replaced(case, id=_id(typed))
+        return case if case.id else _replaced(case, id=_id({**found, "gpus": case.gpus}, self.same))
 
 
 def _typed(table: str, name: str, value: Any) -> Any:
@@ -312,12 +316,13 @@ def _typed(table: str, name: str, value: Any) -> Any:
     return value
 
 
-def _id(found: Mapping[str, Any]) -> str:
-    """What was run, in words: every field given that is neither measured nor a name of the table."""
-    return ",".join(
-        f"{name}={value}" for name, value in sorted(found.items())
-        if name not in _NOT_RUN and not isinstance(value, (dict, list))
-    )  # fmt: skip
+def _id(found: Mapping[str, Any], same: Mapping[str, Any]) -> str:
+    """What was run, in words: every field given that is neither measured nor shared by all rows."""
+    told = {
+        name: value for name, value in sorted(found.items())
+        if name not in (*_NOT_RUN, *same) and not isinstance(value, (dict, list))
+    }  # fmt: skip
+    return ",".join(f"{name}={value}" for name, value in told.items())
 
 
 def _replaced(case: Case, **changed: Any) -> Case:
@@ -401,8 +406,10 @@ def main() -> None:
     except CaseError as error:
         sys.exit(f"cases: {error}")
     for case in cases:
-        print(case)
-    print(Counter(case.identity for case in cases))
+        told = {name: getattr(case, name) for name in _DEFAULTS if name not in (*_MEASURED, "id", "table", "split")}
+        given = (f"{name}={value}" for name, value in told.items() if value != _DEFAULTS[name])
+        print(f"{case.id}\n    {', '.join(given)}")
+    print(f"{len(cases)} cases of {len({case.identity for case in cases})} identities")
 
 
 if __name__ == "__main__":
