@@ -30,10 +30,10 @@ CELL = ("accelerator", "scale", "parallelism", "precision", "framework")
 def kin(family: str) -> str:
     """Models of one family, whatever their size.
 
-    >>> kin("gpt-181b"), kin("llama31_8b"), kin("Qwen3-235B-A22B")
-    ('gpt', 'llama', 'qwen')
+    >>> kin("gpt-181b"), kin("llama31_8b"), kin("Qwen3-235B-A22B"), kin("deepseekv3")
+    ('gpt', 'llama', 'qwen', 'deepseek')
     """
-    found = re.match(r"[a-z]+", family.lower())
+    found = re.match(r"[a-z]+?(?=v?\d|[^a-z]|$)", family.lower())
     return found[0] if found else family
 
 
