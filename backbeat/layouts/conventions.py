@@ -6,8 +6,8 @@ docs/explanation/frameworks.md. The rest follows the frameworks' documentation:
 - In backward Megatron hides the reduce-scatter (or all-reduce) of a column-parallel matrix's input gradient behind its
   weight gradient, and the gather of its input behind the input gradient (`tensor_overlap="backward"`). With
   --tp-comm-overlap all of them run in slices behind the products ("all"), as torchtitan's async TP does.
-- nanotron hides as much in backward with tp_linear_async_communication, as in its examples (validation/layouts names
-  the lines of its code).
+- nanotron hides as much in backward with tp_linear_async_communication, as in its examples
+  (validation/cases/nanotron_3b_dp/table.json names the lines of its code).
 - nanotron, DeepSpeed and torchtitan (not compiled) leave memory-bound operators to PyTorch, one kernel each. How much
   more these move (`unfused`) is chosen on published rows of nanotron, and assumed of the others.
 - `megatron-2021` is what the papers of 2021 and 2022 ran: no flash attention, no sequence parallelism or distributed

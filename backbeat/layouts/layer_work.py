@@ -69,7 +69,7 @@ SUSTAINED = {
 }
 """The share of their short-burst rates that products and attention sustain in training, where power holds clocks down.
 B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/ b200_bf16_ceperm.json, where the
-curves say 80 %. The others: from the development rows of validation/layouts."""
+curves say 80 %. The others: from the development rows of validation."""
 _ELSEWHERE = (0.8, 0.8)
 """Assumed of other GPUs."""
 
