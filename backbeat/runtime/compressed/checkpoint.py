@@ -22,11 +22,13 @@ import torch
 
 from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
-from backbeat.runtime.compressed.compressed_bucket import CompressedBucket, Owed
+from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.compressed.residual import Owed
 from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.settings import TorchDDP
 from backbeat.runtime.weak_call import WeakCall
+from backbeat.units import first_few
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -186,6 +188,19 @@ class Residuals:
             self._held = {name: (values.to(device), velocities.get(name)) for name, values in residuals}
             self._steps_before = int(state["step"]) - context.step.number
             self.give_to_buckets(self._buckets)
+        kept = {
+            context.names[index]
+            for bucket in self._buckets
+            if bucket.momentum_of is not None
+            for index in bucket.members
+        }
+        dropped = [name for name in velocities if name not in kept]
+        if dropped and context.communicators.rank == 0:
+            logger.warning(
+                "momentum of %s in the checkpoint begins anew: only compressed buckets take it up, with "
+                "momentum_correction and SGD",
+                first_few(dropped),
+            )
 
     def take_from_buckets(self) -> None:
         """Hold copies of every residual in the buckets, which are about to change."""
