@@ -19,6 +19,10 @@ class InputError(BackbeatError, ValueError):
     exit_code = 2
 
 
+class AgreedError(InputError):
+    """Every rank raises it, after the same exchange and before anything has changed: ranks stand where they stood."""
+
+
 class MissingPartError(BackbeatError):
     """Something optional is needed and absent (torch, root, a GPU): the message says how to get it."""
 

@@ -15,11 +15,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
@@ -38,7 +40,8 @@ _KINDS = ("residuals", "velocities")
 _PARTS = ("rank", "ranks", "step", *_KINDS)
 KEY = "backbeat_residuals"
 """In a framework's checkpoint: the step of each wrapped model's residuals, by the model's name."""
-_LOST = "what ranks had not sent yet is lost, and a warm-up of the density begins anew"
+_UNSENT = "what ranks had not sent yet is lost"
+_LOST = f"{_UNSENT}, and a warm-up of the density begins anew"
 
 
 def check(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -173,12 +176,16 @@ class Residuals:
             "velocities": velocities,
         }
 
+    def checked(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The state, if it is this model's."""
+        named = zip(self._context.names, self._context.parameters, strict=True)
+        check(state, {name: tuple(parameter.shape) for name, parameter in named})
+        return state
+
     def load(self, state: Mapping[str, Any]) -> None:
-        """Replace this rank's residuals."""
+        """Replace this rank's residuals by a state that was checked."""
         self._join()
         context = self._context
-        named = zip(context.names, context.parameters, strict=True)
-        check(state, {name: tuple(parameter.shape) for name, parameter in named})
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.forget()
@@ -264,22 +271,33 @@ def load_residuals(model: Any, checkpoint: Mapping[str, Any], path: str | os.Pat
     steps: Mapping[str, int] = checkpoint.get(KEY, {})
     wrappers = _compressed(model)
     for name, wrapped in wrappers.items():
+        if name not in steps:
+            logger.warning(
+                "%s has no residuals of compressed buckets: training begins without; if any were, %s", path, _LOST
+            )
+            continue
         # A framework may keep the last checkpoint as a link to another.
         folder = _folder(os.path.realpath(path)) / name
-        if name not in steps or not folder.is_dir():
-            what = f"{folder} is not there" if name in steps else f"{path} has no residuals of compressed buckets"
-            logger.warning("%s: training begins without; if there were any, %s", what, _LOST)
-            continue
-        communicators = wrapped.reducer.communicators
-        state = load(folder, rank=communicators.rank, ranks=communicators.size)
-        if state["step"] != steps[name]:
-            raise InputError(
-                f"{folder} has residuals after step {state['step']}, the checkpoint is of step {steps[name]}: the job "
-                "ended while they were written; use an earlier checkpoint, or delete the folder to begin without"
-            )
-        wrapped.load_residual_state_dict(state)
+        wrapped.reducer.load_residuals(
+            partial(_found, folder, steps[name], wrapped.reducer.runner.context.communicators)
+        )
     if set(steps) - set(wrappers):
         logger.warning("%s has residuals of compressed buckets, and this plan has no such: %s", path, _LOST)
+
+
+def _found(folder: Path, step: int, communicators: Communicators) -> dict[str, Any]:
+    """This rank's share of the residuals that the checkpoint of this step speaks of."""
+    ranks, rank = communicators.size, communicators.rank
+    if not folder.is_dir():
+        logger.warning("%s is not there: rank %d begins without; %s", folder, rank, _UNSENT)
+        return {"schema": SCHEMA, "rank": rank, "ranks": ranks, "step": step, "residuals": {}, "velocities": {}}
+    state = load(folder, rank=rank, ranks=ranks)
+    if state["step"] != step:
+        raise InputError(
+            f"{folder} has residuals after step {state['step']}, the checkpoint is of step {step}: the job ended while "
+            "they were written; use an earlier checkpoint, or delete the folder to begin without"
+        )
+    return state
 
 
 def remove_residuals(path: str | os.PathLike[str]) -> None:
