@@ -24,6 +24,10 @@ class DeadlockError(BackbeatError):
     names them."""
 
 
+class AgreedError(InputError):
+    """Every rank raises it, after the same exchange and before anything has changed: ranks stand where they stood."""
+
+
 class MissingPartError(BackbeatError):
     """Something optional is needed and absent (torch, root, a GPU): the message says how to get it."""
 

@@ -48,7 +48,6 @@ METHODS: dict[str, tuple[Compression | None, dict[str, Any]]] = {
     "dense": (None, {}),
     "top-k 1 %": (Compression(density=0.01), FULL),
     "top-k 5 %": (Compression(density=0.05), FULL),
-    "top-k 1 %, masked": (Compression(density=0.01), {**FULL, "factor_masking": True}),
     "top-k 1 %, warm-up only": (Compression(density=0.01), {"warmup": 0.25}),
     "top-k 1 %, neither": (Compression(density=0.01), {}),
 }

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup
 
 from backbeat.comm.communicators import Communicators, abort
-from backbeat.errors import BackbeatError, CommunicationError, InputError, first_line, where_raised
+from backbeat.errors import AgreedError, BackbeatError, CommunicationError, first_line, where_raised
 from backbeat.model.files import Document, decode, encode
 
 T = TypeVar("T")
@@ -91,12 +91,12 @@ def same_on_all_ranks(what: str) -> Iterator[dict[str, Any]]:
     if errors:
         rank, text = next(iter(errors.items()))
         alike = len(errors) == len(found) and len(set(errors.values())) == 1
-        raise InputError(text if alike else f"{what}: rank {rank}: {text}")
+        raise AgreedError(text if alike else f"{what}: rank {rank}: {text}")
     first = found[0][1]
     for rank, (_, other) in enumerate(found):
         for name in {**first, **other}:
             if first.get(name) != other.get(name):
-                raise InputError(
+                raise AgreedError(
                     f"{what}: {name} is {first.get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}: give the "
                     "same on every rank"
                 )
@@ -209,7 +209,7 @@ class RankStore:
         """What the call returns on this rank; what it raises on one rank is raised on all."""
         found, failed = self.attempt(call)
         if failed is not None:
-            raise InputError(f"{self._caller}: {what}: {failed}")
+            raise AgreedError(f"{self._caller}: {what}: {failed}")
         return cast("T", found)
 
     def agree(self, lines: Sequence[str], what: str) -> None:
@@ -232,7 +232,7 @@ class RankStore:
             difference = f"{what} differs between ranks: {first_difference(theirs, list(lines), self.rank)}"
             store.set(f"{topic}/difference", difference)
         if self.communicators.sums([1.0 if difference else 0.0])[0] > 0:
-            raise InputError(
+            raise AgreedError(
                 (difference or store.get(f"{topic}/difference").decode())
                 + ". Every rank must build the same model and give the same plan and arguments"
             )

@@ -475,7 +475,7 @@ class _Table(nn.Module):
 
     def forward(self, x: torch.Tensor, *, looks_up: bool) -> Any:
         if looks_up:
-            x = x * nn.functional.embedding(torch.arange(3), self.table, sparse=True)
+            x = x * nn.functional.embedding(torch.arange(3, device=x.device), self.table, sparse=True)
         return self.last(self.first(x))
 
 

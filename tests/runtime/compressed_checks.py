@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -381,18 +382,37 @@ def checkpoints(ctx: Context) -> None:
                 backward(ctx, wrapped, step)
             weights = copy.deepcopy(wrapped.module.state_dict())
             wrapped.save_residuals(folder)
+            saved = wrapped.residual_state_dict()
             dist.barrier()
             for step in range(3, 6):
                 backward(ctx, wrapped, step)
-            fresh = make(ctx.build(mlp))
-            fresh.attach(torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9), max_grad_norm=None)
-            fresh.module.load_state_dict(weights)
-            fresh.load_residuals(folder)
-            for step in range(3, 6):
-                backward(ctx, fresh, step)
-            for mine, other in zip(wrapped.parameters(), fresh.parameters(), strict=True):
-                assert torch.equal(mine, other), f"{where}: training did not go on as it was"
-            dist.barrier()
+            for first, from_files in product(("attach", "load", "halves"), (True, False)):
+                fresh = make(ctx.build(mlp))
+                held = list(fresh.parameters())
+                halves = (held[:4], held[4:]) if first == "halves" else (held,)
+                if first == "attach":
+                    fresh.attach(torch.optim.SGD(held, lr=0.1, momentum=0.9), max_grad_norm=None)
+                fresh.module.load_state_dict(weights)
+                if from_files:
+                    fresh.load_residuals(folder)
+                else:
+                    fresh.load_residual_state_dict(saved)
+                held_now = fresh.residual_state_dict()
+                assert held_now["step"] == saved["step"]
+                for kind in ("residuals", "velocities"):
+                    torch.testing.assert_close(held_now[kind], saved[kind], rtol=0, atol=0)
+                if first != "attach":
+                    for half in halves:
+                        fresh.attach(torch.optim.SGD(half, lr=0.1, momentum=0.9), max_grad_norm=None)
+                for step in range(3, 6):
+                    backward(ctx, fresh, step)
+                for mine, other in zip(wrapped.parameters(), fresh.parameters(), strict=True):
+                    what = f"{where}, {first}, files {from_files}"
+                    assert torch.equal(mine, other), f"{what}: training did not go on as it was"
+                dist.barrier()
+        with warnings_of("backbeat.runtime") as said:
+            wrap(ctx, SOME).load_residual_state_dict(saved)
+        assert ["begins anew" in one for one in said] == ([True] if ctx.rank == 0 else []), said
         other = wrap(ctx, SOME, lambda: mlp(width=5))
         raises(
             InputError,
@@ -465,31 +485,40 @@ def residuals_on_the_host(ctx: Context) -> None:
 
 @check
 def momentum_correction(ctx: Context) -> None:
-    """With everything sent it is the optimizer's own momentum, and masked it is none; other optimizers go without."""
-    for masked in (False, True):
-        model = ctx.build(mlp)
+    """With everything sent it is the optimizer's own, with weight decay and where ranks use different parameters; other
+    optimizers go without."""
+    for decay in (0.0, 0.2):
+        model = ctx.build(Branches)
         ours: Any = DistributedDataParallel(
-            copy.deepcopy(model),
-            plan=compressed(model, ALL),
-            compression={"momentum_correction": True, "factor_masking": masked},
+            copy.deepcopy(model), plan=compressed(model, ALL), compression={"momentum_correction": True}
         )
-        theirs: Any = TorchDDP(copy.deepcopy(model))
-        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
-        other = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.0 if masked else 0.9)
+        theirs: Any = TorchDDP(copy.deepcopy(model), find_unused_parameters=True)
+        optimizer, other = (
+            torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, weight_decay=decay) for one in (ours, theirs)
+        )
         ours.attach(optimizer, max_grad_norm=None)
-        for step in range(4):
-            backward(ctx, ours, step)
-            optimizer.step()
-            backward(ctx, theirs, step)
-            other.step()
-            other.zero_grad()
+        # The spare branch moves on no rank, in any step.
+        for step in range(12):
+            use = "lr" if step < 2 or ctx.rank == step % ctx.size else "l"
+            for one, its in ((ours, optimizer), (theirs, other)):
+                backward(ctx, one, step, use=use)
+                its.step()
+                its.zero_grad()
         for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(mine, yours)
+            torch.testing.assert_close(mine, yours, rtol=1e-4, atol=1e-6)
     unattached = wrap(ctx, SOME, compression={"momentum_correction": True})
     raises(InputError, lambda: backward(ctx, unattached, 0), "momentum_correction keeps the optimizer's momentum")
     nesterov = wrap(ctx, SOME, compression={"momentum_correction": True})
     bad = torch.optim.SGD(nesterov.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     raises(InputError, lambda: nesterov.attach(bad, max_grad_norm=None), "nesterov=True")
+    damped = torch.optim.SGD(nesterov.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
+    raises(InputError, lambda: nesterov.attach(damped, max_grad_norm=None), "dampening=0.1")
+    good = torch.optim.SGD(nesterov.parameters(), lr=0.1, momentum=0.9)
+    nesterov.attach(good, max_grad_norm=None)
+    backward(ctx, nesterov, 0)
+    # As a checkpoint of an earlier run may bring it.
+    good.load_state_dict(bad.state_dict())
+    raises(InputError, lambda: backward(ctx, nesterov, 1), "nesterov=True")
     adam = wrap(ctx, SOME, compression={"momentum_correction": True})
     adam.attach(torch.optim.Adam(adam.parameters(), lr=0.01), max_grad_norm=None)
     for step in range(3):
@@ -522,7 +551,12 @@ def refusals(ctx: Context) -> None:
     )
     for frozen in (False, True):
         table = nn.Embedding(6, 6, sparse=True).requires_grad_(not frozen)
-        looked_up = wrap(ctx, SOME, lambda table=table: nn.Sequential(table, nn.Linear(6, 6)), every=2)
+        make = partial(wrap, ctx, SOME, lambda table=table: nn.Sequential(table, nn.Linear(6, 6)), every=2)
+        backend = dist.get_backend()
+        if backend != "gloo" and not frozen:
+            raises(InputError, make, f"parameter '0.weight' has sparse gradients, which {backend} cannot sum")
+            continue
+        looked_up = make()
         raises(
             InputError,
             lambda model=looked_up: model.attach(torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0),
@@ -531,7 +565,10 @@ def refusals(ctx: Context) -> None:
     raises(InputError, lambda: wrap(ctx, SOME, compression={"momentum": 1}), "compression has 'momentum'")
     raises(InputError, lambda: wrap(ctx, SOME, compression={"warmup_steps": -1}), "warmup_steps is -1")
     raises(InputError, lambda: wrap(ctx, SOME, compression={"warmup_steps": None}), "warmup_steps is None: it must be")
-    raises(InputError, lambda: wrap(ctx, SOME, compression={"factor_masking": "no"}), "must be True or False")
+    raises(InputError, lambda: wrap(ctx, SOME, compression={"momentum_correction": "no"}), "must be True or False")
+    raises(
+        InputError, lambda: wrap(ctx, SOME, compression={"factor_masking": True}), "compression has 'factor_masking'"
+    )
     plain = DistributedDataParallel(ctx.build(mlp), plan=small_plan(model))
     raises(InputError, plain.residual_state_dict, "there are no residuals")
     attached = wrap(ctx, SOME)

@@ -40,6 +40,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outcome(request: dict[str, Any]) -> dict[str, Any]:
+    import agreement_checks
     import auto_checks
     import change_checks
     import compressed_checks
@@ -86,6 +87,7 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
             **runtime_scenarios.SCENARIOS,
             **runtime_checks.CHECKS,
             **rank_faults.CHECKS,
+            **agreement_checks.CHECKS,
             **auto_checks.CHECKS,
             **compressed_checks.CHECKS,
             **compressed_faults.CHECKS,

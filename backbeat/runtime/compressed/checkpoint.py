@@ -15,18 +15,22 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
-from backbeat.runtime.compressed.compressed_bucket import CompressedBucket, Owed
+from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.compressed.residual import Owed
 from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.settings import TorchDDP
 from backbeat.runtime.weak_call import WeakCall
+from backbeat.units import first_few
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -36,7 +40,8 @@ _KINDS = ("residuals", "velocities")
 _PARTS = ("rank", "ranks", "step", *_KINDS)
 KEY = "backbeat_residuals"
 """In a framework's checkpoint: the step of each wrapped model's residuals, by the model's name."""
-_LOST = "what ranks had not sent yet is lost, and a warm-up of the density begins anew"
+_UNSENT = "what ranks had not sent yet is lost"
+_LOST = f"{_UNSENT}, and a warm-up of the density begins anew"
 
 
 def check(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -171,12 +176,16 @@ class Residuals:
             "velocities": velocities,
         }
 
+    def checked(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The state, if it is this model's."""
+        named = zip(self._context.names, self._context.parameters, strict=True)
+        check(state, {name: tuple(parameter.shape) for name, parameter in named})
+        return state
+
     def load(self, state: Mapping[str, Any]) -> None:
-        """Replace this rank's residuals."""
+        """Replace this rank's residuals by a state that was checked."""
         self._join()
         context = self._context
-        named = zip(context.names, context.parameters, strict=True)
-        check(state, {name: tuple(parameter.shape) for name, parameter in named})
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.forget()
@@ -186,6 +195,19 @@ class Residuals:
             self._held = {name: (values.to(device), velocities.get(name)) for name, values in residuals}
             self._steps_before = int(state["step"]) - context.step.number
             self.give_to_buckets(self._buckets)
+        kept = {
+            context.names[index]
+            for bucket in self._buckets
+            if bucket.momentum_of is not None
+            for index in bucket.members
+        }
+        dropped = [name for name in velocities if name not in kept]
+        if dropped and context.communicators.rank == 0:
+            logger.warning(
+                "momentum of %s in the checkpoint begins anew: only compressed buckets take it up, with "
+                "momentum_correction and SGD",
+                first_few(dropped),
+            )
 
     def take_from_buckets(self) -> None:
         """Hold copies of every residual in the buckets, which are about to change."""
@@ -249,22 +271,33 @@ def load_residuals(model: Any, checkpoint: Mapping[str, Any], path: str | os.Pat
     steps: Mapping[str, int] = checkpoint.get(KEY, {})
     wrappers = _compressed(model)
     for name, wrapped in wrappers.items():
+        if name not in steps:
+            logger.warning(
+                "%s has no residuals of compressed buckets: training begins without; if any were, %s", path, _LOST
+            )
+            continue
         # A framework may keep the last checkpoint as a link to another.
         folder = _folder(os.path.realpath(path)) / name
-        if name not in steps or not folder.is_dir():
-            what = f"{folder} is not there" if name in steps else f"{path} has no residuals of compressed buckets"
-            logger.warning("%s: training begins without; if there were any, %s", what, _LOST)
-            continue
-        communicators = wrapped.reducer.communicators
-        state = load(folder, rank=communicators.rank, ranks=communicators.size)
-        if state["step"] != steps[name]:
-            raise InputError(
-                f"{folder} has residuals after step {state['step']}, the checkpoint is of step {steps[name]}: the job "
-                "ended while they were written; use an earlier checkpoint, or delete the folder to begin without"
-            )
-        wrapped.load_residual_state_dict(state)
+        wrapped.reducer.load_residuals(
+            partial(_found, folder, steps[name], wrapped.reducer.runner.context.communicators)
+        )
     if set(steps) - set(wrappers):
         logger.warning("%s has residuals of compressed buckets, and this plan has no such: %s", path, _LOST)
+
+
+def _found(folder: Path, step: int, communicators: Communicators) -> dict[str, Any]:
+    """This rank's share of the residuals that the checkpoint of this step speaks of."""
+    ranks, rank = communicators.size, communicators.rank
+    if not folder.is_dir():
+        logger.warning("%s is not there: rank %d begins without; %s", folder, rank, _UNSENT)
+        return {"schema": SCHEMA, "rank": rank, "ranks": ranks, "step": step, "residuals": {}, "velocities": {}}
+    state = load(folder, rank=rank, ranks=ranks)
+    if state["step"] != step:
+        raise InputError(
+            f"{folder} has residuals after step {state['step']}, the checkpoint is of step {step}: the job ended while "
+            "they were written; use an earlier checkpoint, or delete the folder to begin without"
+        )
+    return state
 
 
 def remove_residuals(path: str | os.PathLike[str]) -> None:

@@ -15,14 +15,21 @@ from torch.nn import Parameter
 from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.message_format import format_of
-from backbeat.runtime.compressed.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
+from backbeat.runtime.compressed.residual import (
+    Owed,
+    Residual,
+    Scratch,
+    Store,
+    accumulate,
+    add_all,
+    added,
+    begin_step,
+    drop_infinite,
+)
 from backbeat.runtime.compressed.topk import TopK
 from backbeat.runtime.reduce.bucket import BucketMemory, addresses_of, views_of
 from backbeat.runtime.reduce.partition import BucketSpec
 from backbeat.runtime.reduce.step import Step, TakenGradients
-
-Owed = tuple[torch.Tensor, torch.Tensor | None]
-"""A member's residual and velocity, shaped like it."""
 
 
 class CompressedBucket(BucketMemory):
@@ -43,10 +50,11 @@ class CompressedBucket(BucketMemory):
         compressor: TopK,
         store: Store,
         dense: bool,
-        momentum_of: Callable[[Any], float] | None,
+        momentum_of: Callable[[Any], tuple[float, float]] | None,
         gathering: Scratch,
     ) -> None:
-        """store: keeps the residual. dense: the decoded mean gets a buffer of its own, to be `.grad`."""
+        """store: keeps the residual. dense: the decoded mean gets a buffer of its own, to be `.grad`.
+        momentum_of: where the store keeps a velocity, a parameter's momentum and weight decay."""
         super().__init__(spec, parameters)
         # Members keep these slices of every buffer, whatever memory format they are given later.
         self._slices = [
@@ -60,7 +68,7 @@ class CompressedBucket(BucketMemory):
         self._make_gradient_views()
         self.compressor = compressor
         self.store = store
-        self._momentum_of = momentum_of
+        self.momentum_of = momentum_of
         self._views: tuple[Residual, list[torch.Tensor], list[torch.Tensor]] | None = None
         self._positions = {index: position for position, index in enumerate(self.members)}
         self._everyone = range(len(self.members))
@@ -106,7 +114,7 @@ class CompressedBucket(BucketMemory):
             if parameter.grad is None:
                 return False
             gradients.append(parameter.grad)
-        self._add(self._everyone, gradients)
+        self._add(self._everyone, gradients, moving=self._everyone)
         self.whole = True
         return True
 
@@ -120,25 +128,28 @@ class CompressedBucket(BucketMemory):
         arrived = step.arrivals.arrived_since_reduce
         unused_grads: dict[int, torch.Tensor] = {}
         removed = False
-        positions, gradients = [], []
+        positions, gradients, moving = [], [], []
         for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+            if parameter.requires_grad and position in self.frozen:
+                self.add_owed(index, *self.frozen.pop(position))
             gradient = parameter.grad
+            # Touched, it gets a gradient in any case: what it holds of the step before must be in it.
+            gets = self.touched[position] and parameter.requires_grad
+            if gets or (gradient is not None and arrived[index]):
+                moving.append(position)
             if gradient is None:
                 # A hook of the user's took it away after it had arrived.
                 removed = removed or bool(arrived[index])
-            elif arrived[index] or (self.touched[position] and parameter.requires_grad):
-                # Touched, it gets a gradient in any case: what it holds of the step before must be in it.
+            elif arrived[index] or gets:
                 positions.append(position)
                 gradients.append(gradient)
             else:
                 ours = bool(self._slots) and gradient is self._slots[position]
                 unused_grads[index] = gradient.clone() if ours else gradient
                 parameter.grad = None
-        self._add(positions, gradients)
-        for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
-            if parameter.requires_grad and position in self.frozen:
-                self.add_owed(index, *self.frozen.pop(position))
-            elif not parameter.requires_grad and self.touched[position]:
+        self._add(positions, gradients, moving=moving)
+        for position, parameter in enumerate(self.parameters):
+            if not parameter.requires_grad and self.touched[position]:
                 self._freeze(position)
         used = [index for position, index in enumerate(self.members) if self.touched[position]]
         return TakenGradients(used, unused_grads, removed)
@@ -147,7 +158,7 @@ class CompressedBucket(BucketMemory):
         """A weight that must not move: what it is owed waits outside the bucket."""
         _, values, velocities = self._open_residual()
         velocity = velocities[position].clone() if velocities else None
-        self.frozen[position] = _sum((values[position].clone(), velocity), self.frozen.get(position))
+        self.frozen[position] = added((values[position].clone(), velocity), self.frozen.get(position))
         values[position].zero_()
         if velocities:
             velocities[position].zero_()
@@ -161,44 +172,65 @@ class CompressedBucket(BucketMemory):
             self._add([position], [gradient])
             self._close_residual()
 
-    def _add(self, positions: Sequence[int], gradients: list[torch.Tensor]) -> None:
-        """Add these members' gradients to the residual, through the velocity where there is one, and take them away."""
-        alike = True
+    def _add(self, positions: Sequence[int], gradients: list[torch.Tensor], moving: Sequence[int] = ()) -> None:
+        """Add these members' gradients to the residual, and take them away.
+
+        Where there is a velocity, `moving` members take a step of theirs: momentum, weight decay and the gradient, and
+        then the residual gets the velocity. Once a step: what comes late is added to both as it is.
+        """
         for position, gradient in zip(positions, gradients, strict=True):
             if gradient.layout is not torch.strided:
                 raise InputError(
                     f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}, and its bucket is compressed: "
                     "make it dense (sparse=False), or leave the compression out of its bucket"
                 )
-            alike = alike and gradient.dtype == self.dtype
             self.parameters[position].grad = None
             self.touched[position] = 1
         if self._has_empty_members:
             # Torch finds no largest among no elements.
-            positions = [position for position in positions if self.parameters[position].numel()]
+            positions, moving = (
+                [position for position in chosen if self.parameters[position].numel()] for chosen in (positions, moving)
+            )
             gradients = [gradient for gradient in gradients if gradient.numel()]
-        if not gradients:
+        if self.momentum_of is None:
+            moving = ()
+        if not gradients and not moving:
             return
         residual, values, velocities = self._open_residual()
-        whole = len(gradients) == len(self.members)
-        if self._momentum_of is not None:
-            momenta = [self._momentum_of(self.parameters[position]) for position in positions]
-            torch._foreach_mul_(_at(velocities, positions, whole), momenta)
-        targets = _at(velocities or values, positions, whole)
+        if moving:
+            momenta = [self.momentum_of(self.parameters[position]) for position in moving]
+            decays = any(decay for _, decay in momenta) and self.parameters[0].dtype != self.dtype
+            room = _at(self._views_on(self._room()), moving) if decays else None
+            begin_step(_at(velocities, moving), [self.parameters[at].detach() for at in moving], momenta, room)
+        if residual.velocity is not None:
+            self._add_to(residual.velocity, velocities, positions, gradients)
+        if moving:
+            torch._foreach_add_(_at(values, moving), _at(velocities, moving))
+        else:
+            self._add_to(residual.values, values, positions, gradients)
+
+    def _add_to(
+        self, flat: torch.Tensor, views: list[torch.Tensor], positions: Sequence[int], gradients: list[torch.Tensor]
+    ) -> None:
+        """Add gradients of these members to their views of the residual or the velocity."""
+        if not gradients:
+            return
+        targets = _at(views, positions)
         if self.device.type in topk.HOSTS:
             faulty = accumulate(targets, gradients)
             self._refused += [self.members[index] for index, bad in zip(positions, faulty, strict=True) if bad]
-        else:
-            widened = None
-            if not alike:
-                # Room for all gradients in the residual's format, shared by buckets that take turns.
-                room = self._gathered.buffer(self.dtype, self.device)[: self.numel]
-                if not whole:
-                    room.zero_()
-                widened = (room, _at(self._views_on(room), positions, whole))
-            add_all(residual.values if residual.velocity is None else residual.velocity, targets, gradients, widened)
-        if velocities:
-            torch._foreach_add_(_at(values, positions, whole), _at(velocities, positions, whole))
+            return
+        widened = None
+        if any(gradient.dtype != self.dtype for gradient in gradients):
+            room = self._room()
+            if len(gradients) < len(self.members):
+                room.zero_()
+            widened = (room, _at(self._views_on(room), positions))
+        add_all(flat, targets, gradients, widened)
+
+    def _room(self) -> torch.Tensor:
+        """For all members in the residual's format, shared by buckets that take turns."""
+        return self._gathered.buffer(self.dtype, self.device)[: self.numel]
 
     def _views_on(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The members' slices of the memory that buckets share, which is mostly the same from step to step."""
@@ -225,12 +257,12 @@ class CompressedBucket(BucketMemory):
     def begin(self, *, scale: float, density: float) -> torch.Tensor:
         """Encode; returns the message, which all ranks gather."""
         if self._sends_zeros:
-            residual = Residual(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
+            values = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         else:
-            residual = self._open_residual()[0]
+            values = self._open_residual()[0].values
         self._sends_zeros = False
         self._scale = scale
-        message = self.compressor.encode(residual, density)
+        message = self.compressor.encode(values, density)
         self._will_be_used = True
         self._close_residual()
         return message
@@ -292,12 +324,26 @@ class CompressedBucket(BucketMemory):
             if used is None or used[index]:
                 parameter.grad = view
                 found.append(parameter)
+        if used is not None and self.momentum_of is not None:
+            self._follow(used)
         return found
+
+    def _follow(self, used: Sequence[bool]) -> None:
+        """Velocities add up to momentum over ranks: what any rank uses moves on all, here from this step on."""
+        joining = [
+            position
+            for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True))
+            if used[index] and parameter.requires_grad and not self.touched[position]
+        ]
+        for position in joining:
+            self.touched[position] = 1
+        self._add((), [], moving=joining)
+        self._close_residual()
 
     def give_back(self) -> None:
         """Put back what this step took."""
         if self._views is None or self.store.stays:
-            self.compressor.give_back(self._open_residual()[0])
+            self.compressor.give_back(self._open_residual()[0].values)
             self._close_residual()
         self._will_be_used = False
         self.gathered = None
@@ -313,7 +359,7 @@ class CompressedBucket(BucketMemory):
                 for copy in copies:
                     drop_infinite(copy)
                 # Frozen, it may have got a late gradient since.
-                found[index] = _sum((copies[0], copies[1] if velocities else None), found.get(index))
+                found[index] = added((copies[0], copies[1] if velocities else None), found.get(index))
         if not opened:
             self._close_residual()
         return found
@@ -350,12 +396,5 @@ class CompressedBucket(BucketMemory):
                 parameter.grad = unused_grads.get(index)
 
 
-def _at(tensors: list[torch.Tensor], positions: Sequence[int], whole: bool) -> list[torch.Tensor]:
-    return tensors if whole else [tensors[position] for position in positions]
-
-
-def _sum(owed: Owed, more: Owed | None) -> Owed:
-    if more is None:
-        return owed
-    velocity = None if owed[1] is None or more[1] is None else owed[1] + more[1]
-    return owed[0] + more[0], velocity
+def _at(tensors: list[torch.Tensor], positions: Sequence[int]) -> list[torch.Tensor]:
+    return tensors if len(positions) == len(tensors) else [tensors[position] for position in positions]

@@ -69,8 +69,9 @@ class CompressedExchange(Exchange):
 
     def make_buckets(self, partition: Partition, status_length: int) -> list[BucketMemory]:
         # Refuses what cannot be, while the buckets there are go on as they were.
-        velocity, masked = self.updates.corrects_momentum, self.options.factor_masking
-        stores = make_stores(partition, self.context, host=self._host, velocity=velocity, masked=masked)
+        self._velocity = self.updates.corrects_momentum(self.context.parameters)
+        """Residuals have velocities beside them."""
+        stores = make_stores(partition, self.context, host=self._host, velocity=self._velocity)
         self.residuals.take_from_buckets()
         self._scratch, self._gathered = Scratch(), Scratch()
         """Where one bucket is decoded; and where its gradients are widened, while another stream may be decoding."""
@@ -92,7 +93,7 @@ class CompressedExchange(Exchange):
             compressor=TopK(spec.compression.density, graphs),
             store=store,
             dense=not self.updates.at_once,
-            momentum_of=self.updates.momentum_of if self.updates.corrects_momentum else None,
+            momentum_of=self.updates.momentum_of if self._velocity else None,
             gathering=self._gathered,
         )
         self._scratch.reserve(bucket.numel, bucket.dtype)

@@ -22,6 +22,9 @@ from backbeat.errors import InputError
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
 
+Owed = tuple[torch.Tensor, torch.Tensor | None]
+"""The residual and velocity of one parameter, shaped like it."""
+
 
 @dataclass(slots=True, eq=False)
 class Residual:
@@ -29,14 +32,6 @@ class Residual:
 
     values: torch.Tensor
     velocity: torch.Tensor | None = None
-    masked: bool = False
-    """Factor masking: an element that is sent loses its velocity."""
-
-    def replace(self, index: torch.Tensor, values: torch.Tensor, sent: torch.Tensor) -> None:
-        """Set the elements at distinct indices. Factor masking clears the velocity of those that were `sent`."""
-        self.values.index_copy_(0, index, values)
-        if self.velocity is not None and self.masked:
-            self.velocity.index_copy_(0, index, self.velocity[index].masked_fill_(sent, 0))
 
     def clean(self) -> None:
         """Set what is not finite to zero."""
@@ -51,14 +46,11 @@ class Store:
     stays = True
     """`close` does nothing: the residual is there at any time."""
 
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, *, velocity: bool, masked: bool = False
-    ) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, velocity: bool) -> None:
         self.dtype = dtype
         self._residual = Residual(
             torch.zeros(numel, dtype=dtype, device=device),
             torch.zeros(numel, dtype=dtype, device=device) if velocity else None,
-            masked=masked,
         )
 
     def open(self) -> Residual:
@@ -73,13 +65,13 @@ class HostStore(Store):
 
     stays = False
 
-    def __init__(self, index: int, buffers: HostBuffers, *, parts: int, masked: bool) -> None:
+    def __init__(self, index: int, buffers: HostBuffers, *, parts: int) -> None:
         self.dtype = buffers.dtype
-        self._index, self._buffers, self._parts, self._masked = index, buffers, parts, masked
+        self._index, self._buffers, self._parts = index, buffers, parts
 
     def open(self) -> Residual:
         values, *velocity = self._buffers.open(self._index).chunk(self._parts)
-        return Residual(values, velocity[0] if velocity else None, masked=self._masked)
+        return Residual(values, velocity[0] if velocity else None)
 
     def close(self) -> None:
         self._buffers.close(self._index)
@@ -203,13 +195,40 @@ def add_all(
         flat.add_(buffer)
 
 
+def begin_step(
+    velocities: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    momenta: Sequence[tuple[float, float]],
+    room: list[torch.Tensor] | None,
+) -> None:
+    """What comes before a step's gradients: momentum, and the weight decay that enters it. `room` is for the weights
+    where their format is not the velocities'."""
+    torch._foreach_mul_(velocities, [momentum for momentum, _ in momenta])
+    for decay in {decay for _, decay in momenta} - {0.0}:
+        chosen = [index for index, (_, own) in enumerate(momenta) if own == decay]
+        added = [weights[index] for index in chosen]
+        if room is not None:
+            widened = [room[index] for index in chosen]
+            torch._foreach_copy_(widened, added)
+            added = widened
+        torch._foreach_add_([velocities[index] for index in chosen], added, alpha=decay)
+
+
+def added(owed: Owed, more: Owed | None) -> Owed:
+    """Both together."""
+    if more is None:
+        return owed
+    velocity = None if owed[1] is None or more[1] is None else owed[1] + more[1]
+    return owed[0] + more[0], velocity
+
+
 def drop_infinite(values: torch.Tensor) -> None:
     """Set what is not finite to zero."""
     values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def make_stores(
-    partition: Partition, context: ReducerContext, *, host: bool, velocity: bool, masked: bool
+    partition: Partition, context: ReducerContext, *, host: bool, velocity: bool
 ) -> dict[BucketSpec, Store]:
     """Where the residual of each compressed bucket that has elements lives; on the host, buckets of a dtype share their
     room on the device. Raises where a bucket cannot be compressed."""
@@ -235,9 +254,9 @@ def make_stores(
             sizes = [parts * numel for numel in numels.values()]
             buffers = HostBuffers(sizes, dtype, context.communicators.device)
             for index, spec in enumerate(numels):
-                found[spec] = HostStore(index, buffers, parts=parts, masked=masked)
+                found[spec] = HostStore(index, buffers, parts=parts)
             continue
         for spec, numel in numels.items():
             device = context.parameters[spec.members[0]].device
-            found[spec] = Store(numel, dtype, device, velocity=velocity, masked=masked)
+            found[spec] = Store(numel, dtype, device, velocity=velocity)
     return found

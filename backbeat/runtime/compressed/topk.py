@@ -18,7 +18,6 @@ import torch
 from backbeat.cost.message import block_width
 from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.message_format import MessageFormat, constant, format_of
-from backbeat.runtime.compressed.residual import Residual
 
 HOSTS = {"cpu"}
 """Device types that the host reads without waiting."""
@@ -42,14 +41,13 @@ class TopK:
         self._sent: tuple[torch.Tensor, torch.Tensor] | None = None
         """Indices and values of the last message, until its step has succeeded."""
 
-    def encode(self, residual: Residual, density: float | None = None) -> torch.Tensor:
-        """Move the largest elements from the residual into a message, which every rank gathers. `density` replaces the
+    def encode(self, values: torch.Tensor, density: float | None = None) -> torch.Tensor:
+        """Move the largest of the residual's values into a message, which every rank gathers. `density` replaces the
         bucket's own during warm-up.
 
         NaN and infinity count as larger than any number. If the residual has any, some are among those selected, so
         that only these few need a check.
         """
-        values = residual.values
         form, message, indices, fault = self._buffers_for(values, density or self.density)
         sent = form.values(message)
 
@@ -65,10 +63,9 @@ class TopK:
             bad = held.isfinite().logical_not_()
             torch.amax(torch.where(bad, chosen, -1), 0, keepdim=True, out=fault)
             sent.copy_(held.masked_fill_(bad, 0))
-            residual.replace(index, held.sub_(sent), bad.logical_or_(sent != 0))
+            values.index_copy_(0, index, held.sub_(sent))
 
-        addresses = _addresses(message, indices, fault, values, residual.velocity)
-        self._run(("encode", *addresses, values.dtype, residual.masked, form), encode)
+        self._run(("encode", *_addresses(message, indices, fault, values), values.dtype, form), encode)
         self._sent = (indices, sent)
         return message
 
@@ -82,11 +79,11 @@ class TopK:
 
         self._run(("decode", *_addresses(gathered, out), gathered.numel(), out.dtype, form, scale), add)
 
-    def give_back(self, residual: Residual) -> None:
+    def give_back(self, residual: torch.Tensor) -> None:
         """Return the last message to the residual, once: its step failed."""
         if self._sent is not None:
             indices, values = self._sent
-            residual.values.index_add_(0, indices, values.to(residual.values.dtype))
+            residual.index_add_(0, indices, values.to(residual.dtype))
         self._sent = None
 
     def forget(self) -> None:
@@ -154,5 +151,5 @@ def _arange(start: int, end: int, step: int, device: torch.device) -> torch.Tens
     return constant(lambda: torch.arange(start, end, step, device="cpu"), device)
 
 
-def _addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+def _addresses(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)

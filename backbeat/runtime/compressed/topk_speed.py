@@ -9,7 +9,7 @@ import torch
 
 from backbeat.measure.model.training_step import Training, is_out_of_memory
 from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
-from backbeat.runtime.compressed.residual import Residual, accumulate, add_all
+from backbeat.runtime.compressed.residual import accumulate, add_all
 from backbeat.runtime.compressed.topk import TopK
 
 _FEWEST_ELEMENTS = 2**20
@@ -50,7 +50,7 @@ def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[fl
     clock.reserve(2 * (_WARMUP + _REPEATS))
     random = torch.Generator(training.device).manual_seed(0)
     gradient = torch.randn(elements, device=training.device, generator=random)
-    residual = Residual(torch.zeros_like(gradient))
+    residual = torch.zeros_like(gradient)
     result = torch.empty_like(gradient)
     # The same kernels as in training, but launched one by one: the default stream captures no graph. So the host takes
     # as long as it ever does.
@@ -63,9 +63,9 @@ def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[fl
                 clock.delay(_HEAD_START_S)
             begun, called = clock.mark(), clock.host_s()
             if on_host:
-                accumulate([residual.values], [gradient])
+                accumulate([residual], [gradient])
             else:
-                add_all(residual.values, [residual.values], [gradient])
+                add_all(residual, [residual], [gradient])
             compressor.decode(compressor.encode(residual), result, 1.0)
             launch_s.append(clock.host_s() - called)
             marks.append((begun, clock.mark()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +46,9 @@ class Updates:
         """An update is under way: where a `step` calls another's, hooks on `step` hear of it."""
         self._optimizers: list[Optimizer] = []
         self._owners: dict[int, tuple[Optimizer, int]] = {}
-        self._known: list[tuple[int, ...]] = []
-        """Which parameters each group of each optimizer had when owners were looked up, and which there were."""
+        self._known: list[tuple[Any, ...]] = []
+        """Which parameters each group of each optimizer had when owners were looked up, with what momentum correction
+        cannot do; and which there were."""
         self._shares: dict[tuple[int, ...], list[_Share]] = {}
         """Of parameters that were updated together: whose they are."""
 
@@ -59,14 +60,28 @@ class Updates:
         """Each bucket is updated as soon as it has arrived."""
         return bool(self._optimizers) and self.max_grad_norm is None
 
-    @property
-    def corrects_momentum(self) -> bool:
-        """The momentum of some of them is kept before the selection."""
-        return self._momentum_correction and any(isinstance(one, torch.optim.SGD) for one in self._optimizers)
+    def corrects_momentum(self, parameters: Iterable[Parameter]) -> bool:
+        """Whether velocities are kept before the selection: some of these parameters have SGD's, or may get it, since
+        no optimizer that was handed over holds them yet."""
+        held = set().union(*map(_held_by, self._optimizers))
+        return self._momentum_correction and (
+            any(isinstance(one, torch.optim.SGD) for one in self._optimizers)
+            or any(id(parameter) not in held for parameter in parameters)
+        )
 
     def add(self, optimizer: Optimizer, *, max_grad_norm: float | None) -> None:
         if self._momentum_correction:
-            _check_momentum(optimizer, max_grad_norm)
+            if max_grad_norm is not None:
+                raise InputError(
+                    f"momentum_correction with max_grad_norm={max_grad_norm}: what arrives is momentum, not the "
+                    "gradients whose norm is meant; leave one out"
+                )
+            _check_momentum(optimizer)
+            if not isinstance(optimizer, torch.optim.SGD):
+                logger.warning(
+                    "momentum_correction replaces the momentum of SGD; %s keeps its own and goes without",
+                    type(optimizer).__name__,
+                )
         mine = _held_by(optimizer)
         remaining = [other for other in self._optimizers if not _held_by(other) <= mine]
         if remaining and max_grad_norm != self.max_grad_norm:
@@ -117,10 +132,17 @@ class Updates:
 
     def check(self, names: Sequence[str], parameters: Sequence[Parameter]) -> None:
         """Look up who updates what; every parameter must be somebody's."""
-        known = [tuple(map(id, group["params"])) for one in self._optimizers for group in one.param_groups]
+        known = [
+            (group.get("nesterov"), group.get("dampening"), *map(id, group["params"]))
+            for one in self._optimizers
+            for group in one.param_groups
+        ]
         known.append(tuple(map(id, parameters)))
         if known == self._known:
             return
+        if self._momentum_correction:
+            for optimizer in self._optimizers:
+                _check_momentum(optimizer)
         self._owners, self._shares = {}, {}
         for optimizer in self._optimizers:
             for index, group in enumerate(optimizer.param_groups):
@@ -135,15 +157,21 @@ class Updates:
                 )
         self._known = known
 
-    def momentum_of(self, parameter: Parameter) -> float:
-        """The momentum that its optimizer asks for at present; 0 where it has none."""
+    def momentum_of(self, parameter: Parameter) -> tuple[float, float]:
+        """The momentum that its optimizer asks for at present, and the weight decay that enters it; 0 where it is not
+        SGD."""
         owner = self._owners.get(id(parameter))
-        if owner is not None and isinstance(owner[0], torch.optim.SGD):
-            return float(owner[0].param_groups[owner[1]]["momentum"])
-        return 0.0
+        if owner is None or not isinstance(owner[0], torch.optim.SGD):
+            return 0.0, 0.0
+        group = owner[0].param_groups[owner[1]]
+        # Where the optimizer maximizes, it turns the whole velocity round, weight decay included.
+        return float(group["momentum"]), float(-group["weight_decay"] if group["maximize"] else group["weight_decay"])
 
     def apply(self, parameters: Sequence[Parameter], *, without_momentum: bool = False) -> None:
-        """Update these, whose gradients are there, and take the gradients away; inside `without_modes`."""
+        """Update these, whose gradients are there, and take the gradients away; inside `without_modes`.
+
+        without_momentum: what is there for SGD is momentum already, with weight decay in it.
+        """
         key = tuple(map(id, parameters))
         shares = self._shares.get(key)
         if shares is None:
@@ -160,7 +188,7 @@ class Updates:
             for optimizer, index, members in shares:
                 hyperparameters = {**optimizer.param_groups[index], "params": members}
                 if without_momentum and isinstance(optimizer, torch.optim.SGD):
-                    hyperparameters["momentum"] = 0.0
+                    hyperparameters |= {"momentum": 0.0, "weight_decay": 0.0}
                 _run(optimizer, hyperparameters)
         finally:
             self.running = False
@@ -254,20 +282,10 @@ def _held_by(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _check_momentum(optimizer: Optimizer, max_grad_norm: float | None) -> None:
-    if max_grad_norm is not None:
-        raise InputError(
-            f"momentum_correction with max_grad_norm={max_grad_norm}: what arrives is momentum, not the gradients "
-            "whose norm is meant; leave one out"
-        )
-    if not isinstance(optimizer, torch.optim.SGD):
-        logger.warning(
-            "momentum_correction replaces the momentum of SGD; %s keeps its own and goes without",
-            type(optimizer).__name__,
-        )
-        return
+def _check_momentum(optimizer: Optimizer) -> None:
+    """Refuse the kinds of momentum that ranks cannot keep themselves."""
     for group in optimizer.param_groups:
-        if group["nesterov"] or group["dampening"]:
+        if isinstance(optimizer, torch.optim.SGD) and (group["nesterov"] or group["dampening"]):
             raise InputError(
                 f"momentum_correction with nesterov={group['nesterov']} and dampening={group['dampening']}: "
                 "it keeps plain momentum only; leave these out, or momentum_correction"

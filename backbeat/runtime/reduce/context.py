@@ -25,6 +25,7 @@ class ReducerContext:
 
     names: list[str]
     parameters: list[Parameter]
+    """Both are the lists of `ManagedParameters`, which alone changes them."""
     communicators: Communicators
     reduce_dtype: torch.dtype | None
     step: Step
@@ -36,9 +37,11 @@ class ReducerContext:
     """Times the present step, where it is to be timed."""
     bucket_set: BucketSet = None  # type: ignore[assignment]  # there from the first partition on
     lost: CommunicationError | None = None
-    """A collective was lost while the host was not told; whatever it waits for now is void."""
+    """A collective was lost and the host was not told, so that what it waits for is void; or this rank has given up."""
     error: str = ""
     """What the last step that failed has raised."""
+    gave_up: str = ""
+    """Why this rank takes part in nothing more, for the others' messages."""
     monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
 
     def check_not_lost(self) -> None:

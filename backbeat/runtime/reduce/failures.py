@@ -58,6 +58,8 @@ class RankState(TypedDict):
     buckets: int
     waiting: str
     """Parameters that the next bucket waits for."""
+    gave_up: str
+    """Why the rank takes part in nothing more, where it does not."""
     elsewhere: NotRequired[str]
     """Another wrapped model, in whose backward the rank is."""
 
@@ -207,7 +209,9 @@ def describe(rank: int, mine: RankState | None, states: dict[int, RankState], si
     for other, state in sorted(states.items()):
         if other == rank or mine is None:
             continue
-        if state.get("elsewhere"):
+        if state.get("gave_up"):
+            parts.append(f"rank {other} has given up: {state['gave_up']}")
+        elif state.get("elsewhere"):
             parts.append(
                 f"rank {other} is in the backward of another wrapped model ({state['elsewhere']}): backwards of "
                 "several wrapped models must come in the same order on every rank"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Sequence, Set
@@ -37,7 +38,7 @@ class ManagedParameters:
         self.sparse: list[bool] = []
         """Whether each one has sparse gradients."""
         self.frozen = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
-        self.add_unfrozen()
+        self._add_unfrozen()
 
     def check_known(self, *, thoroughly: bool = False) -> None:
         """Refuse a trainable parameter that has taken the place of one that is managed, or come beside them and has a
@@ -77,14 +78,24 @@ class ManagedParameters:
         found = [*zip(self.names, self.parameters, strict=True), *self.frozen]
         return [name for name, parameter in found if id(parameter) in self._sparse_ids]
 
-    def add_unfrozen(self) -> int:
-        """Take in parameters that are trainable and were not; returns how many."""
+    def with_unfrozen(self) -> ManagedParameters:
+        """A list of its own: these parameters, and after them those that are trainable by now."""
+        found = copy.copy(self)
+        found.names, found.parameters, found.sparse = [*self.names], [*self.parameters], [*self.sparse]
+        found._add_unfrozen()
+        return found
+
+    def become(self, grown: ManagedParameters) -> None:
+        """Take in what `with_unfrozen` found. The lists stay the same objects, which the runner has too."""
+        self.names[:], self.parameters[:], self.sparse[:] = grown.names, grown.parameters, grown.sparse
+        self.frozen = grown.frozen
+
+    def _add_unfrozen(self) -> None:
         unfrozen = [(name, parameter) for name, parameter in self.frozen if parameter.requires_grad]
         self.frozen = [(name, parameter) for name, parameter in self.frozen if not parameter.requires_grad]
         self.names.extend(name for name, _ in unfrozen)
         self.parameters.extend(parameter for _, parameter in unfrozen)
         self.sparse.extend(id(parameter) in self._sparse_ids for _, parameter in unfrozen)
-        return len(unfrozen)
 
 
 def claim(owner: object, names: Sequence[str], parameters: Sequence[Parameter]) -> None:

@@ -7,9 +7,10 @@ that trains.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -18,7 +19,7 @@ from torch.nn import Module
 from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
-from backbeat.errors import CommunicationError, InputError
+from backbeat.errors import AgreedError, CommunicationError, InputError, first_line
 from backbeat.model import Plan
 from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
@@ -41,6 +42,32 @@ SAMPLED = (8, 200)
 """So many steps at the start are timed for `report()` and the logging data, and then one in so many."""
 
 
+C = ParamSpec("C")
+R = TypeVar("R")
+
+
+def together(change: Callable[Concatenate[Reducer, C], R]) -> Callable[Concatenate[Reducer, C], R]:
+    """For methods in which ranks agree on a change and then make it.
+
+    An `AgreedError` is everybody's, and nothing has changed. A rank that fails in another way may be alone with it: the
+    others may have changed without it, or wait for it. It takes part in nothing more.
+    """
+
+    @functools.wraps(change)
+    def guarded(self: Reducer, *args: C.args, **kwargs: C.kwargs) -> R:
+        if self.lost is not None:
+            raise self.lost
+        try:
+            return change(self, *args, **kwargs)
+        except AgreedError:
+            raise
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+    return guarded
+
+
 class Reducer:
     """Settings, parameters and communicators of one wrapper, and what runs its steps."""
 
@@ -57,13 +84,15 @@ class Reducer:
         """What a backward waits for beside its buckets."""
         self._warns_of_scaling = self.compressed
         self._runner: StepRunner | None = None
+        self.lost: CommunicationError | None = None
+        """This rank has given up, and raises this from now on."""
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("settings", "sampled", "memory", "budget_check", "_comm_hook", "_warns_of_scaling")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, watch=None, _runner=None, _awaited=[])
+        self.__dict__.update(state, watch=None, _runner=None, _awaited=[], lost=None)
 
     def bind_model(self, module: Module, ignored: Set[str], process_group: ProcessGroup, device: torch.device) -> None:
         """Reduce this model's gradients over these ranks, once built."""
@@ -71,9 +100,11 @@ class Reducer:
         self.process_group = process_group
         self.device = device
 
+    @together
     def build(self) -> StepRunner:
         """Communicators, agreement on the partition, and the runner. Every rank must come here together."""
         settings, managed = self.settings, self.managed
+        self._runner = None
         set_nccl_launch_order(self.process_group, self.device)
         self.communicators = communicators = Communicators(self.process_group, self.device, 1)
         self.ranks = RankStore(communicators, "DistributedDataParallel")
@@ -103,6 +134,12 @@ class Reducer:
         if self._comm_hook is not None:
             runner.set_comm_hook(*self._comm_hook)
         return runner
+
+    def move_to(self, process_group: ProcessGroup) -> None:
+        """Go on with another set of ranks, and with buckets as in the first step."""
+        self.remove_hooks()
+        self.process_group, self.lost = process_group, None
+        self.build()
 
     @property
     def built(self) -> bool:
@@ -144,6 +181,8 @@ class Reducer:
     def forward_begins(self, sync: bool) -> None:
         """Called at the start of every forward that trains."""
         runner = self.runner
+        if self.lost is not None:
+            raise self.lost
         if self._warns_of_scaling:
             self._warn_of_scaling()
         runner.forward_begins(sync)
@@ -171,7 +210,7 @@ class Reducer:
         if not self.ready_order_known:
             self._form_in_ready_order()
         if self.tuner is not None and not self.tuner.settled:
-            self.tuner.after_step()
+            self._tune(self.tuner)
         else:
             following = runner.step.number + 1
             first, every = self.sampled
@@ -190,6 +229,11 @@ class Reducer:
             self.recorder.mark_step_end()
         self.runner.context.recorder = self.recorder if timed else None
 
+    @together
+    def _tune(self, tuner: Tuner) -> None:
+        tuner.after_step()
+
+    @together
     def switch(self, partition: Partition) -> None:
         """Run another partition from the next step on; every rank calls it at the same step with the same partition."""
         if partition.buckets == self.partition.buckets:
@@ -206,40 +250,45 @@ class Reducer:
         # Times of a bucket are by its number, which another bucket has now.
         self.recorder.clear()
 
+    @together
     def _form_in_ready_order(self) -> None:
         """As stock DDP does once: buckets again, in the order in which rank 0's gradients became ready."""
-        self.ready_order_known = True
         steps = self.recorder.steps()
         arrived = sorted(steps[-1].ready_s, key=lambda index: steps[-1].ready_s[index]) if steps else []
         order = self.ranks.from_rank_0(arrived)
         missing = sorted(set(range(len(self.managed.names))) - set(order), reverse=True)
         self.switch(stock_partition([*order, *missing], self.settings, self.managed, self.communicators))
+        self.ready_order_known = True
 
     def _add_unfrozen(self) -> None:
         """Parameters that became trainable since: into trailing buckets, on every rank at this forward."""
-        managed, runner = self.managed, self.runner
-        if not any(parameter.requires_grad for _, parameter in managed.frozen):
-            return
-        # Where the step before has failed, this raises while nothing has changed yet, and the next forward tries again.
-        runner.read_step_before()
-        count = managed.add_unfrozen()
-        first = len(managed.names) - count
-        partition = with_newcomers(self.partition, range(first, len(managed.names)), managed)
+        if any(parameter.requires_grad for _, parameter in self.managed.frozen):
+            # Where the step before has failed, this raises on every rank, and the next forward tries again.
+            self.runner.read_step_before()
+            self._take_in(self.managed.with_unfrozen())
+
+    @together
+    def _take_in(self, grown: ManagedParameters) -> None:
+        """Reduce these parameters, of which the last became trainable, once every rank does."""
+        first, count = len(self.managed.names), len(grown.names)
+        partition = with_newcomers(self.partition, range(first, count), grown)
         self.ranks.wait_for_all(
-            f"{managed.names[first]!r} became trainable",
+            f"{grown.names[first]!r} became trainable",
             "do so on every rank, before the same forward. Restart from the last checkpoint",
         )
-        self._agree(partition, "the set of trainable parameters")
+        self._agree(partition, "the set of trainable parameters", grown)
+        self.managed.become(grown)
         with torch.no_grad():
-            runner.add_parameters(managed.names[first:], managed.parameters[first:], partition)
+            self.runner.add_parameters(first, partition)
         self.recorder.clear()
         if self.tuner is not None:
-            self.tuner.restart(f"{count} parameters became trainable")
+            self.tuner.restart(f"{count - first} parameters became trainable")
 
-    def _agree(self, partition: Partition, what: str) -> None:
+    def _agree(self, partition: Partition, what: str, managed: ManagedParameters | None = None) -> None:
+        """Raise on every rank unless all are about to run this partition of these parameters, or of those there are."""
         settings = self.settings
         lines = [
-            *partition.lines(self.managed),
+            *partition.lines(managed or self.managed),
             f"reduce_dtype={settings.reduce_dtype}, strict={settings.strict}, "
             f"skip_all_reduce_unused_params={settings.skip_unused}",
         ]
@@ -248,12 +297,39 @@ class Reducer:
             lines.append(f"compression {settings.compression}")
         self.ranks.agree(lines, what)
 
+    def give_up(self, error: BaseException) -> None:
+        """This rank failed where ranks change together."""
+        if self.lost is not None or not hasattr(self, "communicators") or self.communicators.size == 1:
+            return
+        why = first_line(error)
+        self.lost = CommunicationError(
+            f"rank {self.communicators.rank} gave up: {why}. It failed where ranks change something together, and the "
+            "others may have gone on without it. Restart from the last checkpoint"
+        )
+        if self._runner is not None:
+            self._runner.context.lost, self._runner.context.gave_up = self.lost, why
+        if self.communicators.backend == "gloo" and (self._runner is None or self._runner.step.idle):
+            # Whoever waits for this rank hears of it at once.
+            self.communicators.close()
+
     @property
     def residuals(self) -> Residuals:
         """What this rank has not sent yet of compressed buckets."""
         if not self.compressed:
             raise InputError("there are no residuals: no bucket of the plan is compressed")
         return self.compressed_exchange.residuals
+
+    def load_residuals(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Go on with what `read` finds for this rank; on every rank or on none."""
+        residuals = self.residuals
+        self._load(lambda: residuals.checked(read()))
+
+    @together
+    def _load(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        state = self.ranks.raise_on_all(read, "the residuals")
+        # The density of a warm-up goes by it, and with that how much travels.
+        self.ranks.agree([f"after step {state['step']}"], "the residuals")
+        self.residuals.load(state)
 
     @property
     def compressed_exchange(self) -> CompressedExchange:

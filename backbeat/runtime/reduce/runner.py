@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import named
@@ -52,8 +51,8 @@ class StepRunner:
         self._arrivals = Arrivals(len(managed.names), Streams(device) if device.type == "cuda" else None)
         self.step = Step(self._arrivals)
         self.context = ReducerContext(
-            names=list(managed.names),
-            parameters=list(managed.parameters),
+            names=managed.names,
+            parameters=managed.parameters,
             communicators=communicators,
             reduce_dtype=settings.reduce_dtype,
             step=self.step,
@@ -116,11 +115,9 @@ class StepRunner:
             self.exchange.undo()
             raise
 
-    def add_parameters(self, names: Sequence[str], parameters: Sequence[Parameter], partition: Partition) -> None:
-        """Take in parameters that became trainable, with the partition that holds them."""
-        first = len(self.context.parameters)
-        self.context.names.extend(names)
-        self.context.parameters.extend(parameters)
+    def add_parameters(self, first: int, partition: Partition) -> None:
+        """Parameters from this one on became trainable: run the partition that holds them."""
+        names, parameters = self.context.names[first:], self.context.parameters[first:]
         self._arrivals.add(len(parameters))
         self.status.regular = False
         self.install(partition)
@@ -144,7 +141,14 @@ class StepRunner:
         if not step.idle and sent < len(buckets):
             outstanding = self._arrivals.outstanding
             waiting = first_few([context.names[index] for index in buckets[sent].members if outstanding[index] > 0])
-        return RankState(step=step.number, in_backward=not step.idle, sent=sent, buckets=len(buckets), waiting=waiting)
+        return RankState(
+            step=step.number,
+            in_backward=not step.idle,
+            sent=sent,
+            buckets=len(buckets),
+            waiting=waiting,
+            gave_up=context.gave_up,
+        )
 
     def forward_begins(self, sync: bool) -> None:
         """Called at the start of every forward: ends a step whose backward raised."""
@@ -172,6 +176,7 @@ class StepRunner:
     def run_absent(self) -> None:
         """One step of a rank that has run out of data: it sends nothing, but takes part."""
         self.forward_begins(sync=True)
+        self.context.check_not_lost()
         if not self.step.idle:
             self._break_off()
         self.step.open(sync=True, absent=True)

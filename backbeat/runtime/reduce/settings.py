@@ -46,17 +46,14 @@ class CompressionOptions:
     """How training treats compressed buckets."""
 
     momentum_correction: bool = False
-    """Each rank keeps the momentum of an attached SGD itself and selects from it; the optimizer then applies none."""
-    factor_masking: bool = False
-    """With momentum correction, an element that is sent loses its velocity, so that old momentum stops pushing. DGC
-    does so at densities of 0.1 %; where an element is sent every few steps it takes away most of the momentum."""
+    """Each rank keeps the momentum of an attached SGD itself, weight decay in it, and selects from it; the optimizer
+    then applies neither."""
     warmup_steps: int = 0
     """Steps over which the density falls from 25 % to the plan's."""
 
     def __post_init__(self) -> None:
-        for name in ("momentum_correction", "factor_masking"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} is {getattr(self, name)!r}: it must be True or False")
+        if not isinstance(self.momentum_correction, bool):
+            raise InputError(f"momentum_correction is {self.momentum_correction!r}: it must be True or False")
         if type(self.warmup_steps) is not int or self.warmup_steps < 0:
             raise InputError(f"warmup_steps is {self.warmup_steps!r}: it must be a whole number, 0 or more")
 

@@ -23,7 +23,7 @@ import msgspec
 
 from backbeat.api import plan as make_plan
 from backbeat.comm.communicators import Communicators
-from backbeat.errors import BackbeatError, InputError
+from backbeat.errors import AgreedError, BackbeatError, where_raised
 from backbeat.measure.network.calibration import calibrate
 from backbeat.measure.network.case import message_sizes
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
@@ -200,7 +200,7 @@ class Tuner:
         self._plans += 1
         if error:
             if not self._auto:
-                raise InputError(f"planning with {self._strategy!r} failed: {error}")
+                raise AgreedError(f"planning with {self._strategy!r} failed: {error}")
             self._settle(f"staying with DDP's buckets, planning failed: {error}", found)
             return
         plan: Plan = reducer.ranks.document_from_rank_0(made, Plan)
@@ -369,8 +369,9 @@ class Tuner:
             most = self._most_communicators
             free = most > 1 and not self._communicators
             return make_plan(profile, network, self._strategy, communicators=None if free else most), ""
-        except BackbeatError as error:
-            return None, str(error)
+        except Exception as error:
+            # Whatever it is, the others must not wait for a plan.
+            return None, str(error) if isinstance(error, BackbeatError) else where_raised(error)
 
     def _tell_of_units(self, profile: Profile, network: Network, iteration: float) -> None:
         """What sharding may gain, which no change of buckets does; silent where it is not known or not much, and on

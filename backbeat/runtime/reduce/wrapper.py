@@ -197,16 +197,16 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     def load_residual_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with residuals that were saved, under this plan or another;
         `backbeat.runtime.compressed.checkpoint.load` gives a rank its share. Every rank calls it."""
-        self.reducer.residuals.load(state)
+        self.reducer.load_residuals(lambda: state)
 
     def save_residuals(self, folder: str | os.PathLike[str]) -> None:
         """Write this rank's residuals into a folder that all ranks share."""
         checkpoint.save(self.residual_state_dict(), folder)
 
     def load_residuals(self, folder: str | os.PathLike[str]) -> None:
-        """Read this rank's share of the residuals that any number of ranks wrote."""
-        residuals, communicators = self.reducer.residuals, self.reducer.communicators
-        residuals.load(checkpoint.load(folder, rank=communicators.rank, ranks=communicators.size))
+        """Read this rank's share of the residuals that any number of ranks wrote. Every rank calls it."""
+        communicators = self.reducer.runner.context.communicators
+        self.reducer.load_residuals(lambda: checkpoint.load(folder, rank=communicators.rank, ranks=communicators.size))
 
     def report(self) -> Report:
         """Predicted and measured times of every bucket; printed, a table."""
@@ -328,9 +328,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
                 "another process group cannot take over what compressed buckets have not sent: save_residuals(folder), "
                 "wrap the model again, attach the optimizer and load_residuals(folder)"
             )
-        self.reducer.remove_hooks()
-        self.process_group = self.reducer.process_group = new_process_group
-        self.reducer.build()
+        self.process_group = new_process_group
+        self.reducer.move_to(new_process_group)
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()

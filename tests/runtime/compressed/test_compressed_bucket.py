@@ -52,7 +52,7 @@ def test_a_frozen_member_that_gets_late_gradients_is_owed_all_of_them() -> None:
         compressor=TopK(0.5),
         store=Store(7, torch.float32, torch.device("cpu"), velocity=True),
         dense=True,
-        momentum_of=lambda parameter: 0.5,
+        momentum_of=lambda parameter: (0.5, 0.0),
         gathering=Scratch(),
     )
     for parameter in parameters:
@@ -71,9 +71,38 @@ def test_a_frozen_member_that_gets_late_gradients_is_owed_all_of_them() -> None:
     assert values.tolist() == [9.0] * 3
     assert velocity is not None
     assert velocity.tolist() == [9.0] * 3
+    # Free again, it moves on: the residual gets 0.5 times the velocity, though no gradient came.
     parameters[0].requires_grad_(True)
     bucket.pack(step)
-    assert bucket.owed()[0][0].tolist() == [9.0] * 3
+    values, velocity = bucket.owed()[0]
+    assert values.tolist() == [13.5] * 3
+    assert velocity is not None
+    assert velocity.tolist() == [4.5] * 3
+
+
+def test_what_comes_late_is_part_of_a_step_that_was_taken() -> None:
+    """Momentum and weight decay act once a step, however many gradients it has."""
+    parameter = Parameter(torch.full((3,), 2.0))
+    bucket = CompressedBucket(
+        BucketSpec(members=(0,), communicator=0),
+        [parameter],
+        compressor=TopK(1.0),
+        store=Store(3, torch.float32, torch.device("cpu"), velocity=True),
+        dense=False,
+        momentum_of=lambda parameter: (0.5, 0.25),
+        gathering=Scratch(),
+    )
+    for velocity, late in ((1.0 + 0.5, 4.0), (0.5 * 5.5 + 1.5, 0.0)):
+        parameter.grad = torch.ones(3)
+        assert bucket.take_all()
+        values, held = bucket.owed()[0]
+        assert held is not None
+        assert held.tolist() == [velocity] * 3
+        # What was sent before is gone; what came late was kept.
+        assert values.tolist() == [velocity + (4.0 if velocity > 2 else 0.0)] * 3
+        bucket.begin(scale=1.0, density=1.0)
+        parameter.grad = torch.full((3,), late)
+        bucket.keep_late(0)
 
 
 class Owner:

@@ -11,7 +11,6 @@ import torch
 
 from backbeat.runtime.compressed import cuda_graphs, topk
 from backbeat.runtime.compressed.cuda_graphs import CALLS_BEFORE_CAPTURE, MOST_KEYS, CudaGraphs
-from backbeat.runtime.compressed.residual import Residual
 from backbeat.runtime.compressed.topk import TopK
 
 
@@ -81,7 +80,7 @@ def test_what_cannot_be_captured_is_launched_one_by_one(monkeypatch: pytest.Monk
     assert calls == [*range(CALLS_BEFORE_CAPTURE + 3)]
 
 
-def encode_and_decode(device: str, graphs: CudaGraphs | None, *, masked: bool, stream: Any) -> list[Any]:
+def encode_and_decode(device: str, graphs: CudaGraphs | None, *, stream: Any) -> list[Any]:
     """Messages, results and residuals of two buckets over some steps, with a density that changes twice."""
     generator = torch.Generator().manual_seed(0)
     found: list[Any] = []
@@ -89,52 +88,42 @@ def encode_and_decode(device: str, graphs: CudaGraphs | None, *, masked: bool, s
     with stream:
         # Where the work is: another stream may still be filling them with zeros.
         for numel in (300_000, 5_000):
-            residual = Residual(
-                torch.zeros(numel, device=device), torch.zeros(numel, device=device) if masked else None, masked=masked
-            )
-            buckets.append((residual, TopK(0.01, graphs), torch.empty(numel, device=device)))
+            buckets.append((torch.zeros(numel, device=device), TopK(0.01, graphs), torch.empty(numel, device=device)))
         gathered = torch.empty(100_000, dtype=torch.uint8, device=device)
     for step in range(14):
         density = 0.02 if step in (0, 7) else None
         for residual, compressor, result in buckets:
-            drawn = torch.randn(len(residual.values), generator=generator)
+            drawn = torch.randn(len(residual), generator=generator)
             with torch.no_grad(), stream:
                 # On this stream too: memory that another one made may be given away before this one has read it.
-                gradient = drawn.to(device)
-                residual.values.add_(gradient)
-                if residual.velocity is not None:
-                    residual.velocity.mul_(0.9).add_(gradient)
+                residual.add_(drawn.to(device))
                 message = compressor.encode(residual, density)
                 compressor.decode(gathered[: len(message)].copy_(message), result, 0.5)
                 if step == 9:
                     compressor.give_back(residual)
-                found += [message.clone(), result.clone(), residual.values.clone()]
-                if residual.velocity is not None:
-                    found.append(residual.velocity.clone())
+                found += [message.clone(), result.clone(), residual.clone()]
     if device != "cpu":
         torch.cuda.synchronize()
     return [tensor.cpu() for tensor in found]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_replays_give_the_same_bits(masked: bool, captured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_give_the_same_bits(captured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk, "HOSTS", set())
-    plain = encode_and_decode("cpu", None, masked=masked, stream=contextlib.nullcontext())
-    again = encode_and_decode("cpu", CudaGraphs(), masked=masked, stream=contextlib.nullcontext())
+    plain = encode_and_decode("cpu", None, stream=contextlib.nullcontext())
+    again = encode_and_decode("cpu", CudaGraphs(), stream=contextlib.nullcontext())
     assert Graph.captured
     for number, (one, other) in enumerate(zip(plain, again, strict=True)):
         assert torch.equal(one, other), number
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("masked", [False, True])
-def test_graphs_give_the_bits_that_single_launches_give(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_give_the_bits_that_single_launches_give(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = []
     capture = CudaGraphs._capture
     monkeypatch.setattr(CudaGraphs, "_capture", lambda *args: captures.append(capture(*args)) or captures[-1])
     side = torch.cuda.stream(torch.cuda.Stream())
-    plain = encode_and_decode("cuda", None, masked=masked, stream=side)
-    again = encode_and_decode("cuda", CudaGraphs(), masked=masked, stream=side)
+    plain = encode_and_decode("cuda", None, stream=side)
+    again = encode_and_decode("cuda", CudaGraphs(), stream=side)
     assert captures
     assert None not in captures
     for number, (one, other) in enumerate(zip(plain, again, strict=True)):
