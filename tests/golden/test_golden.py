@@ -13,7 +13,6 @@ from tests.golden.record import core_machine
 CORE, SPLIT = read("core"), read("split")
 
 
-
 @pytest.mark.parametrize("network", sorted(CORE["networks"]))
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_plans_and_predictions(network: str, every: int) -> None:
