@@ -19,6 +19,11 @@ class InputError(BackbeatError, ValueError):
     exit_code = 2
 
 
+class DeadlockError(BackbeatError):
+    """Operations of a simulated step wait for each other, or for a transfer whose other end never comes: the message
+    names them."""
+
+
 class MissingPartError(BackbeatError):
     """Something optional is needed and absent (torch, root, a GPU): the message says how to get it."""
 

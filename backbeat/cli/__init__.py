@@ -39,6 +39,8 @@ VERBS = {
 }
 """Each with its line in the help."""
 GONE = {
+    "--max-batch": "`backbeat predict` and `backbeat plan` say beside the memory up to which batch it fits",
+    "--redact": "a report shows the names in its files; rename them there before you share it",
     "--batch-size": "it is --batch",
     "--other-batch": "profile the model at both batch sizes, `backbeat profile --batch 32,64`",
 }

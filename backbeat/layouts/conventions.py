@@ -24,14 +24,7 @@ import msgspec
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.reduction import REDUCTIONS, Reduction
-
-Streams = Literal["direction", "connection", "pair", "rank"]
-"""Which transfers of a stage run one after the other, in the order they were posted.
-
-`direction`: those to one neighbour, and those from it, each on a NIC of its own, with receives posted early: nothing
-holds up what is ready, which meets published rows of Megatron's best. The others are torch's, and share a NIC.
-`connection`: the same, but a stage tells its neighbour that it is ready to receive behind what it is sending to it, so
-that a swap takes two sends (gloo). `pair`: all with one neighbour (NCCL in torch 2.13). `rank`: all (NCCL before)."""
+from backbeat.steps.stage_programs import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,20 +38,56 @@ class GrownBatch:
     prediction: Prediction
 
 
+def largest_batch(profile: Profile, room: int, peak: Callable[[Profile], int]) -> int:
+    """The largest batch whose peak is within so many bytes; 0 where not even one sample is.
+
+    >>> profile = Profile.load("resnet50-b64-bf16-h200")
+    >>> largest_batch(profile, 10**9, lambda there: 10**7 * there.batch_size)
+    96
+    """
+
+    def taken(size: int) -> int:
+        return peak(at_batch(profile, size))
+
+    low, high = 1, largest_looked_at(profile)
+    least, most = taken(low), taken(high)
+    if least > room:
+        return 0
+    if most <= room:
+        return high
+    while high - low > 1:
+        # A peak is all but straight, so a line between the two leads near to where it passes the limit.
+        middle = low + (room - least) * (high - low) // (most - least)
+        middle = min(max(middle, low + 1), high - 1)
+        found = taken(middle)
+        if found <= room:
+            low, least = middle, found
+        else:
+            high, most = middle, found
+    # The profile's own is one that somebody runs.
+    return max(_round(low), profile.batch_size if profile.batch_size <= low else 0)
+
+
 def with_blocks(profile: Profile) -> Profile:
-    """The profile with those of its batch sizes whose blocks it has: without blocks, memory is not known."""
-    return replace(profile, batches=tuple(row for row in profile.batches if row.blocks and same_blocks(profile, row)))
+    """The profile with those of its batch sizes of which memory is known: by the same blocks."""
+    known = (row for row in profile.batches if row.memory and row.blocks and same_blocks(profile, row))
+    return replace(profile, batches=tuple(known))
 
 
-def batches(profile: Profile, budget: int, workers: int | None = None, reserve: float | None = None) -> tuple[int, int]:
+def batches(profile: Profile, budget: int, workers: int | None = None) -> tuple[int, int]:
     """(largest batch with everything kept, 0 where none fits; largest with a memory plan)."""
     profile = with_blocks(profile)
-    reserve = reserve_for(profile, reserve)
+    reserve = reserve_for(profile, None)
     search = MemorySearch(_chain(profile, workers))
     keep, least = uniform(search.chain)["keep"], search.smallest.ranges
     room = usable(budget, reserve)
-    whole = _largest(profile, room, keep, workers)
-    planned = max(_largest(profile, room, least, workers), whole)
+
+    def largest(ranges: BlockRanges) -> int:
+        # Sizes grow alike, so ranges that are best at one batch stay so.
+        return largest_batch(profile, room, lambda there: _chain(there, workers).run(ranges).peak_bytes)
+
+    whole = largest(keep)
+    planned = max(largest(least), whole)
     if planned == 0:
         one = MemorySearch(_chain(at_batch(profile, 1), workers))
         raise InputError(f"not even a batch of one sample fits: {too_small(one, budget, reserve)}")
@@ -68,14 +104,13 @@ def growth(
     network: Network,
     budget: int,
     schedule: Callable[[Profile], Plan],
-    reserve: float | None = None,
 ) -> list[GrownBatch]:
     """The largest batches, the profile's own where it fits, and some between, each planned and predicted.
 
     Compressed buckets hold more than gradients do, so the largest batch kept whole may be found below the first guess.
     """
     profile = with_blocks(profile)
-    whole, planned = batches(profile, budget, network.workers, reserve)
+    whole, planned = batches(profile, budget, network.workers)
     sizes = {whole, planned, *(_round(whole + share * (planned - whole)) for share in _BETWEEN)}
     if profile.batch_size <= planned:
         sizes.add(profile.batch_size)
@@ -108,24 +143,6 @@ def _planned(profile: Profile, size: int, schedule: Callable[[Profile], Plan]) -
 
 def _chain(profile: Profile, workers: int | None) -> Chain:
     return Chain(profile, ResidentMemory.of(profile, workers=workers))
-
-
-def _largest(profile: Profile, room: int, ranges: BlockRanges, workers: int | None) -> int:
-    """The largest batch at which these ranges fit; sizes grow alike, so ranges that are best at one batch stay so."""
-
-    def fits(size: int) -> bool:
-        return _chain(at_batch(profile, size), workers).run(ranges).peak_bytes <= room
-
-    if not fits(1):
-        return 0
-    low, high, most = 1, 2, largest_looked_at(profile)
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return _round(low)
 
 
 def _smaller(size: int) -> int:

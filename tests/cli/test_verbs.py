@@ -113,6 +113,20 @@ def test_a_plan_ends_in_a_decision(words: tuple[str, ...], said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("plan", "--max-batch"), "backbeat plan: --max-batch went: `backbeat predict` and `backbeat plan` say"),
+        (("report", "--redact"), "backbeat report: --redact went: a report shows the names"),
+        (("trace", "PROFILE", "10gbe", "--redact"), "backbeat trace: --redact went"),
+    ],
+)
+def test_an_option_that_went_names_what_to_do_instead(profile: Path, words: tuple[str, ...], message: str) -> None:
+    done = run(*(str(profile) if word == "PROFILE" else word for word in words))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
         (("predict", "resnet5", "10gbe"), "neither a file nor a bundled profile"),
         (("report", "PROFILE", "10gbe", "-o", "x.pdf"), "x.pdf: the page is HTML; give a name that ends in .html"),
         (("predict", "PROFILE", "10gbit"), "did you mean 10gbe"),
@@ -127,6 +141,7 @@ def test_a_plan_ends_in_a_decision(words: tuple[str, ...], said: str) -> None:
         (("predict", "PROFILE", "10gbe", "-n", ""), "'' is not a number of workers"),
         (("predict", "PROFILE", "10gbe", "-s", "FSDP"), "did you mean 'fsdp'?"),
         (("predict", "PROFILE", "10gbe", "-s", "zero-3"), "ZeRO-3 is 'fsdp'"),
+        (("plan", "PROFILE", "10gbe", "-s", "decoupled"), "it went: 'sharded' weighs its plans"),
         (("predict", "PROFILE", "10gbe", "--bucket", "0"), "--bucket is 0: it must be above zero, like 25MB"),
         (("predict", "PROFILE", "10gbe", "--bucket", "25"), "did you mean 25MB?"),
         (("plan", "PROFILE", "10gbe", "--memory", "40"), "did you mean 40GB?"),

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from backbeat.api import plan
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.model.batches import join
-from backbeat.planners.max_batch import _planned, batches, growth, largest_looked_at
+from backbeat.planners.max_batch import _planned, batches, growth, largest_batch, largest_looked_at
 from backbeat.planners.memory_plan import usable
 from backbeat.simulate.batch import at_batch
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import resnet152
-from tests.problems import affine
+from tests.problems import affine, make_profile
 
 GB = 10**9
 
@@ -100,3 +102,25 @@ def test_where_no_batch_can_be_planned_the_reason_of_the_smallest_is_told() -> N
 
     with pytest.raises(InputError, match=r"batch of 1$"):
         _planned(Profile.load("gpt2-b8-bf16-h200"), 8, refused)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**8)), min_size=1, max_size=5),
+    st.integers(0, 10**12),
+    st.integers(1, 100),
+)
+def test_the_largest_batch_is_found_whatever_takes_most(
+    moments: list[tuple[int, int]], room: int, profiled: int
+) -> None:
+    """What each moment holds is a fixed part and one that grows with the batch."""
+    profile = replace(make_profile([4], [1e-3]), batch_size=profiled)
+
+    def peak(there: Profile) -> int:
+        return max(fixed + there.batch_size * each for fixed, each in moments)
+
+    found = largest_batch(profile, room, peak)
+    assert found == 0 or peak(at_batch(profile, found)) <= room
+    if found < largest_looked_at(profile):
+        assert peak(at_batch(profile, found + (1 if found < 32 else 8))) > room
+    if peak(profile) <= room:
+        assert found >= profiled

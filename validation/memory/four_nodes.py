@@ -13,7 +13,7 @@ Five rows for each bandwidth:
     compressed   top-k, everything kept, the largest batch that fits
     both     top-k with a memory plan, at the batch predicted to be fastest
 
-Batches are found as `backbeat plan --max-batch` finds them, or given with `--batches`. `memory` and `both` take the
+Batches are those of `backbeat.planners.max_batch.growth`, or given with `--batches`. `memory` and `both` take the
 fastest batch among those that need a memory plan, whether or not keeping everything at a smaller one is predicted to
 be faster still. Nodes are built and calibrated once for each bandwidth; the model is profiled at two batch sizes, once
 for all of them. Every row is a training of its own, so that the peak is its own. The budget is planned for, not

@@ -22,7 +22,7 @@ FEWEST_JUDGED = 8
 """Fewer iterations than this say too little of their spread."""
 SHORTEST_JUDGED_S = 1e-3
 """Of forward and backward: in less, the hooks themselves are much of the time."""
-TURNS = 3
+MEASURED_TURNS = 3
 """How often a measurement is taken that was disturbed each time, or that contradicts another."""
 AGREE = 1.25
 """Two measurements agree where the longer takes at most this many times the shorter."""
@@ -60,7 +60,7 @@ def noise(iteration_s: Sequence[float], plain_s: float, overhead: float) -> str 
     return _hooks_beside(plain_s, overhead)
 
 
-def steady(take: Callable[[], Figures], *, accept: bool, turns: int = TURNS) -> tuple[Figures, str | None]:
+def steady(take: Callable[[], Figures], *, accept: bool, turns: int = MEASURED_TURNS) -> tuple[Figures, str | None]:
     """A measurement that nothing disturbed, taken again where the first was not; or the quickest of several, with a
     note that says how far they were apart, where another agrees with it.
 

@@ -29,7 +29,7 @@ from backbeat.measure.model.inputs import (
     trainable_of,
 )
 from backbeat.measure.model.launch_bound import LaunchBound
-from backbeat.measure.model.noise import TURNS, steady
+from backbeat.measure.model.noise import MEASURED_TURNS, steady
 from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.training_step import (
     Loss,
@@ -96,7 +96,7 @@ def measure(model: torch.nn.Module, batch: Any, loss: Loss, options: MeasureOpti
     with _failures_explained(samples, where), current, tensor_cores(options.precision, where):
         with put_back(model, given, where) if options.keep else contextlib.nullcontext():
             # Ranks that measure together cannot each decide to do it again.
-            turns = TURNS if options.ranks is None else 1
+            turns = MEASURED_TURNS if options.ranks is None else 1
             figures, noise = steady(
                 lambda: measure_training(training, options), accept=options.accept_noise, turns=turns
             )

@@ -11,7 +11,7 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from backbeat.errors import MeasurementError
-from backbeat.measure.model.noise import TURNS, WHAT_TO_DO, agree, from_to
+from backbeat.measure.model.noise import MEASURED_TURNS, WHAT_TO_DO, agree, from_to
 from backbeat.model import Profile
 from backbeat.model.batches import measured
 
@@ -32,7 +32,7 @@ def in_turns(
     """
     taken: dict[str, list[Profile]] = {side: [] for side in sides}
     alike = accept
-    for _ in range(TURNS):
+    for _ in range(MEASURED_TURNS):
         for side, take in sides.items():
             taken[side].append(take())
         seconds = {side: sorted(one.single_s for one in found) for side, found in taken.items()}

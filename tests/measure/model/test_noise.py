@@ -21,9 +21,9 @@ from backbeat.measure.model.inputs import Gradients
 from backbeat.measure.model.noise import (
     AGREE,
     FEWEST_JUDGED,
+    MEASURED_TURNS,
     MOST_HOOKED,
     SHORTEST_JUDGED_S,
-    TURNS,
     WIDEST_BAND,
     noise,
     steady,
@@ -89,7 +89,7 @@ def figures(plain_s: float, iteration_s: list[float] = STEADY, hooked_s: float |
     )
 
 
-@given(disturbed=st.integers(0, TURNS - 1), plain_s=st.floats(0.01, 1.0))
+@given(disturbed=st.integers(0, MEASURED_TURNS - 1), plain_s=st.floats(0.01, 1.0))
 def test_a_disturbed_measurement_is_taken_again_until_one_is_not(disturbed: int, plain_s: float) -> None:
     turns = iter([*(figures(2 * plain_s, WIDE) for _ in range(disturbed)), figures(plain_s), figures(0.0)])
     found, note = steady(lambda: next(turns), accept=False)
@@ -97,7 +97,7 @@ def test_a_disturbed_measurement_is_taken_again_until_one_is_not(disturbed: int,
     assert next(turns).plain_s == 0.0, "no more were taken than needed"
 
 
-@given(plain=st.lists(st.floats(0.01, 0.1), min_size=TURNS, max_size=TURNS), hooked=st.data())
+@given(plain=st.lists(st.floats(0.01, 0.1), min_size=MEASURED_TURNS, max_size=MEASURED_TURNS), hooked=st.data())
 def test_of_disturbed_measurements_the_quickest_is_kept_if_another_agrees(plain: list[float], hooked: Any) -> None:
     hooks = [one * hooked.draw(st.floats(1.0, 10.0)) for one in plain]
     turns = iter([figures(one, WIDE, both) for one, both in zip(plain, hooks, strict=True)])
@@ -108,7 +108,7 @@ def test_of_disturbed_measurements_the_quickest_is_kept_if_another_agrees(plain:
         assert found.hooked.forward_s + found.hooked.backward_s == pytest.approx(min(hooks))
         assert note is not None
         assert "the machine was busy: iterations took from" in note
-        assert f"{TURNS} measurements gave" in note
+        assert f"{MEASURED_TURNS} measurements gave" in note
     else:
         with pytest.raises(MeasurementError, match=r"machine was busy: .*profile again, or .*accept_noise"):
             steady(lambda: next(turns), accept=False)

@@ -23,7 +23,7 @@ from backbeat.measure.model import profiler
 from backbeat.measure.model.factory import Factory, load_factory
 from backbeat.measure.model.factory_profile import measure_factory, profile_factory
 from backbeat.measure.model.inputs import MeasureOptions
-from backbeat.measure.model.noise import TURNS, agree
+from backbeat.measure.model.noise import MEASURED_TURNS, agree
 from backbeat.measure.model.turns import in_turns
 from backbeat.model import Profile
 from backbeat.model.batches import join, measured
@@ -118,7 +118,9 @@ def two_batches(found: Sequence[Profile]) -> Profile:
     return join(*(msgspec.structs.replace(one, batch_size=size) for one, size in zip(found, (32, 64), strict=True)))
 
 
-turns = st.lists(st.tuples(st.floats(0.01, 0.1), st.floats(0.01, 0.1)), min_size=TURNS, max_size=TURNS)
+turns = st.lists(
+    st.tuples(st.floats(0.01, 0.1), st.floats(0.01, 0.1)), min_size=MEASURED_TURNS, max_size=MEASURED_TURNS
+)
 
 
 @given(turns=turns, accept=st.booleans())
@@ -138,10 +140,12 @@ def test_sides_are_measured_in_turns_until_they_agree(turns: list[tuple[float, f
         few, many = quickest(count)
         return many < few / 1.05
 
-    used = next((count for count in range(1, TURNS) if alike(count) and not quicker_with_more(count)), TURNS)
+    used = next(
+        (count for count in range(1, MEASURED_TURNS) if alike(count) and not quicker_with_more(count)), MEASURED_TURNS
+    )
     if not alike(used):
         with pytest.raises(
-            MeasurementError, match=f"busy: of {TURNS} measurements no two agree: few .*; many .*; stop"
+            MeasurementError, match=f"busy: of {MEASURED_TURNS} measurements no two agree: few .*; many .*; stop"
         ):
             in_turns(counted, two_batches)
         return
