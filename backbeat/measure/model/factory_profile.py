@@ -80,7 +80,7 @@ def profile_factory(
             found = [compose_profile(few, more, layers, name=options.name) for few, more in pairs]
         return join(*found)
 
-    return in_turns(sides, whole)
+    return in_turns(sides, whole, accept=options.accept_noise)
 
 
 def _measure_and_release(factory: Factory, options: MeasureOptions) -> Profile:

@@ -26,6 +26,9 @@ MEASURED_TURNS = 3
 """How often a measurement is taken that was disturbed each time, or that contradicts another."""
 AGREE = 1.25
 """Two measurements agree where the longer takes at most this many times the shorter."""
+WHAT_TO_DO = (
+    "stop what else runs on it and profile again, or go on with such a profile by --accept-noise (accept_noise=True)"
+)
 
 
 def band(iteration_s: Sequence[float]) -> tuple[float, float]:
@@ -76,13 +79,20 @@ def steady(take: Callable[[], Figures], *, accept: bool, turns: int = MEASURED_T
     quickest = replace(ordered[0], hooked=_quickest_hooked(ordered))
     why = _hooks_beside(quickest.plain_s, quickest.overhead)
     times = f"{turns} measurements gave {from_to([one.plain_s for one in ordered])} for forward and backward"
-    if why is None and len(ordered) > 1 and ordered[1].plain_s <= AGREE * ordered[0].plain_s:
+    if why is None and turns > 1 and agree([one.plain_s for one in ordered]):
         return quickest, f"the machine was busy: {found}; {times}, and the quickest is kept: idle, it may take less"
     again = f"{why or times}; " if turns > 1 else ""
-    raise MeasurementError(
-        f"the machine was busy: {found}; {again}stop what else runs on it and profile again, or go on with "
-        "such a profile by --accept-noise (accept_noise=True)"
-    )
+    raise MeasurementError(f"the machine was busy: {found}; {again}{WHAT_TO_DO}")
+
+
+def agree(seconds: Sequence[float]) -> bool:
+    """Whether another measurement agrees with the quickest; one alone is taken as it is.
+
+    >>> agree([1.0]), agree([3.0, 1.0, 1.2]), agree([1.0, 2.0, 2.1])
+    (True, True, False)
+    """
+    quickest, *others = sorted(seconds)
+    return not others or others[0] <= AGREE * quickest
 
 
 def from_to(seconds: Sequence[float]) -> str:
