@@ -7,6 +7,7 @@ import json
 import os
 import selectors
 import signal
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,8 @@ from tests.runtime import rank_process
 HERE = Path(__file__).parent
 DEVICE = os.environ.get("BACKBEAT_TEST_DEVICE", "cpu")
 QUIET = "BACKBEAT_TEST_LOUD" not in os.environ
+LIMIT_S = 120 if DEVICE == "cpu" else 300
+"""What every rank must have answered within; ranks that share a GPU take turns on it."""
 SIZES = [int(size) for size in os.environ.get("BACKBEAT_TEST_RANKS", "2,4" if DEVICE == "cpu" else "1").split(",")]
 
 
@@ -35,6 +38,10 @@ def node_environment(rank: int, size: int) -> dict[str, str]:
             NCCL_LAUNCH_ORDER_IMPLICIT=os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "1"),
         )  # fmt: skip
     return found
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else "nor where it stood"
 
 
 class RankPool:
@@ -58,6 +65,7 @@ class RankPool:
             (told, telling, node_environment(rank, self.size))
             for rank, ((told, _), (_, telling)) in enumerate(zip(requests, answers, strict=True))
         ]
+        self._folder = tempfile.TemporaryDirectory()
         self._process = CONTEXT.Process(target=rank_process.main, args=(ranks, {**os.environ, **SHARED}, QUIET))
         self._process.start()
         self._told = [os.fdopen(os.dup(tell.fileno()), "w", buffering=1) for _, tell in requests]
@@ -71,17 +79,21 @@ class RankPool:
         scenario: str,
         route: str,
         timeout: float = 30,
-        limit: float = 120,
+        limit: float = LIMIT_S,
         fresh: bool = False,
         record: bool = False,
     ) -> list[dict[str, Any]]:
-        """Every rank's answer; a rank that gives none within the limit is killed, and the pool begins anew.
+        """Every rank's answer; a rank that gives none within the limit is killed, and the pool begins anew. Its answer
+        then says where it stood.
 
         `fresh`: in processes that have run nothing before. `record`: with what each rank sent (`collective_log`).
         """
         self._number += 1
+        stacks = Path(self._folder.name) / str(self._number)
         self._tell(
             {
+                "stacks": str(stacks),
+                "limit": limit,
                 "scenario": scenario,
                 "route": route,
                 "timeout": timeout,
@@ -92,6 +104,9 @@ class RankPool:
             }
         )
         answers = self._answers(limit)
+        for rank, answer in enumerate(answers):
+            if answer["outcome"] == "hung":
+                answer["detail"] += f"\n{_text(stacks.with_suffix(f'.{rank}'))}"
         # What went wrong, was made to, or is another library's may leave traces in the process.
         peaceful = all(answer["outcome"] in ("right", "skipped") for answer in answers) and timeout >= 30
         self._fresh = not peaceful
@@ -107,6 +122,7 @@ class RankPool:
         os.killpg(self._process.ident or 0, signal.SIGKILL)
         self._process.join()
         self._process.close()
+        self._folder.cleanup()
         for pipe in (*self._told, *self._telling):
             # What a dead rank was not told any more must not be sent when the pipe is closed.
             with contextlib.suppress(BrokenPipeError):

@@ -7,6 +7,7 @@ has a process group of its own.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -31,6 +32,16 @@ def _kind(error: AssertionError) -> str:
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
+    """The answer; shortly before nobody waits for it any more, every thread's stack goes into a file."""
+    with open(f"{request['stacks']}.{os.environ['RANK']}", "w") as file:
+        faulthandler.dump_traceback_later(0.9 * request["limit"], file=file)
+        try:
+            return _recorded(request)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _recorded(request: dict[str, Any]) -> dict[str, Any]:
     if not request["record"]:
         return _outcome(request)
     import collective_log

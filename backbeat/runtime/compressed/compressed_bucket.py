@@ -192,13 +192,12 @@ class CompressedBucket(BucketMemory):
                 [position for position in chosen if self.parameters[position].numel()] for chosen in (positions, moving)
             )
             gradients = [gradient for gradient in gradients if gradient.numel()]
-        if self.momentum_of is None:
-            moving = ()
+        momentum_of, moving = self.momentum_of, moving if self.momentum_of is not None else ()
         if not gradients and not moving:
             return
         residual, values, velocities = self._open_residual()
-        if moving:
-            momenta = [self.momentum_of(self.parameters[position]) for position in moving]
+        if momentum_of is not None and moving:
+            momenta = [momentum_of(self.parameters[position]) for position in moving]
             decays = any(decay for _, decay in momenta) and self.parameters[0].dtype != self.dtype
             room = _at(self._views_on(self._room()), moving) if decays else None
             begin_step(_at(velocities, moving), [self.parameters[at].detach() for at in moving], momenta, room)

@@ -54,7 +54,7 @@ def together(change: Callable[Concatenate[Reducer, C], R]) -> Callable[Concatena
     """
 
     @functools.wraps(change)
-    def guarded(self: Reducer, *args: C.args, **kwargs: C.kwargs) -> R:
+    def guarded(self: Reducer, /, *args: C.args, **kwargs: C.kwargs) -> R:
         if self.lost is not None:
             raise self.lost
         try:
