@@ -9,6 +9,7 @@ import re
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -135,6 +136,20 @@ def auto_leaves_everything_as_it_was(ctx: Context) -> str:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert len(set(gathered(ctx, (taken.plan, taken.words)))) == 1
     return taken.words
+
+
+@check
+def auto_leaves_what_the_loss_reaches_as_it_was(ctx: Context) -> None:
+    """As a GAN's discriminator: it neither keeps gradients nor counts batches, whichever plans were tried."""
+    model, critic = ctx.build(Chain), ctx.build(Noisy)
+    loss_of(critic, tokens(ctx, 9)).backward()
+    before = copy.deepcopy((critic.state_dict(), [one.grad for one in critic.parameters()]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        searched(ctx, model, lambda model, batch: loss_of(model, batch) + critic(batch).mean())
+    after = (critic.state_dict(), [one.grad for one in critic.parameters()])
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert any("the loss also reaches" in str(one.message) for one in told)
 
 
 @check
