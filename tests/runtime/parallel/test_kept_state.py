@@ -33,6 +33,7 @@ class State(nn.Module):
         super().__init__()
         self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
         self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(3))
         self.rebound = torch.zeros(3)
         self.late: torch.Tensor | None = None
