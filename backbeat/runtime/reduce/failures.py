@@ -53,13 +53,15 @@ class RankState(TypedDict):
 
     step: int
     in_backward: bool
+    waits: bool
+    """Its graph is done: it waits for the others."""
     sent: int
     """Buckets that have left, of so many `buckets`."""
     buckets: int
     waiting: str
     """Parameters that the next bucket waits for."""
     elsewhere: NotRequired[str]
-    """Another wrapped model, in whose backward the rank is."""
+    """Another wrapped model, in whose backward the rank is, or for whose buckets it waits."""
 
 
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
@@ -130,16 +132,18 @@ class Monitor:
             store.set(f"fault/status/{self._rank}", json.dumps(state))
 
     def state(self) -> RankState | None:
-        """Where this rank stands, and in which other wrapper's backward if it is in one; None where the wrapper is
-        gone."""
+        """Where this rank stands, and in which other wrapper's backward if it is further in there; None where the
+        wrapper is gone."""
         found: RankState | None = self._state()
-        if found is not None and not found["in_backward"]:
-            found["elsewhere"] = next((other.model_name for other in list(_monitors) if other.in_backward()), "")
+        if found is not None:
+            # A backward of several models is in the backward of each. It waits in one at a time.
+            others = [other for other in list(_monitors) if other.depth() > _depth(found)]
+            found["elsewhere"] = max(others, key=Monitor.depth).model_name if others else ""
         return found
 
-    def in_backward(self) -> bool:
+    def depth(self) -> int:
         found: RankState | None = self._state()
-        return found is not None and found["in_backward"]
+        return 0 if found is None else _depth(found)
 
     def blame(self) -> str:
         """Ask where all stand, wait for their answers, and say in words who is missing or elsewhere."""
@@ -209,14 +213,19 @@ def describe(rank: int, mine: RankState | None, states: dict[int, RankState], si
             continue
         if state.get("elsewhere"):
             parts.append(
-                f"rank {other} is in the backward of another wrapped model ({state['elsewhere']}): backwards of "
-                "several wrapped models must come in the same order on every rank"
+                f"rank {other} is in the backward of another wrapped model ({state['elsewhere']}): forwards and "
+                "backwards of several wrapped models must come in the same order on every rank"
             )
         elif state["step"] != mine["step"] or (state["sent"] < mine["sent"] and state["in_backward"]):
             parts.append(f"rank {other} {_where(state)}")
         elif not state["in_backward"]:
             parts.append(f"rank {other} has finished step {state['step']} and is outside backward")
     return "; ".join(parts) or "every rank answers and stands at the same step: the network between them failed"
+
+
+def _depth(state: RankState) -> int:
+    """How far a rank is in a backward: outside, inside, or at its end, where it waits for the others."""
+    return state["in_backward"] + state["waits"]
 
 
 def _where(state: RankState) -> str:

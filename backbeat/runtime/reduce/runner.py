@@ -136,7 +136,14 @@ class StepRunner:
         if not step.idle and sent < len(buckets):
             outstanding = self._arrivals.outstanding
             waiting = first_few([context.names[index] for index in buckets[sent].members if outstanding[index] > 0])
-        return RankState(step=step.number, in_backward=not step.idle, sent=sent, buckets=len(buckets), waiting=waiting)
+        return RankState(
+            step=step.number,
+            in_backward=not step.idle,
+            waits=step.state is StepState.FINISHING,
+            sent=sent,
+            buckets=len(buckets),
+            waiting=waiting,
+        )
 
     def forward_begins(self, sync: bool) -> None:
         """Called at the start of every forward: ends a step whose backward raised."""

@@ -59,8 +59,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     - `profile`: a `Profile`, a name or a path, for `memory_budget` where the plan has no memory part.
 
     Several models may be wrapped, each parameter by one wrapper. Their backwards must come in the same order on every
-    rank. Where one rank runs model A's before B's and another B's before A's, each waits for the other until the
-    process group's timeout, and the error says so.
+    rank, and so must their forwards where one backward goes through several. Where one rank runs model A's before B's
+    and another B's before A's, each waits for the other until the process group's timeout, and the error says so.
 
     `isinstance(model, torch.nn.parallel.DistributedDataParallel)` holds for either reducer; with "ddp" the model is a
     `StockDistributedDataParallel`.

@@ -13,7 +13,7 @@ from backbeat.runtime.reduce import failures
 
 class Rank:
     def state(self) -> dict[str, Any]:
-        return {"step": 3, "in_backward": True, "sent": 1, "buckets": 2, "waiting": ""}
+        return {"step": 3, "in_backward": True, "waits": True, "sent": 1, "buckets": 2, "waiting": ""}
 
 
 def test_a_store_that_hangs_does_not_hang_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
