@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from torch._C import _distributed_c10d
 
 from backbeat.comm.communicators import Communicators, abort
 from backbeat.errors import do_not_answer, first_line
+from backbeat.runtime.reduce.peers import Ending, Peers
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ POLL_S = 1.0
 """The store is looked at this often for a question."""
 ANSWER_S = 4.0
 """Who asks waits this long for answers."""
+_LOOK_S = 0.1
+"""And looks this often whether who has not answered has ended."""
 _c10d: Any = _distributed_c10d
 _future: Any = torch._C.Future
 IN_FLIGHT, DONE = "", "done"
@@ -66,6 +70,8 @@ class RankState(TypedDict):
 
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 """Of every wrapper in this process."""
+_said: list[int] = []
+"""The process whose end was told. What ends after it mostly ends for it."""
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """Those that talk to a store, also of monitors that were stopped."""
 
@@ -80,15 +86,17 @@ class Monitor:
         *,
         model_name: str,
         look: Callable[[], bool] | None,
+        peers: Peers,
     ) -> None:
         """look: called now and then; it returns True once a collective is lost, and the thread then ends.
         model_name: the wrapped model's class, for the messages of other wrappers.
         """
         self.model_name = model_name
+        self.peers = peers
         self._store: Any = communicators.store
         self._own: Any = None
         """The connection of the thread that listens: the store's calls block each other."""
-        self._rank, self._size = communicators.rank, communicators.size
+        self.rank, self._size = communicators.rank, communicators.size
         # The thread must not keep the reducer alive.
         self._state = WeakCall(state)
         self._look = None if look is None else WeakCall(look)
@@ -99,6 +107,7 @@ class Monitor:
     def start(self) -> None:
         if self._size == 1:
             return
+        self.peers.watch(_peer_ended)
         try:
             clone = self._store.clone()
         except Exception as error:
@@ -121,7 +130,7 @@ class Monitor:
                         listens = False
                 except Exception as error:
                     # The store goes away when the job ends, or when the rank that keeps it does.
-                    logger.debug("the monitor of rank %d hears nothing more: %s", self._rank, error)
+                    logger.debug("the monitor of rank %d hears nothing more: %s", self.rank, error)
                     listens = False
             if self._look() if self._look is not None else not listens:
                 return
@@ -129,7 +138,7 @@ class Monitor:
     def _answer(self, store: Any) -> None:
         state = self.state()
         if state is not None:
-            store.set(f"fault/status/{self._rank}", json.dumps(state))
+            store.set(f"fault/status/{self.rank}", json.dumps(state))
 
     def state(self) -> RankState | None:
         """Where this rank stands, and in which other wrapper's backward if it is further in there; None where the
@@ -160,7 +169,7 @@ class Monitor:
 
     def _ask(self, store: Any, mine: RankState | None) -> str:
         try:
-            store.set("fault/asked", str(self._rank))
+            store.set("fault/asked", str(self.rank))
             self._answer(store)
             # For this process's other wrappers too: it may end with the error, and a rank that waits in one of them
             # must not take it for silent.
@@ -170,21 +179,48 @@ class Monitor:
             states = self._collect(store)
         except Exception as error:
             return f"the job's store does not answer either ({first_line(error)}): the rank that keeps it is gone"
-        return describe(self._rank, mine, states, self._size)
+        endings = {rank: self.peers.ending(rank) for rank in range(self._size)}
+        return describe(self.rank, mine, states, endings)
 
     def _collect(self, store: Any) -> dict[int, RankState]:
         found: dict[int, RankState] = {}
         deadline = time.monotonic() + ANSWER_S
         for rank in range(self._size):
             key = f"fault/status/{rank}"
-            left = max(deadline - time.monotonic(), 0.05)
-            try:
-                store.wait([key], timedelta(seconds=left))
-            except Exception as error:
-                logger.debug("no answer from rank %d: %s", rank, error)
-                continue
-            found[rank] = json.loads(store.get(key))
+            while not self._has_come(store, key, deadline) and time.monotonic() < deadline:
+                # Who has ended does not answer any more.
+                if self.peers.ending(rank):
+                    break
+            if store.check([key]):
+                found[rank] = json.loads(store.get(key))
         return found
+
+    @staticmethod
+    def _has_come(store: Any, key: str, deadline: float) -> bool:
+        try:
+            store.wait([key], timedelta(seconds=min(max(deadline - time.monotonic(), 0.05), _LOOK_S)))
+        except Exception as error:
+            logger.debug("%s: no answer: %s", key, error)
+            return False
+        return True
+
+
+def _peer_ended(pid: int, ending: Ending) -> None:
+    """Say at once which rank of this machine has ended, and where this rank is: the launcher may end it next."""
+    found = [monitor for monitor in list(_monitors) if monitor.peers.rank_of(pid) is not None]
+    if not found or _said:
+        return
+    monitor = max(found, key=Monitor.depth)
+    rank, depth, state = monitor.peers.rank_of(pid), monitor.depth(), monitor.state()
+    # Not known how: a rank that is through with its work ends, too.
+    if state is None or not (depth if ending.cause is None else ending.cause):
+        return
+    _said.append(pid)
+    sys.stderr.write(
+        f"backbeat: rank {monitor.rank}: rank {rank} is gone: process {pid} on {socket.gethostname()} {ending.words}. "
+        f"This rank {_where(state)}. Look at what rank {rank} printed last\n"
+    )
+    sys.stderr.flush()
 
 
 def _start(name: str, target: Callable[[], None]) -> threading.Thread:
@@ -204,10 +240,13 @@ def end_monitors() -> None:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
-def describe(rank: int, mine: RankState | None, states: dict[int, RankState], size: int) -> str:
-    """Which ranks did not answer, and which stand elsewhere than this one."""
-    silent = [other for other in range(size) if other not in states and other != rank]
-    parts = [do_not_answer(silent)] if silent else []
+def describe(rank: int, mine: RankState | None, states: dict[int, RankState], endings: dict[int, str]) -> str:
+    """Which ranks did not answer, and which stand elsewhere than this one. `endings`: how the process of each rank has
+    ended, empty where that is not known."""
+    silent = [other for other in endings if other not in states and other != rank]
+    parts = [f"rank {other} does not answer ({endings[other]})" for other in silent if endings[other]]
+    unknown = [other for other in silent if not endings[other]]
+    parts += [do_not_answer(unknown)] if unknown else []
     for other, state in sorted(states.items()):
         if other == rank or mine is None:
             continue

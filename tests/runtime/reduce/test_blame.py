@@ -9,6 +9,12 @@ from typing import Any
 import pytest
 
 from backbeat.runtime.reduce import failures
+from backbeat.runtime.reduce.peers import Peers
+
+
+def alone() -> Peers:
+    """No other rank on this machine."""
+    return Peers(SimpleNamespace(store=None, rank=1, size=1))  # type: ignore[arg-type]
 
 
 class Rank:
@@ -22,7 +28,7 @@ def test_a_store_that_hangs_does_not_hang_the_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(failures, "ANSWER_S", 0.05)
     rank = Rank()
     communicators: Any = SimpleNamespace(store=store, rank=1, size=4)
-    monitor = failures.Monitor(communicators, rank.state, model_name="net", look=None)
+    monitor = failures.Monitor(communicators, rank.state, model_name="net", look=None, peers=alone())
     try:
         assert "the rank that keeps it hangs" in monitor.blame()
     finally:
@@ -43,7 +49,7 @@ def test_a_monitor_that_was_stopped_is_waited_for_at_the_end(monkeypatch: pytest
     store = SimpleNamespace(clone=lambda: SimpleNamespace(check=check))
     rank = Rank()
     communicators: Any = SimpleNamespace(store=store, rank=1, size=4)
-    monitor = failures.Monitor(communicators, rank.state, model_name="net", look=None)
+    monitor = failures.Monitor(communicators, rank.state, model_name="net", look=None, peers=alone())
     monitor.start()
     assert asked.wait(60)
     monitor.stop()
