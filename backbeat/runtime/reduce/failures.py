@@ -165,7 +165,7 @@ class Monitor:
         asking.join(2 * ANSWER_S)
         if found:
             return found[0]
-        return "the job's store does not answer either: the rank that keeps it hangs, or its machine is unreachable"
+        return self._without_store("", "hangs, or its machine is unreachable")
 
     def _ask(self, store: Any, mine: RankState | None) -> str:
         try:
@@ -178,9 +178,15 @@ class Monitor:
                     other._answer(other._own)
             states = self._collect(store)
         except Exception as error:
-            return f"the job's store does not answer either ({first_line(error)}): the rank that keeps it is gone"
-        endings = {rank: self.peers.ending(rank) for rank in range(self._size)}
-        return describe(self.rank, mine, states, endings)
+            return self._without_store(f" ({first_line(error)})", "is gone")
+        return describe(self.rank, mine, states, self._endings())
+
+    def _without_store(self, why: str, keeper: str) -> str:
+        gone = [_gone(rank, ending) for rank, ending in self._endings().items() if ending]
+        return "; ".join([*gone, f"the job's store does not answer either{why}: the rank that keeps it {keeper}"])
+
+    def _endings(self) -> dict[int, str]:
+        return {rank: self.peers.ending(rank) for rank in range(self._size)}
 
     def _collect(self, store: Any) -> dict[int, RankState]:
         found: dict[int, RankState] = {}
@@ -244,7 +250,7 @@ def describe(rank: int, mine: RankState | None, states: dict[int, RankState], en
     """Which ranks did not answer, and which stand elsewhere than this one. `endings`: how the process of each rank has
     ended, empty where that is not known."""
     silent = [other for other in endings if other not in states and other != rank]
-    parts = [f"rank {other} does not answer ({endings[other]})" for other in silent if endings[other]]
+    parts = [_gone(other, endings[other]) for other in silent if endings[other]]
     unknown = [other for other in silent if not endings[other]]
     parts += [do_not_answer(unknown)] if unknown else []
     for other, state in sorted(states.items()):
@@ -260,6 +266,10 @@ def describe(rank: int, mine: RankState | None, states: dict[int, RankState], en
         elif not state["in_backward"]:
             parts.append(f"rank {other} has finished step {state['step']} and is outside backward")
     return "; ".join(parts) or "every rank answers and stands at the same step: the network between them failed"
+
+
+def _gone(rank: int, ending: str) -> str:
+    return f"rank {rank} does not answer ({ending})"
 
 
 def _depth(state: RankState) -> int:

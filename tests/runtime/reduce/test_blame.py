@@ -30,7 +30,10 @@ def test_a_store_that_hangs_does_not_hang_the_error(monkeypatch: pytest.MonkeyPa
     communicators: Any = SimpleNamespace(store=store, rank=1, size=4)
     monitor = failures.Monitor(communicators, rank.state, model_name="net", look=None, peers=alone())
     try:
-        assert "the rank that keeps it hangs" in monitor.blame()
+        assert monitor.blame().startswith("the job's store does not answer either: the rank that keeps it hangs")
+        # Of this machine's ranks the kernel knows.
+        monkeypatch.setattr(monitor.peers, "ending", lambda rank: "process 7 was killed" if rank == 0 else "")
+        assert monitor.blame().startswith("rank 0 does not answer (process 7 was killed); the job's store does not")
     finally:
         frozen.set()
         monitor.stop()
