@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import socket
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ import torch
 from torch._C import _distributed_c10d
 
 from backbeat.comm.communicators import Communicators, abort
+from backbeat.comm.machine import host_name
 from backbeat.errors import do_not_answer, first_line
 from backbeat.runtime.reduce.peers import Ending, Peers
 from backbeat.runtime.weak_call import WeakCall
@@ -223,7 +223,7 @@ def _peer_ended(pid: int, ending: Ending) -> None:
         return
     _said.append(pid)
     sys.stderr.write(
-        f"backbeat: rank {monitor.rank}: rank {rank} is gone: process {pid} on {socket.gethostname()} {ending.words}. "
+        f"backbeat: rank {monitor.rank}: rank {rank} is gone: process {pid} on {host_name()} {ending.words}. "
         f"This rank {_where(state)}. Look at what rank {rank} printed last\n"
     )
     sys.stderr.flush()

@@ -14,13 +14,13 @@ import logging
 import os
 import select
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from backbeat.comm.communicators import Communicators
+from backbeat.comm.machine import host_name
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -72,7 +72,7 @@ class Peers:
         """How this rank's process has ended; nothing where it lives, or is another machine's."""
         pid = self._pids.get(rank)
         found = None if pid is None else _watcher(os.getpid()).ended.get(pid)
-        return "" if found is None else f"process {pid} on {socket.gethostname()} {found.words}"
+        return "" if found is None else f"process {pid} on {host_name()} {found.words}"
 
 
 class _Watcher:
