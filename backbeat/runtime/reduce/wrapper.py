@@ -211,21 +211,6 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             raise InputError("report() has nothing to report yet: run a training step first")
         return make_report(self.reducer)
 
-    def counters(self) -> dict[str, float]:
-        """A few numbers for a dashboard: `for k, v in model.counters().items(): writer.add_scalar(k, v, step)`."""
-        reducer = self.reducer
-        timed = reducer.recorder.steps()
-        found = {
-            "backbeat/steps": float(reducer.steps),
-            "backbeat/buckets": float(len(reducer.buckets)),
-            "backbeat/communicators": float(reducer.partition.communicators),
-            "backbeat/late_buckets": float(reducer.runner.context.late_buckets),
-        }
-        if timed:
-            found["backbeat/exposed_s"] = timed[-1].exposed_s
-            found["backbeat/backward_s"] = timed[-1].computed_s
-        return found
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or profiling():
             return super().forward(*inputs, **kwargs)
