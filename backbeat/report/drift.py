@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -110,7 +110,7 @@ class Level:
     first: tuple[float, ...] = ()
     usual: float | None = None
     scatter: float = 0.0
-    """Of the first samples around the usual level, as a share of it."""
+    """Of the samples that made it around the usual level, as a share of it."""
     beyond: tuple[tuple[int, float], ...] = ()
     """Samples in a row, up to the last one, that lie beyond the level on one side."""
 
@@ -127,7 +127,10 @@ class Level:
         new = statistics.median(found for _, found in beyond)
         # One that was off by chance before the others is nearer to the level that was.
         since = next(at for at, found in beyond if abs(found - new) <= abs(found - self.usual))
-        return replace(self, usual=new, beyond=()), Shift(since, self.usual, new)
+        # A longer time scatters more. Yet the way back must lie beyond that.
+        scatter = min(_scatter([found for _, found in beyond], new), abs(1.0 - self.usual / new) / (2 * SCATTERS))
+        shifted = Level(usual=new, scatter=max(self.scatter, scatter))
+        return shifted, Shift(since, self.usual, new)
 
     def off(self, base: float | None, least: float) -> float:
         """By what share the usual level differs from another; 0 where that is no more than `least` or the scatter, or
@@ -149,9 +152,12 @@ class Level:
         if usual <= 0:
             # Nothing to compare with: a figure that is zero so far.
             return replace(self, first=first[1:])
-        deviation = statistics.median(abs(one - usual) for one in first)
-        # 1.48: what makes the median deviation of normal noise its standard deviation.
-        return Level(usual=usual, scatter=1.48 * deviation / usual)
+        return Level(usual=usual, scatter=_scatter(first, usual))
+
+
+def _scatter(values: Sequence[float], usual: float) -> float:
+    """As a share of their usual value. 1.48 makes the median deviation of normal noise its standard deviation."""
+    return 1.48 * statistics.median(abs(one - usual) for one in values) / usual
 
 
 class Drift:

@@ -224,6 +224,17 @@ def test_the_way_back_is_told_too() -> None:
     ]
 
 
+def test_a_delay_on_a_busy_machine_is_mostly_told_once_and_its_end_too() -> None:
+    """What takes longer scatters more: that is no second delay, nor does it hide that the first is over."""
+    found = []
+    for seed in range(60):
+        late, after = (job(seed + more, 0.05, ranks=2, slow={1: 2.4} if more == 0 else None) for more in (0, 100))
+        after = [replace(one, step=one.step + 60 * EVERY) for one in after]
+        found.append([alert for alert in alerts([*late, *after]) if alert.startswith("rank 1 ")])
+    assert sum(len(one) == 2 for one in found) > 50
+    assert all(re.search(r"since step 3[01]\d\d", one[-1]) for one in found)
+
+
 def test_a_few_slow_samples_are_no_drift() -> None:
     samples = job(0, 0.01)
     outlier = samples[40]
