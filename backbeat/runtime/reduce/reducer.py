@@ -28,6 +28,7 @@ from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.comm_hooks import Hook
 from backbeat.runtime.reduce.managed_parameters import ManagedParameters
 from backbeat.runtime.reduce.partition import Partition, first_partition, stock_partition, with_newcomers
+from backbeat.runtime.reduce.peers import Peers
 from backbeat.runtime.reduce.runner import StepRunner
 from backbeat.runtime.reduce.settings import WrapperSettings
 from backbeat.runtime.reduce.timing import Recorder
@@ -118,9 +119,11 @@ class Reducer:
         """False until stock DDP's first buckets have been formed again in ready order; True from the start with a plan
         or `find_unused_parameters`."""
         self.first_partition = partition = first_partition(settings, managed, communicators)
+        # Before ranks agree: afterwards each has made its own.
+        peers = Peers(communicators)
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
-        self._runner = runner = StepRunner(managed, communicators, partition, settings)
+        self._runner = runner = StepRunner(managed, communicators, partition, settings, peers)
         runner.after_step = WeakCall(self.after_step)
         runner.unreached = WeakCall(managed.check_known)
         self.recorder = Recorder(self.device)

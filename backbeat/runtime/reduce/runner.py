@@ -31,6 +31,7 @@ from backbeat.runtime.reduce.exchange import Exchange, Sender
 from backbeat.runtime.reduce.failures import LostCollectives, Monitor, RankState
 from backbeat.runtime.reduce.managed_parameters import ManagedParameters, claim, release
 from backbeat.runtime.reduce.partition import Partition
+from backbeat.runtime.reduce.peers import Peers
 from backbeat.runtime.reduce.settings import WrapperSettings
 from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets
 from backbeat.runtime.reduce.step import Step, StepState
@@ -45,7 +46,12 @@ class StepRunner:
     needs."""
 
     def __init__(
-        self, managed: ManagedParameters, communicators: Communicators, partition: Partition, settings: WrapperSettings
+        self,
+        managed: ManagedParameters,
+        communicators: Communicators,
+        partition: Partition,
+        settings: WrapperSettings,
+        peers: Peers,
     ) -> None:
         device = communicators.device
         self._arrivals = Arrivals(len(managed.names), Streams(device) if device.type == "cuda" else None)
@@ -81,7 +87,9 @@ class StepRunner:
         weakref.finalize(self, self._hooks.remove)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
         look = None if self._lost is None else self._lost.look
-        self.context.monitor = Monitor(communicators, self.rank_state, model_name=managed.model_name, look=look)
+        self.context.monitor = Monitor(
+            communicators, self.rank_state, model_name=managed.model_name, look=look, peers=peers
+        )
         self.context.monitor.start()
 
     @property
@@ -144,6 +152,7 @@ class StepRunner:
         return RankState(
             step=step.number,
             in_backward=not step.idle,
+            waits=step.state is StepState.FINISHING,
             sent=sent,
             buckets=len(buckets),
             waiting=waiting,

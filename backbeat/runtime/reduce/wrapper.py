@@ -60,8 +60,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     - `profile`: a `Profile`, a name or a path, for `memory_budget` where the plan has no memory part.
 
     Several models may be wrapped, each parameter by one wrapper. Their backwards must come in the same order on every
-    rank. Where one rank runs model A's before B's and another B's before A's, each waits for the other until the
-    process group's timeout, and the error says so.
+    rank, and so must their forwards where one backward goes through several. Where one rank runs model A's before B's
+    and another B's before A's, each waits for the other until the process group's timeout, and the error says so.
 
     `isinstance(model, torch.nn.parallel.DistributedDataParallel)` holds for either reducer; with "ddp" the model is a
     `StockDistributedDataParallel`.
@@ -213,21 +213,6 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if not self.reducer.built:
             raise InputError("report() has nothing to report yet: run a training step first")
         return make_report(self.reducer)
-
-    def counters(self) -> dict[str, float]:
-        """A few numbers for a dashboard: `for k, v in model.counters().items(): writer.add_scalar(k, v, step)`."""
-        reducer = self.reducer
-        timed = reducer.recorder.steps()
-        found = {
-            "backbeat/steps": float(reducer.steps),
-            "backbeat/buckets": float(len(reducer.buckets)),
-            "backbeat/communicators": float(reducer.partition.communicators),
-            "backbeat/late_buckets": float(reducer.runner.context.late_buckets),
-        }
-        if timed:
-            found["backbeat/exposed_s"] = timed[-1].exposed_s
-            found["backbeat/backward_s"] = timed[-1].computed_s
-        return found
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or profiling():
