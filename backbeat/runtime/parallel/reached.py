@@ -6,6 +6,7 @@ Followed are closure cells, the globals and imported modules that its code names
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections import deque
@@ -48,7 +49,9 @@ def reached_from(*roots: Any) -> Reached:
         key = (id(one), names) if issubclass(type(one), ModuleType) else id(one)
         if key not in seen:
             seen[key] = one
-            queue.extend(pair for pair in _next(one, names, found) if not issubclass(type(pair[0]), _PLAIN))
+            # A user's object may raise at any question, as a proxy does that has no object yet.
+            with contextlib.suppress(Exception):
+                queue.extend(pair for pair in _next(one, names, found) if not issubclass(type(pair[0]), _PLAIN))
     return found
 
 

@@ -7,6 +7,7 @@ import functools
 import threading
 import types
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -384,3 +385,14 @@ def test_a_loss_that_holds_very_much_ends_the_walk() -> None:
     found = reached_from(lambda model, batch: near[0](model(batch)))
     assert found.modules == [layer]
     assert len(found.lists) < 150_000
+
+
+class Proxy:
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise RuntimeError("there is nothing behind it yet")
+
+
+def test_an_object_that_answers_no_question_is_passed_by() -> None:
+    layer, held = nn.Linear(2, 2), (Proxy(), weakref.proxy(nn.Linear(2, 2)))
+    assert reached_from(lambda model, batch: (held, layer)).modules == [layer]
