@@ -62,3 +62,9 @@ def test_a_monitor_that_was_stopped_is_waited_for_at_the_end(monkeypatch: pytest
     threading.Timer(0.1, answered.set).start()
     failures.end_monitors()
     assert not thread.is_alive()
+
+
+def test_a_rank_that_gave_up_is_named_with_what_it_met() -> None:
+    mine, other = ({**Rank().state(), "gave_up": why} for why in ("", "no memory left"))
+    told = failures.describe(1, mine, {1: mine, 0: other}, 2)  # type: ignore[typeddict-item]
+    assert told == "rank 0 has given up: no memory left"
