@@ -1,4 +1,5 @@
-"""What a step takes as a graph of operations, built and run; buckets and pipelines against their simulators.
+"""What a step takes as a graph of operations, built and run; against the recursion of one communicator, and
+the simulator of pipelines.
 
     python -m benchmarks.engine
 
@@ -13,13 +14,14 @@ from collections.abc import Callable
 from functools import partial
 
 from backbeat import plan
+from backbeat.cost import LinkCost
 from backbeat.engine import Graph, run
 from backbeat.layouts.pipeline import _simulated, run_pipeline
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Network, Profile
+from backbeat.simulate.bucket_travel import one_by_one
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.host_lane import device_alone
-from backbeat.simulate.iteration import communicate_beside
 from backbeat.simulate.schedule import Schedule
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import chain_of
@@ -77,10 +79,15 @@ def buckets(name: str, cluster: str, gpus: int, ways: tuple[tuple[str, int | Non
                 return bucket_graph(step).graph
 
             word = f"{way} of {profile.model} on {made.communicators}" + (", contended" if slowdown > 1 else "")
-            simulate = partial(communicate_beside, schedule, cost, made.communicators, slowdown)
+            recursion = slowdown == 1 and made.communicators == 1
+            simulate = partial(_recursion, schedule, cost) if recursion else None
             compared(word, simulate, build)
             if way == "ddp":
                 compared(f"  band of {word}", simulate, build, runs=3)
+
+
+def _recursion(schedule: Schedule, cost: LinkCost) -> None:
+    one_by_one(schedule.ready, cost.times(schedule.sizes))
 
 
 def units(name: str, cluster: str, gpus: int, ways: tuple[str, ...]) -> None:

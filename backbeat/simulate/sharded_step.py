@@ -18,7 +18,7 @@ from backbeat.cost import LinkCost
 from backbeat.engine import GraphTimes, run
 from backbeat.model import Network, Plan, Profile, Sharding
 from backbeat.model.prediction import Breakdown, Span
-from backbeat.simulate.iteration import Iteration
+from backbeat.simulate.iteration import Iteration, StepTimes
 from backbeat.simulate.schedule import busy_periods
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import ROOT, ModelPieces, ShardedChain, chain_of
@@ -46,6 +46,11 @@ def sharded_iteration(
     update_s = profile.update_s / chain.sharding.mesh.shard
     found = run_step(chain, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
     compute_s = micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s)
+
+    def elsewhere(other: Network, slowdown: float) -> StepTimes:
+        again = run(found.made.on(ShardedCost.of(profile, other, chain.sharding), {"network": slowdown}))
+        return StepTimes(again.ends[-1], 0.0, len(found.made.graph.sent))
+
     return Iteration(
         steady_s=found.end_s,
         bound_s=sharded_bound(chain, cost, update_s, micro_batches),
@@ -53,6 +58,7 @@ def sharded_iteration(
         timeline=_timeline(found, chain, cost),
         buckets=chain.count + chain.has_root,
         largest_bytes=float(max(cost.param_bytes, cost.reduce_bytes) * max(chain.elements)),
+        elsewhere=elsewhere,
     )
 
 

@@ -97,10 +97,16 @@ class BucketGraph:
                 at.append(times.ends[op] - begun)
         return ComputeClock(np.array(done), np.array(at))
 
-    def on(self, message_times: MessageTimes) -> Graph:
+    def on(
+        self,
+        message_times: MessageTimes,
+        link: SharedLink | None = None,
+        slowdowns: Mapping[str, float] | None = None,
+    ) -> Graph:
         """The same step where messages take other times, as on a quieter network."""
-        times = _op_times(message_times)
-        return self.graph.retimed({op: row for ops in self.rounds for op, row in zip(ops, times, strict=True)})
+        rows = _op_times(message_times)
+        times = {op: row for ops in self.rounds for op, row in zip(ops, rows, strict=True)}
+        return self.graph.retimed(times, link, slowdowns)
 
 
 def link_of(cost: LinkCost) -> SharedLink:
