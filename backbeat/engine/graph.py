@@ -238,7 +238,8 @@ class Graph:
         for number, (seconds, work_s, behind_s) in times.items():
             found.seconds[number] = seconds
             if number in found.sent:
-                found.sent[number] = found.sent[number]._replace(work_s=work_s, behind_s=behind_s)
+                path, _, _, follows, carrier, size = found.sent[number]
+                found.sent[number] = Sent(path, work_s, behind_s, follows, carrier, size)
         return found
 
     def shares_links(self) -> bool:
