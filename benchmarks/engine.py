@@ -1,4 +1,5 @@
-"""What a step takes as a graph of operations, built and run, against the simulator of that kind of step alone.
+"""What a step takes as a graph of operations, built and run; against the recursion of one communicator, and
+the simulator of pipelines.
 
     python -m benchmarks.engine
 
@@ -13,16 +14,16 @@ from collections.abc import Callable
 from functools import partial
 
 from backbeat import plan
+from backbeat.cost import LinkCost
 from backbeat.engine import Graph, run
 from backbeat.layouts.pipeline import _simulated, run_pipeline
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Network, Profile
+from backbeat.simulate.bucket_travel import one_by_one
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.host_lane import device_alone
-from backbeat.simulate.iteration import communicate_beside
 from backbeat.simulate.schedule import Schedule
 from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import chain_of
 from backbeat.steps.bucket_graph import BucketStep, bucket_graph, link_of
 from backbeat.steps.stage_graph import ChunkTimes, stage_graph
@@ -32,7 +33,7 @@ from benchmarks.harness import machine
 REPEATS = 20
 
 
-def compared(name: str, simulate: Callable[[], object], build: Callable[[], Graph], runs: int = 1) -> None:
+def compared(name: str, simulate: Callable[[], object] | None, build: Callable[[], Graph], runs: int = 1) -> None:
     def engine() -> None:
         graph = build()
         for _ in range(runs):
@@ -40,7 +41,8 @@ def compared(name: str, simulate: Callable[[], object], build: Callable[[], Grap
 
     def simulator() -> None:
         for _ in range(runs):
-            simulate()
+            if simulate is not None:
+                simulate()
 
     sides = (simulator, engine, build)
     taken: list[list[float]] = [[], [], []]
@@ -51,10 +53,8 @@ def compared(name: str, simulate: Callable[[], object], build: Callable[[], Grap
             times.append(time.perf_counter() - start)
     old, new, built = (min(times) for times in taken)
     graph = build()
-    print(
-        f"  {name:<44} {len(graph):>6} ops  simulator {old * 1e3:8.3f} ms  engine {new * 1e3:8.3f} ms  "
-        f"ratio {new / old:5.2f}  built {built / new:4.0%}"
-    )
+    other = "" if simulate is None else f"simulator {old * 1e3:8.3f} ms  ratio {new / old:5.2f}"
+    print(f"  {name:<44} {len(graph):>6} ops  engine {new * 1e3:8.3f} ms  built {built / new:4.0%}  {other}")
 
 
 def buckets(name: str, cluster: str, gpus: int, ways: tuple[tuple[str, int | None], ...]) -> None:
@@ -79,10 +79,15 @@ def buckets(name: str, cluster: str, gpus: int, ways: tuple[tuple[str, int | Non
                 return bucket_graph(step).graph
 
             word = f"{way} of {profile.model} on {made.communicators}" + (", contended" if slowdown > 1 else "")
-            simulate = partial(communicate_beside, schedule, cost, made.communicators, slowdown)
+            recursion = slowdown == 1 and made.communicators == 1
+            simulate = partial(_recursion, schedule, cost) if recursion else None
             compared(word, simulate, build)
             if way == "ddp":
                 compared(f"  band of {word}", simulate, build, runs=3)
+
+
+def _recursion(schedule: Schedule, cost: LinkCost) -> None:
+    one_by_one(schedule.ready, cost.times(schedule.sizes))
 
 
 def units(name: str, cluster: str, gpus: int, ways: tuple[str, ...]) -> None:
@@ -95,10 +100,9 @@ def units(name: str, cluster: str, gpus: int, ways: tuple[str, ...]) -> None:
         for slowdown in (1.0, factor):
             step = UnitStep(chain=chain, cost=cost, update_s=1e-3, slowdowns={"network": slowdown})
             word = f"{way} of {profile.model}" + (", contended" if slowdown > 1 else "")
-            simulate = partial(run_step, chain, cost, 1e-3, slowdown=slowdown)
             build = partial(_graph, step)
-            compared(word, simulate, build)
-            compared(f"  band of {word}", simulate, build, runs=3)
+            compared(word, None, build)
+            compared(f"  band of {word}", None, build, runs=3)
 
 
 def _graph(step: UnitStep) -> Graph:

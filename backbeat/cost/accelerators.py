@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from backbeat.errors import InputError
 
@@ -92,6 +93,7 @@ ACCELERATORS = (
 )
 
 
+@lru_cache(maxsize=256)
 def accelerator(device: str) -> Accelerator | None:
     """The accelerator that a profile's `device` names; the most specific where several names fit.
 

@@ -221,14 +221,25 @@ class Graph:
         self.buffers.append(held)
         return held
 
-    def retimed(self, times: Mapping[int, tuple[float, float, float | None]]) -> Graph:
-        """The same ops, of which these have other (seconds, work_s, behind_s), as on a quieter network."""
+    def retimed(
+        self,
+        times: Mapping[int, tuple[float, float, float | None]],
+        link: SharedLink | None = None,
+        slowdowns: Mapping[str, float] | None = None,
+    ) -> Graph:
+        """The same ops, of which these have other (seconds, work_s, behind_s), as on a quieter network; where given,
+        all share links, and are slowed down, otherwise."""
         found = copy.copy(self)
+        if link is not None:
+            found.links = [link] * len(self.links)
+        if slowdowns is not None:
+            found.kinds = [self.kinds[0], *(WorkKind(kind.gpu, slowdowns) for kind in self.kinds[1:])]
         found.seconds, found.sent = self.seconds.copy(), self.sent.copy()
         for number, (seconds, work_s, behind_s) in times.items():
             found.seconds[number] = seconds
             if number in found.sent:
-                found.sent[number] = found.sent[number]._replace(work_s=work_s, behind_s=behind_s)
+                path, _, _, follows, carrier, size = found.sent[number]
+                found.sent[number] = Sent(path, work_s, behind_s, follows, carrier, size)
         return found
 
     def shares_links(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
 from backbeat.cost import LinkCost
@@ -131,9 +131,14 @@ class _Search:
     profile: Profile
     cost: LinkCost
     deadline: float
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = field(default_factory=dict)
+    """Ends by where buckets end and their communicators: sweeps come back to many plans."""
 
     def score(self, draft: Draft) -> tuple[float, Draft]:
-        return draft.end_s(self.profile, self.cost), draft
+        plan = tuple(draft.ends), tuple(draft.communicator_of_buckets())
+        if plan not in self.known:
+            self.known[plan] = draft.end_s(self.profile, self.cost)
+        return self.known[plan], draft
 
     def on_several(self, network: Network, most: int, floor: float) -> list[tuple[float, Draft]]:
         """Plans on two and more communicators."""

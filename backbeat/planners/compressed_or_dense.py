@@ -23,7 +23,8 @@ from backbeat.model import Network, Profile
 from backbeat.model.plan import Bucket, Compression, Plan
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.optimal import best_ends, ends_by_trying_all
-from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow
+from backbeat.simulate.bucket_travel import BucketTravel
+from backbeat.simulate.compressed_cost import CompressedCost, compress_s, compression_rates
 from backbeat.simulate.schedule import Schedule, running_sums
 
 DEFAULT_DENSITY = 0.01
@@ -74,8 +75,9 @@ class Mixed:
         members, compressed = zip(*self.members(cost.profile), strict=True)
         schedule = Schedule.of_members(cost.profile, members, [0] * len(members))
         compressions = [self.compression if one else None for one in compressed]
-        flow, _, computed_s = compressed_flow(schedule, compressions, cost)
-        return max(computed_s, flow.end_s)
+        travel = BucketTravel(schedule, cost.profile.backward_s, compress_s(cost.profile, schedule.sizes, compressions))
+        flow, _ = travel.on(cost.times(schedule.sizes, compressions))
+        return max(travel.computed_s, flow.end_s)
 
     def plan(self, profile: Profile, workers: int, note: str) -> Plan:
         return Plan(
@@ -136,11 +138,11 @@ def compressed_ends(cost: CompressedCost, compression: Compression) -> list[int]
     The fixed cost of compressing a bucket, f, really delays the buckets after it. Here it counts as transfer time:
     that keeps buckets few, and the simulation that scores the result has it right.
     """
-    sizes = cost.profile.sizes
-    ready = (cost.profile.ready + cost.s_per_byte * running_sums(sizes)[1:]).tolist()
+    sizes, (s_per_byte, s_per_bucket) = cost.profile.sizes, compression_rates(cost.profile)
+    ready = (cost.profile.ready + s_per_byte * running_sums(sizes)[1:]).tolist()
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
-        times = cost.time(messages, compression) + cost.s_per_bucket
+        times = cost.time(messages, compression) + s_per_bucket
         return np.asarray(np.maximum(ready[j - 1], earliest) + times)
 
     return ends_by_trying_all(sizes, finishes)

@@ -11,8 +11,7 @@ from backbeat.cost import LinkCost
 from backbeat.model import Profile
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
 from backbeat.model.sharding import ShardedDtype
-from backbeat.simulate.engine import communicate
-from backbeat.simulate.iteration import communicate_beside
+from backbeat.simulate.bucket_travel import BucketTravel
 from backbeat.simulate.schedule import Schedule
 
 
@@ -78,11 +77,11 @@ class Draft:
 
     def end_s(self, profile: Profile, cost: LinkCost) -> float:
         """When the last bucket is done, after backward starts."""
-        return communicate(self.schedule(profile), cost, self.communicators).end_s
+        return BucketTravel(self.schedule(profile), profile.backward_s).at(cost)[0].end_s
 
     def contended_end_s(self, profile: Profile, cost: LinkCost, slowdown: float) -> float:
         """When the last bucket and backward are done, if computation takes `slowdown` times as long beside buckets."""
-        flow, clock = communicate_beside(self.schedule(profile), cost, self.communicators, slowdown)
+        flow, clock = BucketTravel(self.schedule(profile), profile.backward_s).at(cost, slowdown)
         return max(flow.end_s, float(clock.when(profile.backward_s)))
 
     def named(self, profile: Profile, strategy: str, workers: int) -> Plan:

@@ -27,7 +27,7 @@ from backbeat.cost import LinkCost
 from backbeat.model import Profile
 from backbeat.model.reduction import DDP_BUCKET_BYTES
 from backbeat.planners.draft import Draft
-from backbeat.simulate.engine import one_by_one
+from backbeat.simulate.bucket_travel import one_by_one
 from backbeat.simulate.schedule import running_sums
 
 SLOWER = 1.25

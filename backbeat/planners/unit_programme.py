@@ -2,7 +2,7 @@
 
 **The sub-problem.** One micro-batch, one communicator, computation not slowed down by communication, forward prefetch
 left to torch, every unit resharded or none, on a given mesh. Which consecutive atoms (blocks) form a unit? Under the
-rules of `sharded_step` a step is then a longest path: every task starts when those it waits for are done.
+rules of `unit_graph` a step is then a longest path: every task starts when those it waits for are done.
 
 **The programme.** Cut a step between two units. Forward before the cut matters to the rest by when its streams are
 free: the *head*. Backward after the cut, which runs last, matters by how long it takes from each point where it is

@@ -19,9 +19,6 @@ from numpy.typing import ArrayLike, NDArray
 from backbeat.cost import Curve, MessageTimes
 from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model import Compression, Network, Plan, Profile
-from backbeat.simulate.contention import ComputeClock, contended
-from backbeat.simulate.engine import one_by_one
-from backbeat.simulate.schedule import Flow, Schedule
 from backbeat.simulate.sharded_cost import half_curve
 
 ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
@@ -58,17 +55,6 @@ class CompressedCost:
     def gather(self) -> Curve:
         return half_curve(self.network, "all_gather")
 
-    @property
-    def s_per_byte(self) -> float:
-        """Of compressing."""
-        known = self.profile.compression_s_per_byte
-        return ASSUMED_COMPRESSION_S_PER_BYTE if known is None else known
-
-    @property
-    def s_per_bucket(self) -> float:
-        """Nothing where it was not measured: then the cost per byte holds some of it."""
-        return self.profile.compression_s_per_bucket or 0.0
-
     def time(self, sizes: ArrayLike, compression: Compression) -> NDArray[np.float64]:
         """Of buckets of these bytes, all compressed alike."""
         elements = np.asarray(sizes, dtype=np.float64) / self.profile.element_bytes
@@ -86,20 +72,20 @@ class CompressedCost:
         return times
 
 
-def compressed_flow(
-    schedule: Schedule, compressions: Sequence[Compression | None], cost: CompressedCost, slowdown: float = 1.0
-) -> tuple[Flow, ComputeClock, float]:
-    """One communicator. Compression runs on the compute stream as buckets become ready, and computation takes
-    `slowdown` times as long beside communication. The last is what backward and compression take without it."""
-    ready, sizes = schedule.ready.tolist(), schedule.sizes.tolist()
-    spent = 0.0
-    for index in sorted(range(len(ready)), key=ready.__getitem__):
-        if compressions[index] is not None:
-            spent += cost.s_per_bucket + cost.s_per_byte * sizes[index]
-        ready[index] += spent
-    times = cost.times(schedule.sizes, compressions)
-    flow, clock = contended(lambda moments: one_by_one(moments, times), np.array(ready), slowdown)
-    return flow, clock, cost.profile.backward_s + spent
+def compression_rates(profile: Profile) -> tuple[float, float]:
+    """Seconds of compressing, for each byte and for each bucket. Where the latter was not measured it is nothing: then
+    the former holds some of it."""
+    per_byte = profile.compression_s_per_byte
+    return ASSUMED_COMPRESSION_S_PER_BYTE if per_byte is None else per_byte, profile.compression_s_per_bucket or 0.0
+
+
+def compress_s(profile: Profile, sizes: NDArray[np.float64], compressions: Sequence[Compression | None]) -> list[float]:
+    """What compressing each bucket takes, on the compute stream."""
+    per_byte, per_bucket = compression_rates(profile)
+    return [
+        0.0 if compression is None else per_bucket + per_byte * size
+        for compression, size in zip(compressions, sizes.tolist(), strict=True)
+    ]
 
 
 def sent_bytes(size: float, compression: Compression | None, element_bytes: int) -> int:

@@ -5,9 +5,10 @@ transport, or none.
 
 NCCL's kernels take multiprocessors and memory bandwidth away from whatever runs beside them, from a message's launch to
 its end. So gradients become ready later the more of their backward pass overlaps with communication, which moves the
-communication, and so on. What happens until some moment depends on nothing after it. So the buckets run again and
-again, each time with the ready times that the last run gave. Each run or two puts one more message right; the runs end
-when ready times no longer change.
+communication, and so on. In a graph the engine follows that. Buckets that form at run time, as Horovod's, are no graph:
+they run again and again (`contended`), each time with the ready times that the last run gave. What happens until some
+moment depends on nothing after it. So each run or two puts one more message right; the runs end when ready times no
+longer change.
 """
 
 from __future__ import annotations

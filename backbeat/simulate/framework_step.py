@@ -6,7 +6,7 @@ bucket before forward and each next one while forward works on the bucket before
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,9 +16,9 @@ from backbeat.cost import LinkCost
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
-from backbeat.simulate.contention import UNDISTURBED, least_s
-from backbeat.simulate.engine import communicate
-from backbeat.simulate.iteration import BucketRun, Iteration, communicate_beside, exposed_breakdown, least_end_s
+from backbeat.simulate.bucket_travel import BucketTravel
+from backbeat.simulate.contention import least_s
+from backbeat.simulate.iteration import BucketRun, Iteration, StepTimes, exposed_breakdown, least_end_s
 from backbeat.simulate.schedule import Schedule, capped, running_sums
 from backbeat.simulate.sharded_cost import half_curve
 
@@ -27,25 +27,30 @@ def framework_iteration(
     profile: Profile, network: Network, plan: Plan, reduction: Reduction, micro_batches: int, slowdown: float = 1.0
 ) -> Iteration:
     """The plan's buckets, reduced as the framework does it. The profile's gradients are as large as they travel."""
-    cost = network.cost
-    if reduction.collective == "reduce_scatter":
-        cost = LinkCost(half_curve(network, "reduce_scatter"))
-    communicators = plan.communicators
     schedule, buckets = Schedule.of_plan(profile, plan)
-    if reduction.overlap == "none":
-        late = Schedule(np.full_like(schedule.ready, profile.backward_s), schedule.sizes, schedule.communicators)
-        flow, clock = communicate(late, cost, communicators), UNDISTURBED
-    else:
-        flow, clock = communicate_beside(schedule, cost, communicators, slowdown)
-    run = BucketRun(buckets, schedule, flow, clock, profile.backward_s)
-    exposed = exposed_breakdown(profile, cost, run, communicators)
+    hides = reduction.overlap != "none"
+    sent = schedule if hides else replace(schedule, ready=np.full_like(schedule.ready, profile.backward_s))
+    travel = BucketTravel(sent, profile.backward_s)
     # With "every" each micro-batch ends as the last does; otherwise those before it only compute.
     repeats = micro_batches if reduction.overlap == "every" else 1
     update = reduction.updated_s(profile.update_s, network.workers)
-    gathered = gather_before(profile, network, reduction, slowdown)
     before = (micro_batches - repeats) * (profile.forward_s + profile.backward_s)
-    before += (repeats - 1) * (profile.forward_s + run.end_s)
-    start = gathered.forward_end_s + before
+
+    def on(there: Network, factor: float) -> tuple[BucketRun, GatheredForward, float]:
+        """The buckets, the forward before them, and when the backward begins that they overlap with last."""
+        flow, clock = travel.at(_cost(there, reduction), factor if hides else 1.0)
+        run = BucketRun(buckets, sent, flow, clock, profile.backward_s)
+        gathered = gather_before(profile, there, reduction, factor)
+        return run, gathered, gathered.forward_end_s + before + (repeats - 1) * (profile.forward_s + run.end_s)
+
+    def elsewhere(other: Network, factor: float) -> StepTimes:
+        run, gathered, start = on(other, factor)
+        messages = len(buckets) + len(gathered.spans)
+        return StepTimes(start + run.end_s + update, run.end_s - run.backward_end_s, messages)
+
+    run, gathered, start = on(network, slowdown)
+    cost, communicators = _cost(network, reduction), plan.communicators
+    exposed = exposed_breakdown(profile, cost, run, communicators)
     compute = micro_batches * (profile.forward_s + profile.backward_s) + update
     bound = compute - profile.backward_s + least_end_s(profile, cost, communicators, slowdown)
     return run.iteration(
@@ -59,11 +64,18 @@ def framework_iteration(
             gather_s=gathered.stalled_s,
             sharding_s=update - profile.update_s,
         ),
+        elsewhere=elsewhere,
         backward=start,
         update_s=update,
         forward=gathered.forward_start_s,
         gathers=gathered.spans,
     )
+
+
+def _cost(network: Network, reduction: Reduction) -> LinkCost:
+    if reduction.collective == "reduce_scatter":
+        return LinkCost(half_curve(network, "reduce_scatter"))
+    return network.cost
 
 
 @dataclass(frozen=True, slots=True)

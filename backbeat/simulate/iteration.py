@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from backbeat.cost import LinkCost
 from backbeat.model import DynamicFusion, Network, Plan, Profile
@@ -16,11 +17,21 @@ from backbeat.model.plan import Bucket
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import ELEMENT_BYTES
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, sent_bytes
-from backbeat.simulate.contention import ComputeClock, contended, least_s
-from backbeat.simulate.engine import FusedFlow, communicate, fuse
+from backbeat.simulate.bucket_travel import BucketTravel, fuse_beside
+from backbeat.simulate.compressed_cost import CompressedCost, compress_s, sent_bytes
+from backbeat.simulate.contention import ComputeClock, least_s
 from backbeat.simulate.schedule import Flow, Schedule, covered_s
 from backbeat.units import first_to_last
+
+
+class StepTimes(NamedTuple):
+    """What a step comes to on one network."""
+
+    steady_s: float
+    """Without buffers, stragglers and the host."""
+    tail_s: float
+    """Of it, communication after backward."""
+    messages: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +48,14 @@ class Iteration:
     """Buckets, or units."""
     largest_bytes: float
     """Of one message."""
+    elsewhere: Callable[[Network, float], StepTimes] = field(compare=False)
+    """The same step where links take other times, as on a quiet cluster, and slow computation down by that factor."""
+
+    @property
+    def times(self) -> StepTimes:
+        parts = self.breakdown
+        sent = sum(span.lane.startswith("communicator") for span in self.timeline)
+        return StepTimes(self.steady_s, parts.latency_s + parts.bandwidth_s + parts.waiting_s, sent)
 
 
 def alone(profile: Profile, plan: Plan, before: float) -> Iteration:
@@ -47,7 +66,10 @@ def alone(profile: Profile, plan: Plan, before: float) -> Iteration:
     end = update + profile.update_s
     count = len(plan.buckets) if plan.sharding is None else len(plan.sharding.units)
     drawn = compute_spans(backward, update, update, end)
-    return Iteration(steady_s=end, bound_s=end, breakdown=Breakdown(), timeline=drawn, buckets=count, largest_bytes=0.0)
+    return Iteration(
+        steady_s=end, bound_s=end, breakdown=Breakdown(), timeline=drawn, buckets=count, largest_bytes=0.0,
+        elsewhere=lambda network, slowdown: StepTimes(end, 0.0, 0),
+    )  # fmt: skip
 
 
 def compute_spans(
@@ -96,6 +118,7 @@ class BucketRun:
         steady_s: float,
         bound_s: float,
         breakdown: Breakdown,
+        elsewhere: Callable[[Network, float], StepTimes],
         backward: float,
         update_s: float,
         forward: float = 0.0,
@@ -127,12 +150,14 @@ class BucketRun:
             timeline=(*spans, *gathers, *travels),
             buckets=len(self.buckets),
             largest_bytes=max(dense, default=0.0),
+            elsewhere=elsewhere,
         )
 
 
 def bucket_iteration(profile: Profile, network: Network, plan: Plan, before: float, slowdown: float = 1.0) -> Iteration:
     """Communication ends before the update; backward takes `slowdown` times as long beside it."""
-    run = run_buckets(profile, network, plan, slowdown)
+    runs = bucket_runs(profile, plan)
+    run = runs(network, slowdown)
     backward, around = before + profile.forward_s, before + profile.forward_s + profile.update_s
     if run.compressed:
         # Its bound is that nothing is exposed.
@@ -144,47 +169,52 @@ def bucket_iteration(profile: Profile, network: Network, plan: Plan, before: flo
     else:
         bound = around + least_end_s(profile, network.cost, plan.communicators, slowdown)
         breakdown = exposed_breakdown(profile, network.cost, run, plan.communicators)
+
+    def elsewhere(other: Network, factor: float) -> StepTimes:
+        again = runs(other, factor)
+        tail_s = again.end_s - again.contention_s - profile.backward_s
+        return StepTimes(around + again.end_s, tail_s, len(again.buckets))
+
     return run.iteration(
-        steady_s=around + run.end_s, bound_s=bound, breakdown=breakdown, backward=backward, update_s=profile.update_s
+        steady_s=around + run.end_s,
+        bound_s=bound,
+        breakdown=breakdown,
+        elsewhere=elsewhere,
+        backward=backward,
+        update_s=profile.update_s,
     )
 
 
-def run_buckets(profile: Profile, network: Network, plan: Plan, slowdown: float = 1.0) -> BucketRun:
-    """The plan's buckets. Those of a compressed plan travel on one communicator."""
-    cost = network.cost
+def bucket_runs(profile: Profile, plan: Plan) -> Callable[[Network, float], BucketRun]:
+    """The plan's buckets on a network, with computation that takes so many times as long beside them. Those of a
+    compressed plan travel on one communicator."""
     if plan.dynamic is not None and not plan.compressed:
         plan.check(profile)
-        fused, clock = fuse_beside(profile, cost, plan.dynamic, slowdown)
-        order = [gradient.name for gradient in profile.gradients]
-        formed = [
-            Bucket(gradients=tuple(order[first:last]), communicator=0) for first, last in pairwise([0, *fused.ends])
-        ]
-        return BucketRun(formed, Schedule.of_ends(profile, fused.ends), fused, clock, profile.backward_s)
+        return partial(_fused, profile, plan.dynamic)
     schedule, buckets = Schedule.of_plan(profile, plan)
     if not plan.compressed:
-        flow, clock = communicate_beside(schedule, cost, plan.communicators, slowdown)
-        return BucketRun(buckets, schedule, flow, clock, profile.backward_s)
-    schedule = replace(schedule, communicators=[0] * len(buckets))
+        travel = BucketTravel(schedule, profile.backward_s)
+        return lambda network, slowdown: BucketRun(
+            buckets, schedule, *travel.at(network.cost, slowdown), profile.backward_s
+        )
     compressions = [bucket.compression for bucket in buckets]
-    gathers = CompressedCost(network, profile)
-    flow, clock, computed_s = compressed_flow(schedule, compressions, gathers, slowdown)
-    return BucketRun(buckets, schedule, flow, clock, computed_s, compressed=True, element_bytes=profile.element_bytes)
+    one = replace(schedule, communicators=[0] * len(buckets))
+    packed = BucketTravel(one, profile.backward_s, compress_s(profile, schedule.sizes, compressions))
+
+    def on(network: Network, slowdown: float) -> BucketRun:
+        times = CompressedCost(network, profile).times(schedule.sizes, compressions)
+        flow, clock = packed.on(times, None, slowdown)
+        width = profile.element_bytes
+        return BucketRun(buckets, one, flow, clock, packed.computed_s, compressed=True, element_bytes=width)
+
+    return on
 
 
-def fuse_beside(
-    profile: Profile, cost: LinkCost, settings: DynamicFusion, slowdown: float
-) -> tuple[FusedFlow, ComputeClock]:
-    """Buckets formed at run time, and the computation that takes `slowdown` times as long beside them."""
-    return contended(lambda ready: fuse(profile, cost, settings, ready), profile.ready, slowdown)
-
-
-def communicate_beside(
-    schedule: Schedule, cost: LinkCost, communicators: int, slowdown: float
-) -> tuple[Flow, ComputeClock]:
-    """The buckets, and the computation that takes `slowdown` times as long beside them."""
-    return contended(
-        lambda ready: communicate(replace(schedule, ready=ready), cost, communicators), schedule.ready, slowdown
-    )
+def _fused(profile: Profile, settings: DynamicFusion, network: Network, slowdown: float) -> BucketRun:
+    fused, clock = fuse_beside(profile, network.cost, settings, slowdown)
+    order = [gradient.name for gradient in profile.gradients]
+    formed = [Bucket(gradients=tuple(order[first:last]), communicator=0) for first, last in pairwise([0, *fused.ends])]
+    return BucketRun(formed, Schedule.of_ends(profile, fused.ends), fused, clock, profile.backward_s)
 
 
 def exposed_breakdown(profile: Profile, cost: LinkCost, run: BucketRun, communicators: int) -> Breakdown:

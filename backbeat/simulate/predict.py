@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,7 +20,7 @@ from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.contention import slowdown_of
 from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.host_lane import HostLane, device_alone
-from backbeat.simulate.iteration import Iteration, alone, bucket_iteration
+from backbeat.simulate.iteration import Iteration, StepTimes, alone, bucket_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
@@ -57,15 +58,27 @@ def predict(
     what else the framework does with the plan's buckets; gradients in the profile must then be as the framework sends
     them. Where the network has a band, the plan is simulated on a quiet and on a busy cluster, too.
     """
-    found, *edges = (
-        _predicted(profile, one, plan, accumulation, broadcast_buffers=broadcast_buffers, reduction=reduction)
-        for one in (network, *(network.edges or ()))
-    )
-    if not edges:
+    worker = _Worker.of(profile, network, plan, accumulation)
+    wrapped, sharded = plan.sharding is None and reduction is None, plan.sharding is not None
+    slowdown = slowdown_of(worker.profile, network, sharded=sharded)
+    step = _step(worker, network, plan, reduction, slowdown.factor)
+    sends_buffers = broadcast_buffers and network.workers > 1 and not sharded
+
+    def paced(there: Network, times: StepTimes) -> _Paced:
+        buffers_s = broadcast_s(there, worker.profile.buffer_bytes) if sends_buffers else 0.0
+        return _at_host_pace(worker, there, plan, step.buckets, times, buffers_s, wrapped=wrapped)
+
+    typical = paced(network, step.times)
+    found = _explained(worker, network, plan, step, typical, slowdown.notes)
+    if network.edges is None:
         return found
+    quiet, busy = (
+        paced(edge, step.elsewhere(edge, slowdown_of(worker.profile, edge, sharded=sharded).factor)).paced_s
+        for edge in network.edges
+    )
     # A faster link may delay a bucket that shares it: by so little that it is no edge of the band.
-    quiet_s = min(edges[0].iteration_s, found.iteration_s)
-    busy_s = max(edges[1].iteration_s, found.iteration_s)
+    quiet_s = found.iteration_s + min(quiet - typical.paced_s, 0.0)
+    busy_s = found.iteration_s + max(busy - typical.paced_s, 0.0)
     return replace(
         found,
         network_band=NetworkBand(
@@ -105,6 +118,8 @@ def knee(curve: Sequence[Prediction]) -> int | None:
 class _Worker:
     """One worker's iteration under the plan, without communication."""
 
+    measured: Profile
+    """As it was given."""
     profile: Profile
     """Without waiting for the host; under the plan's memory part, where it has one."""
     kept: Profile
@@ -134,7 +149,7 @@ class _Worker:
             held = sharded_memory(measured, plan, micro_batches=micro_batches)
             peak = held.total_bytes if held else None
         kept_s = kept_lane.paced(_compute_s(kept, micro_batches), micro_batches)
-        return cls(profile, kept, kept_s, lane, micro_batches, peak, notes)
+        return cls(measured, profile, kept, kept_s, lane, micro_batches, peak, notes)
 
     @cached_property
     def before_s(self) -> float:
@@ -167,31 +182,54 @@ def _step(worker: _Worker, network: Network, plan: Plan, reduction: Reduction | 
     return bucket_iteration(worker.profile, network, plan, worker.before_s, slowdown)
 
 
-def _predicted(
-    measured: Profile,
-    network: Network,
-    plan: Plan,
-    accumulation: int | None,
-    *,
-    broadcast_buffers: bool,
-    reduction: Reduction | None,
+class _Paced(NamedTuple):
+    """A step with buffers and the host in it."""
+
+    buffers_s: float
+    """Broadcasting them."""
+    device_s: float
+    """With them, if the host is ahead."""
+    paced_s: float
+    issued_s: float
+    """Of the host, issuing it."""
+
+
+def _at_host_pace(
+    worker: _Worker, network: Network, plan: Plan, buckets: int, times: StepTimes, buffers_s: float, *, wrapped: bool
+) -> _Paced:
+    """backbeat's wrapper, where the plan is `wrapped`, has a hook for each gradient, and a status message after the
+    last bucket."""
+    lane, micro_batches = worker.lane, worker.micro_batches
+    device_s = buffers_s + times.steady_s
+    if network.workers == 1:
+        return _Paced(buffers_s, device_s, worker.single_s, worker.single_s)
+    names = [gradient.name for gradient in worker.profile.gradients]
+    host = None if network.sharded is None else network.sharded.host
+    if plan.sharding is not None and host is not None and lane.by_block:
+        # What FSDP2 was measured to take of the host holds its collectives.
+        added_s = host.micro_batch_s(buckets, len(names), *plan.sharding.resharded_counts(names))
+        lane = lane.longer(added_s, host.update_s * len(names))
+        return _Paced(buffers_s, device_s, lane.paced(device_s, micro_batches), lane.step_s(micro_batches))
+    sent, hooks = times.messages, len(names) if wrapped else 0
+    tail_s = times.tail_s if wrapped else None
+    paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=hooks, tail_s=tail_s)
+    return _Paced(buffers_s, device_s, paced, lane.step_s(micro_batches, collectives=sent, gradients=hooks))
+
+
+def _explained(
+    worker: _Worker, network: Network, plan: Plan, step: Iteration, times: _Paced, slowed: tuple[str, ...]
 ) -> Prediction:
-    worker = _Worker.of(measured, network, plan, accumulation)
+    """The step with the wait for the slowest worker, and why it takes as long."""
     profile, single, micro_batches = worker.profile, worker.single_s, worker.micro_batches
-    sharded, several = plan.sharding is not None, network.workers > 1
-    slowdown = slowdown_of(profile, network, sharded=sharded)
-    step = _step(worker, network, plan, reduction, slowdown.factor)
-    buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and several and not sharded else 0.0
-    waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation) if several else None
+    buffers, device, paced, issued = times
+    waits = None
+    if network.workers > 1:
+        waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
     wait = waits.wait_s if waits else 0.0
-    device = buffers + step.steady_s
-    paced, issued = single, single
-    if several:
-        paced, issued = _at_host_pace(worker, network, plan, step, device, wrapped=not sharded and reduction is None)
     host_alone = paced > device and issued >= paced
     iteration = paced + wait
     bound = worker.lane.paced(step.bound_s + buffers, micro_batches) + wait
-    notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
+    notes, extrapolated = _notes(worker.measured, network, plan, step.largest_bytes, waits)
     if paced > device:
         how = "sets the pace" if host_alone else "issues a backward after the last step's communication has ended"
         notes.append(
@@ -229,28 +267,8 @@ def _predicted(
             *_shifted(step.timeline, buffers, profile.buffer_bytes),
             *((Span("compute", "waiting for the host", device, paced),) if paced > device else ()),
         ),
-        notes=(*worker.notes, *notes, *slowdown.notes),
+        notes=(*worker.notes, *notes, *slowed),
     )
-
-
-def _at_host_pace(
-    worker: _Worker, network: Network, plan: Plan, step: Iteration, device_s: float, *, wrapped: bool
-) -> tuple[float, float]:
-    """The step with the host in, and what issuing it takes. backbeat's wrapper, where the plan is `wrapped`, has a hook
-    for each gradient, and a status message after the last bucket."""
-    lane, micro_batches = worker.lane, worker.micro_batches
-    names = [gradient.name for gradient in worker.profile.gradients]
-    host = None if network.sharded is None else network.sharded.host
-    if plan.sharding is not None and host is not None and lane.by_block:
-        # What FSDP2 was measured to take of the host holds its collectives.
-        added_s = host.micro_batch_s(step.buckets, len(names), *plan.sharding.resharded_counts(names))
-        lane = lane.longer(added_s, host.update_s * len(names))
-        return lane.paced(device_s, micro_batches), lane.step_s(micro_batches)
-    parts, hooks = step.breakdown, len(names) if wrapped else 0
-    tail = parts.latency_s + parts.bandwidth_s + parts.waiting_s if wrapped else None
-    sent = sum(span.lane.startswith("communicator") for span in step.timeline)
-    paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=hooks, tail_s=tail)
-    return paced, lane.step_s(micro_batches, collectives=sent, gradients=hooks)
 
 
 def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Span, ...]:

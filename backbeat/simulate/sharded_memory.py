@@ -244,7 +244,7 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
     cost = ShardedCost.of(profile, network, chain.sharding)
     factor = slowdown_of(profile, network, sharded=True).factor
     run = run_step(chain, cost, profile.update_s / shards, micro_batches=count, slowdown=factor)
-    calls_in_time = zip(run.calls, run.times.starts, run.times.ends, strict=True)
+    calls_in_time = zip(run.made.calls, run.times.starts, run.times.ends, strict=True)
     parts = ((start, end) for call, start, end in calls_in_time if call.event in ("forward", "backward"))
     resident = ResidentMemory.of(profile)
     always = always_held(resident, shards)

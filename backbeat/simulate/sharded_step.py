@@ -1,26 +1,6 @@
-"""One step of sharded data parallel (FSDP2, HSDP, ZeRO) in time.
+"""One step of sharded data parallel (FSDP2, HSDP, ZeRO): how long it takes, and why.
 
-`sharded_calls` says in which order the host issues work; here each call becomes tasks on streams (`engine`). The
-host is taken to be ahead of the device.
-
-| stream | what it does, in order of issue |
-|---|---|
-| compute | copies out of gathered buffers, forward, backward, copies into reduce-scatter inputs, the update |
-| copy in | own shards into the buffers to gather |
-| communicator 0 | all-gathers, and reduce-scatters unless they have their own |
-| communicator 1, 2 | reduce-scatters (`separate_reduce_scatter`); the all-reduces of the copies (HSDP) |
-
-What waits for what, beside the order of each stream:
-
-- A copy-out waits for its all-gather, an all-gather for its copy-in, a reduce-scatter for its own copy-in, an
-  all-reduce over the copies for its reduce-scatter.
-- *Rate limit.* In forward an all-gather issued after copy-out k waits for copy-out k-1, so that two gathered buffers
-  are held; in backward it waits for the copy-out before it. The first all-gather of backward waits for the last
-  copy-out of forward alone, and runs behind the last forward.
-- *Held inputs.* A `wait` call holds computation until that reduce-scatter is done.
-- *Blocking.* On gloo the host waits for every collective: everything waits for what was issued before it.
-- *Edges.* The update waits for the last reduction, and the first all-gather of a step for the update before it, so that
-  a step repeats as it is. A micro-batch begins when the reductions of the one before are done.
+`sharded_calls` says in which order the host issues work, `unit_graph` makes operations of it.
 
 ZeRO-2 is `reshard` false in every unit: gathered once, scattered behind backward. ZeRO-1 is the same, with gradients
 reduced only once a step (`gradient_sync`). Each rank updates its own shard: the update takes `1/shard` of its time.
@@ -29,32 +9,28 @@ reduced only once a step (`gradient_sync`). Each rank updates its own shard: the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from backbeat.cost import LinkCost
+from backbeat.engine import GraphTimes, run
 from backbeat.model import Network, Plan, Profile, Sharding
 from backbeat.model.prediction import Breakdown, Span
-from backbeat.simulate.iteration import Iteration
+from backbeat.simulate.iteration import Iteration, StepTimes
 from backbeat.simulate.schedule import busy_periods
-from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import ROOT, ModelPieces, ShardedChain, chain_of
-from backbeat.simulate.streams import COMPUTE, StreamTask, StreamTimes, run_streams
-
-_COPY_IN, _GATHER, _SCATTER, _REPLICATE = 1, 2, 3, 4
-_SHARD_LINK, _REPLICA_LINK = 0, 1
+from backbeat.steps.bucket_graph import COMPUTE
+from backbeat.steps.unit_graph import UnitGraph, UnitStep, unit_graph
 
 
 class ShardedRun(NamedTuple):
-    """A step's tasks and when they run. `calls[k]` is the call that issued task k."""
+    """A step's operations and when they run."""
 
-    tasks: list[StreamTask]
-    calls: list[Call]
-    times: StreamTimes
+    made: UnitGraph
+    times: GraphTimes
 
     @property
     def end_s(self) -> float:
@@ -68,15 +44,21 @@ def sharded_iteration(
     chain = chain_of(profile, plan)
     cost = ShardedCost.of(profile, network, chain.sharding)
     update_s = profile.update_s / chain.sharding.mesh.shard
-    run = run_step(chain, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
+    found = run_step(chain, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
     compute_s = micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s)
+
+    def elsewhere(other: Network, slowdown: float) -> StepTimes:
+        again = run(found.made.on(ShardedCost.of(profile, other, chain.sharding), {"network": slowdown}))
+        return StepTimes(again.ends[-1], 0.0, len(found.made.graph.sent))
+
     return Iteration(
-        steady_s=run.end_s,
+        steady_s=found.end_s,
         bound_s=sharded_bound(chain, cost, update_s, micro_batches),
-        breakdown=_breakdown(run, compute_s, profile.update_s, update_s, hides=not cost.blocking),
-        timeline=_timeline(run, chain, cost),
+        breakdown=_breakdown(found, cost, compute_s, profile.update_s, update_s),
+        timeline=_timeline(found, chain, cost),
         buckets=chain.count + chain.has_root,
         largest_bytes=float(max(cost.param_bytes, cost.reduce_bytes) * max(chain.elements)),
+        elsewhere=elsewhere,
     )
 
 
@@ -99,134 +81,45 @@ def run_step(
     chain: ShardedChain, cost: ShardedCost, update_s: float, *, micro_batches: int = 1, slowdown: float = 1.0
 ) -> ShardedRun:
     """Run one step, in which a rank updates its own shard in `update_s`."""
-    building = _Building(chain, cost, update_s)
-    for call in calls(chain, micro_batches):
-        building.add(call)
-    times = run_streams(building.tasks, slowdown=slowdown, efficiency=cost.sharing.efficiency)
-    return ShardedRun(building.tasks, building.calls, times)
-
-
-class _Building:
-    """Tasks of the calls so far, and what later ones will wait for."""
-
-    def __init__(self, chain: ShardedChain, cost: ShardedCost, update_s: float) -> None:
-        self.chain, self.cost, self.update_s = chain, cost, update_s
-        self.scatter_stream = _SCATTER if chain.sharding.separate_reduce_scatter else _GATHER
-        self.tasks: list[StreamTask] = []
-        self.calls: list[Call] = []
-        self.in_forward = True
-        self.gather_waits_for: tuple[int, ...] = ()
-        """The next all-gather."""
-        self.last_copy_out: tuple[int, ...] = ()
-        """Of this forward."""
-        self.compute_waits_for: list[int] = []
-        """The next computation."""
-        self.gathers: dict[int, int] = {}
-        """The last all-gather of each unit."""
-        self.scatters: dict[int, int] = {}
-        """The last reduce-scatter of each unit."""
-        self.unfinished: list[int] = []
-        """Reductions that the end of the micro-batch waits for."""
-        self.link_times: dict[tuple[str, int], tuple[float, float]] = {}
-
-    def add(self, call: Call) -> None:
-        event, unit = call.event, call.unit
-        elements = self.chain.elements[unit]
-        if event == "all_gather":
-            copied = self._put(call, StreamTask(_COPY_IN, self.cost.gather_in_s(elements), after=self.gather_waits_for))
-            self.gathers[unit] = self._send(call, _GATHER, (copied,))
-        elif event == "copy_out":
-            out = self._compute(call, self.cost.copy_out_s(elements), self.gathers[unit])
-            if self.in_forward:
-                self.gather_waits_for, self.last_copy_out = self.last_copy_out or self.gather_waits_for, (out,)
-            else:
-                self.gather_waits_for, self.last_copy_out = (out,), ()
-        elif event == "forward":
-            self._compute(call, self.chain.parts[call.part].forward_s)
-        elif event == "backward":
-            self._compute(call, self.chain.parts[call.part].backward_s)
-        elif event == "wait":
-            self.compute_waits_for.append(self.scatters[unit])
-        elif event == "reduce_scatter":
-            copied = self._compute(call, self.cost.scatter_in_s(elements))
-            self.scatters[unit] = self._send(call, self.scatter_stream, (copied,))
-            self.unfinished.append(self.scatters[unit])
-        elif event == "all_reduce":
-            self.unfinished.append(self._send(call, _REPLICATE, (self.scatters[unit],)))
-        elif event == "begin":
-            self.gather_waits_for, self.in_forward = (self._compute(call, 0.0),), True
-        elif event == "to_backward":
-            self.gather_waits_for = self.last_copy_out or self.gather_waits_for
-            self.last_copy_out, self.in_forward = (), False
-        elif event == "end":
-            self.compute_waits_for.extend(self.unfinished)
-            self.unfinished.clear()
-        elif event == "update":
-            self._compute(call, self.update_s)
-
-    def _compute(self, call: Call, seconds: float, *after: int) -> int:
-        waits, self.compute_waits_for = self.compute_waits_for, []
-        return self._put(call, StreamTask(COMPUTE, seconds, after=(*after, *waits)))
-
-    def _send(self, call: Call, stream: int, after: tuple[int, ...]) -> int:
-        seconds, work = self._split(call.event, call.unit)
-        link = _REPLICA_LINK if stream == _REPLICATE and not self.cost.one_link else _SHARD_LINK
-        return self._put(call, StreamTask(stream, seconds, work, link, after))
-
-    def _split(self, event: str, unit: int) -> tuple[float, float]:
-        """Latency and transfer of a unit's collective: the same in every micro-batch."""
-        if (event, unit) not in self.link_times:
-            curve, width = self.cost.collective(event)
-            size = self.chain.elements[unit] * width
-            seconds = curve.at(size)
-            work = min(curve.link_s_per_byte * size, seconds)
-            self.link_times[event, unit] = seconds - work, work
-        return self.link_times[event, unit]
-
-    def _put(self, call: Call, task: StreamTask) -> int:
-        if self.cost.blocking and self.tasks:
-            task = replace(task, after=(*task.after, len(self.tasks) - 1))
-        self.tasks.append(task)
-        self.calls.append(call)
-        return len(self.tasks) - 1
+    slowdowns = {"network": slowdown}
+    made = unit_graph(
+        UnitStep(chain=chain, cost=cost, update_s=update_s, micro_batches=micro_batches, slowdowns=slowdowns)
+    )
+    return ShardedRun(made, run(made.graph))
 
 
 def _breakdown(
-    run: ShardedRun, compute_s: float, update_s: float, own_update_s: float, *, hides: bool = True
+    found: ShardedRun, cost: ShardedCost, compute_s: float, update_s: float, own_update_s: float
 ) -> Breakdown:
     """Where the step is longer than on one worker: copies, computation slowed down, and gaps in the compute stream.
 
     A gap counts as latency where some collective is starting and none moves bytes. It counts as bandwidth where bytes
-    move that would not fit behind all of the computation, or that computation never `hides`. The rest is waiting.
+    move that would not fit behind all of the computation, or that computation never hides. The rest is waiting.
     """
-    times = run.times
-    copies = sum(
-        task.seconds
-        for task, call in zip(run.tasks, run.calls, strict=True)
-        if task.stream == COMPUTE and call.event in ("copy_out", "reduce_scatter")
-    )
-    busy = [(times.starts[k], times.ends[k]) for k, task in enumerate(run.tasks) if task.stream == COMPUTE]
+    graph, calls, times = found.made.graph, found.made.calls, found.times
+    computing = [op for op, lanes in enumerate(graph.lanes) if lanes == COMPUTE]
+    copies = sum(graph.seconds[op] for op in computing if graph.causes[op] == "copy")
     gaps: list[tuple[float, float]] = []
     reached = 0.0
-    for start, end in busy:
-        if start > reached:
-            gaps.append((reached, start))
-        reached = end
+    for op in computing:
+        if times.starts[op] > reached:
+            gaps.append((reached, times.starts[op]))
+        reached = times.ends[op]
     idle = sum(end - start for start, end in gaps)
-    collectives = [k for k, task in enumerate(run.tasks) if task.link is not None]
-    ends = [times.ends[k] for k in collectives]
+    ends = [times.ends[op] for op in graph.sent]
     moving, holding = (
-        _overlap(gaps, busy_periods([begins[k] for k in collectives], ends)) for begins in (times.on_link, times.starts)
+        _overlap(gaps, busy_periods([begins[op] for op in graph.sent], ends))
+        for begins in (times.on_link, times.starts)
     )
-    work = sum(run.tasks[k].work_s for k in collectives if run.tasks[k].link == _SHARD_LINK)
+    shares = (sent.work_s for op, sent in graph.sent.items() if cost.one_link or calls[op].event != "all_reduce")
     computed = compute_s + own_update_s + copies
-    bandwidth = min(moving, max(work - computed, 0.0)) if hides else moving
+    bandwidth = moving if cost.blocking else min(moving, max(sum(shares) - computed, 0.0))
     return Breakdown(
         latency_s=holding - moving,
         bandwidth_s=bandwidth,
         waiting_s=max(idle - (holding - moving) - bandwidth, 0.0),
         copies_s=copies,
-        contention_s=sum(end - start for start, end in busy) - computed,
+        contention_s=sum(times.ends[op] - times.starts[op] for op in computing) - computed,
         sharding_s=own_update_s - update_s,
     )
 
@@ -244,24 +137,25 @@ def _overlap(gaps: Sequence[tuple[float, float]], periods: Sequence[tuple[float,
     return total
 
 
-def _timeline(run: ShardedRun, chain: ShardedChain, cost: ShardedCost) -> tuple[Span, ...]:
-    streams = sorted({task.stream for task in run.tasks if task.link is not None})
-    lanes = {COMPUTE: "compute", **{stream: f"communicator {index}" for index, stream in enumerate(streams)}}
+def _timeline(found: ShardedRun, chain: ShardedChain, cost: ShardedCost) -> tuple[Span, ...]:
+    graph, times = found.made.graph, found.times
+    communicators = sorted({graph.lanes[op] for op in graph.sent})
+    lanes = {COMPUTE: "compute", **{lane: f"communicator {index}" for index, lane in enumerate(communicators)}}
     spans = []
-    for task, call, start, end in zip(run.tasks, run.calls, run.times.starts, run.times.ends, strict=True):
-        if task.stream not in lanes or end <= start:
+    for op, call in enumerate(found.made.calls):
+        lane, start, end = lanes.get(graph.lanes[op]), times.starts[op], times.ends[op]
+        if lane is None or end <= start:
             continue
         name = "root" if chain.has_root else "loss and the rest"
         if call.unit != ROOT:
             name = chain.sharding.units[call.unit].modules[0]
-        word = call.event.replace("_", "-" if task.link is not None else " ")
-        if task.stream == COMPUTE and call.event == "reduce_scatter":
+        travels = op in graph.sent
+        word = call.event.replace("_", "-" if travels else " ")
+        if not travels and call.event == "reduce_scatter":
             word = "copy in"
-        size = 0
-        if task.link is not None:
-            size = chain.elements[call.unit] * cost.collective(call.event)[1]
+        size = chain.elements[call.unit] * cost.collective(call.event)[1] if travels else 0
         label = "update" if call.event == "update" else f"{word} {name}"
-        spans.append(Span(lanes[task.stream], label, start, end, size))
+        spans.append(Span(lane, label, start, end, size))
     return tuple(spans)
 
 

@@ -4,11 +4,11 @@
 |---|---|
 | compute | forward, backward from one bucket's last gradient to the next one's, compression, the update |
 | communicator 0, 1, … | gathers of parameters before forward, then buckets |
-| launch | buckets on several communicators leave in plan order: one no earlier than the one before it |
 | host | where it is given, the issue of each piece's forward and backward, and of the update |
 
 Backward is cut where a bucket becomes ready. On one communicator the messages are a recursion,
-F_k = max(R_k, F_(k-1)) + T(M_k); on several they share the link.
+F_k = max(R_k, F_(k-1)) + T(M_k); on several they share the link, and leave in plan order. One leaves no earlier than
+the one before it: not before what any bucket so far in the plan waited for, its gradients or its communicator.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 
 from backbeat.cost import LinkCost, MessageTimes
 from backbeat.engine import Graph, GraphTimes, SharedLink
+from backbeat.engine.graph import NO_OP
 from backbeat.model.reduction import Overlap
 from backbeat.simulate.contention import ComputeClock
 from backbeat.simulate.schedule import Flow, Schedule
@@ -29,7 +30,6 @@ from backbeat.steps.host_issue import HostIssue, IssuedWork
 
 COMPUTE = ("compute",)
 HOST = ("host",)
-_LAUNCH = ("launch",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +97,16 @@ class BucketGraph:
                 at.append(times.ends[op] - begun)
         return ComputeClock(np.array(done), np.array(at))
 
-    def on(self, message_times: MessageTimes) -> Graph:
+    def on(
+        self,
+        message_times: MessageTimes,
+        link: SharedLink | None = None,
+        slowdowns: Mapping[str, float] | None = None,
+    ) -> Graph:
         """The same step where messages take other times, as on a quieter network."""
-        times = _op_times(message_times)
-        return self.graph.retimed({op: row for ops in self.rounds for op, row in zip(ops, times, strict=True)})
+        rows = _op_times(message_times)
+        times = {op: row for ops in self.rounds for op, row in zip(ops, rows, strict=True)}
+        return self.graph.retimed(times, link, slowdowns)
 
 
 def link_of(cost: LinkCost) -> SharedLink:
@@ -225,9 +231,12 @@ class _Sending:
     def __init__(self, steps: BucketSteps) -> None:
         self.steps, self.schedule = steps, steps.step.schedule
         self.messages: list[int] = []
-        self.launched: int | None = None
+        self.made = NO_OP
+        """The last computation that a message so far waits for."""
         self.last_of: dict[int, int] = {}
         """The last message of each communicator."""
+        self.held_by: dict[int, int] = {}
+        """Of each communicator, the last message that another waits for."""
 
     def all_made(self, made_by: Mapping[int, int]) -> None:
         while len(self.messages) < len(self.schedule.communicators) and len(self.messages) in made_by:
@@ -238,10 +247,11 @@ class _Sending:
         communicator, after = self.schedule.communicators[index], [made_by]
         if self.steps.several:
             before = self.last_of.get(communicator)
-            held = after if before is None else [*after, before]
-            if self.launched is not None and before != self.messages[-1]:
-                after = [*after, self.launched]
-            self.launched = graph.add(_LAUNCH, 0.0, after=held)
+            self.made = max(self.made, made_by)
+            if before is None or before != self.messages[-1]:
+                after = [self.made, *self.held_by.values()]
+            if before is not None:
+                self.held_by[communicator] = before
         own, work, behind = self.steps.message_times[index]
         message = graph.add(
             (("communicator", communicator),), own, after=after, work_s=work, behind_s=behind, links=self.steps.link,

@@ -61,11 +61,12 @@ class UnitGraph:
     """The call that issued each op."""
     chain: ShardedChain
 
-    def on(self, cost: ShardedCost) -> Graph:
+    def on(self, cost: ShardedCost, slowdowns: Mapping[str, float] | None = None) -> Graph:
         """The same step where collectives cost this, as on a quieter network."""
         prices = _LinkTimes(self.chain, cost)
         sent = ((op, self.calls[op]) for op in self.graph.sent)
-        return self.graph.retimed({op: (*prices.of(call.event, call.unit), None) for op, call in sent})
+        times = {op: (*prices.of(call.event, call.unit), None) for op, call in sent}
+        return self.graph.retimed(times, link_of(cost.sharing), slowdowns)
 
 
 class _LinkTimes:

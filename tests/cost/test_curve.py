@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from backbeat.cost.curve import Curve, relative_line
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network
-from backbeat.simulate.engine import one_communicator, several_communicators
+from backbeat.simulate.bucket_travel import BucketTravel
 from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, curve, networks
+from tests.simulate.test_bucket_travel import by_engine, recursion
 
 SIZES = np.array([0, 1, 100, 1024, 5000, 2**20, 3 * 2**20, 2**30], dtype=float)
 
@@ -103,11 +104,11 @@ def test_a_head_start_on_an_idle_link_is_not_bandwidth() -> None:
     assert float(cost.times(500_000).transfer) == pytest.approx(0.5e-3, rel=1e-6)
     both = Schedule(np.zeros(20), np.full(20, 5e5), [0, 1] * 10)
     # Twenty at once: the first finds the link idle, all others find it busy.
-    assert several_communicators(both, cost).end_s == pytest.approx(0.3e-3 + 19 * 0.5e-3, rel=1e-3)
+    assert BucketTravel(both, 0.0).at(cost)[0].end_s == pytest.approx(0.3e-3 + 19 * 0.5e-3, rel=1e-3)
     alone = Schedule(np.arange(3) * 1e-2, np.full(3, 5e5), [0, 1, 0])
-    assert several_communicators(alone, cost).finishes == pytest.approx(alone.ready + 0.3e-3)
+    assert BucketTravel(alone, 0.0).at(cost)[0].finishes == pytest.approx(alone.ready + 0.3e-3)
     # On one communicator the head start is as long as the link was idle, as the recursion has it.
     gaps = Schedule(np.array([0.0, 0.35e-3, 0.95e-3, 5e-3]), np.full(4, 5e5), [0] * 4)
-    expected, found = one_communicator(gaps, cost), several_communicators(gaps, cost)
+    expected, found = recursion(gaps, cost), by_engine(gaps, cost)
     for field in ("starts", "on_link", "finishes"):
         assert getattr(found, field) == pytest.approx(getattr(expected, field), rel=1e-9)

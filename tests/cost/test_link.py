@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from backbeat.cost import Batch, Curve, LinkCost
 from backbeat.model import ConcurrencyPoint
-from backbeat.simulate.engine import several_communicators
+from backbeat.simulate.bucket_travel import BucketTravel
 from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, curve
 
@@ -85,7 +85,7 @@ def test_efficiency_is_fitted_to_what_the_engine_would_measure(batch: tuple[int,
         np.zeros(messages), np.full(messages, 4.0 * MEGABYTE), [index % communicators for index in range(messages)]
     )
     truth = LinkCost(Curve.affine(1e-3, 1e-9), None, {sharing: efficiency})
-    seconds = several_communicators(schedule, truth).end_s
+    seconds = BucketTravel(schedule, 0.0).at(truth)[0].end_s
     cost = affine(1e-3, 1e-9, concurrency=(row(seconds, messages, communicators, 4 * MEGABYTE),)).cost
     assert cost.efficiency(sharing) == pytest.approx(efficiency, rel=1e-6)
     assert cost.batch_s(4 * MEGABYTE, messages, communicators) == pytest.approx(seconds)
@@ -114,7 +114,7 @@ def test_a_head_start_is_not_stretched_as_latencies_are(alone: float, stretch: f
     busy = Curve([1000, large], [1e-3, large * 1e-9], 1e-9)
     truth = LinkCost(isolated, busy, {2: 1.0}, {2: stretch})
     rows = [
-        row(several_communicators(Schedule(np.zeros(2), np.full(2, float(size)), [0, 1]), truth).end_s, 2, 2, size)
+        row(BucketTravel(Schedule(np.zeros(2), np.full(2, float(size)), [0, 1]), 0.0).at(truth)[0].end_s, 2, 2, size)
         for size in (1000, large)
     ]
     in_a_row = [row(isolated.at(size) + busy.at(size), 2, 1, size) for size in (1000, large)]

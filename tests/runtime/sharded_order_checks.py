@@ -406,16 +406,17 @@ def _predicted_waits(profile: Profile, plan: Plan, micro_batches: int) -> list[W
     chain, sharding = chain_of(profile, plan), plan.sharding
     assert sharding is not None
     network = Network.load("25gbe").at(workers=sharding.mesh.shard * sharding.mesh.replicate)
-    run = run_step(chain, ShardedCost.of(profile, network, sharding), 0.0, micro_batches=micro_batches)
+    made = run_step(chain, ShardedCost.of(profile, network, sharding), 0.0, micro_batches=micro_batches).made
+    graph = made.graph
     # The copy into the buffer comes first, and waits.
-    copies = [task for task, call in zip(run.tasks, run.calls, strict=True)
-              if call.event == "all_gather" and task.link is None]  # fmt: skip
+    copies = [op for op, call in enumerate(made.calls) if call.event == "all_gather" and op not in graph.sent]
     found, in_forward = [], True
     for call in calls(chain, micro_batches):
         if call.event in ("begin", "to_backward"):
             in_forward = call.event == "begin"
         elif call.event == "all_gather":
-            after = run.calls[max(copies[len(found)].after)]
+            waits = [before for before in graph.before[copies[len(found)]] if before not in copies]
+            after = made.calls[max(waits)]
             found.append(Wait(in_forward, call.unit, (after.event, after.unit)))
     return found
 

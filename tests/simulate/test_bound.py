@@ -13,7 +13,7 @@ import backbeat as bb
 from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.engine import communicate
+from backbeat.simulate.bucket_travel import BucketTravel
 from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, every_partition, make_profile, networks, profiles
 
@@ -44,7 +44,7 @@ costs = measured_costs() | networks().map(lambda network: network.cost)
 def test_no_bucketing_beats_the_bound_on_one_communicator(profile: Profile, cost: LinkCost) -> None:
     bound = communication_bound(profile, cost, 1)
     for ends in every_partition(len(profile.gradients)):
-        assert bound <= communicate(Schedule.of_ends(profile, ends), cost, 1).end_s * ROUNDING
+        assert bound <= BucketTravel(Schedule.of_ends(profile, ends), profile.backward_s).at(cost)[0].end_s * ROUNDING
 
 
 @given(profiles(most=9), costs, st.integers(2, 5), st.randoms(use_true_random=False))
@@ -57,7 +57,7 @@ def test_no_bucketing_beats_the_bound_on_several(
         anywhere = [random.randrange(communicators) for _ in ends]
         for assignment in (in_turn, anywhere):
             schedule = Schedule.of_ends(profile, ends, assignment)
-            assert bound <= communicate(schedule, cost, communicators).end_s * ROUNDING
+            assert bound <= BucketTravel(schedule, profile.backward_s).at(cost)[0].end_s * ROUNDING
 
 
 @given(profiles(most=12), costs, st.integers(1, 4), st.randoms(use_true_random=False))
@@ -79,7 +79,7 @@ def test_no_other_order_beats_the_bound(
             np.array([profile.sizes[members].sum() for members in buckets]),
             [random.randrange(communicators) for _ in buckets],
         )
-        assert bound <= communicate(schedule, cost, communicators).end_s * ROUNDING
+        assert bound <= BucketTravel(schedule, profile.backward_s).at(cost)[0].end_s * ROUNDING
 
 
 @given(profiles(most=5), costs)

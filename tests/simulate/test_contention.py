@@ -15,8 +15,9 @@ from backbeat.cost import LinkCost
 from backbeat.cost.curve import Curve
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.bound import communication_bound
+from backbeat.simulate.bucket_travel import BucketTravel
 from backbeat.simulate.contention import UNDISTURBED, ComputeClock
-from backbeat.simulate.iteration import bucket_iteration, communicate_beside
+from backbeat.simulate.iteration import bucket_iteration
 from backbeat.simulate.schedule import Flow, Schedule, busy_periods
 from tests.problems import affine, make_profile, networks, profiles
 from tests.simulate.test_bound import measured_costs
@@ -61,8 +62,9 @@ def test_one_communicator_is_the_recursion_followed_by_hand(
     profile: Profile, cost: LinkCost, slowdown: float, every: int
 ) -> None:
     schedule = Schedule.of_ends(profile, ends_of(profile, every))
-    flow, clock = communicate_beside(schedule, cost, 1, slowdown)
     finishes, at, done = by_hand(schedule, cost, slowdown)
+    # Backward lasts until the last message is done.
+    flow, clock = BucketTravel(schedule, done).at(cost, slowdown)
     assert flow.finishes.tolist() == pytest.approx(finishes, rel=1e-9, abs=1e-12)
     assert float(clock.when(done)) == pytest.approx(at, rel=1e-9, abs=1e-12)
 
@@ -84,7 +86,7 @@ def test_busy_periods_are_when_any_message_is_in_flight(messages: list[tuple[int
 def test_messages_that_only_cost_time_in_a_row_are_followed_to_the_end() -> None:
     ready, free, queued = np.array([0.0, 0.0, 1e-4, 2e-4, 3e-4, 4e-4]), Curve.affine(0.0, 0.0), Curve.affine(2e-3, 0.0)
     cost = LinkCost(free, queued, {})
-    flow, _ = communicate_beside(Schedule(ready, np.full(6, 4.0), [0] * 6), cost, 1, 100.0)
+    flow, _ = BucketTravel(Schedule(ready, np.full(6, 4.0), [0] * 6), 5e-4).at(cost, 100.0)
     assert flow.finishes.tolist() == pytest.approx([0.0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2])
 
 
@@ -106,7 +108,8 @@ def test_a_larger_slowdown_never_ends_earlier_on_one_communicator(
     profile: Profile, cost: LinkCost, one: float, two: float, every: int
 ) -> None:
     schedule = Schedule.of_ends(profile, ends_of(profile, every))
-    ends = [_end(profile, *communicate_beside(schedule, cost, 1, slowdown)) for slowdown in sorted((1.0, one, two))]
+    travel = BucketTravel(schedule, profile.backward_s)
+    ends = [_end(profile, *travel.at(cost, slowdown)) for slowdown in sorted((1.0, one, two))]
     assert ends[0] <= ends[1] * (1 + ROUNDING) <= ends[2] * (1 + ROUNDING) ** 2
 
 
@@ -137,7 +140,7 @@ def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown
     for every in (1, 2, 3):
         ends = ends_of(profile, every)
         schedule = Schedule.of_ends(profile, ends, [index % communicators for index in range(len(ends))])
-        assert bound <= communicate_beside(schedule, cost, communicators, slowdown)[0].end_s * (1 + ROUNDING)
+        assert bound <= BucketTravel(schedule, profile.backward_s).at(cost, slowdown)[0].end_s * (1 + ROUNDING)
 
 
 @settings(max_examples=30)

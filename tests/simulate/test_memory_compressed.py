@@ -8,7 +8,8 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.cost.message import message_bytes
 from backbeat.model import Bucket, CollectiveTimes, Compression, Plan
-from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, selection_bytes
+from backbeat.simulate.bucket_travel import BucketTravel
+from backbeat.simulate.compressed_cost import CompressedCost, selection_bytes
 from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, make_profile
 
@@ -68,7 +69,8 @@ def test_without_encodings_it_is_the_recursion() -> None:
     network = affine(2e-3, 1e-8)
     dense = bb.predict(profile, network, two_groups(None, None))
     schedule, _ = Schedule.of_plan(profile, two_groups(None, None))
-    flow, _, _ = compressed_flow(schedule, [None, None], CompressedCost(network, profile))
+    times = CompressedCost(network, profile).times(schedule.sizes, [None, None])
+    flow, _ = BucketTravel(schedule, profile.backward_s, [0.0, 0.0]).on(times)
     assert profile.forward_s + flow.end_s + profile.update_s == pytest.approx(dense.iteration_s)
 
 

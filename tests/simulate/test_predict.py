@@ -11,6 +11,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, Source, Topology, WorkersRow
 from backbeat.model.batches import join
+from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.simulate.batch import at_batch
 from backbeat.simulate.predict import knee
@@ -276,3 +277,27 @@ def test_what_a_memory_plan_does_not_keep_is_a_loss_and_may_limit_a_job() -> Non
     assert small.exposed_s < 0.02 * (small.single_s - kept.single_s)
     assert any("not kept of activations costs 11.1 ms" in note for note in small.notes)
     assert not any("not kept" in note for note in kept.notes)
+
+
+@pytest.mark.parametrize("way", ["ddp", "wfbp", "horovod", "compressed", "fsdp", "hsdp:8"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_edges_of_a_band_are_what_is_predicted_there(way: str, accumulation: int) -> None:
+    profile = bb.Profile.load("bert-base-b64-bf16-adamw-h200")
+    network = bb.Network.load("aws-p5en").at(workers=64)
+    choices = {"communicators": 2} if way == "wfbp" else {}
+    plan = bb.plan(profile, network, way, **choices)
+    found = bb.predict(profile, network, plan, accumulation=accumulation)
+    assert found.network_band is not None
+    for load, seconds, edge in (("quiet", found.network_band.quiet_s, min), ("busy", found.network_band.busy_s, max)):
+        there = bb.predict(profile, network.at(workers=64, load=load), plan, accumulation=accumulation)
+        assert seconds == pytest.approx(edge(there.iteration_s, found.iteration_s), rel=1e-9)
+
+
+@pytest.mark.parametrize("framework", sorted(REDUCTIONS))
+def test_the_edges_of_a_frameworks_band_are_what_is_predicted_there(framework: str) -> None:
+    profile = bb.Profile.load("bert-base-b64-bf16-adamw-h200")
+    network = bb.Network.load("aws-p5en").at(workers=64)
+    found = bb.predict(profile, network, framework=framework)
+    assert found.network_band is not None
+    busy = bb.predict(profile, network.at(workers=64, load="busy"), framework=framework)
+    assert found.network_band.busy_s == pytest.approx(busy.iteration_s, rel=1e-9)

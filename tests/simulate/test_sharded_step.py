@@ -15,6 +15,8 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.cost.accelerators import accelerator_named
+from backbeat.engine.events import run_events
+from backbeat.engine.in_order import run_in_order
 from backbeat.model import (
     Block,
     CollectiveTimes,
@@ -31,7 +33,6 @@ from backbeat.simulate.iteration import Iteration
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_step import run_step, sharded_iteration
 from backbeat.simulate.sharded_units import ROOT, chain_of, owning_module
-from backbeat.simulate.streams import _alone, _together
 from tests.call_order import call_order
 from tests.chains import chains
 from tests.problems import affine, make_profile, networks, profiles
@@ -158,13 +159,13 @@ def test_on_gloo_everything_comes_one_after_the_other(
     assert sharding is not None
     chain, cost = chain_of(profile, plan), ShardedCost.of(profile, there, sharding)
     run = run_step(chain, cost, 0.0, micro_batches=micro_batches, slowdown=1.5)
-    assert run.end_s == pytest.approx(sum(task.seconds + task.work_s for task in run.tasks))
+    graph = run.made.graph
+    travelling = sum(message.work_s for message in graph.sent.values())
+    assert run.end_s == pytest.approx(sum(graph.seconds) + travelling)
     computed = micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s)
-    sent = sum(task.seconds + task.work_s for task in run.tasks if task.link is not None)
-    assert run.end_s == pytest.approx(computed + sent + sum(
-        task.seconds for task, call in zip(run.tasks, run.calls, strict=True)
-        if task.link is None and call.event not in ("forward", "backward", "update")
-    ))  # fmt: skip
+    sent = sum(graph.seconds[op] for op in graph.sent) + travelling
+    copied = sum(own for own, cause in zip(graph.seconds, graph.causes, strict=True) if cause == "copy")
+    assert run.end_s == pytest.approx(computed + sent + copied)
     bytes_of = 4 * max(chain.elements)
     whole = there.at(workers=sharding.mesh.shard).cost.isolated
     assert cost.scatter.at(bytes_of) == whole.at(bytes_of)
@@ -385,8 +386,8 @@ def test_the_engine_of_events_is_the_recursion_where_nothing_shares(
     assert plan.sharding is not None
     with copying_at(1e8):
         cost = ShardedCost.of(profile, network, plan.sharding)
-    run = run_step(chain_of(profile, plan), cost, 1e-3, micro_batches=2)
-    one, other = _alone(run.tasks), _together(run.tasks, 1.0, lambda count: 1.0)
+    graph = run_step(chain_of(profile, plan), cost, 1e-3, micro_batches=2).made.graph
+    one, other = run_in_order(graph), run_events(graph)
     for left, right in ((one.starts, other.starts), (one.on_link, other.on_link), (one.ends, other.ends)):
         assert left == pytest.approx(right, rel=1e-9, abs=1e-12)
 

@@ -1,7 +1,8 @@
-"""Buckets as a graph, against the recursion, the events on several communicators, and what frameworks do with them."""
+"""Buckets as a graph, against the recursion, the fixed point of contention, and what frameworks do with them."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 
@@ -11,17 +12,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from backbeat import api
 from backbeat.cost import LinkCost
 from backbeat.engine import run
 from backbeat.model import Bucket, Compression, Network, Plan, Profile, Reduction
 from backbeat.model.reduction import REDUCTIONS
-from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow
-from backbeat.simulate.contention import slowdown_of
-from backbeat.simulate.engine import communicate
+from backbeat.simulate.bucket_travel import BucketTravel, one_by_one
+from backbeat.simulate.compressed_cost import CompressedCost, compress_s
+from backbeat.simulate.contention import contended, slowdown_of
 from backbeat.simulate.framework_step import framework_iteration, gather_parts
-from backbeat.simulate.iteration import BucketRun, bucket_iteration, communicate_beside, exposed_breakdown
+from backbeat.simulate.iteration import BucketRun, bucket_iteration, exposed_breakdown
 from backbeat.simulate.schedule import Flow, Schedule
 from backbeat.simulate.sharded_cost import half_curve
 from backbeat.steps.bucket_graph import BucketGraph, BucketStep, bucket_graph, link_of
@@ -70,7 +72,7 @@ def assert_same(mine: Flow, theirs: Flow) -> None:
 def shares_head_start(schedule: Schedule, cost: LinkCost) -> bool:
     """Whether buckets may reach an idle link together. They share its head start here; the events give all of it to the
     first of the plan."""
-    starts = np.sort(communicate(schedule, cost, len(set(schedule.communicators))).starts)
+    starts = np.sort(BucketTravel(schedule, float(schedule.ready.max())).at(cost)[0].starts)
     times = cost.times(schedule.sizes)
     return bool((np.diff(starts) < 1e-9).any()) and bool((times.alone < times.transfer).any())
 
@@ -81,17 +83,7 @@ def test_one_communicator_is_the_recursion(drawn: tuple[Profile, Schedule], netw
     profile, schedule = drawn
     made = graph_of(profile, schedule, network.cost)
     assert not made.graph.shares_pace()
-    assert_same(made.flow(run(made.graph)), communicate(schedule, network.cost, 1))
-
-
-@settings(max_examples=300)
-@given(bucketed(communicators=3), networks())
-def test_several_communicators_are_the_events(drawn: tuple[Profile, Schedule], network: Network) -> None:
-    profile, schedule = drawn
-    assume(not shares_head_start(schedule, network.cost))
-    theirs = communicate(schedule, network.cost, len(set(schedule.communicators)))
-    made = graph_of(profile, schedule, network.cost)
-    assert_same(made.flow(run(made.graph)), theirs)
+    assert_same(made.flow(run(made.graph)), one_by_one(schedule.ready, network.cost.times(schedule.sizes)))
 
 
 @settings(max_examples=200)
@@ -102,7 +94,11 @@ def test_contention_is_where_its_fixed_point_is(
     """As the pace of computation it needs no repetition, and is the same."""
     profile, schedule = drawn
     assume(not shares_head_start(schedule, network.cost))
-    flow, clock = communicate_beside(schedule, network.cost, len(set(schedule.communicators)), slowdown)
+
+    def travel(ready: NDArray[np.float64]) -> Flow:
+        return BucketTravel(dataclasses.replace(schedule, ready=ready), float(ready.max())).at(network.cost)[0]
+
+    flow, clock = contended(travel, schedule.ready, slowdown)
     made = graph_of(profile, schedule, network.cost, {"network": slowdown})
     times = run(made.graph)
     assert_same(made.flow(times), flow)
@@ -198,24 +194,25 @@ def test_compressed_buckets_take_what_they_took(
     profile = replace(profile, compression_s_per_byte=1e-9, compression_s_per_bucket=1e-4)
     cost = CompressedCost(network, profile)
     compressions = [data.draw(st.sampled_from([None, Compression(density=0.01)])) for _ in schedule.communicators]
-    flow, clock, computed_s = compressed_flow(schedule, compressions, cost, slowdown)
+    times_of, spent = cost.times(schedule.sizes, compressions), compress_s(profile, schedule.sizes, compressions)
+    travel = BucketTravel(schedule, profile.backward_s, spent)
+    flow, clock = contended(lambda ready: one_by_one(ready, times_of), travel.ready, slowdown)
     made = bucket_graph(
         BucketStep(
             schedule=schedule,
-            times=cost.times(schedule.sizes, compressions),
+            times=times_of,
             forward_s=profile.forward_s,
             backward_s=profile.backward_s,
             update_s=0.0,
             slowdowns={"network": slowdown},
-            compress_s=[
-                0.0 if one is None else cost.s_per_bucket + cost.s_per_byte * float(size)
-                for one, size in zip(compressions, schedule.sizes, strict=True)
-            ],
+            compress_s=spent,
         )
     )
     times = run(made.graph)
     assert made.flow(times).finishes == pytest.approx(flow.finishes, rel=1e-8)
-    assert float(made.clock(times).when(computed_s)) == pytest.approx(float(clock.when(computed_s)), rel=1e-8)
+    assert float(made.clock(times).when(travel.computed_s)) == pytest.approx(
+        float(clock.when(travel.computed_s)), rel=1e-8
+    )
 
 
 def test_buffers_go_before_forward() -> None:

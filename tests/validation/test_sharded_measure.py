@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="the lab needs torch")
 from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.model.files import encode, write
-from backbeat.simulate import predict
+from backbeat.simulate.predict import predict
 from tests.lab.cases import network
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "validation" / "sharded"

@@ -22,7 +22,7 @@ from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.model import Profile
 from backbeat.model.files import encode, write
-from backbeat.simulate import predict
+from backbeat.simulate.predict import predict
 from tests.lab.cases import network, profile
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "validation" / "training"

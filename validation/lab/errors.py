@@ -20,7 +20,7 @@ import pandas as pd
 
 from backbeat.model import Gradient, Network, Plan, Profile
 from backbeat.planners import Draft
-from backbeat.simulate import predict
+from backbeat.simulate.predict import predict
 
 SCHEMA = "backbeat.validation/1"
 REPEATS_WITHIN = 0.02

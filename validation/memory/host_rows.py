@@ -21,8 +21,8 @@ import msgspec
 
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.batches import join
-from backbeat.simulate import predict
 from backbeat.simulate.batch import at_batch
+from backbeat.simulate.predict import predict
 
 HERE = Path(__file__).parent
 LAYERS = 24

@@ -18,8 +18,7 @@ from backbeat.model import Network, Profile
 from backbeat.model.files import bundled
 from backbeat.planners.baselines import merge_sweep
 from backbeat.planners.optimal import ends_by_queues
-from backbeat.simulate.engine import one_communicator
-from backbeat.simulate.schedule import Schedule
+from backbeat.simulate.bucket_travel import one_by_one
 from validation.published.figures import HERE, affine_network, figures, provenance, save, table
 from validation.published.shapes import analytic_profile
 from validation.published.training import SPREADS
@@ -46,7 +45,7 @@ def excess(ready: list[float], sizes: list[float], alpha: float, beta: float) ->
     def finish(ends: list[int]) -> float:
         stops = np.array(ends)
         messages = np.diff(totals[[0, *ends]])
-        return one_communicator(Schedule(np.asarray(ready)[stops - 1], messages, [0] * len(ends)), cost).end_s
+        return one_by_one(np.asarray(ready)[stops - 1], cost.times(messages)).end_s
 
     greedy = finish(merge_sweep(ready, sizes, alpha, beta, patience_s=alpha))
     return greedy / finish(ends_by_queues(ready, sizes, curve)) - 1

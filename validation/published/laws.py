@@ -9,7 +9,7 @@ import numpy as np
 
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.model import ConcurrencyPoint, Network
-from backbeat.simulate.engine import several_communicators
+from backbeat.simulate.bucket_travel import BucketTravel
 from backbeat.simulate.schedule import Schedule
 from validation.published.figures import affine_network, figures, series
 
@@ -84,7 +84,7 @@ def at_once(network: Network, size: int, messages: int) -> float:
     """Seconds until `messages` equal all-reduces that start together, each on a communicator of its own, are all
     done."""
     schedule = Schedule(np.zeros(messages), np.full(messages, float(size)), list(range(messages)))
-    return several_communicators(schedule, network.cost).end_s
+    return BucketTravel(schedule, 0.0).at(network.cost)[0].end_s
 
 
 def pair_model() -> list[dict[str, Any]]:

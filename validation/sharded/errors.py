@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from backbeat.model import Network, Plan, Profile
-from backbeat.simulate import predict
+from backbeat.simulate.predict import predict
 
 SCHEMA = "backbeat.validation.sharded/1"
 REPEATS_WITHIN = 0.02

@@ -42,7 +42,7 @@ from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import Gradient, Network, Plan, Profile, Sharding, ShardUnit
 from backbeat.model.files import encode, write
 from backbeat.planners import STRATEGIES
-from backbeat.simulate import predict
+from backbeat.simulate.predict import predict
 from backbeat.units import format_seconds, parse_duration, parse_rate
 
 LABS = "4:16gbit,8:10gbit,4:5gbit"

@@ -23,7 +23,7 @@ from backbeat.lab.jobs import Message, ReplayJob, turns
 from backbeat.lab.plans import parse_plans
 from backbeat.lab.setting import Setting
 from backbeat.model import Network
-from backbeat.simulate.engine import several_communicators
+from backbeat.simulate.bucket_travel import BucketTravel
 from backbeat.simulate.schedule import Schedule
 from backbeat.units import parse_rate
 
@@ -106,7 +106,8 @@ def measure(rate: str) -> None:
 
 def predicted(mix: Mix, network: Network) -> float:
     sizes, communicators = np.array([size for size, _ in mix], dtype=float), [communicator for _, communicator in mix]
-    return several_communicators(Schedule(np.zeros(len(mix)), sizes, communicators), network.cost).end_s
+    travel = BucketTravel(Schedule(np.zeros(len(mix)), sizes, communicators), 0.0)
+    return travel.at(network.cost)[0].end_s
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from backbeat.errors import BackbeatError
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.reduction import REDUCTIONS
-from backbeat.simulate import predict
+from backbeat.simulate.predict import predict
 from backbeat.units import format_bytes
 
 SCHEMA = "backbeat.validation.training/1"
