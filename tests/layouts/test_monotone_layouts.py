@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
 import msgspec
@@ -102,7 +103,7 @@ ALONE = (small(16), Layout(pp=16), Job(global_batch=128, sequence=2048))
 def test_what_is_sharded_further_takes_no_more_memory(case: tuple[Transformer, Layout, Job], framework: str) -> None:
     model, layout, job = case
     found = [memory_of(model, msgspec.structs.replace(layout, zero=zero), job, framework).total for zero in range(4)]
-    assert all(more <= less * SAME for less, more in zip(found, found[1:], strict=False)), found
+    assert all(more <= less * SAME for less, more in itertools.pairwise(found)), found
 
 
 @pytest.mark.xfail(strict=True)

@@ -78,7 +78,6 @@ def test_what_no_fabric_has_is_refused(arguments: tuple[FabricKind, int, Load], 
         Fabric(kind=kind, oversubscription=ratio).share(nodes, load)
 
 
-@pytest.mark.xfail(strict=True)
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(2, 16), KINDS, LOADS, st.floats(1e-6, 1e-4), st.floats(1e-12, 1e-9))
 @example(8, 8, "cloud", "typical", 1e-4, 5e-11)
 def test_fewer_workers_never_take_longer(
