@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from backbeat.cost.operators import Traffic
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Layout
+from backbeat.layouts.sharded_stage import units_added
 from backbeat.layouts.stage_times import Added, StageLayers, StageTimes
 from backbeat.layouts.transformer import Transformer, weights
 from backbeat.model.reduction import Reduction
@@ -65,6 +66,23 @@ def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) ->
         dense += held
         expert += chunk.sparse * model.expert_parameters / layout.ep
     return RankParameters(dense, expert)
+
+
+@lru_cache(maxsize=1024)
+def unit_parameters(model: Transformer, tp: int, ep: int, chunk: StageLayers) -> tuple[RankParameters, ...]:
+    """The same by what is sharded on its own: embedding, layers, head, in the order of forward.
+
+    >>> tiny = Transformer(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
+    >>> [unit.dense for unit in unit_parameters(tiny, 1, 1, StageLayers(2, 0, True, True))]
+    [800.0, 464.0, 464.0, 808.0]
+    """
+    dense = [sum(module.tensors) for module in reversed(modules_of(model, tp, (chunk,)))]
+    begin = chunk.first + chunk.dense
+    sparse = range(begin, begin + chunk.sparse)
+    return tuple(
+        RankParameters(held, model.expert_parameters / ep if place in sparse else 0.0)
+        for place, held in enumerate(dense)
+    )
 
 
 class GradientBucket(NamedTuple):
@@ -194,24 +212,34 @@ class ReplicaTimer:
     def reduction(self) -> Reduction:
         return self.conventions.reduction(self.layout.zero)
 
-    def sharded_passes(self, times: StageTimes, stage: StageLayers) -> StageTimes:
-        """A stage's passes where each micro-batch gathers parameters (ZeRO 3) and scatters gradients (ZeRO 2 and 3).
-        What a layer exchanges overlaps with the layer before it."""
-        zero = self.layout.zero
-        if zero < 2 or stage.layers == 0:
+    def sharded_passes(self, pieces: Sequence[tuple[StageTimes, int]], stage: StageLayers) -> StageTimes:
+        """A chunk's passes, from what it runs, where each micro-batch gathers parameters (ZeRO 3) and scatters
+        gradients (ZeRO 2 and 3), by units. Under the zero-bubble schedule, which takes backward in two, gradients of
+        inputs need the parameters, and those of weights are what is scattered."""
+        times = sum((each.times(count) for each, count in pieces), StageTimes())
+        zero, layout = self.layout.zero, self.layout
+        if zero < 2 or not pieces:
             return times
-        held = rank_parameters(self.model, self.layout, stage)
-        gather = self._layerwise("all_gather", held, 2, stage.layers) if zero == 3 else 0.0
-        scatter = self._layerwise("reduce_scatter", held, self.conventions.reduced_bytes(zero), stage.layers)
-        slowdown = self._slowdown(times)
-        forward = Added.overlapped(times.forward_s, gather, slowdown).plus(gather / stage.layers)
-        backward = Added.overlapped(times.backward_s, gather + scatter, slowdown).plus(scatter / stage.layers)
-        contention = times.parts.contention + (forward.slower_s + backward.slower_s)
-        return replace(
-            times,
-            forward_s=times.forward_s + forward.total_s,
-            input_s=times.input_s + backward.total_s,
-            parts=times.parts._replace(contention=contention),
+        units = unit_parameters(self.model, layout.tp, layout.ep, stage)
+        gathers = [self._unit_s("all_gather", unit, 2) if zero == 3 else 0.0 for unit in units]
+        scatters = [self._unit_s("reduce_scatter", unit, self.conventions.reduced_bytes(zero)) for unit in units]
+        each = [one for one, count in pieces for _ in range(count)]
+        slowdown, none = self._slowdown(times), [0.0] * len(units)
+        forward = units_added([one.forward_s for one in each], gathers, none, slowdown)
+        # Backward begins with the head, which stays gathered.
+        again = [0.0 if stage.last else gathers[-1], *gathers[-2::-1]]
+        each, scatters = each[::-1], scatters[::-1]
+        if layout.schedule == "zero-bubble" and layout.pp > 1:
+            inputs = units_added([one.input_s for one in each], again, none, slowdown)
+            weights = units_added([one.weight_s for one in each], none, scatters, slowdown)
+        else:
+            inputs, weights = units_added([one.backward_s for one in each], again, scatters, slowdown), Added()
+        contention = times.parts.contention + (forward.slower_s + inputs.slower_s + weights.slower_s)
+        return StageTimes(
+            times.forward_s + forward.total_s,
+            times.input_s + inputs.total_s,
+            times.weight_s + weights.total_s,
+            times.parts._replace(contention=contention),
         )
 
     def _slowdown(self, times: StageTimes) -> float:
@@ -293,12 +321,11 @@ class ReplicaTimer:
         copied = self.operators.seconds(Traffic("pointwise", 3 * 2 * 2 * dense, 2))
         return 2 * self.operators.host.view_s * launches + copied if replicas > 1 else 0.0
 
-    def _layerwise(self, kind: LayoutCollective, held: RankParameters, width: int, layers: int) -> float:
-        """All layers of a stage, each in a collective of its own."""
+    def _unit_s(self, kind: LayoutCollective, unit: RankParameters, width: int) -> float:
         groups = (self.layout.dense_group, self.layout.expert_group)
         return sum(
-            layers * self.cluster.collective_s(kind, elements * width / layers, *group)
-            for elements, group in zip(held, groups, strict=True)
+            self.cluster.collective_s(kind, elements * width, *group)
+            for elements, group in zip(unit, groups, strict=True)
         )
 
     def update_s(self, held: RankParameters) -> float:

@@ -174,19 +174,21 @@ class StageTimer:
 
     def stages(self) -> list[StageTimes]:
         """Of every chunk, in the order of layers."""
+        return [sum((each.times(count) for each, count in own), StageTimes()) for own in self.pieces()]
+
+    def pieces(self) -> list[list[tuple[StageTimes, int]]]:
+        """What each chunk runs, in the order of forward, and how many of each: embedding, layers by kind, head."""
         chunks = split_layers(self.model, self.layout, by_cost=self.conventions.stages_by_cost)
         every = {kind for chunk in chunks for kind in chunk.kinds}
         layers = {kind: self.layer(sparse=kind[0], windowed=kind[1]) for kind in every}
-        ends = (
-            self._ends(self.builder.embedding(), "reduce_scatter", "all_gather"),
-            self._ends(self.builder.head(), "all_gather", "reduce_scatter"),
-        )
-        found = []
-        for chunk in chunks:
-            total = sum((layers[kind].times(count) for kind, count in chunk.kinds.items()), StageTimes())
-            total = total + ends[0] if chunk.first else total
-            found.append(total + ends[1] if chunk.last else total)
-        return found
+        embedding = (self._ends(self.builder.embedding(), "reduce_scatter", "all_gather"), 1)
+        head = (self._ends(self.builder.head(), "all_gather", "reduce_scatter"), 1)
+        return [
+            [embedding] * chunk.first
+            + [(layers[kind], count) for kind, count in chunk.kinds.items()]
+            + [head] * chunk.last
+            for chunk in chunks
+        ]
 
     def layer(self, *, sparse: bool, windowed: bool = False) -> StageTimes:
         work = self.builder.layer(sparse=sparse, windowed=windowed)
