@@ -51,38 +51,35 @@ def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) ->
     >>> round(4 * sum(held) / llama.parameters, 3)
     1.0
     """
-    tp = layout.tp
-    both = sum(each.held(tp) for each in model.attention) + model.norms * model.norm_parameters
-    each_dense = both + model.mlp_parameters(model.ffn) / tp
-    each_sparse = both + (model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp)
-    dense = expert = 0.0
-    for chunk in chunks:
-        held = chunk.dense * each_dense + chunk.sparse * each_sparse
-        if chunk.first:
-            held += model.embedding_parameters / tp
-        if chunk.last and not (model.tied and chunk.first):
-            # A tied head on a stage of its own is a copy of the embedding there.
-            held += model.head.parameters / tp
-        dense += held
-        expert += chunk.sparse * model.expert_parameters / layout.ep
-    return RankParameters(dense, expert)
+    units = [unit for chunk in chunks for unit in _units(model, layout.tp, layout.ep, chunk)]
+    return RankParameters(
+        sum(count * held.dense for held, count in units), sum(count * held.expert for held, count in units)
+    )
 
 
-@lru_cache(maxsize=1024)
-def unit_parameters(model: Transformer, tp: int, ep: int, chunk: StageLayers) -> tuple[RankParameters, ...]:
+def unit_parameters(model: Transformer, layout: Layout, chunk: StageLayers) -> list[RankParameters]:
     """The same by what is sharded on its own: embedding, layers, head, in the order of forward.
 
     >>> tiny = Transformer(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
-    >>> [unit.dense for unit in unit_parameters(tiny, 1, 1, StageLayers(2, 0, True, True))]
-    [800.0, 464.0, 464.0, 808.0]
+    >>> [unit.dense for unit in unit_parameters(tiny, Layout(), StageLayers(2, 0, True, True))]
+    [800.0, 464.0, 464.0, 800.0]
     """
-    dense = [sum(module.tensors) for module in reversed(modules_of(model, tp, (chunk,)))]
-    begin = chunk.first + chunk.dense
-    sparse = range(begin, begin + chunk.sparse)
-    return tuple(
-        RankParameters(held, model.expert_parameters / ep if place in sparse else 0.0)
-        for place, held in enumerate(dense)
-    )
+    return [held for held, count in _units(model, layout.tp, layout.ep, chunk) for _ in range(count)]
+
+
+@lru_cache(maxsize=1024)
+def _units(model: Transformer, tp: int, ep: int, chunk: StageLayers) -> list[tuple[RankParameters, int]]:
+    both = sum(each.held(tp) for each in model.attention) + model.norms * model.norm_parameters
+    dense = both + model.mlp_parameters(model.ffn) / tp
+    sparse = both + (model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp)
+    # A tied head on a stage of its own is a copy of the embedding there.
+    head = 0.0 if model.tied and chunk.first else model.head.parameters / tp
+    return [
+        (RankParameters(model.embedding_parameters / tp, 0.0), int(chunk.first)),
+        (RankParameters(dense, 0.0), chunk.dense),
+        (RankParameters(sparse, model.expert_parameters / ep), chunk.sparse),
+        (RankParameters(head, 0.0), int(chunk.last)),
+    ]
 
 
 class GradientBucket(NamedTuple):
@@ -220,7 +217,7 @@ class ReplicaTimer:
         zero, layout = self.layout.zero, self.layout
         if zero < 2 or not pieces:
             return times
-        units = unit_parameters(self.model, layout.tp, layout.ep, stage)
+        units = unit_parameters(self.model, layout, stage)
         gathers = [self._unit_s("all_gather", unit, 2) if zero == 3 else 0.0 for unit in units]
         scatters = [self._unit_s("reduce_scatter", unit, self.conventions.reduced_bytes(zero)) for unit in units]
         each = [one for one, count in pieces for _ in range(count)]

@@ -312,7 +312,7 @@ def test_replicas_reduce_all_gradients_and_gather_what_each_updated(zero: int) -
 def units(model: Transformer, cluster: GpuCluster, layout: Layout) -> tuple[list[float], list[float], list[StageTimes]]:
     """Gathered, scattered and computed: embedding, layers, head."""
     (stage,) = split_layers(model, layout)
-    held = [unit.dense for unit in unit_parameters(model, 1, 1, stage)]
+    held = [unit.dense for unit in unit_parameters(model, layout, stage)]
     timer = predictor_of(model, cluster, Job(global_batch=16, sequence=S), framework=APART).timer(layout)
     return (
         [cluster.collective_s("all_gather", 2 * one, 8) for one in held],
