@@ -12,7 +12,8 @@ gradient is complete when backward ends, hides behind nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -135,31 +136,34 @@ def equal_buckets(elements: float, cap: float | None) -> tuple[GradientBucket, .
     return tuple(GradientBucket(elements / count, (index + 1) / count) for index in range(count))
 
 
-def overlapped_with_backward(
-    buckets: Sequence[GradientBucket], backward_s: float, travel_s: Mapping[float, float], slowdown: float
-) -> Added:
-    """What buckets add to the backward pass they overlap with; `travel_s` is by their elements.
+class Message(NamedTuple):
+    """A bucket on its way."""
+
+    travel_s: float
+    ready: float
+
+
+def overlapped_with_backward(messages: Sequence[Message], backward_s: float, slowdown: float) -> Added:
+    """What messages add to the backward pass they overlap with.
 
     They travel one after the other, each once it is complete. Computation beside them takes `slowdown` times as long.
 
-    >>> halves = equal_buckets(2.0, 1.0)
-    >>> overlapped_with_backward(halves, 4.0, {1.0: 1.0}, 1.0), overlapped_with_backward(halves, 4.0, {1.0: 3.0}, 1.0)
+    >>> fast, slow = ([Message(each, 0.5), Message(each, 1.0)] for each in (1.0, 3.0))
+    >>> overlapped_with_backward(fast, 4.0, 1.0), overlapped_with_backward(slow, 4.0, 1.0)
     (Added(exposed_s=1.0, slower_s=0.0), Added(exposed_s=4.0, slower_s=0.0))
     """
-    alone, beside = (_finished(buckets, backward_s, travel_s, factor) for factor in (1.0, slowdown))
+    alone, beside = (_finished(messages, backward_s, factor) for factor in (1.0, slowdown))
     return Added(alone - backward_s, beside - alone)
 
 
-def _finished(
-    buckets: Sequence[GradientBucket], backward_s: float, travel_s: Mapping[float, float], slowdown: float
-) -> float:
+def _finished(messages: Sequence[Message], backward_s: float, slowdown: float) -> float:
     now = in_flight = done = 0.0
-    for bucket in (*buckets, GradientBucket(0.0, 1.0)):
-        computing = (bucket.ready - done) * backward_s
+    for travel_s, ready in (*messages, Message(0.0, 1.0)):
+        computing = (ready - done) * backward_s
         # While messages are in flight computation is slower; what is left of it afterwards is not.
         passed = least_s(computing, min(in_flight, computing * slowdown), slowdown)
-        now, done = now + passed, bucket.ready
-        in_flight = max(0.0, in_flight - passed) + (travel_s[bucket.elements] if bucket.elements else 0.0)
+        now, done = now + passed, ready
+        in_flight = max(0.0, in_flight - passed) + travel_s
     return now + in_flight
 
 
@@ -276,19 +280,21 @@ class ReplicaTimer:
         return found
 
     def _reduce(self, chunks: Sequence[StageLayers], expert: float, window_s: float, slowdown: float) -> Added:
-        found = Added()
+        """Gradients of experts and all others travel in groups of their own. Groups that cross the same link take turns
+        on it, in the order in which buckets are complete; beside each other they share one backward pass."""
         kind, width = self.reduction.collective, self.conventions.reduced_bytes(self.layout.zero)
         cap = self.reduction.bucket_elements
         if cap is None and self.reduction.bucket_bytes:
             cap = self.reduction.bucket_bytes[-1] // 2
+        by_link: defaultdict[bool, list[Message]] = defaultdict(list)
         for group, buckets in self._buckets(chunks, expert, cap):
-            sizes = {bucket.elements for bucket in buckets}
-            travel_s = {size: self.cluster.collective_s(kind, width * size, *group) for size in sizes}
-            if self.reduction.overlap == "none":
-                found = found.plus(sum(travel_s[bucket.elements] for bucket in buckets))
-            else:
-                found = found.plus(*overlapped_with_backward(buckets, window_s, travel_s, slowdown))
-        return found
+            travel_s = {size: self.cluster.collective_s(kind, width * size, *group) for size, _ in set(buckets)}
+            by_link[self.cluster.inside(*group)] += [Message(travel_s[each.elements], each.ready) for each in buckets]
+        links = [sorted(messages, key=lambda each: each.ready) for messages in by_link.values()]
+        if self.reduction.overlap == "none":
+            return Added(sum(each.travel_s for messages in links for each in messages))
+        found = [overlapped_with_backward(messages, window_s, slowdown) for messages in links]
+        return max(found, key=lambda each: each.total_s, default=Added())
 
     def _tied(self, chunks: Sequence[StageLayers]) -> float:
         """The first and the last stage add up the gradients of an embedding that is the head as well."""

@@ -180,7 +180,6 @@ def test_a_zero_bubble_is_no_longer_where_computation_is_faster(name: str, frame
     assert fast <= same * SAME
 
 
-@pytest.mark.xfail(strict=True)
 @pytest.mark.parametrize(
     ("name", "network", "framework", "dp", "ep"),
     [
