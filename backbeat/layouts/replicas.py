@@ -150,7 +150,7 @@ def overlapped_with_backward(messages: Sequence[Message], backward_s: float, slo
 
     >>> fast, slow = ([Message(each, 0.5), Message(each, 1.0)] for each in (1.0, 3.0))
     >>> overlapped_with_backward(fast, 4.0, 1.0), overlapped_with_backward(slow, 4.0, 1.0)
-    (Added(exposed_s=1.0, slower_s=0.0), Added(exposed_s=4.0, slower_s=0.0))
+    (Added(exposed_s=1.0, slower_s=0.0, beside_s=0.0), Added(exposed_s=4.0, slower_s=0.0, beside_s=0.0))
     """
     alone, beside = (_finished(messages, backward_s, factor) for factor in (1.0, slowdown))
     return Added(alone - backward_s, beside - alone)

@@ -26,9 +26,9 @@ def units_added(
     scatter:
 
     >>> units_added([2.0, 2.0, 2.0], [1.0, 1.0, 5.0], [0.0, 0.0, 0.0])
-    Added(exposed_s=4.0, slower_s=0.0)
+    Added(exposed_s=4.0, slower_s=0.0, beside_s=0.0)
     >>> units_added([2.0, 2.0], [0.0, 1.0], [3.0, 1.0])
-    Added(exposed_s=2.0, slower_s=0.0)
+    Added(exposed_s=2.0, slower_s=0.0, beside_s=0.0)
     """
     travel_s = sum(gather_s) + sum(scatter_s)
     if not travel_s:
