@@ -64,8 +64,10 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
     for chunk in own:
         for count, sparse in ((chunk.dense, False), (chunk.sparse, True)):
             if count:
-                kept += count * layers.kept(sparse=sparse)
-                working = max(working, layers.everything(sparse=sparse))
+                each = layers.kept(sparse=sparse)
+                kept += count * each
+                # Its input, which it keeps, is a part of all that it has.
+                working = max(working, layers.everything(sparse=sparse) - each)
     activations = waiting * kept
     if layout.recompute == "full":
         activations += working

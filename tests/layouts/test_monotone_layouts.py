@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +14,7 @@ from backbeat import layouts
 from backbeat.layouts.conventions import conventions_named
 from backbeat.layouts.layout import Job, Layout, impossible
 from backbeat.layouts.layout_memory import layout_memory
+from backbeat.layouts.layout_prediction import Family
 from backbeat.layouts.replicas import rank_parameters
 from backbeat.layouts.stage_times import split_layers
 from backbeat.layouts.transformer import Transformer
@@ -24,7 +25,7 @@ from backbeat.model.topology import Topology
 SAME = 1 + 1e-9
 FRAMEWORKS = st.sampled_from(["megatron", "megatron-no-overlap", "megatron-tp-overlap", "deepspeed", "torchtitan"])
 """Those that give every stage as many layers: with one layer more for each, none has fewer than before."""
-FAMILIES: st.SearchStrategy[Literal["events", "closed-form"]] = st.sampled_from(["events", "closed-form"])
+FAMILIES: st.SearchStrategy[Family] = st.sampled_from(["events", "closed-form"])
 FEW = settings(max_examples=40)
 SMALL = {"hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 128256}
 
@@ -141,7 +142,7 @@ def test_more_layers_take_no_less_memory(case: tuple[Transformer, Layout, Job], 
     (1e-4, 1.5e-9, 1e-4, 1.5e-9, 1), "megatron", "events",
 )  # fmt: skip
 def test_more_layers_take_no_less_time(
-    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], framework: str, family: str
+    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], framework: str, family: Family
 ) -> None:
     model, layout, job = case
     deeper = msgspec.structs.replace(model, layers=model.layers + layout.pp)
@@ -151,13 +152,50 @@ def test_more_layers_take_no_less_time(
     assert few <= many * SAME
 
 
+@FEW
+@given(cases(), FRAMEWORKS)
+@example((small(4), Layout(dp=2, pp=4, recompute="full"), Job(global_batch=2, sequence=4096)), "torchtitan")
+def test_what_is_recomputed_takes_no_more_memory(case: tuple[Transformer, Layout, Job], framework: str) -> None:
+    model, layout, job = case
+    none, full = (
+        memory_of(model, msgspec.structs.replace(layout, recompute=each), job, framework) for each in ("none", "full")
+    )
+    assert full.total <= none.total * SAME
+
+
+@FEW
+@given(cases(), networks(), st.sampled_from([2, 4]), FAMILIES)
+@example(
+    (small(4), Layout(dp=4, pp=4, schedule="gpipe"), Job(global_batch=8, sequence=512)),
+    (1e-5, 1e-11, 1e-5, 1e-10, 1),
+    2,
+    "events",
+)
+def test_where_weight_decides_the_stages_more_layers_take_what_the_average_stage_takes(
+    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], more: int, family: Family
+) -> None:
+    """nanotron cuts anew with every layer, and may find stages that are more alike. A step may become shorter by that,
+    but by no more than stages waited: micro-batches times the average stage grow with every layer, and no cut is
+    faster."""
+    model, layout, job = case
+    layout = msgspec.structs.replace(layout, zero=min(layout.zero, 1))
+    job_fields: dict[str, Any] = {"global_batch": job.global_batch, "sequence": job.sequence, "band": False}
+    found = [
+        layouts.predict(each, joined(made), layout, framework="nanotron", family=family, **job_fields)
+        for each in (model, msgspec.structs.replace(model, layers=model.layers + more))
+    ]
+    after = [each.breakdown.reduce + each.breakdown.update + each.breakdown.gather for each in found]
+    few, many = (each.step_s - rest for each, rest in zip(found, after, strict=True))
+    assert few * (1 - found[0].bubble_share) <= many * SAME
+
+
 ZERO_BUBBLE = Layout(dp=8, pp=4, tp=2, zero=3, schedule="zero-bubble")
 
 
 @FEW
 @given(cases(), networks(), FRAMEWORKS, FAMILIES)
 def test_slower_computation_takes_no_less_time(
-    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], framework: str, family: str
+    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], framework: str, family: Family
 ) -> None:
     model, layout, job = case
     fast, same, slow = (
@@ -199,7 +237,7 @@ def test_one_backward_hides_what_experts_and_what_others_reduce(
 @FEW
 @given(cases(), networks(), FRAMEWORKS, FAMILIES)
 def test_a_faster_network_takes_no_more_time(
-    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], framework: str, family: str
+    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], framework: str, family: Family
 ) -> None:
     model, layout, job = case
     same, sooner, wider = (
@@ -218,3 +256,17 @@ def test_longer_sequences_take_no_less_time(network: str, framework: str) -> Non
         for sequence in (512, 1024, 2048)
     ]
     assert found == sorted(found)
+
+
+@FEW
+@given(cases(), networks(), FRAMEWORKS, FAMILIES)
+def test_twice_the_tokens_take_no_less_time_or_memory(
+    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], framework: str, family: Family
+) -> None:
+    model, layout, job = case
+    longer = msgspec.structs.replace(job, sequence=2 * job.sequence)
+    few, many = (
+        step_s(model, joined(made), layout, each, framework=framework, family=family) for each in (job, longer)
+    )
+    assert few <= many * SAME
+    assert memory_of(model, layout, job, framework).total <= memory_of(model, layout, longer, framework).total * SAME
