@@ -136,19 +136,19 @@ def equal_buckets(elements: float, cap: float | None) -> tuple[GradientBucket, .
     return tuple(GradientBucket(elements / count, (index + 1) / count) for index in range(count))
 
 
-class Message(NamedTuple):
+class GradientMessage(NamedTuple):
     """A bucket on its way."""
 
     travel_s: float
     ready: float
 
 
-def overlapped_with_backward(messages: Sequence[Message], backward_s: float, slowdown: float) -> Added:
+def overlapped_with_backward(messages: Sequence[GradientMessage], backward_s: float, slowdown: float) -> Added:
     """What messages add to the backward pass they overlap with.
 
     They travel one after the other, each once it is complete. Computation beside them takes `slowdown` times as long.
 
-    >>> fast, slow = ([Message(each, 0.5), Message(each, 1.0)] for each in (1.0, 3.0))
+    >>> fast, slow = ([GradientMessage(each, 0.5), GradientMessage(each, 1.0)] for each in (1.0, 3.0))
     >>> overlapped_with_backward(fast, 4.0, 1.0), overlapped_with_backward(slow, 4.0, 1.0)
     (Added(exposed_s=1.0, slower_s=0.0, beside_s=0.0), Added(exposed_s=4.0, slower_s=0.0, beside_s=0.0))
     """
@@ -156,9 +156,9 @@ def overlapped_with_backward(messages: Sequence[Message], backward_s: float, slo
     return Added(alone - backward_s, beside - alone)
 
 
-def _finished(messages: Sequence[Message], backward_s: float, slowdown: float) -> float:
+def _finished(messages: Sequence[GradientMessage], backward_s: float, slowdown: float) -> float:
     now = in_flight = done = 0.0
-    for travel_s, ready in (*messages, Message(0.0, 1.0)):
+    for travel_s, ready in (*messages, GradientMessage(0.0, 1.0)):
         computing = (ready - done) * backward_s
         # While messages are in flight computation is slower; what is left of it afterwards is not.
         passed = least_s(computing, min(in_flight, computing * slowdown), slowdown)
@@ -286,10 +286,12 @@ class ReplicaTimer:
         cap = self.reduction.bucket_elements
         if cap is None and self.reduction.bucket_bytes:
             cap = self.reduction.bucket_bytes[-1] // 2
-        by_link: defaultdict[bool, list[Message]] = defaultdict(list)
+        by_link: defaultdict[bool, list[GradientMessage]] = defaultdict(list)
         for group, buckets in self._buckets(chunks, expert, cap):
             travel_s = {size: self.cluster.collective_s(kind, width * size, *group) for size, _ in set(buckets)}
-            by_link[self.cluster.inside(*group)] += [Message(travel_s[each.elements], each.ready) for each in buckets]
+            by_link[self.cluster.inside(*group)] += [
+                GradientMessage(travel_s[each.elements], each.ready) for each in buckets
+            ]
         links = [sorted(messages, key=lambda each: each.ready) for messages in by_link.values()]
         if self.reduction.overlap == "none":
             return Added(sum(each.travel_s for messages in links for each in messages))
