@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from backbeat import layouts
 from backbeat.layouts.conventions import conventions_named
 from backbeat.layouts.layout import Job, Layout, impossible
-from backbeat.layouts.layout_memory import layout_memory
+from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
 from backbeat.layouts.layout_prediction import Family
 from backbeat.layouts.replicas import rank_parameters
 from backbeat.layouts.stage_times import split_layers
@@ -84,11 +84,11 @@ def joined(made: tuple[float, float, float, float, int], *, latency: float = 1.0
 
 def step_s(model: Transformer | str, network: Network | str, layout: Layout, job: Job, **given: Any) -> float:
     options = {"accelerator": "h100", "band": False, **given}
-    size = {"global_batch": job.global_batch, "sequence": job.sequence}
+    size: dict[str, Any] = {"global_batch": job.global_batch, "sequence": job.sequence}
     return layouts.predict(model, network, layout, **size, **options).step_s
 
 
-def memory_of(model: Transformer, layout: Layout, job: Job, framework: str) -> layouts.MemoryByKind:
+def memory_of(model: Transformer, layout: Layout, job: Job, framework: str) -> MemoryByKind:
     return layout_memory(model, layout, job, conventions_named(framework))
 
 
