@@ -94,7 +94,7 @@ class GpuCluster:
         cross nodes set the pace."""
         if size <= 0:
             return 0.0
-        inside = workers * stride <= self.per_node
+        inside = self.inside(workers, stride)
         latency, rate = self._link(inside=inside, sharing=1 if inside else min(stride, self.per_node))
         return latency + size / rate
 
@@ -139,10 +139,14 @@ class GpuCluster:
         origins = dict.fromkeys(found[1] for found in self._slowdowns.values() if found is not None)
         return tuple(f"computation beside communication takes longer, {origin}" for origin in origins)
 
+    def inside(self, workers: int, stride: int = 1) -> bool:
+        """Whether a group lies inside a node."""
+        return workers * stride <= self.per_node
+
     def _filled(self, workers: int, stride: int) -> int:
         """The GPUs of as many whole nodes as a group touches; of a group inside one node, its own."""
-        span = workers * stride
-        return workers if span <= self.per_node else -(-span // self.per_node) * self.per_node
+        nodes = -(-workers * stride // self.per_node)
+        return workers if self.inside(workers, stride) else nodes * self.per_node
 
     def _link(self, *, inside: bool, sharing: int) -> tuple[float, float]:
         """Latency of one message, and bytes a second from each GPU where so many of a node send: those of a ring that

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 
 from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Job, Layout
-from backbeat.layouts.replicas import rank_parameters
+from backbeat.layouts.replicas import rank_parameters, unit_parameters
 from backbeat.layouts.stage_times import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.steps.stage_programs import in_flight
@@ -63,8 +64,10 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
     for chunk in own:
         for count, sparse in ((chunk.dense, False), (chunk.sparse, True)):
             if count:
-                kept += count * layers.kept(sparse=sparse)
-                working = max(working, layers.everything(sparse=sparse))
+                each = layers.kept(sparse=sparse)
+                kept += count * each
+                # Its input, which it keeps, is a part of all that it has.
+                working = max(working, layers.everything(sparse=sparse) - each)
     activations = waiting * kept
     if layout.recompute == "full":
         activations += working
@@ -74,9 +77,9 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
         logits = (2 + sum(conventions.loss_bytes) // 6) * tokens * model.vocab / layout.tp
         activations += 4 * layout.own_tokens(job) * model.hidden
     buffers = 2 * 2 * tokens * model.hidden if layout.tp > 1 else 0.0
-    if zero == 3:
-        # A stage may have the head alone, or nothing.
-        buffers += 2 * (_WEIGHT_BYTES + 4) * whole / max(sum(chunk.layers for chunk in own), 1)
+    if zero >= 2:
+        each = conventions.gradient_bytes + (_WEIGHT_BYTES if zero == 3 else 0)
+        buffers += each * max((_gathered(model, layout, chunk) for chunk in own), default=0.0)
     return MemoryByKind(
         weights=_WEIGHT_BYTES * (shared if zero == 3 else whole),
         gradients=conventions.gradient_bytes * (shared if zero >= 2 else whole),
@@ -86,6 +89,16 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
         buffers=buffers,
         reserve=float(conventions.reserve_bytes),
     )
+
+
+def _gathered(model: Transformer, layout: Layout, chunk: StageLayers) -> float:
+    """The most elements that a rank has at once beyond its own share, of sharded parameters or their gradients: of the
+    unit that computes and of the one that comes or goes beside it. Its share is a part of what is gathered, as it is
+    where frameworks gather in place: never more than all that the stage lacks, and nothing with one replica."""
+    groups = (layout.dense_group[0], layout.expert_group[0])
+    units = unit_parameters(model, layout, chunk)
+    lacking = [sum(held * (1 - 1 / group) for held, group in zip(unit, groups, strict=True)) for unit in units]
+    return max((one + other for one, other in pairwise([0.0, *lacking])), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from backbeat.layouts.measured_block import MeasuredBlock, measured_block
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run_pipeline
 from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
-from backbeat.layouts.stage_times import StageTimer, StageTimes, split_layers
+from backbeat.layouts.stage_times import StageLayers, StageTimer, StageTimes, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network, Profile
 from backbeat.model.files import checked
@@ -194,12 +194,16 @@ class LayoutPredictor:
         pp, count = layout.pp, layout.micro_batches(self.job)
         kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
-        every = {slowdown: self.timer(layout, slowdown).stages() for slowdown in set(slowdowns)}
-        chosen = [every[slowdowns[index % pp]][index] for index in range(len(kinds))]
+        every = {slowdown: self.timer(layout, slowdown).pieces() for slowdown in set(slowdowns)}
         # What the framework adds to a micro-batch, half of it in each direction.
         pass_s = self.conventions.pass_s / layout.chunks
         added = StageTimes(pass_s / 2, pass_s / 2, 0.0, PartSeconds(host=pass_s))
-        times = [replicas.sharded_passes(each + added, kind) for each, kind in zip(chosen, kinds, strict=True)]
+        found: dict[tuple[float, StageLayers], StageTimes] = {}
+        for index, kind in enumerate(kinds):
+            key = (slowdowns[index % pp], kind)
+            if key not in found:
+                found[key] = replicas.sharded_passes(every[key[0]][index], kind) + added
+        times = [found[slowdowns[index % pp], kind] for index, kind in enumerate(kinds)]
         sent_bytes = 2 * layout.tokens(self.job) * self.model.hidden
         send = self._send_s(layout, sent_bytes)
         if family == "events":

@@ -12,8 +12,9 @@ gradient is complete when backward ends, hides behind nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from backbeat.cost.operators import Traffic
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Layout
+from backbeat.layouts.sharded_stage import units_added
 from backbeat.layouts.stage_times import Added, StageLayers, StageTimes
 from backbeat.layouts.transformer import Transformer, weights
 from backbeat.model.reduction import Reduction
@@ -50,21 +52,35 @@ def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) ->
     >>> round(4 * sum(held) / llama.parameters, 3)
     1.0
     """
-    tp = layout.tp
+    units = [unit for chunk in chunks for unit in _units(model, layout.tp, layout.ep, chunk)]
+    return RankParameters(
+        sum(count * held.dense for held, count in units), sum(count * held.expert for held, count in units)
+    )
+
+
+def unit_parameters(model: Transformer, layout: Layout, chunk: StageLayers) -> list[RankParameters]:
+    """The same by what is sharded on its own: embedding, layers, head, in the order of forward.
+
+    >>> tiny = Transformer(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
+    >>> [unit.dense for unit in unit_parameters(tiny, Layout(), StageLayers(2, 0, True, True))]
+    [800.0, 464.0, 464.0, 800.0]
+    """
+    return [held for held, count in _units(model, layout.tp, layout.ep, chunk) for _ in range(count)]
+
+
+@lru_cache(maxsize=1024)
+def _units(model: Transformer, tp: int, ep: int, chunk: StageLayers) -> list[tuple[RankParameters, int]]:
     both = sum(each.held(tp) for each in model.attention) + model.norms * model.norm_parameters
-    each_dense = both + model.mlp_parameters(model.ffn) / tp
-    each_sparse = both + (model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp)
-    dense = expert = 0.0
-    for chunk in chunks:
-        held = chunk.dense * each_dense + chunk.sparse * each_sparse
-        if chunk.first:
-            held += model.embedding_parameters / tp
-        if chunk.last and not (model.tied and chunk.first):
-            # A tied head on a stage of its own is a copy of the embedding there.
-            held += model.head.parameters / tp
-        dense += held
-        expert += chunk.sparse * model.expert_parameters / layout.ep
-    return RankParameters(dense, expert)
+    dense = both + model.mlp_parameters(model.ffn) / tp
+    sparse = both + (model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp)
+    # A tied head on a stage of its own is a copy of the embedding there.
+    head = 0.0 if model.tied and chunk.first else model.head.parameters / tp
+    return [
+        (RankParameters(model.embedding_parameters / tp, 0.0), int(chunk.first)),
+        (RankParameters(dense, 0.0), chunk.dense),
+        (RankParameters(sparse, model.expert_parameters / ep), chunk.sparse),
+        (RankParameters(head, 0.0), int(chunk.last)),
+    ]
 
 
 class GradientBucket(NamedTuple):
@@ -120,31 +136,34 @@ def equal_buckets(elements: float, cap: float | None) -> tuple[GradientBucket, .
     return tuple(GradientBucket(elements / count, (index + 1) / count) for index in range(count))
 
 
-def overlapped_with_backward(
-    buckets: Sequence[GradientBucket], backward_s: float, travel_s: Mapping[float, float], slowdown: float
-) -> Added:
-    """What buckets add to the backward pass they overlap with; `travel_s` is by their elements.
+class GradientMessage(NamedTuple):
+    """A bucket on its way."""
+
+    travel_s: float
+    ready: float
+
+
+def overlapped_with_backward(messages: Sequence[GradientMessage], backward_s: float, slowdown: float) -> Added:
+    """What messages add to the backward pass they overlap with.
 
     They travel one after the other, each once it is complete. Computation beside them takes `slowdown` times as long.
 
-    >>> halves = equal_buckets(2.0, 1.0)
-    >>> overlapped_with_backward(halves, 4.0, {1.0: 1.0}, 1.0), overlapped_with_backward(halves, 4.0, {1.0: 3.0}, 1.0)
-    (Added(exposed_s=1.0, slower_s=0.0), Added(exposed_s=4.0, slower_s=0.0))
+    >>> fast, slow = ([GradientMessage(each, 0.5), GradientMessage(each, 1.0)] for each in (1.0, 3.0))
+    >>> overlapped_with_backward(fast, 4.0, 1.0), overlapped_with_backward(slow, 4.0, 1.0)
+    (Added(exposed_s=1.0, slower_s=0.0, beside_s=0.0), Added(exposed_s=4.0, slower_s=0.0, beside_s=0.0))
     """
-    alone, beside = (_finished(buckets, backward_s, travel_s, factor) for factor in (1.0, slowdown))
+    alone, beside = (_finished(messages, backward_s, factor) for factor in (1.0, slowdown))
     return Added(alone - backward_s, beside - alone)
 
 
-def _finished(
-    buckets: Sequence[GradientBucket], backward_s: float, travel_s: Mapping[float, float], slowdown: float
-) -> float:
+def _finished(messages: Sequence[GradientMessage], backward_s: float, slowdown: float) -> float:
     now = in_flight = done = 0.0
-    for bucket in (*buckets, GradientBucket(0.0, 1.0)):
-        computing = (bucket.ready - done) * backward_s
+    for travel_s, ready in (*messages, GradientMessage(0.0, 1.0)):
+        computing = (ready - done) * backward_s
         # While messages are in flight computation is slower; what is left of it afterwards is not.
         passed = least_s(computing, min(in_flight, computing * slowdown), slowdown)
-        now, done = now + passed, bucket.ready
-        in_flight = max(0.0, in_flight - passed) + (travel_s[bucket.elements] if bucket.elements else 0.0)
+        now, done = now + passed, ready
+        in_flight = max(0.0, in_flight - passed) + travel_s
     return now + in_flight
 
 
@@ -194,24 +213,34 @@ class ReplicaTimer:
     def reduction(self) -> Reduction:
         return self.conventions.reduction(self.layout.zero)
 
-    def sharded_passes(self, times: StageTimes, stage: StageLayers) -> StageTimes:
-        """A stage's passes where each micro-batch gathers parameters (ZeRO 3) and scatters gradients (ZeRO 2 and 3).
-        What a layer exchanges overlaps with the layer before it."""
-        zero = self.layout.zero
-        if zero < 2 or stage.layers == 0:
+    def sharded_passes(self, pieces: Sequence[tuple[StageTimes, int]], stage: StageLayers) -> StageTimes:
+        """A chunk's passes, from what it runs, where each micro-batch gathers parameters (ZeRO 3) and scatters
+        gradients (ZeRO 2 and 3), by units. Under the zero-bubble schedule, which takes backward in two, gradients of
+        inputs need the parameters, and those of weights are what is scattered."""
+        times = sum((each.times(count) for each, count in pieces), StageTimes())
+        zero, layout = self.layout.zero, self.layout
+        if zero < 2 or not pieces:
             return times
-        held = rank_parameters(self.model, self.layout, stage)
-        gather = self._layerwise("all_gather", held, 2, stage.layers) if zero == 3 else 0.0
-        scatter = self._layerwise("reduce_scatter", held, self.conventions.reduced_bytes(zero), stage.layers)
-        slowdown = self._slowdown(times)
-        forward = Added.overlapped(times.forward_s, gather, slowdown).plus(gather / stage.layers)
-        backward = Added.overlapped(times.backward_s, gather + scatter, slowdown).plus(scatter / stage.layers)
-        contention = times.parts.contention + (forward.slower_s + backward.slower_s)
-        return replace(
-            times,
-            forward_s=times.forward_s + forward.total_s,
-            input_s=times.input_s + backward.total_s,
-            parts=times.parts._replace(contention=contention),
+        units = unit_parameters(self.model, layout, stage)
+        gathers = [self._unit_s("all_gather", unit, 2) if zero == 3 else 0.0 for unit in units]
+        scatters = [self._unit_s("reduce_scatter", unit, self.conventions.reduced_bytes(zero)) for unit in units]
+        each = [one for one, count in pieces for _ in range(count)]
+        slowdown, none = self._slowdown(times), [0.0] * len(units)
+        forward = units_added([one.forward_s for one in each], gathers, none, slowdown)
+        # Backward begins with the head, which stays gathered.
+        again = [0.0 if stage.last else gathers[-1], *gathers[-2::-1]]
+        each, scatters = each[::-1], scatters[::-1]
+        if layout.schedule == "zero-bubble" and layout.pp > 1:
+            inputs = units_added([one.input_s for one in each], again, none, slowdown)
+            weights = units_added([one.weight_s for one in each], none, scatters, slowdown)
+        else:
+            inputs, weights = units_added([one.backward_s for one in each], again, scatters, slowdown), Added()
+        contention = times.parts.contention + (forward.slower_s + inputs.slower_s + weights.slower_s)
+        return StageTimes(
+            times.forward_s + forward.total_s,
+            times.input_s + inputs.total_s,
+            times.weight_s + weights.total_s,
+            times.parts._replace(contention=contention),
         )
 
     def _slowdown(self, times: StageTimes) -> float:
@@ -251,19 +280,23 @@ class ReplicaTimer:
         return found
 
     def _reduce(self, chunks: Sequence[StageLayers], expert: float, window_s: float, slowdown: float) -> Added:
-        found = Added()
+        """Gradients of experts and all others travel in groups of their own. Groups that cross the same link take turns
+        on it, in the order in which buckets are complete; beside each other they share one backward pass."""
         kind, width = self.reduction.collective, self.conventions.reduced_bytes(self.layout.zero)
         cap = self.reduction.bucket_elements
         if cap is None and self.reduction.bucket_bytes:
             cap = self.reduction.bucket_bytes[-1] // 2
+        by_link: defaultdict[bool, list[GradientMessage]] = defaultdict(list)
         for group, buckets in self._buckets(chunks, expert, cap):
-            sizes = {bucket.elements for bucket in buckets}
-            travel_s = {size: self.cluster.collective_s(kind, width * size, *group) for size in sizes}
-            if self.reduction.overlap == "none":
-                found = found.plus(sum(travel_s[bucket.elements] for bucket in buckets))
-            else:
-                found = found.plus(*overlapped_with_backward(buckets, window_s, travel_s, slowdown))
-        return found
+            travel_s = {size: self.cluster.collective_s(kind, width * size, *group) for size, _ in set(buckets)}
+            by_link[self.cluster.inside(*group)] += [
+                GradientMessage(travel_s[each.elements], each.ready) for each in buckets
+            ]
+        links = [sorted(messages, key=lambda each: each.ready) for messages in by_link.values()]
+        if self.reduction.overlap == "none":
+            return Added(sum(each.travel_s for messages in links for each in messages))
+        found = [overlapped_with_backward(messages, window_s, slowdown) for messages in links]
+        return max(found, key=lambda each: each.total_s, default=Added())
 
     def _tied(self, chunks: Sequence[StageLayers]) -> float:
         """The first and the last stage add up the gradients of an embedding that is the head as well."""
@@ -293,12 +326,11 @@ class ReplicaTimer:
         copied = self.operators.seconds(Traffic("pointwise", 3 * 2 * 2 * dense, 2))
         return 2 * self.operators.host.view_s * launches + copied if replicas > 1 else 0.0
 
-    def _layerwise(self, kind: LayoutCollective, held: RankParameters, width: int, layers: int) -> float:
-        """All layers of a stage, each in a collective of its own."""
+    def _unit_s(self, kind: LayoutCollective, unit: RankParameters, width: int) -> float:
         groups = (self.layout.dense_group, self.layout.expert_group)
         return sum(
-            layers * self.cluster.collective_s(kind, elements * width / layers, *group)
-            for elements, group in zip(held, groups, strict=True)
+            self.cluster.collective_s(kind, elements * width, *group)
+            for elements, group in zip(unit, groups, strict=True)
         )
 
     def update_s(self, held: RankParameters) -> float:

@@ -59,19 +59,22 @@ class Added(NamedTuple):
     exposed_s: float = 0.0
     slower_s: float = 0.0
     """Computation that takes longer beside it."""
+    beside_s: float = 0.0
+    """Of what is exposed, what outlasts computation beside it: a host that is late catches up meanwhile."""
 
     @classmethod
     def overlapped(cls, compute_s: float, communication_s: float, slowdown: float) -> Added:
         """Communication that starts together with computation and waits for none of it.
 
         >>> Added.overlapped(3.0, 2.0, 2.0), Added.overlapped(1.0, 2.0, 1.0)
-        (Added(exposed_s=0.0, slower_s=1.0), Added(exposed_s=1.0, slower_s=0.0))
+        (Added(exposed_s=0.0, slower_s=1.0, beside_s=0.0), Added(exposed_s=1.0, slower_s=0.0, beside_s=1.0))
         """
         alone = max(compute_s, communication_s)
-        return cls(alone - compute_s, together_s(compute_s, communication_s, slowdown) - alone)
+        exposed_s = alone - compute_s
+        return cls(exposed_s, together_s(compute_s, communication_s, slowdown) - alone, exposed_s)
 
-    def plus(self, exposed_s: float, slower_s: float = 0.0) -> Added:
-        return Added(self.exposed_s + exposed_s, self.slower_s + slower_s)
+    def plus(self, exposed_s: float, slower_s: float = 0.0, beside_s: float = 0.0) -> Added:
+        return Added(self.exposed_s + exposed_s, self.slower_s + slower_s, self.beside_s + beside_s)
 
     @property
     def total_s(self) -> float:
@@ -155,6 +158,21 @@ def _counts_by_cost(model: Transformer, stages: int) -> tuple[list[int], int]:
     return counts, stage
 
 
+def _caught_up(beside_s: float, *passes: PartSeconds) -> list[PartSeconds]:
+    """Work whose device also waits so long for communication beside it. The host goes on submitting: what the device
+    would wait for the host becomes shorter by that, so that both together take as long as the slower of the two.
+
+    >>> [each.host for each in _caught_up(3.0, PartSeconds(host=2.0), PartSeconds(host=5.0))]
+    [0.0, 4.0]
+    """
+    found = []
+    for each in passes:
+        caught_s = min(each.host, beside_s)
+        beside_s -= caught_s
+        found.append(each._replace(host=each.host - caught_s))
+    return found
+
+
 @dataclass(frozen=True)
 class StageTimer:
     """Times of layers and stages, for one model, layout, job and cluster."""
@@ -174,29 +192,33 @@ class StageTimer:
 
     def stages(self) -> list[StageTimes]:
         """Of every chunk, in the order of layers."""
+        return [sum((each.times(count) for each, count in own), StageTimes()) for own in self.pieces()]
+
+    def pieces(self) -> list[list[tuple[StageTimes, int]]]:
+        """What each chunk runs, in the order of forward, and how many of each: embedding, layers by kind, head."""
         chunks = split_layers(self.model, self.layout, by_cost=self.conventions.stages_by_cost)
         every = {kind for chunk in chunks for kind in chunk.kinds}
         layers = {kind: self.layer(sparse=kind[0], windowed=kind[1]) for kind in every}
-        ends = (
-            self._ends(self.builder.embedding(), "reduce_scatter", "all_gather"),
-            self._ends(self.builder.head(), "all_gather", "reduce_scatter"),
-        )
-        found = []
-        for chunk in chunks:
-            total = sum((layers[kind].times(count) for kind, count in chunk.kinds.items()), StageTimes())
-            total = total + ends[0] if chunk.first else total
-            found.append(total + ends[1] if chunk.last else total)
-        return found
+        embedding = (self._ends(self.builder.embedding(), "reduce_scatter", "all_gather"), 1)
+        head = (self._ends(self.builder.head(), "all_gather", "reduce_scatter"), 1)
+        return [
+            [embedding] * chunk.first
+            + [(layers[kind], count) for kind, count in chunk.kinds.items()]
+            + [head] * chunk.last
+            for chunk in chunks
+        ]
 
     def layer(self, *, sparse: bool, windowed: bool = False) -> StageTimes:
         work = self.builder.layer(sparse=sparse, windowed=windowed)
         forward, inputs, weights = self.computed(work)
+        tensor, tensor_back = self._tensor(self._seconds(work.column_weight).matmul, forward.matmul, sparse)
+        context, context_back = self._context(forward.attention, inputs.attention)
+        (forward,) = _caught_up(tensor.beside_s + context.beside_s, forward)
+        inputs, weights = _caught_up(tensor_back.beside_s + context_back.beside_s, inputs, weights)
         recompute = self.layout.recompute
         again = forward if recompute == "full" else PartSeconds()
         if recompute == "selective":
             again = self._seconds(work.core)
-        tensor, tensor_back = self._tensor(self._seconds(work.column_weight).matmul, forward.matmul, sparse)
-        context, context_back = self._context(forward.attention, inputs.attention)
         expert = self._expert() if sparse else 0.0
         twice = 2 if recompute == "full" else 1
         first = tensor.total_s + context.total_s + expert

@@ -83,8 +83,10 @@ class Fabric(Checked, frozen=True, kw_only=True):
         return through / (1 + (self.oversubscription - 1) * _CROSSING[load] * outside)
 
     def change(self, old: int, new: int) -> float:
-        """How much longer a byte takes between `new` nodes than between `old`; nothing where either is one node."""
-        return self.share(old) / self.share(new) if min(old, new) > 1 else 1.0
+        """How much longer a byte takes between `new` nodes than between `old`. One node has all of a link's bandwidth:
+        where only many were measured, its links are taken to be as fast as those between two on a quiet day, so that it
+        is never slower than two."""
+        return self.share(old) / self.share(new)
 
     def slowdown(self, nodes: int, load: Load) -> float:
         """How much longer a byte takes under this load than on a typical day."""

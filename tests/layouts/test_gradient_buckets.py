@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from backbeat import layouts
 from backbeat.layouts import Layout
 from backbeat.layouts.replicas import (
-    GradientBucket,
+    GradientMessage,
     dense_buckets,
     equal_buckets,
     overlapped_with_backward,
@@ -71,13 +71,13 @@ def test_buckets_take_what_the_simulation_of_data_parallelism_says(
         return Flow(np.array(starts), np.array(starts), np.array(starts) + each)
 
     flow, _ = contended(one_by_one, window / buckets * np.arange(1, buckets + 1), slowdown)
-    found = overlapped_with_backward(equal_buckets(float(buckets), 1.0), window, {1.0: each}, slowdown)
+    messages = [GradientMessage(each, bucket.ready) for bucket in equal_buckets(float(buckets), 1.0)]
+    found = overlapped_with_backward(messages, window, slowdown)
     assert flow.finishes[-1] == pytest.approx(window + found.total_s, rel=1e-6)
 
 
 def test_what_is_complete_last_hides_behind_nothing() -> None:
-    embedding_last = (GradientBucket(1.0, 0.5), GradientBucket(4.0, 1.0))
-    found = overlapped_with_backward(embedding_last, 10.0, {1.0: 1.0, 4.0: 4.0}, 1.0)
+    found = overlapped_with_backward([GradientMessage(1.0, 0.5), GradientMessage(4.0, 1.0)], 10.0, 1.0)
     assert found.exposed_s == pytest.approx(4.0)
 
 

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from backbeat.errors import InputError
-from backbeat.model.topology import FALL, Fabric, FabricKind, Load
+from backbeat.model import Network
+from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.topology import FALL, Fabric, FabricKind, Load, Topology
 
 KINDS = st.sampled_from(get_args(FabricKind))
 LOADS = st.sampled_from(get_args(Load))
@@ -73,3 +76,22 @@ def test_what_no_fabric_has_is_refused(arguments: tuple[FabricKind, int, Load], 
     kind, nodes, load = arguments
     with pytest.raises(InputError):
         Fabric(kind=kind, oversubscription=ratio).share(nodes, load)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(2, 16), KINDS, LOADS, st.floats(1e-6, 1e-4), st.floats(1e-12, 1e-9))
+@example(8, 8, "cloud", "typical", 1e-4, 5e-11)
+def test_fewer_workers_never_take_longer(
+    per_node: int, nodes: int, kind: FabricKind, load: Load, latency_s: float, byte_s: float
+) -> None:
+    """Of a cluster that was measured on many nodes alone."""
+    measured = Network(
+        name="measured",
+        workers=per_node * nodes,
+        all_reduce=CollectiveTimes(alpha_s=latency_s, beta_s_per_byte=byte_s),
+        topology=Topology(gpus_per_node=per_node, fabric=Fabric(kind=kind)),
+    )
+    counts = [count for count in (2, 3, 4, 7, 8, 9, 16, 17, 32, 64, 128) if count <= 2 * measured.workers]
+    curves = [measured.at(workers=count, load=load).cost.isolated for count in counts]
+    for size in (1.0, 2.0**20, 2.0**28, 2.0**32):
+        times = [float(curve.time(size)) for curve in curves]
+        assert all(less <= more * (1 + 1e-9) for less, more in itertools.pairwise(times)), (size, times)
