@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
-from validation import cases, measures  # noqa: E402
+from validation import cases, measures, own_docs  # noqa: E402
 
 RESULTS, README = "docs/explanation/results.md", "README.md"
 LAYOUTS = ("vtrain_multi_a100", "megatron_papers", "simumax_b200", "nvidia_megatron_bridge", "nanotron_3b_dp")
@@ -176,6 +176,9 @@ CLAIMS = (
     ),
     Claim(page=README, start="| published runs, specifications alone |", text=specified),
     Claim(page=README, start="| published layouts, by parallelism |", text=lambda: by_parallelism(experts=False)),
+    *(Claim(page=RESULTS, start=start, text=text) for start, text in own_docs.step_lines()),
+    *(Claim(page=RESULTS, start=start, text=text) for start, text in own_docs.predictor_lines()),
+    Claim(page=README, start="| DDP step, 4 and 8 nodes |", text=own_docs.readme_buckets),
     Claim(page=README, start="| published layouts with experts |", text=lambda: by_parallelism(experts=True)),
 )  # fmt: skip
 

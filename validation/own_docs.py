@@ -1,0 +1,108 @@
+"""What docs state of our own measured cases: lines made from each table's `errors.json` and the cases beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from statistics import median
+from typing import NamedTuple
+
+from validation import cases, measures
+from validation.cases import Case
+
+REPEATS_WITHIN = 0.02
+"""Replays whose two series lie further apart say more about the instrument than about the prediction."""
+
+
+class Row(NamedTuple):
+    case: Case
+    route: str
+    error: float | None
+    memory: float | None = None
+
+
+@cache
+def rows(table: str) -> tuple[Row, ...]:
+    """Of both halves, as they were answered when they were written."""
+    known = {case.id: case for case in cases.table(table).cases()}
+    found = []
+    for file in ("errors.json", "reported.json"):
+        path = cases.FOLDER / table / file
+        for row in json.loads(path.read_text())["rows"] if path.exists() else ():
+            found.append(Row(known[row["id"]], row["route"], row.get("error"), row.get("memory")))
+    return tuple(found)
+
+
+def off(found: Sequence[float | None]) -> tuple[int, float, float, float]:
+    """How many, and the median, 95th percentile and worst of their sizes, in percent."""
+    sizes = [abs(one) for one in found if one is not None] or [0.0]
+    return len(sizes), 100 * median(sizes), 100 * measures.quantile(sizes, 0.95), 100 * max(sizes)
+
+
+def whole(value: float) -> str:
+    """Above 30 % nobody needs a digit.
+
+    >>> whole(1.234), whole(33.3)
+    ('1.2 %', '33 %')
+    """
+    return f"{value:.1f} %" if value < 30 else f"{value:.0f} %"
+
+
+def replays(route: str, *parts: str, several: bool = False) -> list[float | None]:
+    """Of the lab's sessions, those that repeat."""
+    ends = "several" if several else "one"
+    return [
+        row.error for row in rows("lab") if row.route == route and row.case.id.startswith(parts)
+        and row.case.id.endswith(f"/{ends}") and (row.case.repeat or 0) <= REPEATS_WITHIN
+    ]  # fmt: skip
+
+
+def replayed(route: str, *parts: str, several: bool = False, p95: bool = True) -> Callable[[], str]:
+    def text() -> str:
+        n, middle, high, worst = off(replays(route, *parts, several=several))
+        return f" {n} | {middle:.1f} % | {f'{high:.1f} %' if p95 else ''} | {whole(worst)} |".replace("|  |", "| |")
+
+    return text
+
+
+CALIBRATED = "profile, calibrated"
+IN_ORDER = {
+    "4 nodes, 10 Gbit/s": "simultaneous/nccl-4n-10.0gbit/3/",
+    "8 nodes, 10 Gbit/s": "lab/nccl-8n-10.0gbit/5/",
+    "4 nodes, 25 Gbit/s": "simultaneous/nccl-4n-25.0gbit/3/",
+    "8 nodes, 25 Gbit/s": "lab/nccl-8n-25.0gbit/4/",
+}
+"""Settings and their sessions with packets in order."""
+
+
+def step_lines() -> Iterator[tuple[str, Callable[[], str]]]:
+    for setting, part in IN_ORDER.items():
+        yield f"| buckets, NCCL, {setting} |", replayed(CALIBRATED, part)
+        if setting.startswith("4"):
+            yield f"| two communicators, NCCL, {setting} |", replayed(CALIBRATED, part, several=True, p95=False)
+    fewer = replayed("profile, fewer nodes", IN_ORDER["8 nodes, 10 Gbit/s"])
+    yield "| 8 nodes from a calibration on 4, NCCL, 10 Gbit/s |", fewer
+
+
+def predictor_lines() -> Iterator[tuple[str, Callable[[], str]]]:
+    """On the same cases; what an answer costs was timed once, on 2 virtual CPUs, 2026-11-16."""
+    named = {
+        "closed form": ("closed form", "0.06 ms"),
+        "events, messages alone": ("isolated times", "1.1 ms"),
+        "events, with back-to-back and simultaneous times (`predict`)": (CALIBRATED, "0.9 ms"),
+    }
+    for start, (route, cost) in named.items():
+
+        def text(route: str = route, cost: str = cost) -> str:
+            found = replays(route, "lab/") + replays(route, "lab/", several=True)
+            _, middle, high, worst = off(found)
+            return f" {middle:.1f} % | {high:.0f} % | {worst:.0f} % | {cost} |"
+
+        yield f"| {start} |", text
+
+
+def readme_buckets() -> str:
+    found = [off(replays(CALIBRATED, part)) for part in IN_ORDER.values()]
+    medians = [one[1] for one in found]
+    return f" {min(medians):.1f} to {max(medians):.1f} % | {max(one[3] for one in found):.0f} % at worst |"
