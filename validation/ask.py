@@ -45,7 +45,7 @@ from backbeat.model.reduction import REDUCTIONS, Reduction
 from backbeat.model.specification import Specification, reached_inside, typical_hop_s
 from validation import blocks
 from validation.cases import Case, CaseError, Table
-from validation.replays import SIMPLER, once, plan_of, profile_of
+from validation.replays import SIMPLER, once, plan_of, profile_of, recomputed
 
 MEASURED_MARGIN, ANALYTIC_MARGIN = 0.05, 0.15
 """Added to either side of a network's range: runs repeat no better, and analytic computation is known no better."""
@@ -179,6 +179,8 @@ class Asker:
             found = bb.predict(profile, there, framework=self.reduction(case.framework), accumulation=accumulation)
         else:
             plan = case.strategy if case.plan is None else self.plan(case.plan, profile, case.gpus)
+            if case.plan is None and case.recompute == "full":
+                plan = recomputed(bb.plan(profile, there, case.strategy))
             found = bb.predict(profile, there, plan, accumulation=accumulation)
         band = found.network_band
         quiet, busy = (band.quiet_s, band.busy_s) if band is not None else (found.iteration_s,) * 2

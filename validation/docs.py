@@ -168,6 +168,7 @@ def by_parallelism(experts: bool) -> str:
 
 
 CLAIMS = (
+    *(Claim(page=page, start=start, text=text) for page, start, text in own_docs.lines()),
     Claim(page=RESULTS, start="<!-- data parallelism -->", end="<!-- end of data parallelism -->", text=clusters),
     Claim(page=RESULTS, start="<!-- errors -->", end="<!-- end of errors -->", text=layouts),
     Claim(page=RESULTS, start="<!-- tables -->", end="<!-- end of tables -->", text=sources),
@@ -176,9 +177,6 @@ CLAIMS = (
     ),
     Claim(page=README, start="| published runs, specifications alone |", text=specified),
     Claim(page=README, start="| published layouts, by parallelism |", text=lambda: by_parallelism(experts=False)),
-    *(Claim(page=RESULTS, start=start, text=text) for start, text in own_docs.step_lines()),
-    *(Claim(page=RESULTS, start=start, text=text) for start, text in own_docs.predictor_lines()),
-    Claim(page=README, start="| DDP step, 4 and 8 nodes |", text=own_docs.readme_buckets),
     Claim(page=README, start="| published layouts with experts |", text=lambda: by_parallelism(experts=True)),
 )  # fmt: skip
 

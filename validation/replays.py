@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from backbeat.model import Gradient, Network, Plan, Profile
+from backbeat.model import Gradient, MemoryPlan, Network, Plan, Profile, Segment
 from backbeat.model.batches import join
 from backbeat.planners import Draft
 from backbeat.simulate import predict
@@ -48,6 +48,13 @@ def plan_of(told: Mapping[str, Any], profile: Profile | None, workers: int) -> P
         return msgspec.convert({key: value for key, value in told.items() if key != "schema"}, Plan)
     assert profile is not None
     return Draft.of_launches(told["launches"], told["communicators"]).named(profile, told["name"], workers)
+
+
+def recomputed(plan: Plan) -> Plan:
+    """The same with every unit's blocks recomputed."""
+    names = [name for unit in plan.sharding.units for name in unit.modules] if plan.sharding else []
+    memory = MemoryPlan(segments=tuple(Segment(blocks=(name,), action="recompute") for name in names))
+    return msgspec.structs.replace(plan, memory=memory, predicted=None)
 
 
 def closed_form(profile: Profile, network: Network, plan: Plan) -> float:
