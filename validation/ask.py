@@ -43,6 +43,7 @@ from backbeat.model import CollectiveTimes, Fabric, Network, Plan, Profile
 from backbeat.model.network import WorkersRow
 from backbeat.model.reduction import REDUCTIONS, Reduction
 from backbeat.model.specification import Specification, reached_inside, typical_hop_s
+from backbeat.simulate import predict
 from validation import blocks
 from validation.cases import Case, CaseError, Table
 from validation.replays import SIMPLER, once, plan_of, profile_of, recomputed
@@ -175,13 +176,15 @@ class Asker:
         if case.gpus == 1:
             return Answer(seconds=profile.single_s, low_s=profile.single_s, high_s=profile.single_s, computing=1.0)
         there, accumulation = network.at(workers=case.gpus), case.accumulation
-        if case.framework is not None:
+        if case.framework is not None and case.plan is None:
             found = bb.predict(profile, there, framework=self.reduction(case.framework), accumulation=accumulation)
+        elif case.plan is None and case.recompute != "full":
+            found = bb.predict(profile, there, case.strategy, accumulation=accumulation)
         else:
-            plan = case.strategy if case.plan is None else self.plan(case.plan, profile, case.gpus)
-            if case.plan is None and case.recompute == "full":
-                plan = recomputed(bb.plan(profile, there, case.strategy))
-            found = bb.predict(profile, there, plan, accumulation=accumulation)
+            plan = recomputed(bb.plan(profile, there, case.strategy)) if case.plan is None else case.plan
+            plan = plan if isinstance(plan, Plan) else self.plan(plan, profile, case.gpus)
+            reduction = None if case.framework is None else self.reduction(case.framework)
+            found = predict(profile, there, plan, accumulation=accumulation, reduction=reduction)
         band = found.network_band
         quiet, busy = (band.quiet_s, band.busy_s) if band is not None else (found.iteration_s,) * 2
         margin = margin if self.table.margin is None else self.table.margin

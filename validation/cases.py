@@ -292,7 +292,7 @@ class Table:
         unknown = next((name for name in found if name not in _TYPES), None)
         if unknown is not None:
             raise CaseError(f"{self.name}: a case has no {unknown!r}; it has {', '.join(_TYPES)}")
-        typed = {name: _typed(self.name, name, value) for name, value in found.items()}
+        typed = {name: _typed(self.name, name, value) for name, value in found.items() if value is not None}
         typed.setdefault("table", self.name)
         model = typed.get("model") or typed.get("recorded") or typed.get("profile") or ""
         typed.setdefault("family", model["name"] if isinstance(model, dict) else model)

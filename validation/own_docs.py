@@ -24,10 +24,10 @@ class Row(NamedTuple):
 
 @cache
 def rows(table: str) -> tuple[Row, ...]:
-    """Of both halves, as they were answered when they were written."""
+    """Of both halves, as they were answered when they were written; and of those that cannot be asked again."""
     known = {case.id: case for case in cases.table(table).cases()}
     found = []
-    for file in ("errors.json", "reported.json"):
+    for file in ("errors.json", "reported.json", "kept.json"):
         path = cases.FOLDER / table / file
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
             found.append(Row(known[row["id"]], row["route"], row.get("error"), row.get("memory")))
@@ -99,6 +99,41 @@ def sharded_lines() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "| FSDP2, gloo, 2 nodes, 200 Mbit/s |", sharded("gloo/", p95=False)
 
 
+FOLDERS = ("with-slowdown", "default-budget", "usual-host", "again", "options-again")
+"""Of real training, in the order of their days: of a model at a bandwidth the last one counts."""
+
+
+def trained() -> list[Row]:
+    every = [(row, row.case.identity.removeprefix("nccl/")) for row in rows("training")]
+    last: dict[tuple[str, str], int] = {}
+    for row, folder in every:
+        if folder in FOLDERS:
+            pair = row.case.cluster, row.case.family
+            last[pair] = max(last.get(pair, 0), FOLDERS.index(folder))
+    return [
+        row for row, folder in every
+        if folder in FOLDERS and FOLDERS.index(folder) == last[row.case.cluster, row.case.family]
+    ]  # fmt: skip
+
+
+def trained_of(kind: str, *, peaks: bool = False) -> list[float | None]:
+    of_kind = [row for row in trained() if row.case.id.endswith(f"/{kind}")]
+    return [row.memory for row in of_kind if row.memory is not None] if peaks else [row.error for row in of_kind]
+
+
+def training_lines() -> Iterator[tuple[str, Callable[[], str]]]:
+    for kind, start in {"buckets": "buckets", "units": "units", "memory": "memory plans"}.items():
+        yield f"| {start} |", lambda kind=kind: cells(trained_of(kind))  # type: ignore[misc]
+    yield "| peaks of memory, units |", lambda: cells(trained_of("units", peaks=True))
+
+
+def readme_training() -> str:
+    found = [off(trained_of(kind)) for kind in ("buckets", "units", "memory")]
+    middles, highs = [one[1] for one in found], [one[2] for one in found]
+    spread = f"{min(highs):.1f} to {max(highs):.1f} % at the 95th percentile"
+    return f" {min(middles):.1f} to {max(middles):.1f} % | {spread} |"
+
+
 def predictor_lines() -> Iterator[tuple[str, Callable[[], str]]]:
     """On the same cases; what an answer costs was timed once, on 2 virtual CPUs, 2026-11-16."""
     named = {
@@ -129,8 +164,9 @@ def readme_buckets() -> str:
 
 def lines() -> Iterator[tuple[str, str, Callable[[], str]]]:
     """Page, how the line begins, and the rest of it."""
-    for found in (step_lines(), sharded_lines(), predictor_lines()):
+    for found in (step_lines(), sharded_lines(), predictor_lines(), training_lines()):
         for start, text in found:
             yield "docs/explanation/results.md", start, text
     yield "README.md", "| DDP step, 4 and 8 nodes |", readme_buckets
     yield "README.md", "| FSDP2 step, 2 to 8 nodes |", readme_sharded
+    yield "README.md", "| step of real training, 4 nodes, 5 to 25 Gbit/s |", readme_training

@@ -9,6 +9,7 @@ import pytest
 from validation import cases, own_docs
 from validation.ask import Asker
 from validation.run import needs_run
+from validation.tables import training
 
 OWN = [name for name in cases.names() if cases.table(name).own]
 SOME = 12
@@ -55,3 +56,12 @@ def test_replays_on_more_nodes_know_the_calibration_of_fewer() -> None:
     in_order = next(case for name, case in every.items() if name.startswith("simultaneous/nccl-4n-10.0gbit/3/"))
     assert last.network == in_order.own_network
     assert in_order.network is None
+
+
+def test_equal_plans_of_one_job_are_one_case() -> None:
+    ddp = {"strategy": "ddp", "buckets": [1]}
+    best = {"strategy": "best", "buckets": [1]}
+    assert training.runs({"plan": ddp}) == training.runs({"plan": {**ddp, "notes": ["x"]}})
+    assert training.runs({"plan": ddp}) != training.runs({"plan": best})
+    every = [case for case in cases.table("training").cases() if "with-slowdown" in case.id]
+    assert len({(case.system, case.family, str(case.plan)) for case in every}) == len(every)
