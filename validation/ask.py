@@ -9,6 +9,7 @@
 | …, own network | and the cluster's own measured network |
 | …, calibrated | and the network as it was calibrated in the same session of the lab |
 | …, fewer nodes | and the network as it was measured on fewer of the cluster's nodes |
+| layout, timed transfers | a shape, and what transfers took in the lab by themselves; layout, closed form: the same |
 | closed form, isolated times | as the one before, and leave something out: what simulation is worth |
 | …, NAME | and attention takes as long as the table says of the kernel of that name |
 """
@@ -103,6 +104,10 @@ class Asker:
         try:
             if case.kind == "operator":
                 return self._operator(case)
+            if base == "layout":
+                from validation import lab_layouts  # late: other tables need no lab
+
+                return Answer(seconds=lab_layouts.seconds(case, route))
             own = more in ("own network", "calibrated") or base in SIMPLER
             network = self.network(case.own_network if own else case.network)
             if case.kind == "collective":

@@ -168,6 +168,10 @@ def by_parallelism(experts: bool) -> str:
 
 
 CLAIMS = (
+    *(
+        Claim(page=page, start=f"<!-- {name} -->", end=f"<!-- end of {name} -->", text=text)
+        for page, name, text in own_docs.blocks()
+    ),
     *(Claim(page=page, start=start, text=text) for page, start, text in own_docs.lines()),
     Claim(page=RESULTS, start="<!-- data parallelism -->", end="<!-- end of data parallelism -->", text=clusters),
     Claim(page=RESULTS, start="<!-- errors -->", end="<!-- end of errors -->", text=layouts),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import NamedTuple
 
@@ -127,6 +127,61 @@ def training_lines() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "| peaks of memory, units |", lambda: cells(trained_of("units", peaks=True))
 
 
+EVENTS, CLOSED = "layout, timed transfers", "layout, closed form"
+
+
+def ran_layouts(backend: str) -> list[tuple[Case, float, float]]:
+    """Each with its errors, of events and of the closed form."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows("lab_layouts"):
+        if row.case.id.startswith(backend):
+            found.setdefault(row.case.id, {})[row.route] = row
+    return [(one[EVENTS].case, one[EVENTS].error or 0.0, one[CLOSED].error or 0.0) for one in found.values()]
+
+
+def layout_cases(backend: str) -> str:
+    lines = [
+        "| layout | nodes | waits for | measured | repeats | events | closed form |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case, events, closed in ran_layouts(backend):
+        _, text, waits = case.id.split("/")
+        step = f"{case.seconds:.3g} s | {case.repeat:.1%}"
+        lines.append(f"| {text} | {case.gpus} | {waits} % | {step} | {events:+.1%} | {closed:+.1%} |")
+    return "\n".join(lines)
+
+
+def layout_families(backend: str) -> str:
+    groups: dict[str, list[tuple[Case, float, float]]] = {}
+    for one in ran_layouts(backend):
+        schedule = f", {one[0].schedule or '1f1b'}" if one[0].pp > 1 else ""
+        interleaved = ", interleaved" if "vp=" in one[0].plan else schedule
+        groups.setdefault(one[0].parallelism.replace("+", " and ") + interleaved, []).append(one)
+    groups["all"] = ran_layouts(backend)
+    lines = ["| parallelism | cases | closed form | events | execution repeats |", "|---|---|---|---|---|"]
+    for name, some in groups.items():
+        both = " | ".join(_sizes([one[place] for one in some]) for place in (2, 1))  # type: ignore[misc]
+        lines.append(f"| {name} | {len(some)} | {both} | {median(one[0].repeat or 0.0 for one in some):.1%} |")
+    return "\n".join(lines)
+
+
+def _sizes(errors: Sequence[float]) -> str:
+    sizes = [abs(one) for one in errors]
+    return f"{median(sizes):.1%}, {max(sizes):.1%}, {median(errors):+.1%}"
+
+
+def layout_lines() -> Iterator[tuple[str, Callable[[], str]]]:
+    for backend, start in {"nccl": "NCCL, 10 Gbit/s", "gloo": "gloo, 200 Mbit/s"}.items():
+
+        def text(backend: str = backend) -> str:
+            every = ran_layouts(backend)
+            told = [off([one[place] for one in every]) for place in (1, 2)]  # type: ignore[misc]
+            both = (f"{middle:.1f} %, {whole(worst)}" for _, middle, _, worst in told)
+            return f" {len(every)} | {' | '.join(both)} |"
+
+        yield f"| {start} |", text
+
+
 def readme_training() -> str:
     found = [off(trained_of(kind)) for kind in ("buckets", "units", "memory")]
     middles, highs = [one[1] for one in found], [one[2] for one in found]
@@ -164,9 +219,16 @@ def readme_buckets() -> str:
 
 def lines() -> Iterator[tuple[str, str, Callable[[], str]]]:
     """Page, how the line begins, and the rest of it."""
-    for found in (step_lines(), sharded_lines(), predictor_lines(), training_lines()):
+    for found in (step_lines(), sharded_lines(), predictor_lines(), training_lines(), layout_lines()):
         for start, text in found:
             yield "docs/explanation/results.md", start, text
     yield "README.md", "| DDP step, 4 and 8 nodes |", readme_buckets
     yield "README.md", "| FSDP2 step, 2 to 8 nodes |", readme_sharded
     yield "README.md", "| step of real training, 4 nodes, 5 to 25 Gbit/s |", readme_training
+
+
+def blocks() -> Iterator[tuple[str, str, Callable[[], str]]]:
+    """Page, what is between two marks of this name, and its text."""
+    for backend in ("gloo", "nccl"):
+        for name, text in (("cases", layout_cases), ("families", layout_families)):
+            yield "validation/layouts/README.md", f"{backend} {name}", partial(text, backend)
