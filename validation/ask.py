@@ -178,7 +178,7 @@ class Asker:
         return min(found, key=lambda one: one[:2])[2]
 
     def _step(self, case: Case, profile: Profile, network: Network, margin: float) -> Answer:
-        if case.gpus == 1:
+        if case.gpus == 1 and case.plan is None:
             return Answer(seconds=profile.single_s, low_s=profile.single_s, high_s=profile.single_s, computing=1.0)
         there, accumulation = network.at(workers=case.gpus), case.accumulation
         if case.framework is not None and case.plan is None:

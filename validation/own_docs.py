@@ -182,6 +182,29 @@ def layout_lines() -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"| {start} |", text
 
 
+def peaks_in_budgets() -> str:
+    """Of one GPU: of ResNet-152 every plan, of BERT-Large those with compressed buckets."""
+    told = []
+    for model, kind in (("resnet152", ""), ("bert_large", "compressed")):
+        every = [row for row in rows("memory") if f"/{model}/{kind}" in row.case.id]
+        told.append(f" {max(abs(row.memory) for row in every if row.memory is not None):.1%} at most |")
+    return "".join(told).replace("%", " %")
+
+
+def plans_of_nodes() -> str:
+    told = []
+    for rate in ("10.0", "1.00"):
+        errors = {row.case.id: row.error for row in rows("memory")}
+        both = [errors[f"four_nodes/nccl-4n-{rate}gbit/{name}"] or 0.0 for name in ("memory", "both")]
+        told.append(f"{100 * both[0]:.0f} and {100 * both[1]:.0f} %")
+    return f" by {told[0]} at 10 Gbit/s, and by {told[1]} at 1 Gbit/s,"
+
+
+def memory_lines() -> Iterator[tuple[str, Callable[[], str]]]:
+    yield "| error of the predicted peak |", peaks_in_budgets
+    yield "Both memory plans are predicted too long:", plans_of_nodes
+
+
 def readme_training() -> str:
     found = [off(trained_of(kind)) for kind in ("buckets", "units", "memory")]
     middles, highs = [one[1] for one in found], [one[2] for one in found]
@@ -219,7 +242,7 @@ def readme_buckets() -> str:
 
 def lines() -> Iterator[tuple[str, str, Callable[[], str]]]:
     """Page, how the line begins, and the rest of it."""
-    for found in (step_lines(), sharded_lines(), predictor_lines(), training_lines(), layout_lines()):
+    for found in (step_lines(), sharded_lines(), predictor_lines(), training_lines(), layout_lines(), memory_lines()):
         for start, text in found:
             yield "docs/explanation/results.md", start, text
     yield "README.md", "| DDP step, 4 and 8 nodes |", readme_buckets
