@@ -9,6 +9,7 @@
 | …, own network | and the cluster's own measured network |
 | …, calibrated | and the network as it was calibrated in the same session of the lab |
 | …, fewer nodes | and the network as it was measured on fewer of the cluster's nodes |
+| own slope, by halves | an all-reduce by smaller ones, or by all-gathers and reduce-scatters, too |
 | layout, timed transfers | a shape, and what transfers took in the lab by themselves; layout, closed form: the same |
 | closed form, isolated times | as the one before, and leave something out: what simulation is worth |
 | …, NAME | and attention takes as long as the table says of the kernel of that name |
@@ -85,6 +86,8 @@ class Asker:
         base, _, more = route.partition(", ")
         if case.unasked:
             return route == self.table.routes[0]
+        if case.kind == "collective":
+            return True
         if base in SIMPLER:
             return case.plan is not None and case.own_network is not None
         if base not in ("shape", "analytic", "profile"):
@@ -111,6 +114,8 @@ class Asker:
             own = more in ("own network", "calibrated") or base in SIMPLER
             network = self.network(case.own_network if own else case.network)
             if case.kind == "collective":
+                if route == "by halves":
+                    return Answer(seconds=float(network.cost.time(case.bytes)))
                 return self._collective(case, network)
             if base == "shape":
                 return self._layout(case, network, factor, quick)
