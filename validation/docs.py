@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
-from validation import cases, measures, own_docs  # noqa: E402
+from validation import cases, measures, own_docs, own_ratios  # noqa: E402
 
 RESULTS, README = "docs/explanation/results.md", "README.md"
 LAYOUTS = ("vtrain_multi_a100", "megatron_papers", "simumax_b200", "nvidia_megatron_bridge", "nanotron_3b_dp")
@@ -172,7 +172,7 @@ CLAIMS = (
         Claim(page=page, start=f"<!-- {name} -->", end=f"<!-- end of {name} -->", text=text)
         for page, name, text in own_docs.blocks()
     ),
-    *(Claim(page=page, start=start, text=text) for page, start, text in own_docs.lines()),
+    *(Claim(page=page, start=start, text=text) for page, start, text in (*own_docs.lines(), *own_ratios.lines())),
     Claim(page=RESULTS, start="<!-- data parallelism -->", end="<!-- end of data parallelism -->", text=clusters),
     Claim(page=RESULTS, start="<!-- errors -->", end="<!-- end of errors -->", text=layouts),
     Claim(page=RESULTS, start="<!-- tables -->", end="<!-- end of tables -->", text=sources),
