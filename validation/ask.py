@@ -53,7 +53,8 @@ from validation.replays import SIMPLER, once, plan_of, profile_of, recomputed
 MEASURED_MARGIN, ANALYTIC_MARGIN = 0.05, 0.15
 """Added to either side of a network's range: runs repeat no better, and analytic computation is known no better."""
 
-
+ALONE = "10gbe"
+"""Of one GPU, which sends nothing, any network will do."""
 OWN = ("own run", "own network")
 
 
@@ -112,7 +113,8 @@ class Asker:
 
                 return Answer(seconds=lab_layouts.seconds(case, route))
             own = more in ("own network", "calibrated") or base in SIMPLER
-            network = self.network(case.own_network if own else case.network)
+            told = case.own_network if own else case.network
+            network = self.network(ALONE if told is None and case.gpus == 1 else told)
             if case.kind == "collective":
                 if route == "by halves":
                     return Answer(seconds=float(network.cost.time(case.bytes)))
