@@ -138,12 +138,6 @@ def reported() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
                 yield name, route, one
 
 
-def unseen() -> dict[str, Any]:
-    """Steps of tables that no constant was chosen on, from specifications."""
-    names = [name for name in cases.names() if not cases.table(name).chose]
-    return told(rows(*names, routes=("shape", ANALYTIC)))
-
-
 def own_network() -> str:
     one = told(rows("data_parallel", routes=(OWN_NETWORK,)))
     return f" {percent(one['median'])} | {percent(one['worst'], 0)} at worst |"

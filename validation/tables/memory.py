@@ -9,12 +9,15 @@ from typing import Any
 from validation.cases import Table
 from validation.tables.own import named, records
 
-UNIFORM = "the plan of this row was not kept"
+NOT_KEPT = "the plan of this row was not kept"
 
 
 def cases(table: Table, _rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for path, record in records(table):
         folder = path.parent.name
+        if isinstance(record, list):
+            yield from ({**table.same, **_of_steps(row)} for row in record if "predicted_bytes" in row)
+            continue
         for name, row in record["rows"].items():
             if row.get("predicted_ms") or row.get("predicted_s"):
                 made = _of_nodes(path, record, name, row) if "network" in record else _of_one(path, record, name, row)
@@ -39,7 +42,7 @@ def _of_one(path: Path, record: Mapping[str, Any], name: str, row: Mapping[str, 
         "own_network": "10gbe",
         "gpus": 1,
         "seconds": row["ms"] * 1e-3,
-        "unasked": None if plan.exists() else UNIFORM,
+        "unasked": None if plan.exists() else NOT_KEPT,
     }
 
 
@@ -54,6 +57,20 @@ def _of_nodes(path: Path, record: Mapping[str, Any], name: str, row: Mapping[str
         "micro_batch": row["batch_size"],
         "seconds": row["iteration_s"],
         "repeat": row["repeat"],
+    }
+
+
+def _of_steps(row: Mapping[str, Any]) -> dict[str, Any]:
+    """`budgets.py`: the peak of each step."""
+    benchmark = "benchmark" if row["benchmark"] else "no benchmark"
+    return {
+        "id": f"budgets/{row['model']}/{row['variant']}/{benchmark}/run {row['run']}",
+        "identity": "budgets",
+        "cluster": "budgets",
+        "family": row["model"],
+        "micro_batch": row["batch"],
+        "memory_bytes": max(row["peaks"]),
+        "unasked": NOT_KEPT,
     }
 
 
