@@ -33,6 +33,7 @@ test: lint
 # Slow matrices, of which `make test` runs a sample. Where there are none, pytest ends with 5.
 test-long: $(DEV)
 	$(PYTEST) $(SPREAD) -m long || [ $$? -eq 5 ]
+	$(BIN)/python validation/judge.py
 
 # All at once, and to the end, whichever fails: each keeps one core busy.
 lint: $(DEV)

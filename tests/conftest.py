@@ -37,7 +37,7 @@ LONGEST = (
     "tests/runtime/test_compressed_training.py",
     "tests/cli/test_predict_answer.py",
     "tests/runtime/test_parallelize.py",
-    "tests/validation/test_lab_errors.py",
+    "tests/validation/test_lab_measure.py",
     "tests/runtime/test_sharded_training.py",
     "tests/planners/test_sharded.py",
     "tests/runtime/test_recipes.py",

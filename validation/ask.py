@@ -7,6 +7,11 @@
 | profile | a profile that was measured, and a network as it is bundled or was calibrated |
 | …, own run | and one measured run of the same model and system, which scales computation |
 | …, own network | and the cluster's own measured network |
+| …, calibrated | and the network as it was calibrated in the same session of the lab |
+| …, fewer nodes | and the network as it was measured on fewer of the cluster's nodes |
+| own slope, by halves | an all-reduce by smaller ones, or by all-gathers and reduce-scatters, too |
+| layout, timed transfers | a shape, and what transfers took in the lab by themselves; layout, closed form: the same |
+| closed form, isolated times | as the one before, and leave something out: what simulation is worth |
 | …, NAME | and attention takes as long as the table says of the kernel of that name |
 """
 
@@ -40,13 +45,16 @@ from backbeat.model import CollectiveTimes, Fabric, Network, Plan, Profile
 from backbeat.model.network import WorkersRow
 from backbeat.model.reduction import REDUCTIONS, Reduction
 from backbeat.model.specification import Specification, reached_inside, typical_hop_s
+from backbeat.simulate.predict import predict
 from validation import blocks
 from validation.cases import Case, CaseError, Table
+from validation.replays import SIMPLER, once, plan_of, profile_of, recomputed
 
 MEASURED_MARGIN, ANALYTIC_MARGIN = 0.05, 0.15
 """Added to either side of a network's range: runs repeat no better, and analytic computation is known no better."""
 
-
+ALONE = "10gbe"
+"""Of one GPU, which sends nothing, any network will do."""
 OWN = ("own run", "own network")
 
 
@@ -79,10 +87,18 @@ class Asker:
         base, _, more = route.partition(", ")
         if case.unasked:
             return route == self.table.routes[0]
+        if case.kind == "collective":
+            return True
+        if base in SIMPLER:
+            return case.plan is not None and case.own_network is not None
         if base not in ("shape", "analytic", "profile"):
             return case.model is not None or case.profile is not None
+        if more == "fewer nodes" and case.network is None:
+            return False
         subject = {"shape": case.model, "analytic": case.recorded, "profile": case.profile}.get(base)
-        return (subject is not None or case.kind != "step") and (more != "own network" or case.own_network is not None)
+        return (subject is not None or case.kind != "step") and (
+            more not in ("own network", "calibrated") or case.own_network is not None
+        )
 
     def ask(self, case: Case, route: str, factor: float = 1.0, *, quick: bool = False) -> Answer:
         """The answer with computation that takes `factor` times as long. `quick` gives seconds alone, approximately."""
@@ -92,16 +108,28 @@ class Asker:
         try:
             if case.kind == "operator":
                 return self._operator(case)
-            network = self.network(case.own_network if more == "own network" else case.network)
+            if base == "layout":
+                from validation import lab_layouts  # late: other tables need no lab
+
+                return Answer(seconds=lab_layouts.seconds(case, route))
+            own = more in ("own network", "calibrated") or base in SIMPLER
+            told = case.own_network if own else case.network
+            network = self.network(ALONE if told is None and case.gpus == 1 else told)
             if case.kind == "collective":
+                if route == "by halves":
+                    return Answer(seconds=float(network.cost.time(case.bytes)))
                 return self._collective(case, network)
             if base == "shape":
                 return self._layout(case, network, factor, quick)
             attention = self._attention(case, more) if more in self.table.attention else 1.0
+            if base in SIMPLER:
+                profile = self.profile(case.profile).replayed(case.dilation)
+                return Answer(seconds=SIMPLER[base](profile, network, self.plan(case.plan, profile, case.gpus)))
             if base == "analytic":
                 profile = self._recorded(case, factor, attention)
             else:
                 profile = slower(self.profile(case.profile), factor)
+                profile = profile.replayed(case.dilation) if case.dilation else profile
             margin = MEASURED_MARGIN if base == "profile" or more in OWN else ANALYTIC_MARGIN
             return self._step(case, profile, network, margin)
         except BackbeatError as error:
@@ -157,14 +185,18 @@ class Asker:
         return min(found, key=lambda one: one[:2])[2]
 
     def _step(self, case: Case, profile: Profile, network: Network, margin: float) -> Answer:
-        if case.gpus == 1:
+        if case.gpus == 1 and case.plan is None:
             return Answer(seconds=profile.single_s, low_s=profile.single_s, high_s=profile.single_s, computing=1.0)
         there, accumulation = network.at(workers=case.gpus), case.accumulation
-        if case.framework is not None:
+        if case.framework is not None and case.plan is None:
             found = bb.predict(profile, there, framework=self.reduction(case.framework), accumulation=accumulation)
+        elif case.plan is None and case.recompute != "full":
+            found = bb.predict(profile, there, case.strategy, accumulation=accumulation)
         else:
-            plan = case.strategy if case.plan is None else self.plan(case.plan)
-            found = bb.predict(profile, there, plan, accumulation=accumulation)
+            plan = recomputed(bb.plan(profile, there, case.strategy)) if case.plan is None else case.plan
+            plan = plan if isinstance(plan, Plan) else self.plan(plan, profile, case.gpus)
+            reduction = None if case.framework is None else self.reduction(case.framework)
+            found = predict(profile, there, plan, accumulation=accumulation, reduction=reduction)
         band = found.network_band
         quiet, busy = (band.quiet_s, band.busy_s) if band is not None else (found.iteration_s,) * 2
         margin = margin if self.table.margin is None else self.table.margin
@@ -231,19 +263,21 @@ class Asker:
 
     def network(self, named: Any) -> Network:
         if isinstance(named, Mapping):
-            return msgspec.convert(named, Network)
+            return once(named, lambda: msgspec.convert(named, Network))
         told = self.table.networks.get(named)
         if told is not None:
             return _network(named, msgspec.json.encode(told), self._folders)
         path = self.table.folder / str(named)
         return Network.load(path if path.is_file() else named)
 
-    def plan(self, named: Any) -> Plan:
-        return msgspec.convert(named, Plan) if isinstance(named, Mapping) else Plan.load(self.table.folder / named)
+    def plan(self, named: Any, profile: Profile | None = None, workers: int = 0) -> Plan:
+        if isinstance(named, Mapping):
+            return plan_of(named, profile, workers)
+        return Plan.load(self.table.folder / named)
 
     def profile(self, named: Any) -> Profile:
         if isinstance(named, Mapping):
-            return msgspec.convert(named, Profile)
+            return once(named, lambda: profile_of(named, self.profile))
         path = self.table.folder / str(named)
         return Profile.load(path if path.is_file() else named)
 

@@ -78,6 +78,8 @@ class Case:
     schedule: str | None = None
     sequence_parallel: bool = True
     accumulation: int = 1
+    dilation: float = 0.0
+    """Of a replay in the lab: computation is spun, and takes so many times as long. 0 is no replay."""
 
     operator: str | None = None
     """Of the kind operator: matmul."""
@@ -212,6 +214,11 @@ class Table:
         return FOLDER / self.name
 
     @property
+    def own(self) -> bool:
+        """Measured here: everything of it is committed."""
+        return self.licence == "own"
+
+    @property
     def files(self) -> tuple[str, ...]:
         return (self.rows,) if isinstance(self.rows, str) else self.rows
 
@@ -285,7 +292,7 @@ class Table:
         unknown = next((name for name in found if name not in _TYPES), None)
         if unknown is not None:
             raise CaseError(f"{self.name}: a case has no {unknown!r}; it has {', '.join(_TYPES)}")
-        typed = {name: _typed(self.name, name, value) for name, value in found.items()}
+        typed = {name: _typed(self.name, name, value) for name, value in found.items() if value is not None}
         typed.setdefault("table", self.name)
         model = typed.get("model") or typed.get("recorded") or typed.get("profile") or ""
         typed.setdefault("family", model["name"] if isinstance(model, dict) else model)
@@ -342,8 +349,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if ".json" in path.suffixes:
         told = json.loads(data)
-        rows = told.get("rows", [told]) if isinstance(told, dict) else told
-        return list(rows)
+        rows = told.get("rows") if isinstance(told, dict) else told
+        return rows if isinstance(rows, list) else [told]
     return list(csv.DictReader(data.decode("utf-8").splitlines()))
 
 

@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
-from validation import cases, measures  # noqa: E402
+from validation import cases, measures, own_docs, own_ratios  # noqa: E402
 
 RESULTS, README = "docs/explanation/results.md", "README.md"
 LAYOUTS = ("vtrain_multi_a100", "megatron_papers", "simumax_b200", "nvidia_megatron_bridge", "nanotron_3b_dp")
@@ -138,12 +138,6 @@ def reported() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
                 yield name, route, one
 
 
-def unseen() -> dict[str, Any]:
-    """Steps of tables that no constant was chosen on, from specifications."""
-    names = [name for name in cases.names() if not cases.table(name).chose]
-    return told(rows(*names, routes=("shape", ANALYTIC)))
-
-
 def own_network() -> str:
     one = told(rows("data_parallel", routes=(OWN_NETWORK,)))
     return f" {percent(one['median'])} | {percent(one['worst'], 0)} at worst |"
@@ -168,6 +162,11 @@ def by_parallelism(experts: bool) -> str:
 
 
 CLAIMS = (
+    *(
+        Claim(page=page, start=f"<!-- {name} -->", end=f"<!-- end of {name} -->", text=text)
+        for page, name, text in own_docs.blocks()
+    ),
+    *(Claim(page=page, start=start, text=text) for page, start, text in (*own_docs.lines(), *own_ratios.lines())),
     Claim(page=RESULTS, start="<!-- data parallelism -->", end="<!-- end of data parallelism -->", text=clusters),
     Claim(page=RESULTS, start="<!-- errors -->", end="<!-- end of errors -->", text=layouts),
     Claim(page=RESULTS, start="<!-- tables -->", end="<!-- end of tables -->", text=sources),

@@ -103,8 +103,10 @@ def by_table(tables: Sequence[Table], cases: Mapping[str, Sequence[Case]], found
 
 
 def subject_of(one: Judged) -> str:
-    """What is compared across tables: steps by one route, or operators, or collectives."""
-    return one.route if one.case.kind == "step" else f"{one.case.kind}s"
+    """What is compared across tables: steps by one route, or operators, or collectives; these by some routes apart."""
+    if one.case.kind == "step":
+        return one.route
+    return f"{one.case.kind}s" if one.route in ("profile", "analytic") else f"{one.case.kind}s, {one.route}"
 
 
 def by_cell(found: Sequence[Judged]) -> dict[str, Any]:

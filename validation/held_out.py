@@ -19,6 +19,7 @@ from validation import measures
 from validation.ask import SHARES, CannotAsk, sustaining
 from validation.cases import Case
 from validation.figures import Judged
+from validation.replays import SIMPLER
 from validation.run import SCALING, Run, Runner, asker
 
 GRID = tuple(round(0.5 + 0.05 * step, 2) for step in range(11))
@@ -86,7 +87,7 @@ def held_out(found: Sequence[Judged], runner: Runner) -> list[Judged]:
     errors = dict(zip([(case.table, case.id) for case in every], runner.each(_over_grid, every), strict=True))
     others = {gpu: [(case, errors[case.table, case.id]) for case in cases] for gpu, cases in chosen.items()}
     told = [one for one in found if one.error is not None and one.case.kind == "step" and one.case.informs]
-    told = [one for one in told if one.route != SCALING]
+    told = [one for one in told if one.route not in (SCALING, *SIMPLER)]
     kept, again = [], []
     for one in told:
         own = others.get(one.case.accelerator, []) if one.route.startswith("shape") else []

@@ -5,7 +5,8 @@
 
 Development rows alone are read, unless `--reported` says otherwise. Tables whose licence forbids a copy are read from
 `--truth`; without it their figures are those of the record. Only a whole run with `--truth` writes: `record.json` and
-`backbeat/zoo/checked.json` of development rows; with `--reported` each table's `reported.json` and the tables of docs.
+`backbeat/zoo/checked.json` of development rows, and `errors.json` of tables of our own; with `--reported`, which may be
+given single tables, each one's `reported.json`. Both write what docs state of them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def judge(asked: argparse.Namespace) -> None:
             log.write(f"{' '.join(stamp().values())} {' '.join(one.name for one in run.tables)}\n")
     with Runner(run, asked.processes) as runner:
         found = runner.judged()
-        writes = asked.truth is not None and not asked.tables and not asked.peers
+        writes = asked.truth is not None and not asked.peers and (asked.reported or not asked.tables)
         informing = held_out(found, runner) if writes and not asked.reported else []
     rows = {name: [case for case in every if case.split == run.half] for name, every in run.cases.items()}
     record = measures.rounded({"tables": by_table(run.tables, rows, found), "cells": by_cell(found)})
@@ -87,6 +88,7 @@ def judge(asked: argparse.Namespace) -> None:
     if writes and asked.reported:
         write_reported(run, found, record)
     elif writes:
+        write_own(run, found)
         RECORD.write_text(json.dumps({**stamp(), **record}, indent=1) + "\n")
         CHECKED.write_text(by_line({**stamp(), "rows": checked(informing)}))
     stale = docs.stale()
@@ -124,6 +126,19 @@ def write_reported(run: Run, found: Sequence[Judged], record: Mapping[str, Any])
         own = [row_of(one) for one in steps if one.answer is not None]
         told = {**stamp(), "figures": record["tables"].get(table.name, {}), "rows": own}
         (table.folder / "reported.json").write_text(by_line(told))
+    docs.write()
+
+
+def write_own(run: Run, found: Sequence[Judged]) -> None:
+    """Of our own tables, whose development rows docs state, too, each error is kept."""
+    for table in run.tables:
+        if table.own:
+            rows = [
+                {"id": one.case.id, "route": one.route, "error": one.error, "memory": one.memory_error}
+                for one in found if one.case.table == table.name and one.answer is not None
+            ]  # fmt: skip
+            told = [{name: value for name, value in row.items() if value is not None} for row in rows]
+            (table.folder / "errors.json").write_text(by_line({**stamp(), "rows": measures.rounded(told, 6)}))
     docs.write()
 
 

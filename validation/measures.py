@@ -28,6 +28,19 @@ def share_of(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def quantile(values: Sequence[float], share: float) -> float:
+    """The same between two values, as pages state percentiles.
+
+    >>> quantile([0.1, 0.3, 0.2], 0.75)
+    0.25
+    """
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
 def errors(found: Sequence[float]) -> dict[str, Any]:
     """
     >>> errors([-0.1, 0.02, 0.3])

@@ -1,24 +1,22 @@
-"""The scripts that measure sharded plans: labs and settings by name, and errors from a record."""
+"""The scripts that measure sharded plans: labs and settings by name."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
-import msgspec
 import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the lab needs torch")
 
-from backbeat.api import plan as make
 from backbeat.errors import InputError
-from backbeat.model.files import encode, write
 from backbeat.simulate.predict import predict
 from tests.lab.cases import network
+from validation import cases
+from validation.ask import Asker
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "validation" / "sharded"
 
@@ -43,20 +41,9 @@ def test_fsdp2_saves_in_a_layer_what_is_predicted(name: str, monkeypatch: pytest
 
 
 @pytest.fixture(scope="module")
-def errors() -> ModuleType:
-    return script("errors")
-
-
-@pytest.fixture(scope="module")
-def measure(errors: ModuleType) -> ModuleType:
-    before = sys.modules.get("errors")
-    sys.modules["errors"] = errors
-    try:
-        return script("measure")
-    finally:
-        sys.modules.pop("errors")
-        if before is not None:
-            sys.modules["errors"] = before
+def measure() -> ModuleType:
+    pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
+    return script("measure")
 
 
 def test_labs_by_name(measure: ModuleType) -> None:
@@ -81,50 +68,29 @@ def test_every_setting_is_a_plan_that_can_be_predicted(measure: ModuleType) -> N
     assert all(predict(measure.tiny(), network(), plan).iteration_s > 0 for plan in plans.values())
 
 
-def test_errors_are_judged_from_a_record(
-    measure: ModuleType, errors: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    profile, net = measure.tiny(), network()
-    plan = make(profile, net, "fsdp")
-    measured = predict(profile, net, plan).iteration_s
-    record = measure.opened(tmp_path / "lab.json", measure.setting_of("4:16gbit", "nccl", 1.0))
-    record["sessions"].append({"network": msgspec.to_builtins(net)})
-    for factor in (1.0, 1.25):
-        record["cases"].append(
-            {
-                "session": 0,
-                "model": "tiny",
-                "setting": "fsdp",
-                "plan": msgspec.to_builtins(plan),
-                "series_s": [[measured * factor] * 3] * 2,
-            }
-        )
-    (tmp_path / "profiles").mkdir()
-    write(tmp_path / "profiles" / "tiny.json.gz", encode(profile))
+def test_what_was_measured_is_not_measured_again(measure: ModuleType, tmp_path: Path) -> None:
+    setting = measure.setting_of("4:16gbit", "nccl", 1.0)
+    record = measure.opened(tmp_path / "lab.json", setting)
+    record["cases"].append({"session": 0, "model": "tiny", "setting": "fsdp", "series_s": [[1.0] * 3] * 2})
     measure.save(tmp_path / "lab.json", record)
     assert json.loads((tmp_path / "lab.json").read_text()) == json.loads(json.dumps(record))
-    errors.show(tmp_path)
-    assert "2 cases: median 10.0%, p95 19.0%, worst 20.0%" in capsys.readouterr().out
-    left = measure.left(record, ["tiny"], measure.setting_of("4:16gbit", "nccl", 1.0))
-    assert "fsdp" not in left["tiny"]
+    assert "fsdp" not in measure.left(record, ["tiny"], setting)["tiny"]
 
 
 @pytest.mark.parametrize(
-    ("ranks_per_node", "cases", "median", "p95", "worst"),
+    ("ranks_per_node", "number", "median", "p95", "worst"),
     [(1, 42, 0.015, 0.045, 0.05), (2, 12, 0.025, 0.045, 0.055)],
 )
 def test_predictions_of_the_recorded_cases_stay_as_good(
-    errors: ModuleType, ranks_per_node: int, cases: int, median: float, p95: float, worst: float
+    ranks_per_node: int, number: int, median: float, p95: float, worst: float
 ) -> None:
     """Measured on 4 and 8 NCCL nodes, and on 2 of 2 ranks; `validation/sharded/README.md` has the figures."""
-    found = [
-        row
-        for record in errors.records(SCRIPTS / "spun")
-        if record["ranks_per_node"] == ranks_per_node
-        for row in errors.rows(SCRIPTS / "spun", record)
-    ]
-    off = np.array([abs(row["error"]) for row in found])
-    assert len(off) == cases
+    table = cases.table("sharded")
+    asker, off = Asker(table), []
+    for case in table.cases():
+        if case.id.startswith("spun/") and ("nx" in case.cluster) == (ranks_per_node > 1):
+            off.append(abs(asker.ask(case, "profile, calibrated").seconds / (case.seconds or 0.0) - 1))
+    assert len(off) == number
     assert np.median(off) < median
     assert np.quantile(off, 0.95) < p95
-    assert off.max() < worst
+    assert max(off) < worst

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="the scripts train with torch")
@@ -21,12 +20,11 @@ import torch
 from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.model import Profile
-from backbeat.model.files import encode, write
 from backbeat.simulate.predict import predict
 from tests.lab.cases import network, profile
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "validation" / "training"
-NAMES = ("errors", "losses", "models", "data", "sides", "compare", "to_loss", "hosts")
+NAMES = ("losses", "models", "data", "sides", "compare", "to_loss", "hosts")
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +43,8 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
 
 
 def test_examples(scripts: dict[str, ModuleType]) -> None:
-    for name in ("errors", "losses"):
-        found = doctest.testmod(scripts[name])
-        assert (found.failed, found.attempted > 0) == (0, True)
+    found = doctest.testmod(scripts["losses"])
+    assert (found.failed, found.attempted > 0) == (0, True)
 
 
 def test_what_is_no_side_model_or_task_is_refused(scripts: dict[str, ModuleType]) -> None:
@@ -91,61 +88,23 @@ def test_plans_take_the_dtypes_that_a_side_names(scripts: dict[str, ModuleType])
     assert predict(gpt2, network(), tutorial).iteration_s > 0
 
 
-def test_errors_and_auto_against_the_best_of_stock_and_tuned(
-    scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    errors = scripts["errors"]
-    plan = make(profile(), network(), "ddp")
-    predicted_s = predict(profile(), network(), plan).iteration_s
-
-    def side(name: str, factor: float, repeat: float = 0.0) -> dict[str, object]:
-        turns = [predicted_s * factor * (1 + repeat * (turn % 2)) for turn in range(4)]
-        return {"side": name, "plan": msgspec.to_builtins(plan), "turns_s": turns}
-
-    cases = []
-    for model, auto in (("kept", 1.0), ("slower", 1.2)):
-        sides = [side("ddp", 1.25), side("tuned", 1.0), side("auto", auto)]
-        facts = {"model": model, "batch_size": 4, "precision": "fp32", "took_s": 1.0, "profile": "p"}
-        cases.append(facts | {"network": msgspec.to_builtins(network()), "sides": sides})
-    cases.append({"model": "broken", "error": "node 1 is gone"})
-    record = {"schema": errors.SCHEMA, "lab": "two", "cases": cases}
-    (tmp_path / "two.json").write_text(json.dumps(record))
-    (tmp_path / "profiles").mkdir()
-    write(tmp_path / "profiles" / "p.json.gz", encode(profile()))
-    errors.show(tmp_path)
-    out = capsys.readouterr().out
-    assert "two broken: node 1 is gone" in out
-    assert "two kept: auto keeps up, 1.000 times as fast as tuned" in out
-    assert "two slower: auto is slower, 0.833 times as fast as tuned" in out
-    # Equal plans of one model count once, by all their turns.
-    assert "buckets: 2 cases: median 8.3%" in out
-    assert "  tuned: 2 cases: median 0.0%" in out
-    other = {"side": "wfbp", "plan": msgspec.to_builtins(make(profile(), network(), "wfbp"))}
-    assert errors.runs(side("ddp", 1.0)) == errors.runs(side("auto", 1.2)) != errors.runs(other)
-    # Without the profile what was predicted then counts.
-    (tmp_path / "profiles" / "p.json.gz").unlink()
-    for case in cases[:2]:
-        for one in case["sides"]:
-            one |= {"predicted_s": 2 * predicted_s, "bound_s": predicted_s}
-    (tmp_path / "two.json").write_text(json.dumps(record))
-    errors.show(tmp_path)
-    assert "buckets: 2 cases: median 83.3%" in capsys.readouterr().out
-    # A later run of the same cases counts in place of the first. A host that takes as long as the step is told apart.
-    again = tmp_path / "again"
-    again.mkdir()
-    for one in cases[0]["sides"]:
-        one["host_s"] = 3 * predicted_s
-    (again / "two.json").write_text(json.dumps(record))
-    errors.show(tmp_path, again)
-    out = capsys.readouterr().out
-    assert "buckets: 2 cases" in out
-    assert "  the host issuing a step in less than 90% of it: 1 cases" in out
-    # What repeats within 25 % is not slower for 20 %.
-    found = [
-        {"lab": "l", "model": "m", "side": name, "measured_s": seconds, "repeat": 0.25}
-        for name, seconds in (("ddp", 1.0), ("auto", 1.2))
+def test_a_model_is_told_in_a_line_a_side(scripts: dict[str, ModuleType]) -> None:
+    line_of = scripts["compare"].line_of
+    assert line_of("two", {"model": "broken", "error": "node 1 is gone"}) == ["two broken: node 1 is gone"]
+    sides = [
+        {"side": "ddp", "turns_s": [1.0, 1.0], "predicted_s": 1.1, "peak_bytes": 2e9},
+        {"side": "memory", "turns_s": [], "error": "budget too small"},
     ]
-    assert errors.against_best(found)[0]["keeps_up"]
+    case = {"model": "m", "batch_size": 4, "precision": "fp32", "took_s": 1.0, "sides": sides}
+    _, ddp, memory = line_of("two", case)
+    assert "1000.0 ms, predicted 1100.0 ms (+10.0%), peak 2" in ddp
+    assert "budget too small" in memory
+
+
+def test_stock_ddp_is_predicted_without_a_status_message(scripts: dict[str, ModuleType]) -> None:
+    plan = make(profile(), network(), "ddp")
+    as_torch = scripts["sides"].predict_side(profile(), network(), plan)
+    assert as_torch.iteration_s <= predict(profile(), network(), plan).iteration_s
 
 
 def test_the_time_to_a_loss_is_of_training_with_and_without_what_came_before(scripts: dict[str, ModuleType]) -> None:

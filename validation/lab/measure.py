@@ -5,7 +5,8 @@
         --models googlenet-b64-bf16-h200 --strategy wfbp,ddp,optimal
 
 FOLDER gets one record for each setting, written after every model: calibrations, replayed compute, plans and every
-iteration. The same command goes on where the last one stopped. `errors.py` then says how far predictions are off.
+iteration. The same command goes on where the last one stopped. `python validation/judge.py lab` then says how far
+predictions are off, of the files that `validation/cases/lab/table.json` names.
 Needs root; with --backend nccl a GPU.
 """
 
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from errors import SCHEMA, Record
 
 from backbeat.errors import InputError, MeasurementError
 from backbeat.lab import experiment
@@ -34,6 +34,9 @@ from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import Profile, files
 from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
+
+SCHEMA = "backbeat.validation/1"
+Record = dict[str, Any]
 
 PLANS = "wfbp,single,ddp,horovod,mg-wfbp,adaptive,optimal,random:8,random:32,asc-wfbp/2,best/2"
 # From 21 to 438 MB of gradients, from 161 to 604 of them; larger ones differ little from plan to plan here.

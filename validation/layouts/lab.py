@@ -1,11 +1,10 @@
 """Layouts run in the lab, beside both predictions: which family errs by how much, and what its answer costs.
 
-    python validation/layouts/lab.py measure FILE --backend gloo --bandwidth 200mbit --limit 20min
-    python validation/layouts/lab.py measure FILE --backend nccl --bandwidth 10gbit --hidden 2048 --sequence 2048
-    python validation/layouts/lab.py judge FILE
+    python validation/layouts/lab.py FILE --backend gloo --bandwidth 200mbit --limit 20min
+    python validation/layouts/lab.py FILE --backend nccl --bandwidth 10gbit --hidden 2048 --sequence 2048
 
-`measure` writes FILE after every case; the same command goes on where it stopped. It needs root, and a GPU for NCCL.
-`judge` predicts every case anew from the transfers that were timed beside it, and measures nothing.
+Writes FILE after every case; the same command goes on where it stopped. It needs root, and a GPU for NCCL. `python
+validation/judge.py lab_layouts` predicts every case anew from the transfers that were timed beside it.
 
 Computation is that of a small transformer on an H100, stretched until a case is predicted to wait for the wanted share
 of its step, from the nominal bandwidth alone.
@@ -17,44 +16,34 @@ import argparse
 import json
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import accelerator_named
-from backbeat.cost.samples import quantile
 from backbeat.errors import BackbeatError
 from backbeat.lab import experiment
 from backbeat.lab.layout_lab import (
     LayoutCase,
     TimedLinks,
     communicators,
-    executed,
-    links_of,
     measure_layouts,
     predicted_layout,
     row_of,
     time_links,
 )
 from backbeat.lab.setting import Setting
-from backbeat.layouts.architectures import transformer
-from backbeat.layouts.layout import Layout, job_of
+from backbeat.layouts.layout import Layout
 from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.units import format_seconds, parse_duration, parse_rate
+from validation import lab_layouts
 
 PIPELINES = ("pp=4,schedule=gpipe", "pp=4", "pp=4,vp=2", "pp=4,schedule=zero-bubble")
 LAYOUTS = {4: (*PIPELINES, "tp=4", "tp=2,pp=2"), 2: ("pp=2", "tp=2")}
 """By nodes."""
 WAITING = (0.4, 0.6)
 """Shares of the step that communication and bubbles take."""
-LAYERS, VOCABULARY = 8, 8192
-
-
-def model_of(hidden: int) -> Any:
-    shape = {"layers": LAYERS, "hidden": hidden, "heads": 16, "ffn": 4 * hidden, "vocab": VOCABULARY}
-    return transformer({"name": f"{LAYERS} layers of {hidden}", **shape})
 
 
 def nominal(setting: Setting) -> TimedLinks:
@@ -70,18 +59,9 @@ def nominal(setting: Setting) -> TimedLinks:
     return TimedLinks(found)  # type: ignore[arg-type]
 
 
-def timed(session: dict[str, Any], setting: Setting) -> TimedLinks:
-    return links_of(session["transfers"], setting, session["facts"]["versions"]["torch"])
-
-
 def case_of(record: dict[str, Any]) -> LayoutCase:
-    return LayoutCase(
-        model=model_of(record["hidden"]),
-        job=job_of(record["batch"], record["sequence"]),
-        layout=Layout.parse(record["text"]),
-        accelerator=accelerator_named("h100"),
-        dilation=record["dilation"],
-    )
+    names = ("text", "hidden", "batch", "sequence", "dilation")
+    return lab_layouts.case_of(*(record[name] for name in names))
 
 
 def planned(setting: Setting, hidden: int, sequence: int) -> list[dict[str, Any]]:
@@ -131,7 +111,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 for record, case in zip(missing, cases, strict=True):
                     if time.monotonic() - begun > limit:
                         break
-                    seconds, links = parse_duration(arguments.seconds), timed(one, setting)
+                    seconds, links = parse_duration(arguments.seconds), lab_layouts.timed(one, setting)
                     (found,) = measure_layouts(session, [case], setting, links, seconds)
                     one["rows"].append({"case": record, **row_of(found)})
                     path.write_text(json.dumps(kept, indent=1) + "\n")
@@ -146,42 +126,9 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['layout']}: {step}, waiting {row['waiting']:.0%}, {errors}"
 
 
-def judge(arguments: argparse.Namespace) -> None:
-    """Tables: every case, then by parallelism and family."""
-    rows = []
-    for one in json.loads(Path(arguments.file).read_text())["sessions"]:
-        setting = Setting(nodes=one["nodes"], rate_bits=one["rate_bits"], backend=one["backend"])
-        for row in one["rows"]:
-            both = predicted_layout(case_of(row["case"]), setting, timed(one, setting))
-            rows.append({"nodes": one["nodes"], **row_of(executed(*both, tuple(row["series_s"])))})
-    print("| layout | nodes | measured | repeats | waiting | events | closed form |\n|---|---|---|---|---|---|---|")
-    for row in rows:
-        errors = " | ".join(f"{row['error'][family]:+.1%}" for family in ("events", "closed-form"))
-        measured = f"{format_seconds(row['measured_s'])} | {row['repeat']:.1%} | {row['waiting']:.0%}"
-        print(f"| {row['layout']} | {row['nodes']} | {measured} | {errors} |")
-    groups = defaultdict(list)
-    for row in rows:
-        groups[row["parallelism"] + (f", {row['schedule']}" if row["schedule"] else "")].append(row)
-    groups["all"] = rows
-    print("\n| parallelism | cases | closed form | events | execution repeats |\n|---|---|---|---|---|")
-    for name, members in groups.items():
-        errors = " | ".join(_errors([row["error"][family] for row in members]) for family in ("closed-form", "events"))
-        print(f"| {name} | {len(members)} | {errors} | {median(row['repeat'] for row in members):.1%} |")
-    costs = {family: median(row["cost_s"][family] for row in rows) for family in rows[0]["cost_s"]}
-    print("| cost of an answer | | " + " | ".join(format_seconds(costs[name]) for name in costs) + " |")
-
-
-def _errors(errors: list[float]) -> str:
-    sizes = sorted(abs(error) for error in errors)
-    return f"{median(sizes):.1%}, {quantile(sizes, 1.0):.1%}, {median(errors):+.1%}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(required=True)
-    measuring = commands.add_parser("measure")
-    measuring.set_defaults(act=measure)
-    measuring.add_argument("file")
+    parser.add_argument("file")
     for option, default in (
         ("--backend", "gloo"),
         ("--bandwidth", "200mbit"),
@@ -191,15 +138,11 @@ def main() -> None:
         ("--budget", "20s"),
         ("--only", ""),
     ):
-        measuring.add_argument(option, default=default)
-    measuring.add_argument("--busy", action="store_true", help="other work takes this machine's cores")
-    measuring.add_argument("--hidden", type=int, default=1024)
-    measuring.add_argument("--sequence", type=int, default=1024)
-    judging = commands.add_parser("judge")
-    judging.set_defaults(act=judge)
-    judging.add_argument("file")
-    arguments = parser.parse_args()
-    arguments.act(arguments)
+        parser.add_argument(option, default=default)
+    parser.add_argument("--busy", action="store_true", help="other work takes this machine's cores")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--sequence", type=int, default=1024)
+    measure(parser.parse_args())
 
 
 if __name__ == "__main__":

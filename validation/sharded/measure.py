@@ -7,7 +7,8 @@
 A lab is nodes:bandwidth, or nodesxranks:bandwidth:inside for nodes of several ranks with a faster link inside. For each
 lab: nodes are built, the network is calibrated, then every model runs under all settings, which take turns. FOLDER gets
 a record for each lab, written after every model, and the profiles; the same command goes on where the last one stopped.
-`errors.py FOLDER` prints predicted beside measured. Needs root; with --backend nccl a GPU.
+`python validation/judge.py sharded --rows` sets predicted beside measured, of the files that
+`validation/cases/sharded/table.json` names. Needs root; with --backend nccl a GPU.
 
     fsdp        torch's defaults: a unit a block, resharded after forward, bf16 gathered and fp32 reduced
     zero2       not resharded after forward
@@ -27,9 +28,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from errors import SCHEMA, Record, show
 
 from backbeat.api import plan as make
 from backbeat.errors import BackbeatError, InputError
@@ -44,6 +45,9 @@ from backbeat.model.files import encode, write
 from backbeat.planners import STRATEGIES
 from backbeat.simulate.predict import predict
 from backbeat.units import format_seconds, parse_duration, parse_rate
+
+SCHEMA = "backbeat.validation.sharded/1"
+Record = dict[str, Any]
 
 LABS = "4:16gbit,8:10gbit,4:5gbit"
 # From 21 to 498 MB of fp32 gradients; batches large enough that compute can hide a part of them.
@@ -270,7 +274,6 @@ def main() -> None:
             except BackbeatError as error:
                 # The nodes are gone; the models behind the one that failed are tried on new ones.
                 print(f"{setting.name}: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
-    show(given.folder)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,12 @@
     python validation/training/compare.py FOLDER --backend nccl --nodes 4 --bandwidth 10gbit,25gbit,5gbit \
         --precision bf16 --limit 9min
     python validation/training/compare.py FOLDER --nodes 2 --bandwidth 200mbit --models decoder,residuals --limit 5min
-    python validation/training/compare.py FOLDER --sides ddp,sharded:fp32:fp32,sharded:bf16:fp32 \
-        --removed build/decoupled …
 
 Nodes are the lab's: network namespaces with shaped links, on one machine. For each bandwidth and model, `auto` searches
 first, in ranks that have trained nothing. Then all sides (`sides.py` says which there are) take turns, and the line is
-printed. FOLDER/<lab>.json gets each model as it is measured, with its profile, network and plans, so that
-`errors.py FOLDER` can predict them anew. A model that fails keeps its error, and the nodes are built again for the
-next. What FOLDER holds already is not measured again; `--again` measures it anew.
-
-`--removed BUILD` also trains stock DDP and decoupled buckets under the runtime that had these, in a job of its own by
-turns. BUILD holds that package:
-
-    mkdir -p build/decoupled && git archive 8accfd3^ backbeat | tar -x -C build/decoupled
+printed. FOLDER/<lab>.json gets each model as it is measured, with its profile, network and plans: `python
+validation/judge.py training` predicts them anew. A model that fails keeps its error, and the nodes are built again for
+the next. What FOLDER holds already is not measured again; `--again` measures it anew.
 
 Needs root; with `--backend nccl` a GPU.
 """
@@ -26,16 +19,13 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from errors import SCHEMA, line_of
 from models import LIBRARY, MODELS, SMALL
 from sides import check_side
 
@@ -43,8 +33,9 @@ from backbeat.errors import BackbeatError, InputError, MeasurementError
 from backbeat.lab import experiment
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model.files import write
-from backbeat.units import parse_duration, parse_rate
+from backbeat.units import format_bytes, parse_duration, parse_rate
 
+SCHEMA = "backbeat.validation.training/1"
 HERE = Path(__file__).resolve().parent
 SIDES = "ddp,tuned,fsdp2,auto"
 COMMUNICATORS = 2
@@ -82,10 +73,6 @@ def run(given: argparse.Namespace) -> bool:
                 fine = fine and "error" not in case
                 for line in line_of(setting.name, case):
                     print(line, flush=True)
-        if given.removed is not None:
-            for case in removed(record["cases"], setting, given, ends):
-                save(path, record)
-                print(setting.name, case["model"], line_of(setting.name, case)[-1].strip(), flush=True)
     return fine
 
 
@@ -112,37 +99,25 @@ def measured(nodes: experiment.Nodes, name: str, given: argparse.Namespace, reco
     return found | {"session": len(record["sessions"]) - 1}
 
 
-def removed(
-    cases: list[dict[str, Any]], setting: Setting, given: argparse.Namespace, ends: float
-) -> Iterator[dict[str, Any]]:
-    """Each case as it gets stock DDP and decoupled buckets under the old package, in processes that import no other."""
-    left = {case["model"]: case for case in cases if "error" not in case and case["model"] in given.models}
-    if not left:
-        return
-    models = ",".join(f"{name}={case['batch_size']}" for name, case in left.items())
-    command = [sys.executable, str(HERE / "removed.py"), "--models", models, "--precision", given.precision]
-    command += ["--backend", setting.backend, "--nodes", str(setting.nodes), "--bits", str(setting.rate_bits)]
-    command += ["--seconds", str(given.seconds)]
-    paths = [str(given.removed.resolve()), str(HERE), *_other_paths()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    job = subprocess.Popen(command, env=environment, cwd=given.removed, stdout=subprocess.PIPE, text=True)
-    timer = threading.Timer(max(ends - time.monotonic(), 0.0), job.terminate)
-    timer.start()
-    assert job.stdout is not None
-    for line in job.stdout:
-        found = json.loads(line)
-        case = left[found.pop("model")]
-        case["removed"] = found
-        yield case
-    job.wait()
-    timer.cancel()
-
-
-def _other_paths() -> list[str]:
-    """PYTHONPATH without this checkout, which would be imported in place of the old package."""
-    own = HERE.parents[1]
-    found = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-    return [one for one in found if Path(one).resolve() not in (own, HERE)]
+def line_of(lab: str, case: dict[str, Any]) -> list[str]:
+    """One model in words, a line a side."""
+    if "error" in case:
+        return [f"{lab} {case['model']}: {case['error']}"]
+    lines = [f"{lab} {case['model']} batch {case['batch_size']} {case['precision']}, took {case['took_s']:.0f} s"]
+    for side in case["sides"]:
+        if not side["turns_s"]:
+            lines.append(f"  {side['side']:20} {side.get('error', 'not measured')}")
+            continue
+        found_s = median(side["turns_s"])
+        text = f"  {side['side']:20} {found_s * 1e3:8.1f} ms"
+        if side.get("predicted_s"):
+            text += f", predicted {side['predicted_s'] * 1e3:.1f} ms ({side['predicted_s'] / found_s - 1:+.1%})"
+        if side.get("peak_bytes"):
+            text += f", peak {format_bytes(side['peak_bytes'])}"
+        if "words" in side:
+            text += f"; in {side['search_s']:.0f} s: {side['words']}"
+        lines.append(text)
+    return lines
 
 
 def opened(path: Path, setting: Setting) -> dict[str, Any]:
@@ -170,7 +145,6 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", default="50s", help="of `auto`")
     parser.add_argument("--limit", default="10min", help="begin no model that would pass it")
     parser.add_argument("--again", action="store_true", help="measure what FOLDER holds anew")
-    parser.add_argument("--removed", type=Path, metavar="BUILD")
     given = parser.parse_args(arguments)
     given.models = (given.models or ",".join(LIBRARY if given.backend == "nccl" else SMALL)).split(",")
     given.sides = given.sides.split(",")

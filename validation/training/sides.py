@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 import torch
-from errors import predict_side
 from models import MODELS, Model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -38,14 +37,16 @@ from backbeat.measure.model.inputs import MeasureOptions
 from backbeat.measure.model.launch_bound import LaunchTimes, launch_times
 from backbeat.measure.model.profiler import measure as measure_profile
 from backbeat.measure.model.training_step import Training, release
-from backbeat.model import Mesh, Network, Plan, Profile, Sharding, ShardUnit
+from backbeat.model import Mesh, Network, Plan, Prediction, Profile, Sharding, ShardUnit
 from backbeat.model.files import decode, encode
+from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.runtime import parallelize
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.parallel import parallelize as verb
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.trials import ExampleStep
+from backbeat.simulate.predict import predict
 
 OPTIMIZER = "adamw"
 WARM_UP = 3
@@ -403,6 +404,11 @@ def allocated_bytes(device: torch.device) -> int:
 def _steps(seconds: float, step_s: float) -> int:
     """Of one turn."""
     return min(max(round(seconds / ROUNDS / max(step_s, 1e-6)), LEAST_STEPS), MOST_STEPS)
+
+
+def predict_side(profile: Profile, network: Network, plan: Plan) -> Prediction:
+    """`ddp` and `tuned` are torch's own DDP, which adds nothing to a step that backbeat's wrapper does."""
+    return predict(profile, network, plan, reduction=REDUCTIONS["torch-ddp"] if plan.strategy == "ddp" else None)
 
 
 def _case(side: Side, turns: list[float], profile: Profile, network: Network) -> dict[str, Any]:

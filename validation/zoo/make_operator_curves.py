@@ -35,7 +35,7 @@ than at the peak rate of fp32, from what is left of two models' time (vit-b, gpt
 off. With a mask: how much longer than flash kernels, a guess."""
 PARAMETER_US = 60.0
 """Of the host in one iteration for each parameter, beside the operators: from what is left of its measured time on the
-developed half of the zoo (compare_analytic.py) when the operators are taken off."""
+developed half of the zoo (the table `zoo`) when the operators are taken off."""
 FILL_BYTES_PER_S = 4.4e12
 """At which the zeros of a large tensor are written; measured, as `fill` in the curves."""
 Points = dict[tuple[float, ...], float]

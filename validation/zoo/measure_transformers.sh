@@ -36,7 +36,6 @@ zoo() { # LOG MODELS [measure.py's options]
 
 zoo adamw.log "$models"
 script layers.log measure_layers.py "$out" --each-s "$each" $batch
-script arithmetic.log add_flops.py --count "$out/arithmetic.json"
 zoo compile.log "$compiled" --compile
 for model in ${compiled//,/ }; do # one by one what a crash has kept from being measured
   ls "$out"/"${model//_/-}"-b*-bf16-adamw-compile-*.json.gz >/dev/null 2>&1 || zoo "compile-$model.log" "$model" --compile
