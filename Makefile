@@ -1,5 +1,5 @@
-# Everything from a fresh checkout: `make demo` shows it, `make check` and `make test` check it, `make docs` builds its
-# documentation, `make install` sets up development.
+# Everything from a fresh checkout: `make demo` shows it, `make check`, `make test` and `make test-long` check it,
+# `make docs` builds its documentation, `make install` sets up development.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Hundreds of processes import the package: it is compiled once, also where the environment asks for no bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check lint lint-ruff lint-types lint-layers test docs install system schemas format bench clean
+.PHONY: demo check lint lint-ruff lint-types lint-layers test test-long docs install system schemas format bench clean
 
 demo: $(CORE)
 	$(BIN)/backbeat demo
@@ -22,13 +22,17 @@ demo: $(CORE)
 # of memory and sharded plans, which take longest, are left to `make test`.
 QUICK  := model cost simulate planners
 check: lint
-	$(PYTEST) $(SPREAD) --ignore-glob='*/test_memory_*' --ignore-glob='*/test_sharded*' tests/test_units.py tests/test_layers.py tests/cli \
+	$(PYTEST) $(SPREAD) -m "not long" --ignore-glob='*/test_memory_*' --ignore-glob='*/test_sharded*' tests/test_units.py tests/test_layers.py tests/cli \
 	  $(QUICK:%=tests/%) $(QUICK:%=backbeat/%)
 
 # Tests marked `alone` compare measured times: they run by themselves, after the rest.
 test: lint
-	$(PYTEST) $(SPREAD) -m "not alone"
-	$(PYTEST) -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
+	$(PYTEST) $(SPREAD) -m "not alone and not long"
+	$(PYTEST) -m "alone and not long" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
+
+# Slow matrices, of which `make test` runs a sample. Where there are none, pytest ends with 5.
+test-long: $(DEV)
+	$(PYTEST) $(SPREAD) -m long || [ $$? -eq 5 ]
 
 # All at once, and to the end, whichever fails: each keeps one core busy.
 lint: $(DEV)
@@ -82,7 +86,7 @@ format: $(DEV)
 bench: $(DEV)
 	for name in help predict plan sharded serve topk_select compressed_launches; do \
 	  echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
-	$(BIN)/torchrun --nproc-per-node 1 benchmarks/runtime_overhead.py
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 1 benchmarks/runtime_overhead.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

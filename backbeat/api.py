@@ -55,7 +55,6 @@ def predict(
     broadcast_buffers: bool = True,
     reduce_dtype: str | None = None,
     global_batch: int | None = None,
-    other: Profile | None = None,
     **choices: Any,
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, or under the named strategy's, and why.
@@ -66,8 +65,8 @@ def predict(
     With `accumulation` micro-batches only the last one's backward overlaps with communication. With `reduce_dtype`
     ("bf16" or "fp16") fp32 gradients are sent in two bytes each. Where the plan says what is kept of activations,
     every time is of an iteration that runs so, T(1) too, and the peak is predicted. With `global_batch` all workers
-    share that many samples per iteration, as in `strong_scaling`, which says what `other` is; T(1) is then one worker's
-    time for its share. A strategy takes the same choices as in `plan`.
+    share that many samples per iteration, as in `strong_scaling`; T(1) is then one worker's time for its share. A
+    strategy takes the same choices as in `plan`.
 
     >>> from backbeat.model import Network, Profile
     >>> profile, network = Profile.load("resnet50-b64-bf16-h200"), Network.load("10gbe")
@@ -78,7 +77,7 @@ def predict(
     """
     _need_loaded(profile, network)
     if global_batch is not None:
-        profile = strong_scaling(profile, global_batch, network.workers, accumulation=accumulation, other=other)
+        profile = strong_scaling(profile, global_batch, network.workers, accumulation=accumulation)
     if framework is not None:
         if plan is not None or reduce_dtype is not None or choices:
             raise InputError(

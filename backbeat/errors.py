@@ -19,6 +19,11 @@ class InputError(BackbeatError, ValueError):
     exit_code = 2
 
 
+class DeadlockError(BackbeatError):
+    """Operations of a simulated step wait for each other, or for a transfer whose other end never comes: the message
+    names them."""
+
+
 class AgreedError(InputError):
     """Every rank raises it, after the same exchange and before anything has changed: ranks stand where they stood."""
 
@@ -93,6 +98,15 @@ def did_you_mean(name: str, known: Iterable[str], others: str = "") -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or its kind."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def named(error: BaseException) -> str:
+    """The exception's type and text.
+
+    >>> named(InputError("gpus is 0"))
+    'InputError: gpus is 0'
+    """
+    return f"{type(error).__name__}: {error}"
 
 
 def where_raised(error: BaseException) -> str:

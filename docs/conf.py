@@ -15,7 +15,10 @@ release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "reference"]
 
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "docs/*/*.md", "benchmarks/*.md", "validation/*/*.md", "validation/*/*/*.md"]
+include_patterns = [
+    "*.md", "docs/*.md", "docs/*/*.md", "benchmarks/*.md",
+    "validation/*.md", "validation/*/*.md", "validation/*/*/*.md",
+]  # fmt: skip
 nitpicky = True
 # A signature links to the types that are on the page, and only names the others.
 nitpick_ignore_regex = [("py:class", ".*"), ("py:.*", r"torch\..*")]

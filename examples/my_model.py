@@ -1,6 +1,6 @@
 """Two models of one's own, ready to be profiled:
 
-backbeat profile examples.my_model:regression --batch-size 32 -o profile.json
+backbeat profile examples.my_model:regression --batch 32 -o profile.json
 backbeat predict profile.json 10gbe -n 4..64
 backbeat plan profile.json 10gbe -n 16 -o plan.json
 

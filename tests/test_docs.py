@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "validation/*/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "validation/*.md", "validation/*/*.md")
     for path in ROOT.glob(pattern)
     if path.is_file()
 )

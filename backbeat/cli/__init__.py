@@ -9,13 +9,17 @@ from __future__ import annotations
 import errno
 import io
 import sys
+import warnings
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
-import typer
-from typer.core import TyperGroup
+from backbeat.errors import BackbeatError, did_you_mean
 
-from backbeat.errors import BackbeatError
+with warnings.catch_warnings():
+    # What typer before 0.26 imports from click 8.5 is deprecated there, which no user can mend.
+    warnings.filterwarnings("ignore", r"'click\.utils\.get_(binary|text)_stream' is deprecated", DeprecationWarning)
+    import typer
+    from typer.core import TyperGroup
 
 VERBS = {
     "demo": "The whole story on bundled data.",
@@ -34,6 +38,13 @@ VERBS = {
     "lab": "A virtual cluster on this machine, measured beside predicted.",
 }
 """Each with its line in the help."""
+GONE = {
+    "--max-batch": "`backbeat predict` and `backbeat plan` say beside the memory up to which batch it fits",
+    "--redact": "a report shows the names in its files; rename them there before you share it",
+    "--batch-size": "it is --batch",
+    "--other-batch": "profile the model at both batch sizes, `backbeat profile --batch 32,64`",
+}
+"""Options of before 1.0 that went, each with what to do instead."""
 
 
 class Verbs(TyperGroup):
@@ -44,9 +55,10 @@ class Verbs(TyperGroup):
         return load(cmd_name) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        # For a name that is no verb, typer suggests near ones among the commands it holds: only then load them all.
         if args and args[0] not in VERBS:
-            self.commands.update({name: load(name) for name in VERBS})
+            # Versions of typer and click differ in what they suggest, and would load every verb for it.
+            near = did_you_mean(args[0], VERBS)
+            ctx.fail(f"No such command {args[0]!r}. {near[:1].upper()}{near[1:]}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -130,6 +142,12 @@ def _refusal(error: Any) -> str:
         return str(said)
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "backbeat"
+    option = getattr(error, "option_name", None)
+    if option in GONE:
+        return f"{command}: {option} went: {GONE[option]}."
+    if option is not None:
+        near = getattr(error, "possibilities", None)
+        said = f"No such option: {option}" + (f"; did you mean {' or '.join(sorted(near))}?" if near else "")
     return f"{command}: {said[:1].lower()}{said[1:]}{'' if said[-1] in '.?' else '.'} See `{command} --help`."
 
 

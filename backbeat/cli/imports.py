@@ -40,7 +40,7 @@ def from_nccl_tests(
 def from_kineto(
     file: File,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile file to write.")],
-    batch_size: Annotated[int | None, typer.Option(help="Samples per worker; guessed otherwise.")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch", help="Samples per worker; guessed otherwise.")] = None,
     model: Annotated[str | None, typer.Option(help="The model's name; the file's by default.")] = None,
     name: Annotated[str | None, typer.Option(help="The profile's name; the file's by default.")] = None,
     like: Annotated[str | None, typer.Option(help="A profile of the same model, for its names.")] = None,
@@ -63,7 +63,9 @@ def from_kineto(
 def from_chakra(
     file: File,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile file to write.")],
-    batch_size: Annotated[int | None, typer.Option(help="Samples per worker; the trace does not say.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch", help="Samples per worker; the trace does not say.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="The model's name; the file's by default.")] = None,
 ) -> None:
     """A profile from a Chakra execution trace (.et) of one worker: each all-reduce is one gradient."""

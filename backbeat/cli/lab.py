@@ -83,7 +83,7 @@ def lab(
             help="Train this model really, under stock DDP or FSDP2 and under plans, instead of replaying a profile.",
         ),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Of each node, for --train.")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch", help="Of each node, for --train.")] = None,
     layout: Annotated[
         list[str] | None,
         typer.Option(

@@ -47,7 +47,6 @@ LabFiles = Annotated[
 TraceFiles = Annotated[
     list[str] | None, typer.Option("--trace", help="Kineto traces of the real job, comma-separated.")
 ]
-Redact = Annotated[bool, typer.Option("--redact", help="Leave out model, parameter, file and host names.")]
 Frameworks = Annotated[
     list[str] | None,
     typer.Option(

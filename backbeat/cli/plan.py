@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -18,17 +17,15 @@ from backbeat.cli.arguments import load_network, one_count, size
 from backbeat.cli.output import console, print_answer, print_json, say
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile, Sharding
-from backbeat.planners import STRATEGIES, is_sharded
-from backbeat.planners.max_batch import growth, largest_looked_at
+from backbeat.planners import STRATEGIES
 from backbeat.planners.memory_moves import uniform
-from backbeat.report.study_row import device_fit
+from backbeat.report.study_row import Question, device_fit, fitting_batch
 from backbeat.report.tables import plan_tables as tables
-from backbeat.report.words.answer import above_linear, caveats
+from backbeat.report.words.answer import above_linear, caveats, memory_line
 from backbeat.report.words.commands import sharding_lines, wrapping_lines
 from backbeat.report.words.decision import decide_on_plan
 from backbeat.report.words.numbers import capitalised, describe, over_bound, scaling_range
 from backbeat.simulate.actions import segments_of
-from backbeat.simulate.batch import same_blocks, sibling
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
@@ -72,12 +69,6 @@ def plan(
     torch: options.Torch = None,
     across: options.Across = None,
     nics_per_node: options.NicsPerNode = 1,
-    max_batch: Annotated[
-        bool, typer.Option("--max-batch", help="How far the batch can grow within --memory, and what that gives.")
-    ] = False,
-    other_batch: Annotated[
-        str | None, typer.Option(help="With --max-batch: a second profile of the model, at another batch size.")
-    ] = None,
     json: options.Json = False,
 ) -> None:
     """Choose which gradients travel together, in which order and on which communicator, and what memory is spent on."""
@@ -90,39 +81,25 @@ def plan(
     chosen = strategy or ("best" if density is None else "compressed")
     if residuals not in (None, "device", "host"):
         raise InputError(f"--residuals is {residuals!r}: it must be device or host")
-    if other_batch is not None and not max_batch:
-        raise InputError("--other-batch goes with --max-batch: add it, or leave this out")
     one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
     if workers is not None:
         cluster = cluster.at(workers=one_count(workers))
-
-    def make(of: Profile) -> Plan:
-        return make_plan(
-            of,
-            cluster,
-            chosen,
-            accumulation=accumulation,
-            communicators=communicators,
-            reduce_dtype=reduce_dtype,
-            bucket_bytes=size("--bucket", bucket, "MB") if bucket is not None else None,
-            budget_s=parse_duration(budget) if budget is not None else None,
-            density=density,
-            memory_bytes=memory_bytes,
-            reserve=left,
-            residuals=cast('Literal["device", "host"] | None', residuals),
-            torch_version=torch,
-        )
-
-    if max_batch:
-        if memory_bytes is None:
-            raise InputError("--max-batch needs --memory: say how much of the device an iteration may take, like 80GB")
-        if is_sharded(chosen):
-            raise InputError(f"--max-batch knows nothing of sharding: leave it out, or {chosen}")
-        if output is not None:
-            raise InputError("--max-batch compares batch sizes and writes no plan: leave --output out")
-        _show_growth(one, other_batch, cluster, memory_bytes, left, make, json)
-    else:
-        _show(one, cluster, make(one), output, json, reduce_dtype, accumulation)
+    made = make_plan(
+        one,
+        cluster,
+        chosen,
+        accumulation=accumulation,
+        communicators=communicators,
+        reduce_dtype=reduce_dtype,
+        bucket_bytes=size("--bucket", bucket, "MB") if bucket is not None else None,
+        budget_s=parse_duration(budget) if budget is not None else None,
+        density=density,
+        memory_bytes=memory_bytes,
+        reserve=left,
+        residuals=cast('Literal["device", "host"] | None', residuals),
+        torch_version=torch,
+    )
+    _show(one, cluster, made, output, json, reduce_dtype, accumulation)
 
 
 def _reserve(text: str) -> float:
@@ -167,6 +144,13 @@ def _show(
         shown += _memory(sent, cluster, made, made.memory, result, accumulation)
     edges = scaling_range(result)
     fit = device_fit(sent, made, cluster.workers, predicted_bytes=result.peak_bytes)
+    largest = fitting_batch(
+        fit,
+        Question(given=one, network=cluster, accumulation=accumulation),
+        made,
+        cluster.workers,
+        lambda there: resolve(there, cluster, made, reduce_dtype=reduce_dtype)[0],
+    )
     file = str(output or "plan.json")
     lines = wrapping_lines(file, reduce_dtype) if made.sharding is None else sharding_lines(file, one.optimizer)
     print_answer(
@@ -181,7 +165,7 @@ def _show(
         f"{format_seconds(stock.iteration_s)}"
         + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),
         above_linear([result]) or None,
-        f"Memory: {fit}." if fit is not None else None,
+        memory_line(fit, largest),
         *dict.fromkeys(
             [
                 *(f"* {note}" for note in made.notes),
@@ -234,71 +218,3 @@ def _memory(
             policies[f"{name}, every block"] = predict(one, cluster, alike, accumulation=accumulation)
         shown.append(tables.policies_table(policies, budget))
     return [*shown, "", tables.peak_line(memory_timeline(one, memory, made, workers=cluster.workers), budget)]
-
-
-def _show_growth(
-    one: Profile,
-    other: str | None,
-    cluster: Network,
-    memory_bytes: int,
-    reserve: float | None,
-    make: Callable[[Profile], Plan],
-    json: bool,
-) -> None:
-    two = Profile.load(other) if other else sibling(one)
-    if not other and two is not None and not (one.blocks and same_blocks(one, two)):
-        two = None
-    points = growth(one, cluster, memory_bytes, make, two, reserve)
-    capped = points[-1].batch_size >= largest_looked_at(one)
-    if json:
-        rows = []
-        for point in points:
-            kept, recomputed, offloaded = tables.mixture(point.plan.memory)
-            rows.append(
-                {
-                    "batch_size": point.batch_size,
-                    "everything_kept": point.kept,
-                    "blocks_kept": len(one.blocks) if point.kept else kept,
-                    "blocks_recomputed": recomputed,
-                    "offloaded": offloaded,
-                    "peak_bytes": point.prediction.peak_bytes,
-                    "iteration_s": point.prediction.iteration_s,
-                    "samples_per_s": point.prediction.samples_per_s,
-                }
-            )
-        print_json(
-            {
-                "profile": one.name,
-                "network": cluster.name,
-                "workers": cluster.workers,
-                "memory_bytes": memory_bytes,
-                "extrapolated_from": [one.batch_size] + ([two.batch_size] if two else []),
-                "search_ended_at_its_limit": capped,
-                "rows": rows,
-            }
-        )
-        return
-    kept_whole = [point for point in points if point.kept]
-    fastest = max(points, key=lambda point: point.prediction.samples_per_s)
-    line = f"In {format_bytes(memory_bytes)} the batch can grow to {points[-1].batch_size} a worker"
-    if kept_whole:
-        largest = kept_whole[-1]
-        gain = fastest.prediction.samples_per_s / largest.prediction.samples_per_s - 1
-        line += f"; with everything kept to {largest.batch_size}. Fastest is batch {fastest.batch_size}"
-        line += f", {gain:+.1%} against that." if fastest is not largest else "."
-    else:
-        line += "; with everything kept no batch fits."
-    times = points[-1].batch_size // one.batch_size
-    further = (
-        f"* the search ended there, at {times:,} times the profile's batch, and all up to it fits: the largest may "
-        "be larger"
-    )
-    basis = f"batch {one.batch_size} in proportion" if two is None else f"batch {one.batch_size} and {two.batch_size}"
-    print_answer(
-        describe(one, cluster),
-        "",
-        tables.growth_table(points),
-        line,
-        further if capped else None,
-        f"* sizes and times of other batches are extrapolated from {basis}",
-    )

@@ -24,7 +24,7 @@ from backbeat.report.study_row import Compared, Question
 from backbeat.report.tables import scaling_tables as tables
 from backbeat.report.tables.terminal_table import natural_width
 from backbeat.report.words import numbers
-from backbeat.report.words.answer import above_linear, caveats, knee_sentence, limit_of, unmeasured
+from backbeat.report.words.answer import above_linear, caveats, knee_sentence, limit_of, memory_line, unmeasured
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import decide, sharding_sentences, stock_name
 from backbeat.simulate.predict import knee
@@ -46,9 +46,6 @@ def predict(
     accumulation: options.Accumulation = None,
     global_batch: Annotated[
         int | None, typer.Option(help="Strong scaling: this many samples per iteration over all workers.")
-    ] = None,
-    other_batch: Annotated[
-        str | None, typer.Option(help="With --global-batch: a second profile of the model, at another batch size.")
     ] = None,
     communicators: options.Communicators = None,
     bucket: options.Bucket = None,
@@ -97,8 +94,6 @@ def predict(
     )
     if plot is not None:
         plots.check(plot)
-    if other_batch is not None and global_batch is None:
-        raise InputError("--other-batch goes with --global-batch: add it, or leave this out")
 
     left_out = [
         (name, count)
@@ -116,7 +111,6 @@ def predict(
         reduce_dtype=reduce_dtype,
         accumulation=accumulation,
         global_batch=global_batch,
-        other=Profile.load(other_batch) if other_batch is not None else None,
     )
     schedules: dict[str, Compared] = {**frameworks}
     for name in names:
@@ -178,6 +172,7 @@ def content(found: Study, settings: Settings) -> dict[str, Any]:
             "gpu_hours": numbers.gpu_hours(one, samples),
             "tokens_per_s": numbers.tokens_per_s(one, profile),
             "mfu": share if isinstance(share, float) else None,
+            "largest_batch": row.largest_batch,
             "memory": None
             if fit is None
             else {"peak_bytes": fit.peak_bytes, "device_bytes": fit.device_bytes, "fits": fit.fits},
@@ -201,7 +196,7 @@ def _show(found: Study, settings: Settings, title: str, *, wide: bool) -> None:
     """The answer in 80 columns, which ends in a decision. With `wide`, or where strategies beside each other take more
     columns, each has a row of its own with every figure."""
     decided, best, curves = decide(found, settings, sharding=False), found.best, found.curves
-    fit = found.fits[found.best_label]
+    row = next(row for row in found.rows_at(found.top) if row.label == found.best_label)
     shown = [tables.answer_table(found, settings.price)] if not wide else []
     if wide or natural_width(shown[0]) > SCREEN:
         wide = True
@@ -218,7 +213,7 @@ def _show(found: Study, settings: Settings, title: str, *, wide: bool) -> None:
         numbers.figures_line(best, found.given, settings, f" with {best.strategy}" if wide and len(curves) > 1 else ""),
         f"Limit: {limit_of(found, best)}" if best.workers > 1 else None,
         knee_sentence(curves[found.best_label]) if wide else None,
-        f"Memory: {fit}." if fit is not None and fit.fits else None,
+        memory_line(row.fit, row.largest_batch) if row.fits else None,
         *(f"Too big: {words}, {format_bytes(sizes[name])}." for name, words in large.items()),
         *_peaks(found, settings),
         *caveats(best, found.network, found.given, every=wide),

@@ -15,6 +15,7 @@ from backbeat.cli.arguments import need_torch
 from backbeat.cli.output import check_writable, say
 from backbeat.errors import InputError
 from backbeat.model import Profile
+from backbeat.model.batches import join, measured
 from backbeat.model.files import encode
 from backbeat.report.words.numbers import format_number
 from backbeat.units import SCREEN, format_bytes, format_seconds, parse_duration
@@ -28,8 +29,13 @@ def profile(
             help="A function that returns (model, batch, loss) or (model, batch, loss, optimizer).",
         ),
     ],
-    batch_size: Annotated[
-        int | None, typer.Option(help="Samples per iteration; the factory's own default, else 64.")
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE[,SIZE]",
+            help="Samples per iteration; the factory's own default, else 64. Several, like 32,64, make a profile that "
+            "knows how it grows with the batch; the first is its own.",
+        ),
     ] = None,
     precision: Annotated[
         str, typer.Option(help="fp32, tf32, bf16 or fp16 (the last two by autocast); analytic also fp8.")
@@ -80,8 +86,8 @@ def profile(
     need_torch("profile")
     from backbeat.measure.model.factory import load_factory
 
+    batches = [None] if batch is None else _batch_sizes(batch)
     options: dict[str, Any] = {
-        "batch_size": batch_size,
         "precision": precision,
         "accumulation": accumulation,
         "optimizer": optimizer,
@@ -96,19 +102,25 @@ def profile(
             raise InputError(f"--device {device} with --analytic: nothing runs on a device then; drop one of the two")
         from backbeat.measure.model.analytic import analytic_profile
 
-        result = analytic_profile(
-            load_factory(factory),
-            gpu=analytic,
-            tflops=tflops,
-            gbps=gbps,
-            compiled=compile_blocks,
-            launch_overhead=launch_overhead,
-            **options,
-        )
+        loaded = load_factory(factory)
+        computed = [
+            analytic_profile(
+                loaded,
+                gpu=analytic,
+                tflops=tflops,
+                gbps=gbps,
+                batch_size=size,
+                compiled=compile_blocks,
+                launch_overhead=launch_overhead,
+                **options,
+            )
+            for size in batches
+        ]
+        result = join(*computed)
     else:
         if not launch_overhead:
             raise InputError("--no-launch-overhead is of --analytic: leave it out to measure")
-        from backbeat.measure.model.factory_profile import compose_factory, measure_factory
+        from backbeat.measure.model.factory_profile import profile_factory
         from backbeat.measure.model.inputs import MeasureOptions
         from backbeat.runtime.compressed.topk_speed import measure_topk
         from backbeat.runtime.memory import apply
@@ -126,16 +138,21 @@ def profile(
             apply_memory=apply,
             **options,
         )
-        if from_layers is None:
-            result = measure_factory(loaded, measuring).profile
-        else:
-            result = compose_factory(loaded, _two_counts(from_layers), measuring)
+        layers = None if from_layers is None else _two_counts(from_layers)
+        result = profile_factory(loaded, measuring, batches, layers)
     if output is not None:
         result.save(output)
         say(f"wrote {output}")
     typer.echo(encode(result).decode() if as_json else summary(result), nl=not as_json)
     if output is not None and not as_json:
         typer.echo(f"Next: backbeat predict {output} NETWORK --workers 8..512    # networks: backbeat zoo")
+
+
+def _batch_sizes(text: str) -> list[int | None]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts) or len({*map(int, parts)}) < len(parts):
+        raise InputError(f"--batch is {text!r}: give a number of samples, or several different ones like 32,64")
+    return [int(part) for part in parts]
 
 
 def _two_counts(text: str) -> tuple[int, int]:
@@ -147,7 +164,7 @@ def _two_counts(text: str) -> tuple[int, int]:
 
 def summary(profile: Profile) -> str:
     """A few lines a person can check the measurement by."""
-    from backbeat.measure.model.profiler import band
+    from backbeat.measure.model.noise import band
 
     first, last = profile.gradients[0], profile.gradients[-1]
     rows = [
@@ -157,13 +174,15 @@ def summary(profile: Profile) -> str:
     ]
     if profile.accumulation > 1:
         rows.append(("micro-batches", str(profile.accumulation)))
-    rate = profile.batch_size * profile.accumulation / profile.single_s if profile.single_s else 0.0
-    rows.append(("iteration", f"{format_seconds(profile.single_s)}, {format_number(rate)} samples/s"))
+    rows.append(("iteration", _speed(profile)))
     if profile.iteration_s:
         times = profile.iteration_s
         low, high = map(format_seconds, band(times))
         middle = f"median {format_seconds(median(times))} of {len(times)} iterations"
         rows.append(("as measured", f"{middle}, 10 to 90 %: {low} to {high}"))
+    if profile.batches:
+        others = [one for one in measured(profile) if one.batch_size != profile.batch_size]
+        rows += [(f"batch {one.batch_size}", _speed(one)) for one in others]
     rows += [
         ("gradients", f"{len(profile.gradients)}, {format_bytes(profile.total_bytes)}"),
         ("first ready", f"{first.name} after {format_seconds(first.ready_s)}"),
@@ -192,3 +211,8 @@ def summary(profile: Profile) -> str:
     return "\n".join(
         [title, *(fill(f"  {label:<{width}}{text}", SCREEN, subsequent_indent=hanging) for label, text in rows)]
     )
+
+
+def _speed(profile: Profile) -> str:
+    rate = profile.batch_size * profile.accumulation / profile.single_s if profile.single_s else 0.0
+    return f"{format_seconds(profile.single_s)}, {format_number(rate)} samples/s"

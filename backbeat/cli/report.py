@@ -14,7 +14,6 @@ from backbeat.model import Network, Plan, Profile
 from backbeat.planners import whole_groups
 from backbeat.report.measured import read_lab, read_trace
 from backbeat.report.pages.report_page import report as make_page
-from backbeat.report.redact import redacted
 from backbeat.report.study import Study, curve_workers, study
 from backbeat.report.words.commands import Settings
 from backbeat.units import parse_price, parse_workers
@@ -40,7 +39,6 @@ def report(
     across: options.Across = None,
     nics_per_node: options.NicsPerNode = 1,
     memory_budget: Annotated[str | None, typer.Option(help="Device memory to stay within, like 80GB.")] = None,
-    redact: options.Redact = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML file that says how the job scales, what limits it, what to do and what that is worth."""
@@ -53,7 +51,6 @@ def report(
         plans=plans,
         labs=split(lab),
         traces=split(trace),
-        redact=redact,
         strategies=split(strategy) or None,
         memory_budget=size("--memory-budget", memory_budget) if memory_budget is not None else None,
         reduce_dtype=reduce_dtype,
@@ -62,10 +59,10 @@ def report(
         samples=samples,
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
-        profile_argument="PROFILE" if redact else profile,
-        network_argument="NETWORK" if redact else network,
-        plan_options=() if redact else tuple(plan_options(across, nics_per_node, reduce_dtype)),
-        plan_files={} if redact else {plan_label(path, Plan.load(path)): path for path in plans},
+        profile_argument=profile,
+        network_argument=network,
+        plan_options=tuple(plan_options(across, nics_per_node, reduce_dtype)),
+        plan_files={plan_label(path, Plan.load(path)): path for path in plans},
     )
     write_page(output, make_page(made, settings), "fewer strategies or plans")
 
@@ -78,7 +75,6 @@ def gather(
     plans: list[str],
     labs: list[str],
     traces: list[str],
-    redact: bool,
     curve: bool = True,
     **chosen: Any,
 ) -> Study:
@@ -93,8 +89,6 @@ def gather(
     loaded = {plan_label(path, made): made for path in plans for made in [Plan.load(path)]}
     measured = [row for path in labs for row in read_lab(path, profile)]
     measured += [read_trace(path) for path in traces]
-    if redact:
-        profile, network, loaded, measured = redacted(profile, network, loaded, measured)
     return study(profile, network, counts, plans=loaded, measured=measured, sweep=curve, **chosen)
 
 

@@ -25,7 +25,6 @@ def trace(
     plan: options.PlanFiles = None,
     lab: options.LabFiles = None,
     kineto: options.TraceFiles = None,
-    redact: options.Redact = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
 ) -> None:
     """Write predicted iterations, and measured ones beside them, as a trace for ui.perfetto.dev or chrome://tracing."""
@@ -38,7 +37,6 @@ def trace(
         plans=plans,
         labs=split(lab),
         traces=split(kineto),
-        redact=redact,
         curve=False,
         strategies=chosen,
     )

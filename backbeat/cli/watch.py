@@ -14,11 +14,11 @@ import typer
 from backbeat.cli import options
 from backbeat.cli.output import console, print_json
 from backbeat.errors import InputError
-from backbeat.report.drift import LEARNT, StepSample
+from backbeat.report.drift import LEARNT, StepSample, slower_words
 from backbeat.units import SCREEN, format_seconds, printable
 
 _ROWS, _ALERTS = 12, 6
-_HEADING = "     step  iteration  predicted    exposed  predicted  overlap  straggler"
+_HEADING = "    step iteration predicted   exposed predicted overlap  straggler"
 _decoder = msgspec.json.Decoder(StepSample)
 
 
@@ -69,7 +69,10 @@ def watch_table(samples: Sequence[StepSample]) -> str:
     """The newest samples, the last at the bottom, and the newest alerts of all."""
     if not samples:
         return "no sample yet: the first comes after as many steps as Watch(every=…) says"
-    lines = [_HEADING, *(_row(sample) for sample in samples[-_ROWS:])]
+    shown = samples[-_ROWS:]
+    lines = [_HEADING, *map(_row, shown)]
+    cut = {one.straggler: _host(one) for one in shown if not _row(one).endswith(_host(one))}
+    lines += [f"rank {rank} is on {host}" for rank, host in cut.items()]
     told = [f"step {sample.step}: {alert}" for sample in samples for alert in sample.alerts]
     if len(told) > _ALERTS:
         lines.append(f"{len(told) - _ALERTS} earlier alerts")
@@ -86,13 +89,22 @@ def watch_table(samples: Sequence[StepSample]) -> str:
 
 
 def _row(sample: StepSample) -> str:
-    behind = f"{sample.behind * 100:+.0f} %" if sample.behind < 10 else f"×{sample.behind + 1:.0f}"
-    straggler = f"rank {sample.straggler} {behind}" if len(sample.own_s) > 1 else "one rank"
     overlap = "–" if sample.overlap is None else f"{sample.overlap * 100:.0f} %"
-    return (
-        f"{sample.step:9d}  {_time(sample.iteration_s)}  {_time(sample.predicted_iteration_s)}  "
-        f"{_time(sample.exposed_s)}  {_time(sample.predicted_exposed_s)}  {overlap:>7s}  {straggler}"
+    row = (
+        f"{sample.step:8d} {_time(sample.iteration_s)} {_time(sample.predicted_iteration_s)} "
+        f"{_time(sample.exposed_s)} {_time(sample.predicted_exposed_s)} {overlap:>7s}  "
     )
+    if len(sample.own_s) == 1:
+        return f"{row}one rank"
+    row += f"rank {sample.straggler} {slower_words(sample.behind)} "
+    host, room = _host(sample), SCREEN - len(row)
+    # Names of machines differ at their ends.
+    return (row + (host if len(host) <= room else f"…{host[len(host) - room + 1 :]}"))[:SCREEN].rstrip()
+
+
+def _host(sample: StepSample) -> str:
+    """The straggler's machine, where there are several ranks and the file says."""
+    return printable(sample.hosts[sample.straggler]) if sample.hosts and len(sample.own_s) > 1 else ""
 
 
 def _time(seconds: float | None) -> str:

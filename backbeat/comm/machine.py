@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,12 @@ def short_name(device: torch.device) -> str:
     first = re.split(r"[-_/]", words[0])[0] if words else "cuda"
     model = f"{first} {words[1]}" if first.lower() in ("rtx", "gtx", "titan") and len(words) > 1 else first
     return re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-") or "cuda"
+
+
+def host_name() -> str:
+    """This machine, as people who log in to it call it."""
+    name = socket.gethostname()
+    return name if name.replace(".", "").isdigit() else name.partition(".")[0]
 
 
 def source(command: str | None, device: torch.device) -> Source:

@@ -62,7 +62,7 @@ def load(path: str | Path, *, batch_size: int | None = None, model: str | None =
     """The profile of the worker whose trace this is."""
     where = files.existing(path, "a Chakra execution trace (.et)")
     if batch_size is not None:
-        at_least("--batch-size", batch_size, 1)
+        at_least("--batch", batch_size, 1)
     nodes = read_nodes(files.read(where), str(where))
     sums = [node for node in nodes if node.type == COLLECTIVE and node.attributes.get("comm_type") == ALL_REDUCE]
     if not sums:
@@ -82,7 +82,7 @@ def load(path: str | Path, *, batch_size: int | None = None, model: str | None =
     if not forward:
         notes.append("missing: the forward time; no node is called forward, so all computation counts as backward")
     if batch_size is None:
-        notes.append("missing: the batch size; taken as 1, --batch-size says it")
+        notes.append("missing: the batch size; taken as 1, --batch says it")
     if others:
         notes.append(f"missing: {others} other collectives were left out")
     gradients: list[Gradient] = []

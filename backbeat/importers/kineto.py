@@ -64,7 +64,7 @@ def load(
     """Read a trace, `.json` or `.json.gz`. `like` gives names and sizes, from a profile of the same model."""
     where = existing(path, "a trace that torch.profiler exported")
     if batch_size is not None:
-        at_least("--batch-size", batch_size, 1)
+        at_least("--batch", batch_size, 1)
     reader = TraceReader(where)
     facts = collect(reader)
     facts.ready = sorted(facts.ready or facts.outer_ready, key=lambda one: one.start)
@@ -312,10 +312,10 @@ def _middle(chosen: list[_Iteration]) -> tuple[_Iteration, list[str]]:
 def _batch(facts: Facts, like: Profile | None) -> tuple[int, list[str]]:
     if facts.batch is not None and facts.batch[2] < 2**31:
         _, operator, size = facts.batch
-        return size, [f"guessed: batch size {size}, from the input of {operator}; --batch-size says it"]
+        return size, [f"guessed: batch size {size}, from the input of {operator}; --batch says it"]
     if like is not None:
         return like.batch_size, [f"guessed: batch size {like.batch_size}, from {like.name!r}"]
-    return 1, ["missing: the batch size; taken as 1, --batch-size says it"]
+    return 1, ["missing: the batch size; taken as 1, --batch says it"]
 
 
 def _precision(facts: Facts, like: Profile | None) -> tuple[str, list[str]]:

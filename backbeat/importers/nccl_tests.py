@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -56,8 +56,8 @@ def load(
         raise InputError(f"{where}: all {wrong} rows have wrong results (#wrong): mend the cluster, then run it again")
     if not runs:
         raise InputError(
-            f"{where}: no nccl-tests results in it: a table headed `size count type … time algbw busbw` was expected; "
-            "give the whole output of all_reduce_perf"
+            f"{where}: no nccl-tests results in it: they follow a row that names their columns, like `#  size  count  "
+            "type … time  algbw  busbw`, which is missing or has none; give the whole output of all_reduce_perf"
         )
     chosen, count, said = _choose(runs, workers, where)
     curves, notes = _curves(chosen, count, placement, where)
@@ -112,10 +112,10 @@ def _choose(runs: list[NcclRun], wanted: int | None, where: Path) -> tuple[list[
                 "(built with MPI=1 across hosts), or give --workers"
             )
         return runs, known[0], []
-    guess = _guess_workers(runs)
-    if guess is None:
-        raise InputError(f"{where}: does not say how many workers there were: give --workers")
-    return runs, guess, [f"guessed: {guess} workers, from busbw / algbw; the device lines are missing"]
+    raise InputError(
+        f"{where}: the lines above the table that list the devices (`#  Rank  0 … device  0`) are missing, so nobody "
+        "knows how many workers there were: give the whole output, or `backbeat import nccl-tests … --workers N`"
+    )
 
 
 def _workers(run: NcclRun) -> int | None:
@@ -128,17 +128,6 @@ def _workers(run: NcclRun) -> int | None:
     if len(groups) > 1:
         return max(groups.values())
     return max(len({rank for rank, _, _ in run.devices}), 1 + max(rank for rank, _, _ in run.devices))
-
-
-def _guess_workers(runs: Iterable[NcclRun]) -> int | None:
-    """busbw / algbw is 2(n-1)/n for an all-reduce, so n = 2 / (2 - ratio) where rounding leaves no doubt."""
-    for run in runs:
-        ratios = [row.bus_over_algorithm for row in run.rows[-3:] if row.redop not in ("", "none")]
-        if ratios and all(ratio is not None and 0.99 <= ratio < 1.995 for ratio in ratios):
-            count = 2 / (2 - median(ratio for ratio in ratios if ratio is not None))
-            if abs(count - round(count)) < 0.1 and round(count) >= 2:
-                return round(count)
-    return None
 
 
 def _per_node(runs: Sequence[NcclRun]) -> int:

@@ -24,13 +24,14 @@ from backbeat.lab.jobs import LayoutJob, TransferJob, TransferKind
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
-from backbeat.layouts.conventions import Streams, conventions_named
+from backbeat.layouts.conventions import conventions_named
 from backbeat.layouts.layout import Job, Layout, check_layout
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
 from backbeat.layouts.stage_times import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
+from backbeat.steps.stage_programs import Streams
 
 FRAMEWORK = "torchtitan"
 """What torch's pipelining and DTensor do is what it does."""

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
-from backbeat.planners import BUCKETED, SEVERAL, SHARDED, STRATEGIES, Draft
+from backbeat.planners import BUCKETED, OTHERWISE_CALLED, SEVERAL, SHARDED, STRATEGIES, Draft
 from backbeat.units import parse_bytes
 
 BUCKETINGS = ("random", "equal")
@@ -61,7 +61,8 @@ def _parse(text: str, communicators: Sequence[int]) -> list[PlanChoice]:
     body, slash, count = text.partition("/")
     strategy, colon, argument = body.partition(":")
     if strategy not in STRATEGIES and strategy not in BUCKETINGS:
-        raise InputError(f"{text!r} is no plan: use {', '.join(STRATEGIES)}, ddp:5MB, random:8 or equal:8")
+        known = f"use {', '.join(STRATEGIES)}, ddp:5MB, random:8 or equal:8"
+        raise InputError(f"{text!r} is no plan: {OTHERWISE_CALLED.get(strategy, known)}")
     if colon and strategy not in (*BUCKETED, *BUCKETINGS, "hsdp"):
         raise InputError(f"{text!r}: {strategy} takes nothing after a colon; ddp:5MB, random:8, equal:8 and hsdp:2 do")
     if strategy in BUCKETINGS and not (argument.isdigit() and int(argument) > 0):

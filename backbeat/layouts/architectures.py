@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from backbeat.errors import InputError
+from backbeat.layouts.config_reader import read_config
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.files import checked
 
-_GPT = {"gated": False, "rms_norm": False, "bias": True, "tied": True, "dropout": True}
+_GPT: dict[str, Any] = {"gated": False, "rms_norm": False, "bias": True, "tied": True, "dropout": True}
 _GPT3_SHAPES = {
     "125m": (12, 768, 12),
     "350m": (24, 1024, 16),
@@ -43,7 +44,7 @@ _EXPERT_SHAPES = {
     "qwen3-235b-a22b": (94, 4096, 64, 4, 128, 151936, 128, 8, 1536),
 }
 """Layers, hidden, heads, heads of keys and values, head width, vocabulary, experts, experts per token, their MLP."""
-_DEEPSEEK = {
+_DEEPSEEK: dict[str, Any] = {
     "vocab": 129280,
     "latent_width": 512,
     "head_width": 128,
@@ -77,11 +78,11 @@ def _bundled() -> dict[str, Transformer]:
     made += [
         Transformer(
             name="deepseek-v3", layers=61, hidden=7168, heads=128, ffn=18432, experts=256, experts_per_token=8,
-            expert_ffn=2048, shared_ffn=2048, dense_layers=3, **_DEEPSEEK,  # type: ignore[arg-type]
+            expert_ffn=2048, shared_ffn=2048, dense_layers=3, **_DEEPSEEK,
         ),
         Transformer(
             name="deepseek-v2", layers=60, hidden=5120, heads=128, ffn=12288, experts=160, experts_per_token=6,
-            expert_ffn=1536, shared_ffn=3072, dense_layers=1, **{**_DEEPSEEK, "vocab": 102400},  # type: ignore[arg-type]
+            expert_ffn=1536, shared_ffn=3072, dense_layers=1, **{**_DEEPSEEK, "vocab": 102400},
         ),
     ]  # fmt: skip
     return {one.name: one for one in made}
@@ -89,7 +90,6 @@ def _bundled() -> dict[str, Transformer]:
 
 BUNDLED = _bundled()
 """By name. GPT-3 as in its paper; Llama, Mixtral, Qwen and DeepSeek as in their published configurations."""
-_LAYER_NORM = ("gpt2", "gpt_neox", "opt", "gptj", "bloom", "gpt_bigcode", "falcon", "mpt")
 
 
 def transformer(model: Transformer | str | os.PathLike[str] | Mapping[str, Any]) -> Transformer:
@@ -127,53 +127,4 @@ def transformer(model: Transformer | str | os.PathLike[str] | Mapping[str, Any])
 def _from_fields(fields: dict[str, Any], where: str) -> Transformer:
     if "layers" in fields and "hidden" in fields:
         return checked({"name": "custom", **fields}, Transformer, f"{where}: ")
-    return _from_config(fields, where)
-
-
-def _from_config(config: dict[str, Any], where: str) -> Transformer:
-    """Of Hugging Face's fields those that decide shapes; several names for one thing are tried in turn."""
-
-    def field(*names: str, default: int | None = None) -> int:
-        for name in names:
-            value = config.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-        if default is None:
-            raise InputError(f"{where} has no {names[0]}: is it a language model's config.json?")
-        return default
-
-    if "hidden_size" not in config and isinstance(config.get("text_config"), dict):
-        # A model of several kinds of input keeps its language model apart.
-        return _from_config(config["text_config"], f"{where}: text_config")
-    kind = str(config.get("model_type", ""))
-    hidden, heads = field("hidden_size", "n_embd", "d_model"), field("num_attention_heads", "n_head", "n_heads")
-    old = kind in _LAYER_NORM
-    expert_count = field("n_routed_experts", "num_local_experts", "num_experts", default=0)
-    inner = field("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    expert_ffn = field("moe_intermediate_size", default=inner) if expert_count else 0
-    latent = field("kv_lora_rank", default=0)
-    return Transformer(
-        name=str(config.get("_name_or_path") or kind or "custom"),
-        layers=field("num_hidden_layers", "n_layer", "n_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=0 if latent else field("num_key_value_heads", default=heads),
-        head_width=field("qk_nope_head_dim", default=0) if latent else field("head_dim", default=0),
-        ffn=inner,
-        vocab=field("vocab_size"),
-        gated=not old,
-        rms_norm=not old,
-        bias=old,
-        tied=bool(config.get("tie_word_embeddings", kind in ("gpt2", "opt", "bloom"))),
-        positions=field("n_positions", "max_position_embeddings", default=0) if kind in ("gpt2", "opt") else 0,
-        dropout=any(float(config.get(name) or 0) > 0 for name in ("resid_pdrop", "hidden_dropout", "dropout")),
-        experts=expert_count,
-        experts_per_token=field("num_experts_per_tok", default=0),
-        expert_ffn=expert_ffn,
-        shared_ffn=field("shared_expert_intermediate_size", default=field("n_shared_experts", default=0) * expert_ffn),
-        dense_layers=field("first_k_dense_replace", default=0) if expert_count else 0,
-        query_rank=field("q_lora_rank", default=0),
-        latent_width=latent,
-        rope_width=field("qk_rope_head_dim", default=0) if latent else 0,
-        value_width=field("v_head_dim", default=0) if latent else 0,
-    )
+    return read_config(fields, where)

@@ -6,8 +6,8 @@ docs/explanation/frameworks.md. The rest follows the frameworks' documentation:
 - In backward Megatron hides the reduce-scatter (or all-reduce) of a column-parallel matrix's input gradient behind its
   weight gradient, and the gather of its input behind the input gradient (`tensor_overlap="backward"`). With
   --tp-comm-overlap all of them run in slices behind the products ("all"), as torchtitan's async TP does.
-- nanotron hides as much in backward with tp_linear_async_communication, as in its examples (validation/layouts names
-  the lines of its code).
+- nanotron hides as much in backward with tp_linear_async_communication, as in its examples
+  (validation/cases/nanotron_3b_dp/table.json names the lines of its code).
 - nanotron, DeepSpeed and torchtitan (not compiled) leave memory-bound operators to PyTorch, one kernel each. How much
   more these move (`unfused`) is chosen on published rows of nanotron, and assumed of the others.
 - `megatron-2021` is what the papers of 2021 and 2022 ran: no flash attention, no sequence parallelism or distributed
@@ -24,14 +24,7 @@ import msgspec
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.reduction import REDUCTIONS, Reduction
-
-Streams = Literal["direction", "connection", "pair", "rank"]
-"""Which transfers of a stage run one after the other, in the order they were posted.
-
-`direction`: those to one neighbour, and those from it, each on a NIC of its own, with receives posted early: nothing
-holds up what is ready, which meets published rows of Megatron's best. The others are torch's, and share a NIC.
-`connection`: the same, but a stage tells its neighbour that it is ready to receive behind what it is sending to it, so
-that a swap takes two sends (gloo). `pair`: all with one neighbour (NCCL in torch 2.13). `rank`: all (NCCL before)."""
+from backbeat.steps.stage_programs import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

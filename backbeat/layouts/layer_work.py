@@ -69,7 +69,7 @@ SUSTAINED = {
 }
 """The share of their short-burst rates that products and attention sustain in training, where power holds clocks down.
 B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/ b200_bf16_ceperm.json, where the
-curves say 80 %. The others: from the development rows of validation/layouts."""
+curves say 80 %. The others: from the development rows of validation."""
 _ELSEWHERE = (0.8, 0.8)
 """Assumed of other GPUs."""
 
@@ -101,13 +101,16 @@ class LayerBuilder:
         """Of one activation: in a group of `tp` ranks, and of one rank between the matrices that these share."""
         self._half = "fp16" if job.precision == "fp16" else "bf16"
 
-    def layer(self, *, sparse: bool) -> LayerWork:
+    def layer(self, *, sparse: bool, windowed: bool = False) -> LayerWork:
         made = LayerWork()
-        self._norm_and_residual(made)
+        self._norm(made)
+        self._residual(made)
         for linear in self.model.attention:
             self._linear(made, linear)
-        self._attention(made)
-        self._norm_and_residual(made)
+        self._attention(made, windowed)
+        for _ in range(1, self.model.norms):
+            self._norm(made)
+        self._residual(made)
         if sparse:
             self._experts(made)
         else:
@@ -142,11 +145,14 @@ class LayerBuilder:
         made.moves(forward * logits, backward * logits)
         return made
 
-    def _norm_and_residual(self, made: LayerWork) -> None:
-        """A fused norm; bias, dropout and residual in one kernel."""
-        each = self.own_bytes
+    def _norm(self, made: LayerWork) -> None:
+        """In one kernel."""
         made.parameters += 1 if self.model.rms_norm else 2
-        made.moves(2 * each, 4 * each)
+        made.moves(2 * self.own_bytes, 4 * self.own_bytes)
+
+    def _residual(self, made: LayerWork) -> None:
+        """With bias and dropout, in one kernel."""
+        each = self.own_bytes
         masked = 0.5 * each if self.model.dropout else 0.0
         made.moves(3 * each + masked, (2 * each + masked) if self.model.dropout else 0.0)
 
@@ -172,7 +178,7 @@ class LayerBuilder:
         if each:
             made.weight.append(Traffic("pointwise", each * batch * inputs * outputs, 4))
 
-    def _attention(self, made: LayerWork) -> None:
+    def _attention(self, made: LayerWork, windowed: bool) -> None:
         model, layout = self.model, self.layout
         heads = layout.micro_batch * model.heads / layout.tp
         queries, keys = self.job.sequence / layout.cp, float(self.job.sequence)
@@ -182,8 +188,13 @@ class LayerBuilder:
         width = (model.width + model.out_width) / 2
         core: list[Work]
         if self.conventions.flash_attention:
-            core = [Attention(self._half, heads, queries, keys, width, "causal")]
-            made.input.append(Attention(self._half, heads, queries, keys, width, "causal", backward=True))
+            kind = "causal" if model.causal else "full"
+            if windowed and model.window < keys:
+                # Half of the products of queries and so many keys are what a window leaves of a sequence: of a sliding
+                # one twice its width, but for the beginning of the sequence.
+                kind, keys = "causal", model.window * (1.0 if model.chunked else 2 - model.window / keys)
+            core = [Attention(self._half, heads, queries, keys, width, kind)]
+            made.input.append(Attention(self._half, heads, queries, keys, width, kind, backward=True))
         else:
             scores = 2 * heads * queries * keys
             core = [

@@ -11,10 +11,10 @@ from msgspec.structs import force_setattr
 from backbeat.errors import InputError, nearest
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.files import checked
+from backbeat.steps.stage_programs import PipelineSchedule
 
 Count = Annotated[int, Meta(ge=1)]
 Recompute = Literal["none", "selective", "full"]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Precision = Literal["bf16", "fp16", "fp8"]
 _ABBREVIATIONS = {"micro": "micro_batch", "mb": "micro_batch", "sp": "sequence_parallel", "vp": "chunks"}
 _WORDS = {"full": "recompute=full", "selective": "recompute=selective", "no sp": "sequence_parallel=false"}

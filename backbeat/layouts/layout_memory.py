@@ -14,9 +14,9 @@ import msgspec
 from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.replicas import rank_parameters
-from backbeat.layouts.stage_programs import in_flight
 from backbeat.layouts.stage_times import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
+from backbeat.steps.stage_programs import in_flight
 
 _WEIGHT_BYTES = 2
 _OPTIMIZER_BYTES = 12
@@ -117,8 +117,8 @@ class LayerMemory:
         """Bytes that stay where nothing is computed again."""
         model, tp = self.model, self.layout.tp
         tokens, between = self.layout.tokens(self.job), self.layout.own_tokens(self.job)
-        # Both norms' inputs and what they give, and two dropout masks of a byte.
-        kept = between * model.hidden * (4 * 2 + (2 if model.dropout else 0))
+        # All norms' inputs and what they give, and two dropout masks of a byte.
+        kept = between * model.hidden * (4 * model.norms + (2 if model.dropout else 0))
         wide = (model.heads + model.key_heads) * (model.width + model.out_width)
         kept += 2 * tokens * wide / tp + self._scores
         kept += 2 * between * (model.query_rank + model.latent_width) * 2

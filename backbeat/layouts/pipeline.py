@@ -20,10 +20,8 @@ from functools import partial
 from typing import NamedTuple
 
 from backbeat.errors import BackbeatError
-from backbeat.layouts.conventions import Streams
-from backbeat.layouts.layout import PipelineSchedule
-from backbeat.layouts.stage_programs import Operation, Transfer, programs
 from backbeat.layouts.stage_times import StageTimes
+from backbeat.steps.stage_programs import Operation, PipelineSchedule, Streams, Transfer, programs
 
 _SIMULATED_ROUNDS = 6
 """Of as many micro-batches as stages, at first."""

@@ -35,7 +35,7 @@ PREDICTED: tuple[Family, ...] = ("closed-form", "events")
 """The families that `predict` answers in."""
 ERROR, ERROR_WITH_EXPERTS = 0.13, 0.35
 """How far nine of ten published layouts are off, beyond what the network's band explains: 112 rows without experts and
-41 with, of the half that was developed on (validation/layouts)."""
+41 with, of the development rows of validation."""
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 

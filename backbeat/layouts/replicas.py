@@ -51,7 +51,7 @@ def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) ->
     1.0
     """
     tp = layout.tp
-    both = sum(each.held(tp) for each in model.attention) + 2 * model.norm_parameters
+    both = sum(each.held(tp) for each in model.attention) + model.norms * model.norm_parameters
     each_dense = both + model.mlp_parameters(model.ffn) / tp
     each_sparse = both + (model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp)
     dense = expert = 0.0
@@ -75,7 +75,7 @@ class GradientBucket(NamedTuple):
     """The share of backward that is done when they are complete."""
 
 
-class _Module(NamedTuple):
+class GradientModule(NamedTuple):
     """A layer, the head or the embedding."""
 
     tensors: tuple[float, ...]
@@ -97,7 +97,7 @@ def dense_buckets(
     >>> [(each.elements, round(each.ready, 2)) for each in dense_buckets(tiny, 1, whole, 400)]
     [(800.0, 0.47), (464.0, 0.74), (464.0, 1.0), (808.0, 1.0)]
     """
-    modules = _modules(model, tp, chunks)
+    modules = modules_of(model, tp, chunks)
     whole = sum(module.weight for module in modules) or 1.0
     done = itertools.accumulate(module.weight for module in modules)
     ready = [(size, at / whole) for module, at in zip(modules, done, strict=True) for size in module.tensors if size]
@@ -149,25 +149,26 @@ def _finished(
 
 
 @lru_cache(maxsize=1024)
-def _modules(model: Transformer, tp: int, chunks: tuple[StageLayers, ...]) -> tuple[_Module, ...]:
-    """In the order of backward."""
+def modules_of(model: Transformer, tp: int, chunks: tuple[StageLayers, ...]) -> tuple[GradientModule, ...]:
+    """In the order of backward; of a stage with both kinds, layers with experts are taken to stand last."""
     attention = [each.held(tp) for each in model.attention]
     norm = float(model.norm_parameters)
+    norms = (norm,) * model.norms
     dense, shared = ([each.parameters / tp for each in model.mlp(inner)] for inner in (model.ffn, model.shared_ffn))
     router = float(model.router.parameters)
     taken = model.experts_per_token * weights(model.mlp(model.expert_ffn)) / tp
-    each_dense = _Module((*dense[::-1], norm, *attention[::-1], norm), sum(attention) + sum(dense))
-    sparse = (*(shared[::-1] if model.shared_ffn else ()), router, norm, *attention[::-1], norm)
-    each_sparse = _Module(sparse, sum(attention) + sum(shared) + router + taken)
+    each_dense = GradientModule((*dense[::-1], *norms[1:], *attention[::-1], *norms[:1]), sum(attention) + sum(dense))
+    sparse = (*(shared[::-1] if model.shared_ffn else ()), router, *norms[1:], *attention[::-1], *norms[:1])
+    each_sparse = GradientModule(sparse, sum(attention) + sum(shared) + router + taken)
     head = model.head.parameters / tp
-    found: list[_Module] = []
+    found: list[GradientModule] = []
     for chunk in reversed(chunks):
         if chunk.last:
             # A tied head is the embedding, where a stage has both.
-            found.append(_Module((norm,) if model.tied and chunk.first else (head, norm), head))
+            found.append(GradientModule((norm,) if model.tied and chunk.first else (head, norm), head))
         found += [each_sparse] * chunk.sparse + [each_dense] * chunk.dense
         if chunk.first:
-            found.append(_Module((model.embedding_parameters / tp,), 0.0))
+            found.append(GradientModule((model.embedding_parameters / tp,), 0.0))
     return tuple(found)
 
 
@@ -233,7 +234,7 @@ class ReplicaTimer:
             reduce = self._reduce(chunks, held.expert, window_s, slowdown)
         if zero in (1, 2) and self.reduction.gather_dtype is not None:
             gather = self._gather(chunks, held, passes.forward_s, slowdown)
-        return ReplicaTimes(reduce.plus(self._tied(chunks)), self._update(held), gather)
+        return ReplicaTimes(reduce.plus(self._tied(chunks)), self.update_s(held), gather)
 
     def _buckets(
         self, chunks: Sequence[StageLayers], expert: float, cap: int | None
@@ -288,7 +289,7 @@ class ReplicaTimer:
     def _slices_s(self, chunks: Sequence[StageLayers], dense: float) -> float:
         """Launches of one copy for each tensor and replica, and three copies of all parameters."""
         replicas, _ = self.layout.dense_group
-        launches = replicas * sum(len(each.tensors) for each in _modules(self.model, self.layout.tp, tuple(chunks)))
+        launches = replicas * sum(len(each.tensors) for each in modules_of(self.model, self.layout.tp, tuple(chunks)))
         copied = self.operators.seconds(Traffic("pointwise", 3 * 2 * 2 * dense, 2))
         return 2 * self.operators.host.view_s * launches + copied if replicas > 1 else 0.0
 
@@ -300,7 +301,7 @@ class ReplicaTimer:
             for elements, group in zip(held, groups, strict=True)
         )
 
-    def _update(self, held: RankParameters) -> float:
+    def update_s(self, held: RankParameters) -> float:
         dense, expert = held
         if self.layout.zero:
             dense, expert = dense / self.layout.dense_group[0], expert / self.layout.expert_group[0]

@@ -86,10 +86,27 @@ class StageLayers:
     sparse: int
     first: bool
     last: bool
+    windowed: tuple[int, int] = (0, 0)
+    """Of the dense and of the sparse layers, those whose attention sees a window."""
 
     @property
     def layers(self) -> int:
         return self.dense + self.sparse
+
+    @property
+    def kinds(self) -> dict[tuple[bool, bool], int]:
+        """How many are dense or sparse, and see all or a window.
+
+        >>> StageLayers(dense=3, sparse=1, first=True, last=True, windowed=(2, 0)).kinds
+        {(False, False): 1, (False, True): 2, (True, False): 1}
+        """
+        counts = ((sparse, count, self.windowed[sparse]) for sparse, count in enumerate((self.dense, self.sparse)))
+        every = {
+            (bool(sparse), windowed): narrow if windowed else count - narrow
+            for sparse, count, narrow in counts
+            for windowed in (False, True)
+        }
+        return {kind: count for kind, count in every.items() if count}
 
 
 def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -> list[StageLayers]:
@@ -110,10 +127,12 @@ def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -
         more = [*range(1, stages - 1), 0][:rest]
         counts, head = [base + (stage in more) for stage in range(stages)], stages - 1
     found, begin = [], 0
-    sparse_from = model.dense_layers if model.experts else model.layers
+    windowed = frozenset(model.windowed)
     for stage, count in enumerate(counts):
-        dense = max(0, min(begin + count, sparse_from) - begin)
-        found.append(StageLayers(dense, count - dense, stage == 0, stage == head))
+        own = frozenset(range(begin, begin + count))
+        sparse = own & model.sparse_layers
+        narrow = (len(own & windowed - sparse), len(sparse & windowed))
+        found.append(StageLayers(count - len(sparse), len(sparse), stage == 0, stage == head, narrow))
         begin += count
     return found
 
@@ -155,23 +174,23 @@ class StageTimer:
 
     def stages(self) -> list[StageTimes]:
         """Of every chunk, in the order of layers."""
-        kinds = split_layers(self.model, self.layout, by_cost=self.conventions.stages_by_cost)
-        dense = self.layer(sparse=False) if any(kind.dense for kind in kinds) else StageTimes()
-        sparse = self.layer(sparse=True) if any(kind.sparse for kind in kinds) else StageTimes()
+        chunks = split_layers(self.model, self.layout, by_cost=self.conventions.stages_by_cost)
+        every = {kind for chunk in chunks for kind in chunk.kinds}
+        layers = {kind: self.layer(sparse=kind[0], windowed=kind[1]) for kind in every}
         ends = (
             self._ends(self.builder.embedding(), "reduce_scatter", "all_gather"),
             self._ends(self.builder.head(), "all_gather", "reduce_scatter"),
         )
         found = []
-        for kind in kinds:
-            total = dense.times(kind.dense) + sparse.times(kind.sparse)
-            total = total + ends[0] if kind.first else total
-            found.append(total + ends[1] if kind.last else total)
+        for chunk in chunks:
+            total = sum((layers[kind].times(count) for kind, count in chunk.kinds.items()), StageTimes())
+            total = total + ends[0] if chunk.first else total
+            found.append(total + ends[1] if chunk.last else total)
         return found
 
-    def layer(self, *, sparse: bool) -> StageTimes:
-        work = self.builder.layer(sparse=sparse)
-        forward, inputs, weights = self._compute(work)
+    def layer(self, *, sparse: bool, windowed: bool = False) -> StageTimes:
+        work = self.builder.layer(sparse=sparse, windowed=windowed)
+        forward, inputs, weights = self.computed(work)
         recompute = self.layout.recompute
         again = forward if recompute == "full" else PartSeconds()
         if recompute == "selective":
@@ -193,7 +212,7 @@ class StageTimer:
 
     def _ends(self, work: LayerWork, forward_kind: LayoutCollective, backward_kind: LayoutCollective) -> StageTimes:
         """Embedding and head: each with the collective that its sharded vocabulary takes, in either direction."""
-        forward, inputs, weights = self._compute(work)
+        forward, inputs, weights = self.computed(work)
         kinds: tuple[LayoutCollective, LayoutCollective] = ("all_reduce", "all_reduce")
         if self.layout.shards_sequence:
             kinds = (forward_kind, backward_kind)
@@ -201,7 +220,7 @@ class StageTimer:
         parts = forward.plus(inputs, weights)._replace(tensor=sum(tensor))
         return StageTimes(sum(forward) + tensor[0], sum(inputs) + tensor[1], sum(weights), parts)
 
-    def _compute(self, work: LayerWork) -> tuple[PartSeconds, PartSeconds, PartSeconds]:
+    def computed(self, work: LayerWork) -> tuple[PartSeconds, PartSeconds, PartSeconds]:
         return (
             self._seconds(work.forward, parameters=work.parameters),
             self._seconds(work.input, backward=True, parameters=work.parameters),
@@ -252,13 +271,9 @@ class StageTimer:
         if cp == 1:
             return Added(), Added()
         if self.conventions.context_exchange == "all-to-all":
-            # Queries, keys and values in one go, then what attention makes of them; backward likewise.
-            heads = self.model.heads + self.model.key_heads
-            widths = heads * (self.model.width + self.model.out_width) / tp
-            exposed = self.cluster.exchange_s(2 * self.builder.tokens * widths, cp, tp)
+            exposed = self.cluster.exchange_s(self.swapped_bytes, cp, tp)
             return Added(exposed), Added(exposed)
-        each = self.model.key_heads * (self.model.width + self.model.out_width) / min(tp, self.model.key_heads)
-        send = self.cluster.send_s(2 * self.builder.tokens * each, cp, tp)
+        send = self.cluster.send_s(self.passed_bytes, cp, tp)
         hidden = (cp - 1) / cp
         slowdown = self.cluster.slowdown(cp, tp, attention=1.0)
         return (
@@ -266,10 +281,28 @@ class StageTimer:
             Added.overlapped(backward_s * hidden, 2 * (cp - 1) * send, slowdown),
         )
 
-    def _expert(self) -> float:
-        """Tokens to their experts and back: in forward, and as much in backward."""
+    @property
+    def swapped_bytes(self) -> float:
+        """What context parallelism swaps between sequence and heads: queries, keys and values in one go, then what
+        attention makes of them; backward likewise."""
+        heads = self.model.heads + self.model.key_heads
+        return 2 * self.builder.tokens * (heads * (self.model.width + self.model.out_width) / self.layout.tp)
+
+    @property
+    def passed_bytes(self) -> float:
+        """Keys and values that a rank of context parallelism passes on."""
+        tp, heads = self.layout.tp, self.model.key_heads
+        return 2 * self.builder.tokens * (heads * (self.model.width + self.model.out_width) / min(tp, heads))
+
+    @property
+    def dispatched_bytes(self) -> float:
+        """Tokens to their experts, or back."""
         ep, copies = self.layout.ep, float(self.model.experts_per_token)
         if self.conventions.sends_once:
             copies = ep * (1 - (1 - 1 / ep) ** copies)
         rows = self.builder.tokens / self.layout.tp * copies * self.imbalance
-        return 2 * self.cluster.exchange_s(2 * rows * self.model.hidden, self.layout.ep)
+        return 2 * rows * self.model.hidden
+
+    def _expert(self) -> float:
+        """Tokens to their experts and back: in forward, and as much in backward."""
+        return 2 * self.cluster.exchange_s(self.dispatched_bytes, self.layout.ep)

@@ -49,7 +49,7 @@ def weights(linears: Iterable[Linear]) -> int:
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
-    """A decoder-only language model."""
+    """A language model of one stack of layers: a decoder, or an encoder where it is not `causal`."""
 
     name: str
     layers: Count
@@ -65,19 +65,35 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gated: bool = True
     """The MLP multiplies two projections (SwiGLU); otherwise it is one and a GELU."""
     rms_norm: bool = True
+    """A norm has one weight for each element; otherwise a bias as well."""
+    norms: Count = 2
+    """Of one layer: 1 where attention and MLP share theirs, 4 where both have one before and one behind."""
     bias: bool = False
     tied: bool = False
     """The head's weight is the embedding's."""
     positions: int = 0
     """Learned ones."""
+    end_parameters: int = 0
+    """What stands before and after all layers beside embedding, positions, norm and head: token types, a head's own
+    product and bias."""
     dropout: bool = False
+    causal: bool = True
+    """A token attends to those before it, and not to those behind as well."""
+    window: int = 0
+    """How many tokens attention sees in the layers `windowed`; in the others it sees all."""
+    windowed: tuple[int, ...] = ()
+    """Layers by their number, from 0."""
+    chunked: bool = False
+    """Windows do not slide: a sequence is cut into them."""
     experts: int = 0
-    """In each layer after the first `dense_layers`; 0 is a dense model."""
+    """In each layer after the first `dense_layers`, but those of `dense_at`; 0 is a dense model."""
     experts_per_token: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
     """Inner width of the MLP that all tokens take beside their experts."""
     dense_layers: int = 0
+    dense_at: tuple[int, ...] = ()
+    """Layers without experts among those that follow, by their number, from 0: every second one, say."""
     query_rank: int = 0
     """Of latent attention: the width that queries are squeezed to; 0 where they are not."""
     latent_width: int = 0
@@ -94,8 +110,14 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"experts_per_token is {self.experts_per_token} of {self.experts} experts: a token takes at least one "
                 "and at most all"
             )
-        if not self.experts and not self.ffn:
-            raise InputError("ffn is 0 in a model without experts: give the inner width of its MLP")
+        if self.layers > self.expert_layers and not self.ffn:
+            raise InputError("ffn is 0 in a model with layers without experts: give the inner width of their MLP")
+        for name in ("dense_at", "windowed"):
+            wrong = next((place for place in getattr(self, name) if not 0 <= place < self.layers), None)
+            if wrong is not None:
+                raise InputError(f"{name} names layer {wrong} of {self.layers}: they count from 0 to {self.layers - 1}")
+        if self.windowed and self.window < 1:
+            raise InputError(f"window is {self.window}, but layers are windowed: give how many tokens they see")
 
     @property
     def key_heads(self) -> int:
@@ -111,9 +133,19 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Of a head of values."""
         return self.value_width or self.width
 
+    @cached_property
+    def sparse_layers(self) -> frozenset[int]:
+        """Those with experts, by their number."""
+        return frozenset(range(self.dense_layers, self.layers) if self.experts else ()) - set(self.dense_at)
+
     @property
     def expert_layers(self) -> int:
-        return self.layers - self.dense_layers if self.experts else 0
+        return len(self.sparse_layers)
+
+    def seen(self, sequence: int) -> float:
+        """Tokens of a sequence that attention sees, on average of all layers, without what a causal mask hides."""
+        narrow = len(set(self.windowed))
+        return (narrow * min(self.window, sequence) + (self.layers - narrow) * sequence) / self.layers
 
     @cached_property
     def attention(self) -> tuple[Linear, ...]:
@@ -155,8 +187,8 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @cached_property
     def attention_parameters(self) -> int:
-        """With the two norms of a layer, and biases."""
-        return self._with_biases(self.attention) + 2 * self.norm_parameters
+        """With the norms of a layer, and biases."""
+        return self._with_biases(self.attention) + self.norms * self.norm_parameters
 
     def mlp_parameters(self, inner: int) -> int:
         return self._with_biases(self.mlp(inner))
@@ -171,7 +203,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @cached_property
     def embedding_parameters(self) -> int:
-        return self.vocab * self.hidden + self.positions * self.hidden
+        return (self.vocab + self.positions) * self.hidden + self.end_parameters
 
     @cached_property
     def parameters(self) -> int:
@@ -188,7 +220,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def flops_per_token(self, sequence: int) -> float:
         """Of forward and backward, as MFU counts them: six for each weight a token meets, and attention over the whole
-        sequence, without what a causal mask saves and without recomputation.
+        sequence or window, without what a causal mask saves and without recomputation.
 
         >>> from backbeat.layouts.architectures import transformer
         >>> round(transformer("gpt3-175b").flops_per_token(2048) / 1e12, 2)
@@ -198,5 +230,5 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         sparse = self.expert_layers * (taken + weights(self.mlp(self.shared_ffn)) + self.router.parameters)
         dense = (self.layers - self.expert_layers) * weights(self.mlp(self.ffn))
         met = self.layers * weights(self.attention) + dense + sparse + self.head.parameters
-        scores = self.layers * self.heads * (self.width + self.out_width) * sequence
+        scores = self.layers * self.heads * (self.width + self.out_width) * self.seen(sequence)
         return 6.0 * met + 6.0 * scores

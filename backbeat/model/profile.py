@@ -106,6 +106,35 @@ class ComputeShares(Checked, frozen=True, kw_only=True):
             )
 
 
+class BatchRow(Checked, frozen=True, kw_only=True):
+    """The same training at another batch size. What is not said here is as in the profile."""
+
+    GROWTH: ClassVar[Growth] = Growth(
+        batch=("forward_s", "backward_s", "device_s", "ready_s"),
+        other=("update_s", "iteration_s"),
+    )
+
+    batch_size: Annotated[int, Meta(ge=1)]
+    forward_s: Seconds
+    backward_s: Seconds
+    update_s: Seconds
+    ready_s: tuple[Seconds, ...]
+    """When backward has finished each gradient, in the order in which the profile has them."""
+    device_s: Seconds | None = None
+    iteration_s: tuple[Seconds, ...] = ()
+    memory: Memory | None = None
+    blocks: tuple[Block, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _within_backward(where: str, ready_s: float, backward_s: float) -> None:
+    if ready_s > backward_s * (1 + _CLOCK_SLACK) + 1e-12:
+        raise InputError(
+            f"{where} is {ready_s}, after backward_s {backward_s}: backward ends with its last gradient or later; "
+            "raise backward_s or correct the ready times"
+        )
+
+
 class Profile(Document, frozen=True, kw_only=True):
     """One training iteration of one worker, with its gradients in ready order."""
 
@@ -167,6 +196,8 @@ class Profile(Document, frozen=True, kw_only=True):
     """The optimizer of the update and of its memory, like `AdamW, fused`."""
     compiled: bool = False
     """Measured under `torch.compile`, block by block."""
+    batches: tuple[BatchRow, ...] = ()
+    """Further batch sizes that were measured. Times and sizes at others lie on a line through the two nearest."""
     source: Source | str | None = None
     notes: tuple[str, ...] = ()
 
@@ -184,11 +215,19 @@ class Profile(Document, frozen=True, kw_only=True):
                     f"{previous}: gradients stand in ready order; sort them by ready_s"
                 )
             previous = gradient.ready_s
-        if previous > self.backward_s * (1 + _CLOCK_SLACK) + 1e-12:
-            raise InputError(
-                f"gradients[{len(self.gradients) - 1}].ready_s is {previous}, after backward_s {self.backward_s}: "
-                "backward ends with its last gradient or later; raise backward_s or correct the ready times"
-            )
+        _within_backward(f"gradients[{len(self.gradients) - 1}].ready_s", previous, self.backward_s)
+        unique(
+            "batches",
+            (str(size) for size in (self.batch_size, *(row.batch_size for row in self.batches))),
+            advice="one row a batch size; the profile's own is one of them",
+        )
+        for row in self.batches:
+            if len(row.ready_s) != len(self.gradients):
+                raise InputError(
+                    f"batch {row.batch_size} has {len(row.ready_s)} times in ready_s and the profile "
+                    f"{len(self.gradients)} gradients: give one for each, in the same order"
+                )
+            _within_backward(f"ready_s of batch {row.batch_size}", max(row.ready_s), row.backward_s)
 
     @cached_property
     def sizes(self) -> NDArray[np.float64]:
@@ -215,7 +254,8 @@ class Profile(Document, frozen=True, kw_only=True):
         return self.accumulation * (self.forward_s + self.backward_s) + self.update_s
 
     def slower(self, factor: float) -> Profile:
-        """Forward and backward take `factor` times as long; the update, the host and the iterations measured stay."""
+        """Forward and backward take `factor` times as long; the update, the host and the iterations measured stay. It
+        speaks of its own batch size alone."""
 
         def slow(one: Profile | Gradient | Block) -> dict[str, float | None]:
             times = {name: getattr(one, name) for name in one.GROWTH.slow}
@@ -226,6 +266,7 @@ class Profile(Document, frozen=True, kw_only=True):
             **slow(self),
             gradients=tuple(replace(one, **slow(one)) for one in self.gradients),
             blocks=tuple(replace(one, **slow(one)) for one in self.blocks),
+            batches=(),
         )
 
     def replayed(self, factor: float) -> Profile:
@@ -250,15 +291,19 @@ class Profile(Document, frozen=True, kw_only=True):
             raise InputError(f"reduce_dtype is {reduce_dtype!r}: it must be one of {', '.join(REDUCE_DTYPES)}")
         if DTYPE_BYTES[self.gradient_dtype] <= 2:
             return self
-        memory = self.memory
-        if memory is not None:
-            memory = replace(
-                memory,
-                steady_bytes=memory.steady_bytes + self.total_bytes,
-                peak_bytes=memory.peak_bytes + self.total_bytes if memory.peak_bytes else 0,
-            )
+        copy = self.total_bytes
+
+        def with_copy(memory: Memory | None) -> Memory | None:
+            if memory is None:
+                return None
+            peak = memory.peak_bytes + copy if memory.peak_bytes else 0
+            return replace(memory, steady_bytes=memory.steady_bytes + copy, peak_bytes=peak)
+
         return replace(
-            self, gradients=tuple(replace(one, bytes=(one.bytes + 1) // 2) for one in self.gradients), memory=memory
+            self,
+            gradients=tuple(replace(one, bytes=(one.bytes + 1) // 2) for one in self.gradients),
+            memory=with_copy(self.memory),
+            batches=tuple(replace(row, memory=with_copy(row.memory)) for row in self.batches),
         )
 
     @property

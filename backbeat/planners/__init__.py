@@ -17,15 +17,15 @@ from backbeat.planners.compressed_or_dense import compressed
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.memory_plan import plan_within_memory
 from backbeat.planners.optimal import optimal
-from backbeat.planners.sharded import decoupled, sharded
+from backbeat.planners.sharded import sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
 from backbeat.simulate.host_lane import HostLane, device_alone
 from backbeat.simulate.predict import predict
 from backbeat.units import format_bytes
 
 __all__ = [
-    "BUCKETED", "BUDGETED", "FIXED_BUCKETS", "KNOWN_AS", "SEVERAL", "SHARDED", "STRATEGIES", "Draft", "Strategy",
-    "StrategyOptions", "is_sharded", "propose", "whole_groups",
+    "BUCKETED", "BUDGETED", "FIXED_BUCKETS", "KNOWN_AS", "OTHERWISE_CALLED", "SEVERAL", "SHARDED", "STRATEGIES",
+    "Draft", "Strategy", "StrategyOptions", "is_sharded", "propose", "whole_groups",
 ]  # fmt: skip
 
 
@@ -62,7 +62,6 @@ STRATEGIES = {
     "hsdp": Strategy(hsdp, "units", "HSDP"),
     "zero1": Strategy(zero1, "units", "ZeRO-1"),
     "zero2": Strategy(zero2, "units", "ZeRO-2"),
-    "decoupled": Strategy(decoupled, "units", "planned ZeRO-2", budgeted=True),
     "sharded": Strategy(sharded, "units", "planned sharding", budgeted=True),
 }
 """By name; of those that people have a name for, the simplest first."""
@@ -74,6 +73,12 @@ FIXED_BUCKETS = frozenset(name for name, one in STRATEGIES.items() if one.kind =
 SEVERAL = frozenset(name for name, one in STRATEGIES.items() if one.several)
 KNOWN_AS = {name: one.known_as for name, one in STRATEGIES.items() if one.known_as}
 """What people call the ways to hold a model, the simplest first."""
+OTHERWISE_CALLED = {
+    "zero3": "ZeRO-3 is 'fsdp'",
+    "zero-3": "ZeRO-3 is 'fsdp'",
+    "decoupled": "it went: 'sharded' weighs its plans, whose units stay gathered after forward",
+}
+"""What others, or this before 1.0, call by a name that is none here."""
 
 
 def is_sharded(strategy: str) -> bool:
@@ -93,8 +98,7 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     """
     name, shards = _shards(strategy)
     if name not in STRATEGIES:
-        zero3 = strategy.lower().replace("-", "").replace("_", "") == "zero3"
-        hint = "ZeRO-3 is 'fsdp'" if zero3 else did_you_mean(strategy, STRATEGIES)
+        hint = OTHERWISE_CALLED.get(strategy.lower().replace("_", "-")) or did_you_mean(strategy, STRATEGIES)
         raise InputError(f"{strategy!r} is not a strategy: {hint}")
     options = StrategyOptions(**choices, shards=shards)
     _check(strategy, options)

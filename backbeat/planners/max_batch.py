@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
+from backbeat.model.batches import same_blocks
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch, reserve_for, too_small, usable
 from backbeat.simulate.actions import BlockRanges
-from backbeat.simulate.batch import at_batch, same_blocks
+from backbeat.simulate.batch import at_batch
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -35,23 +38,58 @@ class GrownBatch:
     prediction: Prediction
 
 
-def batches(
-    profile: Profile, budget: int, two: Profile | None = None, workers: int | None = None, reserve: float | None = None
-) -> tuple[int, int]:
+def largest_batch(profile: Profile, room: int, peak: Callable[[Profile], int]) -> int:
+    """The largest batch whose peak is within so many bytes; 0 where not even one sample is.
+
+    >>> profile = Profile.load("resnet50-b64-bf16-h200")
+    >>> largest_batch(profile, 10**9, lambda there: 10**7 * there.batch_size)
+    96
+    """
+
+    def taken(size: int) -> int:
+        return peak(at_batch(profile, size))
+
+    low, high = 1, largest_looked_at(profile)
+    least, most = taken(low), taken(high)
+    if least > room:
+        return 0
+    if most <= room:
+        return high
+    while high - low > 1:
+        # A peak is all but straight, so a line between the two leads near to where it passes the limit.
+        middle = low + (room - least) * (high - low) // (most - least)
+        middle = min(max(middle, low + 1), high - 1)
+        found = taken(middle)
+        if found <= room:
+            low, least = middle, found
+        else:
+            high, most = middle, found
+    # The profile's own is one that somebody runs.
+    return max(_round(low), profile.batch_size if profile.batch_size <= low else 0)
+
+
+def with_blocks(profile: Profile) -> Profile:
+    """The profile with those of its batch sizes of which memory is known: by the same blocks."""
+    known = (row for row in profile.batches if row.memory and row.blocks and same_blocks(profile, row))
+    return replace(profile, batches=tuple(known))
+
+
+def batches(profile: Profile, budget: int, workers: int | None = None) -> tuple[int, int]:
     """(largest batch with everything kept, 0 where none fits; largest with a memory plan)."""
-    if two is not None and not same_blocks(profile, two):
-        raise InputError(
-            f"{profile.name} and {two.name} have different blocks: give two profiles of the same model, both made with "
-            "this version of `backbeat profile`"
-        )
-    reserve = reserve_for(profile, reserve)
+    profile = with_blocks(profile)
+    reserve = reserve_for(profile, None)
     search = MemorySearch(_chain(profile, workers))
     keep, least = uniform(search.chain)["keep"], search.smallest.ranges
     room = usable(budget, reserve)
-    whole = _largest(profile, two, room, keep, workers)
-    planned = max(_largest(profile, two, room, least, workers), whole)
+
+    def largest(ranges: BlockRanges) -> int:
+        # Sizes grow alike, so ranges that are best at one batch stay so.
+        return largest_batch(profile, room, lambda there: _chain(there, workers).run(ranges).peak_bytes)
+
+    whole = largest(keep)
+    planned = max(largest(least), whole)
     if planned == 0:
-        one = MemorySearch(_chain(at_batch(profile, 1, two), workers))
+        one = MemorySearch(_chain(at_batch(profile, 1), workers))
         raise InputError(f"not even a batch of one sample fits: {too_small(one, budget, reserve)}")
     return whole, planned
 
@@ -66,21 +104,20 @@ def growth(
     network: Network,
     budget: int,
     schedule: Callable[[Profile], Plan],
-    two: Profile | None = None,
-    reserve: float | None = None,
 ) -> list[GrownBatch]:
     """The largest batches, the profile's own where it fits, and some between, each planned and predicted.
 
     Compressed buckets hold more than gradients do, so the largest batch kept whole may be found below the first guess.
     """
-    whole, planned = batches(profile, budget, two, network.workers, reserve)
+    profile = with_blocks(profile)
+    whole, planned = batches(profile, budget, network.workers)
     sizes = {whole, planned, *(_round(whole + share * (planned - whole)) for share in _BETWEEN)}
     if profile.batch_size <= planned:
         sizes.add(profile.batch_size)
     points = {}
 
     def add(size: int) -> GrownBatch:
-        there, made = _planned(profile, size, two, schedule)
+        there, made = _planned(profile, size, schedule)
         kept = not (made.memory and made.memory.segments)
         points[there.batch_size] = GrownBatch(there.batch_size, kept, made, predict(there, network, made))
         return points[there.batch_size]
@@ -92,12 +129,10 @@ def growth(
     return [points[size] for size in sorted(points)]
 
 
-def _planned(
-    profile: Profile, size: int, two: Profile | None, schedule: Callable[[Profile], Plan]
-) -> tuple[Profile, Plan]:
+def _planned(profile: Profile, size: int, schedule: Callable[[Profile], Plan]) -> tuple[Profile, Plan]:
     """The largest batch up to `size` that can be planned: residuals and scratch may take more than gradients do."""
     while True:
-        there = at_batch(profile, size, two)
+        there = at_batch(profile, size)
         try:
             return there, schedule(there)
         except InputError:
@@ -108,24 +143,6 @@ def _planned(
 
 def _chain(profile: Profile, workers: int | None) -> Chain:
     return Chain(profile, ResidentMemory.of(profile, workers=workers))
-
-
-def _largest(profile: Profile, two: Profile | None, room: int, ranges: BlockRanges, workers: int | None) -> int:
-    """The largest batch at which these ranges fit; sizes grow alike, so ranges that are best at one batch stay so."""
-
-    def fits(size: int) -> bool:
-        return _chain(at_batch(profile, size, two), workers).run(ranges).peak_bytes <= room
-
-    if not fits(1):
-        return 0
-    low, high, most = 1, 2, largest_looked_at(profile)
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return _round(low)
 
 
 def _smaller(size: int) -> int:

@@ -46,11 +46,10 @@ _BUFFERS = (1, 2, 4)
 
 
 class ShardSearch:
-    """Choices for one problem; `room` is the most device memory, None for any. `whole` keeps all units after forward
-    on one mesh over all workers, as the decoupled schedule does."""
+    """Choices for one problem; `room` is the most device memory, None for any."""
 
-    def __init__(self, problem: ShardProblem, room: int | None, *, whole: bool = False) -> None:
-        self.problem, self.room, self.whole = problem, room, whole
+    def __init__(self, problem: ShardProblem, room: int | None) -> None:
+        self.problem, self.room = problem, room
         self.workers = problem.network.workers
         self.stock = ShardChoice(ends=tuple(range(1, len(problem.stock) + 1)), shard=self.workers)
         count = len(problem.names)
@@ -120,12 +119,11 @@ class ShardSearch:
         """All workers, then shard groups of whole nodes, or of equal parts of one."""
         node = self.problem.network.topology.gpus_per_node
         counts = (count for count in range(self.workers, 1, -1) if self.workers % count == 0)
-        found = [count for count in counts if count % node == 0 or node % count == 0]
-        return [self.workers] if self.whole or not found else found
+        return [count for count in counts if count % node == 0 or node % count == 0] or [self.workers]
 
     def baselines(self) -> Iterator[Scored]:
         """`fsdp`, `hsdp` and `zero2`, where they fit."""
-        choices = [] if self.whole else [replace(self.stock, shard=shard) for shard in self.shards()]
+        choices = [replace(self.stock, shard=shard) for shard in self.shards()]
         choices += [self._choice(self.stock.ends, self.workers, True, how) for how in self._ways(True)]
         yield from self._fitting(choices)
 
@@ -133,10 +131,9 @@ class ShardSearch:
         """Units of every length on every mesh, resharded and kept."""
         if not self.problem.names:
             return
-        keeping = (True,) if self.whole else (False, True)
         usual = {shard: self.problem.seconds(replace(self.stock, shard=shard)) for shard in self.shards()}
         likely = sorted(usual, key=lambda shard: (usual[shard], -shard))[: self.meshes]
-        for shard, keep in product(dict.fromkeys([self.workers, *likely]), keeping):
+        for shard, keep in product(dict.fromkeys([self.workers, *likely]), (False, True)):
             for how in self._ways(keep):
                 base = self._choice(tuple(range(1, len(self.problem.names) + 1)), shard, keep, how)
                 for ends in dict.fromkeys([self.stock.ends, *self._alike(), *self._programme(base)]):
@@ -148,7 +145,7 @@ class ShardSearch:
             return [self.problem.scored(choice)]
         self.tight = True
         found = [self._refitted(choice)]
-        if choice.kept and not self.whole:
+        if choice.kept:
             count = len(choice.ends)
             most = self._most(lambda more: _last_kept(choice, more), count) or 0
             found += [self._refitted(_last_kept(choice, number)) for number in {most, (most + count) // 2}]
@@ -165,7 +162,7 @@ class ShardSearch:
             return found if self.problem.peak(found) < self.problem.peak(best) else None
 
         starts = [tuple(range(1, count + 1)), tuple(sorted({*self.problem.breaks, count}))]
-        bases = [self._choice(ends, self.workers, self.whole) for ends in starts]
+        bases = [self._choice(ends, self.workers, False) for ends in starts]
         found = (self._climb(less(base, base) or base, less, _TIGHT // 2) for base in bases)
         return min(found, key=self.problem.peak)
 
@@ -242,7 +239,7 @@ class ShardSearch:
         found: ShardChoice | None = best
         while found is not None:
             best, found = found, None
-            for changed in _neighbours(best, self.problem.breaks, flips=flips and not self.whole):
+            for changed in _neighbours(best, self.problem.breaks, flips=flips):
                 left -= len(self.problem.names) if flips else len(changed.ends)
                 if left < 0:
                     return best

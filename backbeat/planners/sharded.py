@@ -1,9 +1,9 @@
-"""`sharded` and `decoupled`: FSDP2's units and settings, chosen together within a memory budget.
+"""`sharded`: FSDP2's units and settings, chosen together within a memory budget.
 
-`sharded` chooses which consecutive blocks form a unit, which units are resharded after forward, how far forward
-prefetches, the mesh, and which blocks are recomputed. With torch 2.13 it also chooses how many reduce-scatter inputs
-are held, and whether reduce-scatters have a communicator of their own. Every plan runs on stock `fully_shard`. Dtypes
-are those of `fsdp`, unless the caller names another: a plan never changes what is computed.
+It chooses which consecutive blocks form a unit, which units are resharded after forward, how far forward prefetches,
+the mesh, and which blocks are recomputed. With torch 2.13 it also chooses how many reduce-scatter inputs are held, and
+whether reduce-scatters have a communicator of their own. Every plan runs on stock `fully_shard`. Dtypes are those of
+`fsdp`, unless the caller names another: a plan never changes what is computed.
 
 1. On each mesh, with units that are all resharded or all kept, `unit_programme` finds where units end. That is exact
    for its sub-problem: one micro-batch, one communicator, no contention.
@@ -11,11 +11,11 @@ are those of `fsdp`, unless the caller names another: a plan never changes what 
    does not fit keeps fewer units whole after forward, recomputes as few blocks as needed, or both.
 3. The fastest are improved by prefetch, by moving boundaries, and by the newer settings where torch has them; where
    memory is short also by keeping and freeing single units, each time with as few blocks recomputed as fit.
-4. Of plans within 1 % of the fastest, `sharded` takes the one with the fewest changes from `fsdp`, and never one slower
-   than an `fsdp` that fits. So no `hsdp` or `zero2` that fits gains more than 1 %.
+4. Of plans within 1 % of the fastest, it takes the one with the fewest changes from `fsdp`, and never one slower than
+   an `fsdp` that fits. So no `hsdp` or `zero2` that fits gains more than 1 %.
 
-`decoupled` keeps every unit whole after forward on one mesh: reduce-scatter behind backward, update of the own shard,
-all-gather behind the next forward, as DeAR does. Only its units are chosen.
+Where every unit stays whole after forward, reduce-scatters hide behind backward and all-gathers behind the next
+forward: the decoupled schedule of DeAR.
 """
 
 from __future__ import annotations
@@ -54,15 +54,6 @@ def sharded(profile: Profile, network: Network, options: StrategyOptions) -> Pla
     >>> [(len(unit.modules), unit.reshard) for unit in made.sharding.units]
     [(4, False), (4, False), (3, False), (1, False)]
     """
-    return _chosen(profile, network, options, whole=False)
-
-
-def decoupled(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
-    """Units that stay whole after forward, on one mesh over all workers."""
-    return _chosen(profile, network, options, whole=True)
-
-
-def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, whole: bool) -> Plan:
     problem = ShardProblem(profile, network, options)
     if not problem.names:
         raise InputError(
@@ -78,7 +69,7 @@ def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, who
             "profile it again with `backbeat profile`, or leave the budget out"
         )
     size = budget if budget is not None else device.memory_bytes if profile.memory and device else None
-    search = ShardSearch(problem, None if size is None else usable(size, reserve), whole=whole)
+    search = ShardSearch(problem, None if size is None else usable(size, reserve))
     newer = _has_newer_settings(options.torch_version)
     found = search.run()
     if not found:

@@ -4,12 +4,18 @@ A figure has a *usual* level: the median of its first samples. It has shifted wh
 that level on the same side, by more than its scatter explains. The shifted level is then the usual one, so that a
 second shift, or the way back, is told too. The first samples are themselves judged once they make a level: ranks beside
 each other, the link and the step beside what was predicted. Nothing here reads a clock or a device.
+
+A rank is *slower* by the share that its own time lies above the median rank's, where an own time is an iteration
+without the wait for communication: the median of that share over the last five samples. So it stands in every line of
+the file, in the table and in alerts. Everything else that takes longer is said to take *longer than before* or *than
+predicted*.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -19,7 +25,7 @@ from backbeat.units import format_seconds
 LEARNT = 10
 """Samples that make the usual level."""
 IN_A_ROW = 5
-"""Samples beyond the level before it counts as shifted: one slow step is no drift."""
+"""Samples beyond the level before it counts as shifted: one slow step is no drift. As many say how slow a rank is."""
 LEAST = 0.05
 """A shift by less than this share is not told."""
 SCATTERS = 4.0
@@ -37,7 +43,12 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     step: int
     own_s: tuple[float, ...]
-    """By rank: an iteration without the wait for communication. The largest is the straggler's."""
+    """By rank: an iteration without the wait for communication."""
+    slower: tuple[float, ...] = ()
+    """By rank: by what share its own time lies above the median rank's, the median over the last five samples. The
+    largest is the straggler's."""
+    hosts: tuple[str, ...] = ()
+    """By rank: its machine."""
     iteration_s: float
     exposed_s: float
     """Communication left after the last gradient, on the rank that waits least: the others wait for it too. With units,
@@ -60,14 +71,16 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def straggler(self) -> int:
-        """The rank that takes longest."""
-        return max(range(len(self.own_s)), key=lambda rank: self.own_s[rank])
+        """The slowest rank."""
+        return max(range(len(self.own_s)), key=lambda rank: (self.slower or self.own_s)[rank])
 
     @property
     def behind(self) -> float:
-        """By what share the straggler takes longer than the median rank."""
-        typical = statistics.median_low(self.own_s)
-        return max(self.own_s) / typical - 1.0 if typical > 0 else 0.0
+        """How much slower than the others the straggler is."""
+        return max(self.slower[self.straggler], 0.0) if self.slower else 0.0
+
+    def name_of(self, rank: int) -> str:
+        return f"rank {rank} ({self.hosts[rank]})" if self.hosts else f"rank {rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +110,7 @@ class Level:
     first: tuple[float, ...] = ()
     usual: float | None = None
     scatter: float = 0.0
-    """Of the first samples around the usual level, as a share of it."""
+    """Of the samples that made it around the usual level, as a share of it."""
     beyond: tuple[tuple[int, float], ...] = ()
     """Samples in a row, up to the last one, that lie beyond the level on one side."""
 
@@ -112,7 +125,12 @@ class Level:
         if len(beyond) < IN_A_ROW:
             return replace(self, beyond=beyond), None
         new = statistics.median(found for _, found in beyond)
-        return replace(self, usual=new, beyond=()), Shift(beyond[0][0], self.usual, new)
+        # One that was off by chance before the others is nearer to the level that was.
+        since = next(at for at, found in beyond if abs(found - new) <= abs(found - self.usual))
+        # A longer time scatters more. Yet the way back must lie beyond that.
+        scatter = min(_scatter([found for _, found in beyond], new), abs(1.0 - self.usual / new) / (2 * SCATTERS))
+        shifted = Level(usual=new, scatter=max(self.scatter, scatter))
+        return shifted, Shift(since, self.usual, new)
 
     def off(self, base: float | None, least: float) -> float:
         """By what share the usual level differs from another; 0 where that is no more than `least` or the scatter, or
@@ -134,9 +152,12 @@ class Level:
         if usual <= 0:
             # Nothing to compare with: a figure that is zero so far.
             return replace(self, first=first[1:])
-        deviation = statistics.median(abs(one - usual) for one in first)
-        # 1.48: what makes the median deviation of normal noise its standard deviation.
-        return Level(usual=usual, scatter=1.48 * deviation / usual)
+        return Level(usual=usual, scatter=_scatter(first, usual))
+
+
+def _scatter(values: Sequence[float], usual: float) -> float:
+    """As a share of their usual value. 1.48 makes the median deviation of normal noise its standard deviation."""
+    return 1.48 * statistics.median(abs(one - usual) for one in values) / usual
 
 
 class Drift:
@@ -145,40 +166,50 @@ class Drift:
     def __init__(self) -> None:
         self._levels: dict[str | int, Level] = {}
         self._samples = 0
+        self._behind: deque[tuple[float, ...]] = deque(maxlen=IN_A_ROW)
+        """Own times of the last samples, over the median rank's."""
         self._base_s = 0.0
         """Added to exposed times, which may be near zero, so that their shifts are shares of a step."""
         self._least_s = 0.0
         """The usual exposed time, `_base_s` included. Less than that, as beside a straggler, is no shift."""
 
-    def after(self, sample: StepSample) -> tuple[str, ...]:
-        """What this sample completes, in words; mostly nothing."""
+    def after(self, sample: StepSample) -> StepSample:
+        """The sample with how slow each rank is, and with what it completes in words, mostly nothing."""
         typical = statistics.median_low(sample.own_s)
         self._samples += 1
         self._base_s = self._base_s or typical
-        told = [*self._ranks(sample, typical), *self._all_ranks(sample, typical), *self._link(sample)]
+        self._behind.append(tuple(own / typical if typical > 0 else 1.0 for own in sample.own_s))
+        slower = tuple(statistics.median(found) - 1.0 for found in zip(*self._behind, strict=True))
+        sample = msgspec.structs.replace(sample, slower=slower)
+        told = [*self._ranks(sample), *self._all_ranks(sample, typical), *self._link(sample)]
         told += self._exposed(sample)
         self._shift("step", sample.step, sample.iteration_s)
         if self._samples == LEARNT:
             self._least_s = self._level("exposed").usual or 0.0
             told += self._from_start(sample)
-        return tuple(told)
+        return msgspec.structs.replace(sample, alerts=tuple(told))
 
-    def _ranks(self, sample: StepSample, typical: float) -> Iterable[str]:
-        if len(sample.own_s) < 2 or typical <= 0:
+    def _ranks(self, sample: StepSample) -> Iterable[str]:
+        """A shift of what a rank takes over the median rank's. Its samples are those that `slower` is the median of."""
+        if len(sample.own_s) < 2:
             return
-        for rank, own in enumerate(sample.own_s):
-            shift = self._shift(rank, sample.step, own / typical)
-            if shift is not None and shift.ratio > 1:
-                yield f"rank {rank} is {_more(shift.ratio - 1, 'slow')} since step {shift.since_step}"
-            elif shift is not None and shift.after < 1 + LEAST:
-                yield f"rank {rank} is as fast as the others again since step {shift.since_step}"
+        for rank, name in enumerate(map(sample.name_of, range(len(sample.own_s)))):
+            shift = self._shift(rank, sample.step, self._behind[-1][rank])
+            if shift is None:
+                continue
+            was_slow = shift.before > 1 + LEAST
+            if shift.after > 1 + LEAST:
+                before = f" ({slower_words(shift.before - 1)} before)" if was_slow else ""
+                yield f"{name} is {_slower(sample.slower[rank])} since step {shift.since_step}{before}"
+            elif was_slow:
+                yield f"{name} is as fast as the others again since step {shift.since_step}"
 
     def _all_ranks(self, sample: StepSample, typical: float) -> Iterable[str]:
         shift = self._shift("own", sample.step, typical)
         if shift is not None:
-            change = f"{_percent(1 - shift.ratio)} faster"
+            change = f"{_percent(1 - shift.ratio)} shorter than before"
             if shift.ratio > 1:
-                change = _more(shift.ratio - 1, "slow" if shift.ratio < 2 else "long")
+                change = _longer(shift.ratio - 1, "before")
             yield f"every rank computes {change} since step {shift.since_step}"
 
     def _link(self, sample: StepSample) -> Iterable[str]:
@@ -203,9 +234,8 @@ class Drift:
 
     def _from_start(self, sample: StepSample) -> Iterable[str]:
         for rank in range(len(sample.own_s)):
-            slower = self._level(rank).off(1.0, SLOW_RANK)
-            if slower > 0:
-                yield f"rank {rank} has been {_more(slower, 'slow', 'the others')} since the start"
+            if self._level(rank).off(1.0, SLOW_RANK) > 0:
+                yield f"{sample.name_of(rank)} has been {_slower(sample.slower[rank])} since the start"
         slower = self._level("link").off(sample.predicted_transfer_s, SLOW_LINK)
         if slower > 0:
             yield f"the link has given {_percent(1 / (1 + slower))} of what was calibrated since the start"
@@ -213,7 +243,7 @@ class Drift:
         off = self._level("step").off(predicted, OFF_PREDICTION)
         if predicted and off:
             measured = f"{format_seconds(predicted * (1 + off))}, {format_seconds(predicted)} predicted"
-            change = _more(off, "long", "predicted") if off > 0 else f"{_percent(-off)} shorter than predicted"
+            change = _longer(off, "predicted") if off > 0 else f"{_percent(-off)} shorter than predicted"
             yield f"steps take {change} ({measured}){self._why(sample) if off > 0 else ''}"
         elif predicted and sample.predicted_exposed_s is not None:
             expected = self._base_s + sample.predicted_exposed_s
@@ -233,7 +263,7 @@ class Drift:
             _exposed_words(exposed, sample.predicted_exposed_s): exposed - sample.predicted_exposed_s,
             f"a rank computes for {format_seconds(own)}, {format_seconds(predicted_own)} predicted": own
             - predicted_own,
-            f"the others wait for rank {rank}": (behind - 1.0) * own,
+            f"the others wait for {sample.name_of(rank)}": (behind - 1.0) * own,
         }
         return f": {max(words, key=lambda text: words[text])}"
 
@@ -249,14 +279,30 @@ def _exposed_words(measured: float, predicted: float) -> str:
     return f"{format_seconds(measured)} of communication are exposed, {format_seconds(predicted)} predicted"
 
 
-def _more(share: float, word: str, base: str = "") -> str:
+def slower_words(share: float) -> str:
+    """How much slower than the others a rank is, everywhere.
+
+    >>> slower_words(0.3), slower_words(1.4), slower_words(11.2)
+    ('+30 %', '+140 %', '×12')
     """
-    >>> _more(0.3, "slow"), _more(5.06, "long", "predicted")
-    ('30 % slower', '6.1 times as long as predicted')
+    return f"{share * 100:+.0f} %" if share < 10 else f"×{share + 1:.0f}"
+
+
+def _slower(share: float) -> str:
     """
-    if share < 1:
-        return f"{_percent(share)} {word}er{base and f' than {base}'}"
-    return f"{1 + share:.1f} times as {word}{base and f' as {base}'}"
+    >>> _slower(1.4), _slower(11.2)
+    ('140 % slower than the others', '12 times as slow as the others')
+    """
+    words = slower_words(share)
+    return f"{words[1:]} slower than the others" if share < 10 else f"{words[1:]} times as slow as the others"
+
+
+def _longer(share: float, base: str) -> str:
+    """
+    >>> _longer(0.3, "before"), _longer(5.06, "predicted")
+    ('30 % longer than before', '6.1 times as long as predicted')
+    """
+    return f"{_percent(share)} longer than {base}" if share < 1 else f"{1 + share:.1f} times as long as {base}"
 
 
 def _percent(share: float) -> str:

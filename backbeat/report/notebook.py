@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from typing import Any
 
-from backbeat.errors import MissingPartError
 from backbeat.model import Prediction
-from backbeat.report.figures import canvas, plot
+from backbeat.report.figures import canvas
 from backbeat.report.figures.timeline import draw_timeline, timeline
 from backbeat.report.words.numbers import format_number, over_bound, scaling_range
 from backbeat.units import counted, format_seconds
@@ -17,7 +15,7 @@ _MOST_BARS = 300
 
 
 def prediction_html(prediction: Prediction) -> str:
-    """The numbers of a prediction, and its iteration as a picture where matplotlib is there."""
+    """The numbers of a prediction, and its notes."""
     rows = {
         "iteration": f"{format_seconds(prediction.iteration_s)} ({format_seconds(prediction.single_s)} alone)",
         "scaling": f"{prediction.scaling_factor:.1%}"
@@ -30,24 +28,9 @@ def prediction_html(prediction: Prediction) -> str:
     cells = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in rows.items())
     title = f"{prediction.strategy} on {prediction.workers} workers"
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in prediction.notes)
-    return (
-        f"<div><b>{html.escape(title)}</b><table>{cells}</table>"
-        f"{_picture(prediction)}{f'<ul>{notes}</ul>' if notes else ''}</div>"
-    )
+    return f"<div><b>{html.escape(title)}</b><table>{cells}</table>{f'<ul>{notes}</ul>' if notes else ''}</div>"
 
 
 def prediction_figure(prediction: Prediction) -> Any:
     label = f"{prediction.strategy}, {prediction.workers} workers"
     return canvas.figure(draw_timeline(timeline(label, prediction.timeline, most=_MOST_BARS)))
-
-
-def _picture(prediction: Prediction) -> str:
-    if not prediction.timeline:
-        return ""
-    data = timeline(prediction.strategy, prediction.timeline, most=_MOST_BARS)
-    try:
-        shown = plot.image(".png", lambda figure: plot.timeline(figure, data), height=plot.timeline_height(data))
-    except MissingPartError:
-        return ""
-    source = base64.b64encode(shown).decode()
-    return f'<img width="720" alt="One iteration" src="data:image/png;base64,{source}">'

@@ -160,7 +160,7 @@ def compare(
     for number, there in clusters.items():
         here = profile
         if batch is not None:
-            here = strong_scaling(profile, batch, number, accumulation=accumulation, other=question.other)
+            here = strong_scaling(profile, batch, number, accumulation=accumulation)
         for label in [one for one in possible if (one, number) not in left_out]:
             try:
                 rows.append(study_row(label, possible[label], here, there, question))

@@ -3,9 +3,10 @@ strong scaling."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,8 +16,9 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Memory, MemoryPlan, Network, Plan, Prediction, Profile, Reduction
 from backbeat.planners import KNOWN_AS, SHARDED
+from backbeat.planners.max_batch import largest_batch, with_blocks
 from backbeat.simulate import predict, strong_scaling
-from backbeat.simulate.batch import extrapolates
+from backbeat.simulate.batch import extrapolates, with_sibling
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
@@ -45,8 +47,6 @@ class Question:
     """Micro-batches; None for the profile's."""
     global_batch: int | None = None
     """Strong scaling: samples that all workers share."""
-    other: Profile | None = None
-    """A second profile of the model, at another batch size, for `strong_scaling`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,8 @@ class StudyRow:
     """None where nobody knows the profile's memory or the device's."""
     names_groups: bool = False
     """Its name says how many GPUs hold one copy of the model, though its label does not."""
+    search_batch: Callable[[], int | None] = field(default=lambda: None, repr=False, compare=False)
+    """Finds `largest_batch`, which takes a moment and is not always shown."""
 
     @property
     def workers(self) -> int:
@@ -105,6 +107,12 @@ class StudyRow:
     @property
     def peak_bytes(self) -> int | None:
         return self.prediction.peak_bytes if self.fit is None else self.fit.peak_bytes
+
+    @property
+    def largest_batch(self) -> int | None:
+        """Samples of one worker that would still fit with the same plan, 0 where not even one does; None where nobody
+        knows how memory grows with the batch."""
+        return self.search_batch()
 
     @property
     def sharded(self) -> bool:
@@ -138,24 +146,38 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
     if isinstance(schedule, Reduction):
         plan = None
         prediction = api.predict(profile, network, framework=schedule, accumulation=accumulation)
-        # It may hold its share of the optimizer's state alone, or a second buffer of gradients.
-        held = schedule.on_device(profile, network.workers)
+
+        def on_device(of: Profile) -> Profile:
+            # It may hold its share of the optimizer's state alone, or a second buffer of gradients.
+            return schedule.on_device(of, network.workers)
+
     else:
         choices: dict[str, Any] = {"strategy": schedule} if isinstance(schedule, Plan) else {**schedule}
         choices |= {"accumulation": accumulation, "reduce_dtype": question.reduce_dtype}
-        held, plan = api.resolve(profile, network, choices.pop("strategy"), **choices)
-        prediction = predict(held, network, plan, accumulation=accumulation)
+        sent, plan = api.resolve(profile, network, choices.pop("strategy"), **choices)
+        prediction = predict(sent, network, plan, accumulation=accumulation)
+
+        def on_device(of: Profile) -> Profile:
+            return api.resolve(of, network, plan, reduce_dtype=question.reduce_dtype)[0]
+
     budget, peak = question.memory_budget, prediction.peak_bytes
-    fit = device_fit(held, plan, network.workers, budget_bytes=budget, predicted_bytes=peak)
+    fit = device_fit(on_device(profile), plan, network.workers, budget_bytes=budget, predicted_bytes=peak)
     if profile is not question.given:
         # Moved to another batch size, with a note on how. Without shards, what it then takes of memory is known well
         # enough to say that it does not fit, not that it fits.
         note = profile.notes[-1]
-        extrapolated = prediction.extrapolated or extrapolates(question.given, profile.batch_size, question.other)
+        extrapolated = prediction.extrapolated or extrapolates(question.given, profile.batch_size)
         prediction = msgspec.structs.replace(prediction, notes=(*prediction.notes, note), extrapolated=extrapolated)
         if fit is not None and fit.fits and prediction.peak_bytes is None:
             fit = None
-    return StudyRow(label=label, plan=plan, prediction=prediction, fit=fit, names_groups=isinstance(schedule, Plan))
+    return StudyRow(
+        label=label,
+        plan=plan,
+        prediction=prediction,
+        fit=fit,
+        names_groups=isinstance(schedule, Plan),
+        search_batch=partial(fitting_batch, fit, question, plan, network.workers, on_device),
+    )
 
 
 def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: int) -> list[StudyRow]:
@@ -163,13 +185,13 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
     share of them, sample by sample. Where that is not known, it stays by what one GPU takes for its share."""
     profile, accumulation = question.given, question.accumulation
     whole = alone_s = None
-    why = "scaling is by one GPU's time for its share: a second profile says what it takes for the whole batch"
-    with nullcontext() if question.other is not None else suppress(InputError):
-        whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation, other=question.other)
+    why = "scaling is by one GPU's time for its share; profiled at two batch sizes, it would be by the whole batch"
+    with suppress(InputError):
+        whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation)
     if whole is not None:
         alone_s = api.predict(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
         why = f"scaling is by one GPU's time for {global_batch} samples"
-        if extrapolates(profile, whole.batch_size, question.other):
+        if extrapolates(profile, whole.batch_size):
             why += f": {whole.notes[-1]}"
     found = []
     for row in rows:
@@ -212,9 +234,31 @@ def device_fit(
     )
 
 
-def _peak(profile: Profile, measured: Memory, plan: Plan | None, workers: int | None) -> int:
-    if plan is not None and plan.sharding is not None and (held := sharded_memory(profile, plan)) is not None:
-        return held.total_bytes
+def fitting_batch(
+    fit: DeviceFit | None,
+    question: Question,
+    plan: Plan | None,
+    workers: int,
+    on_device: Callable[[Profile], Profile],
+) -> int | None:
+    """`StudyRow.largest_batch`. `on_device` gives a profile the memory that the schedule takes."""
+    if fit is None or not question.given.blocks:
+        return None
+    given = with_blocks(with_sibling(question.given))
+
+    def peak(there: Profile) -> int:
+        held = on_device(there)
+        assert held.memory is not None
+        return _peak(held, held.memory, plan, workers, question.accumulation or given.accumulation)
+
+    return largest_batch(given, fit.device_bytes, peak)
+
+
+def _peak(profile: Profile, measured: Memory, plan: Plan | None, workers: int | None, micro_batches: int = 1) -> int:
+    if plan is not None and plan.sharding is not None:
+        held = sharded_memory(profile, plan, micro_batches=micro_batches)
+        if held is not None:
+            return held.total_bytes
     memory = plan.memory if plan is not None else None
     resident = ResidentMemory.of(profile, plan, memory.residuals if memory else "device", workers).total_bytes
     if profile.blocks:

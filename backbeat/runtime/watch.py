@@ -2,9 +2,10 @@
 
     watch = Watch(model, log="watch.jsonl")        # model: from parallelize, fully_shard or a wrapper; keep the watch
 
-`backbeat watch watch.jsonl` shows the file in a terminal. `to` takes functions that get each sample on rank 0:
-`runtime/integrations/watching.py` has some for TensorBoard and Weights & Biases, and callbacks for Lightning and the
-Hugging Face Trainer. Alerts go to the logger `backbeat.runtime` too.
+`backbeat watch watch.jsonl` shows the file in a terminal. `to` takes functions that get each sample on rank 0;
+`runtime/integrations/watching.py` has callbacks for Lightning and the Hugging Face Trainer. Alerts go to the logger
+`backbeat.runtime` too. Each rank stands there with its machine, and how slow it is has one definition:
+`backbeat.report.drift`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import msgspec
 
 from backbeat.comm.agreement import RankStore
+from backbeat.comm.machine import host_name
 from backbeat.errors import InputError
 from backbeat.report.drift import Drift, StepSample
 from backbeat.runtime.watched_steps import STEPS_PER_SAMPLE, RankFigures, watched_steps
@@ -71,7 +73,8 @@ class Watch:
         """
         ranks = RankStore(self._steps.communicators, "Watch")
         try:
-            rows = ranks.collect_on_rank_0(f"watch/{step}", list(own), timedelta(seconds=self._wait_s))
+            mine = [host_name(), *own]
+            rows = ranks.collect_on_rank_0(f"watch/{step}", mine, timedelta(seconds=self._wait_s))
         except TimeoutError:
             logger.warning(
                 "step %d is not shown: some rank has not come to it in %g s; every rank keeps a Watch, with the same "
@@ -84,12 +87,12 @@ class Watch:
             return
         self._wait_s = WAIT_S
         # A rank that ran out of data, or timed nothing, has no time of its own.
-        if rows is None or any(own_s <= 0 for own_s, *_ in rows):
+        if rows is None or any(own_s <= 0 for _, own_s, *_ in rows):
             return
-        sample = _over_ranks(step, [RankFigures(*row) for row in rows])
-        sample = msgspec.structs.replace(sample, **self._steps.predicted())
-        alerts = self._drift.after(sample)
-        self.last = sample = msgspec.structs.replace(sample, alerts=alerts)
+        sample = _over_ranks(step, [RankFigures(*figures) for _, *figures in rows])
+        hosts = tuple(host for host, *_ in rows)
+        sample = msgspec.structs.replace(sample, hosts=hosts, **self._steps.predicted())
+        self.last = sample = self._drift.after(sample)
         self._report(sample)
 
     def _report(self, sample: StepSample) -> None:

@@ -81,7 +81,9 @@ class WrapperSteps:
         """At the end of each synchronised backward, on every rank alike."""
         reducer = self._reducer
         if reducer.steps % self._every == 0:
+            # Some of these steps the reducer may have timed for itself.
             timed = self._recorder.steps()
+            timed += [one for one in reducer.recorder.history() if one.number > reducer.steps - STEPS_PER_SAMPLE]
             self._recorder.clear()
             self._sample(reducer.steps, _figures([one for one in timed if one.iteration_s is not None]))
         context = reducer.runner.context

@@ -1,8 +1,9 @@
-"""The same model at another batch size: in proportion, or through a second profile. Strong scaling uses it."""
+"""The same model at another batch size: through those that were measured, or in proportion. Strong scaling uses it."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Block, Gradient, Memory, Profile
+from backbeat.model.batches import join, measured, same_blocks
 from backbeat.model.checks import at_least
 from backbeat.model.files import bundled
 from backbeat.simulate.host_lane import device_alone
@@ -18,36 +20,43 @@ _MEMORY_SIZES = [name for name in Memory.__struct_fields__ if name.endswith("_by
 _TIMES, _SIZES = ([name for name in Block.GROWTH.batch if name.endswith(unit)] for unit in ("_s", "_bytes"))
 
 
-def at_batch(profile: Profile, batch_size: int, other: Profile | None = None) -> Profile:
+def at_batch(profile: Profile, batch_size: int) -> Profile:
     """The profile at another batch size; its last note says how the times were found.
 
-    With a second profile of the model every time and size is a fixed part and one that grows with the batch, through
-    both; outside the two it is extrapolated. Blocks and memory are kept only where both profiles have the same blocks.
-    With one profile all of each grows with the batch, which overstates a larger batch wherever some part is fixed. Time
-    spent waiting for the host does not grow, where the profile says what the device takes without it.
+    Measured at several, every time and size is a fixed part and one that grows with the batch, through the nearest two;
+    outside all of them it is extrapolated. Blocks and memory are kept only where both have the same blocks. Measured at
+    one, all of each grows with the batch, which overstates a larger batch wherever some part is fixed. Time spent
+    waiting for the host does not grow, where the profile says what the device takes without it.
 
     >>> small = Profile(
     ...     name="small", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=1.0, backward_s=2.0,
     ...     update_s=0.5, gradients=(Gradient(name="w", bytes=4, ready_s=2.0),))
     >>> at_batch(small, 3).forward_s
     3.0
-    >>> at_batch(small, 3, replace(small, batch_size=5, forward_s=2.0)).forward_s
+    >>> at_batch(join(small, replace(small, batch_size=5, forward_s=2.0)), 3).forward_s
     1.5
     """
     if batch_size < 1:
         raise InputError(f"batch size {batch_size}: a worker needs at least one sample; use fewer workers")
     if batch_size == profile.batch_size:
         return profile
-    return _proportional(profile, batch_size) if other is None else _through(profile, other, batch_size)
+    found = measured(profile)
+    sizes = [one.batch_size for one in found]
+    if len(found) == 1:
+        there = _proportional(profile, batch_size)
+    elif batch_size in sizes:
+        exact = found[sizes.index(batch_size)]
+        there = replace(exact, notes=(*exact.notes, f"times are as measured at batch {batch_size}"))
+    else:
+        after = min(max(bisect_left(sizes, batch_size), 1), len(found) - 1)
+        there = _through(found[after - 1], found[after], batch_size)
+    return replace(there, name=f"{profile.name} at batch {batch_size}")
 
 
-def strong_scaling(
-    profile: Profile, global_batch: int, workers: int, *, accumulation: int | None = None, other: Profile | None = None
-) -> Profile:
+def strong_scaling(profile: Profile, global_batch: int, workers: int, *, accumulation: int | None = None) -> Profile:
     """The profile of one worker where all of them share a batch of `global_batch` samples per iteration.
 
-    Times lie on the line through the profile and `other`, a second one of the model at another batch size. A bundled
-    profile finds its second one by itself.
+    The profile knows a second batch size, or is a bundled one with a sibling that does.
 
     >>> profile = Profile.load("resnet50-b64-bf16-h200")
     >>> [strong_scaling(profile, 1024, workers).batch_size for workers in (8, 16)]
@@ -65,38 +74,38 @@ def strong_scaling(
     batch_size = global_batch // parts
     if batch_size == profile.batch_size:
         return profile
-    other = other or sibling(profile)
-    if other is None:
+    known = with_sibling(profile)
+    if not known.batches:
         raise InputError(
-            f"strong scaling needs {profile.name!r} at a second batch size: profile it and give it as other "
-            "(--other-batch FILE)"
+            f"strong scaling needs {profile.name!r} at a second batch size: profile it at both "
+            f"(`backbeat profile --batch {profile.batch_size},{2 * profile.batch_size}`)"
         )
-    return at_batch(profile, batch_size, other)
+    return at_batch(known, batch_size)
 
 
-def extrapolates(profile: Profile, batch_size: int, other: Profile | None = None) -> bool:
-    """Whether `strong_scaling` finds times at this batch size beyond those measured; it takes the same `other`.
+def extrapolates(profile: Profile, batch_size: int) -> bool:
+    """Whether `strong_scaling` finds times at this batch size beyond those measured.
 
     >>> [extrapolates(Profile.load("resnet50-b64-bf16-h200"), size) for size in (32, 96)]
     [True, False]
     """
-    other = other or sibling(profile)
-    sizes = [profile.batch_size] if other is None else [profile.batch_size, other.batch_size]
-    return not min(sizes) <= batch_size <= max(sizes)
+    sizes = [one.batch_size for one in measured(with_sibling(profile))]
+    return not sizes[0] <= batch_size <= sizes[-1]
 
 
-def sibling(profile: Profile) -> Profile | None:
-    """For a bundled profile, another one of the same model, precision and device at another batch size.
+def with_sibling(profile: Profile) -> Profile:
+    """A bundled profile with another of the same model, precision and device at another batch size; any other as it is.
 
-    >>> sibling(Profile.load("resnet50-b64-bf16-h200")).name
-    'resnet50-b128-bf16-h200'
+    >>> with_sibling(Profile.load("resnet50-b64-bf16-h200")).batches[0].batch_size
+    128
     """
-    if profile.name not in bundled(Profile) or profile != _bundled(profile.name):
-        return None
+    if profile.batches or profile.name not in bundled(Profile) or profile != _bundled(profile.name):
+        return profile
     before, _, after = profile.name.partition(f"-b{profile.batch_size}-")
     pattern = re.compile(rf"{re.escape(before)}-b\d+-{re.escape(after)}")
     found = [_bundled(name) for name in bundled(Profile) if name != profile.name and pattern.fullmatch(name)]
-    return next((other for other in found if _gradients(other) == _gradients(profile)), None)
+    alike = next((other for other in found if other.index.keys() == profile.index.keys()), None)
+    return profile if alike is None else join(profile, alike)
 
 
 @lru_cache(maxsize=32)
@@ -104,33 +113,14 @@ def _bundled(name: str) -> Profile:
     return Profile.load(bundled(Profile)[name])
 
 
-def _gradients(profile: Profile) -> set[str]:
-    return {gradient.name for gradient in profile.gradients}
-
-
-def same_blocks(one: Profile, two: Profile) -> bool:
-    return [block.name for block in one.blocks] == [block.name for block in two.blocks]
-
-
 def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
-    """Times never fall below zero, and ready times keep the order of the profile nearer in size."""
-    if one.batch_size == two.batch_size:
-        raise InputError(
-            f"{one.name} and {two.name} both have batch size {one.batch_size}: profile two different batch sizes"
-        )
-    if _gradients(one) != _gradients(two):
-        raise InputError(f"{one.name} and {two.name} have different gradients: give two profiles of the same model")
-    for field in ("precision", "device", "optimizer", "compiled"):
-        first, second = getattr(one, field), getattr(two, field)
-        if first is not None and second is not None and first != second:
-            raise InputError(
-                f"{one.name} and {two.name} differ in more than the batch size: {field} is {first!r} and {second!r}; "
-                "give two profiles of the same training"
-            )
+    """Ready times keep the order of the profile nearer in size. No figure falls below zero, and what was less at the
+    larger batch of the two is not extrapolated further down: that is noise, or another kernel."""
     share = (batch_size - one.batch_size) / (two.batch_size - one.batch_size)
 
     def between(first: float, second: float) -> float:
-        return max(first + share * (second - first), 0.0)
+        steps = min(max(share, 0.0), 1.0) if second < first else share
+        return max(first + steps * (second - first), 0.0)
 
     def sizes_between(first: object, second: object, names: Iterable[str]) -> dict[str, int]:
         return {name: round(between(getattr(first, name), getattr(second, name))) for name in names}
@@ -150,7 +140,7 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
         ready = min(max(seconds, ready), backward)
         gradients.append(replace(gradient, ready_s=ready, forward_s=None, activation_bytes=None))
     note = f"times are between batch {one.batch_size} and {two.batch_size}, taken as linear"
-    if extrapolates(one, batch_size, two):
+    if not 0 < share < 1:
         note = f"batch {batch_size} is extrapolated from batch {one.batch_size} and {two.batch_size}"
     scale = between(one.single_s, two.single_s) / near.single_s if near.single_s > 0 else 1.0
     device_s = None
@@ -163,7 +153,6 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
     return replace(
         near,
         batch_size=batch_size,
-        name=f"{near.name} at batch {batch_size}",
         forward_s=between(one.forward_s, two.forward_s),
         backward_s=backward,
         update_s=between(one.update_s, two.update_s),
@@ -206,7 +195,6 @@ def _proportional(one: Profile, batch_size: int) -> Profile:
     after = one.accumulation * whole * slower + one.update_s
     return replace(
         one,
-        name=f"{one.name} at batch {batch_size}",
         batch_size=batch_size,
         forward_s=one.forward_s * slower,
         backward_s=backward,

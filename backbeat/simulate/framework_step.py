@@ -83,17 +83,8 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
     """Gather what the last update sharded, before forward or behind it."""
     if reduction.gather_dtype is None:
         return GatheredForward(0.0, profile.forward_s, 0.0, 0.0, ())
-    width = DTYPE_BYTES[reduction.gather_dtype] / DTYPE_BYTES[profile.gradient_dtype]
-    sizes = profile.sizes[::-1] * width
-    ends = [len(sizes)]
-    if reduction.gather_elements is not None:
-        cap = DTYPE_BYTES[reduction.gather_dtype] * reduction.cap(reduction.gather_elements, network.workers)
-        ends = capped(sizes.tolist(), [float(cap)])
-    sums, computed = running_sums(sizes).tolist(), running_sums(_forward_s(profile)).tolist()
-    bounds = list(pairwise([0, *ends]))
-    curve = half_curve(network, "all_gather")
-    parts = [(sums[last] - sums[first], computed[last] - computed[first]) for first, last in bounds]
-    times = [float(curve.time(size)) for size, _ in parts]
+    rows = gather_parts(profile, network, reduction)
+    times, parts = [seconds for seconds, _, _ in rows], [(size, compute) for _, compute, size in rows]
     starts: list[float] = []
     now = contention = 0.0
     if reduction.gather_overlap:
@@ -115,6 +106,23 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
         for index, (start, seconds, (size, _)) in enumerate(zip(starts, times, parts, strict=True))
     )
     return GatheredForward(begun, now, now - profile.forward_s - contention, contention, spans)
+
+
+def gather_parts(profile: Profile, network: Network, reduction: Reduction) -> list[tuple[float, float, float]]:
+    """Of each message: what it takes, the forward that needs it, and its bytes."""
+    if reduction.gather_dtype is None:
+        return []
+    width = DTYPE_BYTES[reduction.gather_dtype] / DTYPE_BYTES[profile.gradient_dtype]
+    sizes = profile.sizes[::-1] * width
+    ends = [len(sizes)]
+    if reduction.gather_elements is not None:
+        cap = DTYPE_BYTES[reduction.gather_dtype] * reduction.cap(reduction.gather_elements, network.workers)
+        ends = capped(sizes.tolist(), [float(cap)])
+    sums, computed = running_sums(sizes).tolist(), running_sums(_forward_s(profile)).tolist()
+    bounds = list(pairwise([0, *ends]))
+    curve = half_curve(network, "all_gather")
+    parts = [(sums[last] - sums[first], computed[last] - computed[first]) for first, last in bounds]
+    return [(float(curve.time(size)), forward_s, size) for size, forward_s in parts]
 
 
 def _forward_s(profile: Profile) -> NDArray[np.float64]:

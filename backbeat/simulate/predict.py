@@ -29,7 +29,7 @@ from backbeat.units import counted, format_bytes, format_seconds
 _REPEATS = 0.05
 """Runs of one job on other people's clusters differ by about this much, whatever the network does."""
 _ANALYTIC = 0.15
-"""How far compute may be off that is computed from shapes. validation/published says where both come from."""
+"""How far compute may be off that is computed from shapes. validation/cases/data_parallel has the runs."""
 _NEGLIGIBLE = 0.02
 """Exposed time below this share of T(1) is not called a bottleneck."""
 _ROUNDING = 1e-9

@@ -38,3 +38,20 @@ def test_a_mistyped_verb_is_answered_with_the_nearest() -> None:
     done = CliRunner().invoke(app, ["predct"])
     assert done.exit_code == 2
     assert "Did you mean 'predict'?" in done.output
+
+
+def test_what_typer_takes_from_a_newer_click_is_not_said_to_users() -> None:
+    """typer before 0.26 imports what click 8.5 deprecates. With -W error a warning would end the program."""
+    code = (
+        "import sys, warnings\n"
+        "class Deprecating:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            warnings.warn(\"'click.utils.get_text_stream' is deprecated …\", DeprecationWarning)\n"
+        "sys.meta_path.insert(0, Deprecating())\n"
+        "import backbeat.cli\n"
+        "print('typer' in sys.modules)\n"
+    )
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("True\n", "")

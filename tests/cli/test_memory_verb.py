@@ -1,4 +1,4 @@
-"""`backbeat plan --memory`, `--density` and `--max-batch`, as a person uses them."""
+"""`backbeat plan --memory` and `--density`, as a person uses them, and the largest batch."""
 
 from __future__ import annotations
 
@@ -53,10 +53,6 @@ def test_a_reserve_is_left(profile: Path, reserve: str, room: int) -> None:
     memory = answer("plan", str(profile), *words)["memory"]
     assert memory["budget_bytes"] == 3 * GB
     assert memory["peak_bytes"] <= room
-    if reserve.endswith("%"):
-        grown = answer("plan", "resnet50-b64-bf16-h200", *words, "--max-batch")["rows"]
-        assert grown
-        assert all(row["peak_bytes"] <= room for row in grown)
 
 
 @pytest.mark.parametrize("options", [("--reduce-dtype", "bf16"), ("--accumulation", "4")])
@@ -80,25 +76,18 @@ def test_a_density_makes_a_compressed_plan(profile: Path) -> None:
     assert data["memory"]["budget_bytes"] == 3 * GB
 
 
-def test_how_far_the_batch_can_grow(tmp_path: Path) -> None:
-    small, large = str(tmp_path / "b64.json"), str(tmp_path / "b128.json")
-    for batch, file in ((64, small), (128, large)):
-        # Under a name of its own: of a bundled model, the other batch would be found without being given.
-        bundled = bb.Profile.load(f"resnet50-b{batch}-bf16-h200")
-        replace(bundled, name=f"mine-b{batch}", model="mine").save(file)
-    words = ("plan", small, "10gbe", "-s", "optimal", "--memory", "4GB", "--max-batch")
-    data = answer(*words)
-    rows = data["rows"]
-    assert data["extrapolated_from"] == [64]
-    whole = [row for row in rows if row["everything_kept"]]
-    assert whole[-1]["batch_size"] < rows[-1]["batch_size"]
-    assert all(row["peak_bytes"] <= 4 * GB for row in rows)
-    assert any(row["blocks_recomputed"] for row in rows)
-    done = run(*words, "--other-batch", large)
-    assert done.returncode == 0, done.stderr
-    assert "extrapolated from batch 64 and 128" in done.stdout
-    assert "the batch can grow to" in " ".join(done.stdout.split())
-    assert max(map(len, done.stdout.splitlines())) <= 80
+def test_the_largest_batch_is_said_beside_the_memory(tmp_path: Path) -> None:
+    job = ("resnet50-b64-bf16-h200", "10gbe", "-n", "8")
+    row = answer("predict", *job, "-s", "ddp")["rows"][0]
+    assert row["largest_batch"] > 64
+    said = f"Batches of up to {row['largest_batch']:,} per GPU fit."
+    for words in (("predict", *job, "-s", "ddp"), ("plan", *job, "-s", "ddp")):
+        done = run(*words)
+        assert said in " ".join(done.stdout.split())
+        assert max(map(len, done.stdout[done.stdout.index("Memory:") :].splitlines())) <= 80
+    bare = replace(bb.Profile.load("resnet50-b64-bf16-h200"), blocks=(), name="bare")
+    bare.save(tmp_path / "bare.json")
+    assert answer("predict", str(tmp_path / "bare.json"), *job[1:], "-s", "ddp")["rows"][0]["largest_batch"] is None
 
 
 @pytest.mark.parametrize(
@@ -113,15 +102,12 @@ def test_how_far_the_batch_can_grow(tmp_path: Path) -> None:
         (("--memory", "3GB", "--reserve", "5"), "did you mean 5MB?"),
         (("--memory", "3GB", "--reserve", "4GB"), "below the budget"),
         (("--memory", ""), "'' is not a size"),
-        (("--max-batch",), "--max-batch needs --memory"),
-        (("--max-batch", "--memory", "8GB", "-o", "plan.json"), "leave --output out"),
-        (("--other-batch", "x.json"), "goes with --max-batch"),
+        (("--other-batch", "x.json"), "profile the model at both batch sizes, `backbeat profile --batch 32,64`"),
         (("--density", "0"), "above 0 and at most 1"),
         (("--density", "0.01", "--strategy", "best"), "'best' sends every element"),
         (("--density", "2"), "above 0 and at most 1"),
         (("--density", "0.1", "-s", "ddp"), "use compressed"),
         (("--residuals", "disk"), "device or host"),
-        (("--max-batch", "--memory", "100MB"), "not even a batch of one"),
     ],
 )
 def test_refusals_are_one_line(profile: Path, words: tuple[str, ...], message: str) -> None:

@@ -15,6 +15,7 @@ from backbeat.cli import app
 from backbeat.cli.zoo import variants
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Fabric, Gradient, Network, Profile, Topology
+from backbeat.model.batches import join
 from backbeat.model.prediction import Breakdown, NetworkBand, Prediction
 from backbeat.report.study import Study, study
 from backbeat.report.study_row import StudyRow
@@ -591,13 +592,12 @@ def test_strong_scaling_is_by_one_gpu_on_the_whole_batch(tmp_path: Path) -> None
         name="b16", model="m", batch_size=16, precision="bf16", device="x", forward_s=0.010, backward_s=0.020,
         update_s=0.001, gradients=(Gradient(name="w", bytes=2000, ready_s=0.01),),
     )  # fmt: skip
-    small.save(tmp_path / "b16.json")
-    replace(small, name="b64", batch_size=64, forward_s=0.012, backward_s=0.024).save(tmp_path / "b64.json")
+    large = replace(small, name="b64", batch_size=64, forward_s=0.012, backward_s=0.024)
+    join(small, large).save(tmp_path / "both.json")
     times = CollectiveTimes(alpha_s=1e-6, beta_s_per_byte=1e-12)
     bb.Network(name="fast", workers=8, all_reduce=times).save(tmp_path / "fast.json")
     asked = [
-        "predict", str(tmp_path / "b16.json"), str(tmp_path / "fast.json"), "--global-batch", "1024",
-        "--other-batch", str(tmp_path / "b64.json"), "-n", "1,64",
+        "predict", str(tmp_path / "both.json"), str(tmp_path / "fast.json"), "--global-batch", "1024", "-n", "1,64",
     ]  # fmt: skip
     rows = json.loads(run(*asked, "-s", "ddp", "--json"))["rows"]
     alone, many = (row["samples_per_s"] for row in rows)
@@ -609,7 +609,7 @@ def test_strong_scaling_is_by_one_gpu_on_the_whole_batch(tmp_path: Path) -> None
     assert "on this network" not in text
 
 
-def test_a_share_of_the_profiles_own_batch_needs_no_second_profile(tmp_path: Path) -> None:
+def test_a_share_of_the_profiles_own_batch_needs_no_second_one(tmp_path: Path) -> None:
     replace(Profile.load(RESNET), name="mine").save(tmp_path / "mine.json")
     text = joined(run("predict", str(tmp_path / "mine.json"), "100gbe", "-n", "8", "--global-batch", "512"))
     assert "scaling is by one GPU's time for its share" in text
@@ -624,23 +624,12 @@ def test_under_a_global_batch_what_does_not_fit_is_never_advised(tmp_path: Path)
     assert "Run the plan" not in text
     rows = json.loads(run(*job, "-s", "ddp,fsdp", "--json"))["rows"]
     assert [row["memory"]["fits"] for row in rows] == [False, True]
-    # At another share of the batch, too: through a second profile.
+    # At another share of the batch, too.
     one = replace(Profile.load("llama-8b-b1-bf16-adamw-h200"), name="b1")
-    two = replace(one, name="b2", batch_size=2, forward_s=2 * one.forward_s)
-    for name, profile in (("b1", one), ("b2", two)):
-        profile.save(tmp_path / f"{name}.json")
-    other = ("--global-batch", "128", "--other-batch", str(tmp_path / "b2.json"))
-    text = joined(run("predict", str(tmp_path / "b1.json"), *job[2:5], *other))
+    join(one, replace(one, name="b2", batch_size=2, forward_s=2 * one.forward_s)).save(tmp_path / "both.json")
+    text = joined(run("predict", str(tmp_path / "both.json"), *job[2:5], "--global-batch", "128"))
     assert "Does not fit" in text
     assert "Run the plan" not in text
-
-
-def test_a_second_profile_of_another_model_is_refused() -> None:
-    with pytest.raises(InputError, match="both have batch size 64: profile two"):
-        run(
-            "predict", RESNET, "100gbe", "-n", "64", "--global-batch", "4096",
-            "--other-batch", "vgg16-b64-bf16-h200",
-        )  # fmt: skip
 
 
 def test_one_answer_has_one_way_to_say_how_much_faster() -> None:

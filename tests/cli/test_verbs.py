@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import backbeat as bb
+from backbeat.model.batches import join
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import STRATEGIES
 from tests.cli.terminal import WIDE, answer, run
@@ -23,9 +24,8 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = [4000, 10**6, 2 * 10**6, 5 * 10**6, 10**5, 9 * 10**6]
     made = make_profile(sizes, [1e-3, 3e-3, 4e-3, 8e-3, 9e-3, 12e-3], forward=6e-3)
     made.save(path)
-    replace(make_profile(sizes, [3e-3, 9e-3, 12e-3, 24e-3, 27e-3, 36e-3], forward=18e-3), batch_size=4).save(
-        path.with_name("mine-b4.json")
-    )
+    four = replace(make_profile(sizes, [3e-3, 9e-3, 12e-3, 24e-3, 27e-3, 36e-3], forward=18e-3), batch_size=4)
+    join(made, four).save(path.with_name("mine-both.json"))
     return path
 
 
@@ -68,17 +68,15 @@ def test_plan_writes_a_file_that_predict_takes(profile: Path, tmp_path: Path) ->
 
 
 def test_strong_scaling_between_two_batch_sizes(profile: Path) -> None:
-    other = str(profile.with_name("mine-b4.json"))
-    words = ("predict", str(profile), "10gbe", "-n", "4..16", "-s", "optimal", "--global-batch", "32")
-    data = answer(*words, "--other-batch", other)
+    words = ("10gbe", "-n", "4..16", "-s", "optimal", "--global-batch", "32")
+    both = str(profile.with_name("mine-both.json"))
+    data = answer("predict", both, *words)
     assert data["scaling"] == "strong"
     assert [row["samples_per_s"] * row["iteration_s"] for row in data["rows"]] == pytest.approx([32.0] * 3)
-    refused = run(*words)
+    refused = run("predict", str(profile), *words)
     assert refused.returncode == 2
-    assert "--other-batch" in refused.stderr
-    alone = run("predict", str(profile), "10gbe", "--other-batch", other)
-    assert "goes with --global-batch" in alone.stderr
-    uneven = run("predict", str(profile), "10gbe", "-n", "5", "--global-batch", "32", "--other-batch", other)
+    assert "profile it at both (`backbeat profile --batch 1,2`)" in refused.stderr
+    uneven = run("predict", both, "10gbe", "-n", "5", "--global-batch", "32")
     assert uneven.returncode == 2
     assert "does not divide by 5 workers" in uneven.stderr
 
@@ -115,6 +113,20 @@ def test_a_plan_ends_in_a_decision(words: tuple[str, ...], said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("plan", "--max-batch"), "backbeat plan: --max-batch went: `backbeat predict` and `backbeat plan` say"),
+        (("report", "--redact"), "backbeat report: --redact went: a report shows the names"),
+        (("trace", "PROFILE", "10gbe", "--redact"), "backbeat trace: --redact went"),
+    ],
+)
+def test_an_option_that_went_names_what_to_do_instead(profile: Path, words: tuple[str, ...], message: str) -> None:
+    done = run(*(str(profile) if word == "PROFILE" else word for word in words))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
         (("predict", "resnet5", "10gbe"), "neither a file nor a bundled profile"),
         (("report", "PROFILE", "10gbe", "-o", "x.pdf"), "x.pdf: the page is HTML; give a name that ends in .html"),
         (("predict", "PROFILE", "10gbit"), "did you mean 10gbe"),
@@ -129,6 +141,7 @@ def test_a_plan_ends_in_a_decision(words: tuple[str, ...], said: str) -> None:
         (("predict", "PROFILE", "10gbe", "-n", ""), "'' is not a number of workers"),
         (("predict", "PROFILE", "10gbe", "-s", "FSDP"), "did you mean 'fsdp'?"),
         (("predict", "PROFILE", "10gbe", "-s", "zero-3"), "ZeRO-3 is 'fsdp'"),
+        (("plan", "PROFILE", "10gbe", "-s", "decoupled"), "it went: 'sharded' weighs its plans"),
         (("predict", "PROFILE", "10gbe", "--bucket", "0"), "--bucket is 0: it must be above zero, like 25MB"),
         (("predict", "PROFILE", "10gbe", "--bucket", "25"), "did you mean 25MB?"),
         (("plan", "PROFILE", "10gbe", "--memory", "40"), "did you mean 40GB?"),
@@ -271,8 +284,7 @@ def test_demo_as_data(tmp_path: Path) -> None:
 
 
 def test_batch_sizes_that_were_not_profiled_say_so(profile: Path) -> None:
-    other = str(profile.with_name("mine-b4.json"))
-    words = ("predict", str(profile), "10gbe", "-s", "ddp", "--other-batch", other, "--global-batch")
+    words = ("predict", str(profile.with_name("mine-both.json")), "10gbe", "-s", "ddp", "--global-batch")
     for batch, note, extrapolated in (
         ("8", None, False),
         ("16", "times are between batch 1 and 4", False),
@@ -288,6 +300,16 @@ def test_batch_sizes_that_were_not_profiled_say_so(profile: Path) -> None:
     [
         (["predict"], "backbeat predict: missing argument 'PROFILE'. See `backbeat predict --help`."),
         (["predict", "a", "b", "--bogus"], "backbeat predict: no such option: --bogus. See `backbeat predict --help`."),
+        (["profile", "a:b", "--batch-size", "8"], "backbeat profile: --batch-size went: it is --batch."),
+        (
+            ["predict", "a", "b", "--other-batch", "c"],
+            "backbeat predict: --other-batch went: profile the model at both batch sizes, "
+            "`backbeat profile --batch 32,64`.",
+        ),
+        (
+            ["predict", "a", "b", "--strateg", "ddp"],
+            "backbeat predict: no such option: --strateg; did you mean --strategy? See `backbeat predict --help`.",
+        ),
         (["predct"], "backbeat: no such command 'predct'. Did you mean 'predict'? See `backbeat --help`."),
     ],
 )

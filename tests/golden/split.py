@@ -14,8 +14,8 @@ UNIT_COLUMNS = ["iteration_s", "exposed_s", "bound_s", "single_s", "parts", "pea
 LAYOUT_COLUMNS = ["step_s", "mfu", "bubble_share", "memory_bytes", "breakdown", "memory", "band_s", "timeline"]
 
 PROFILES = ("resnet50-b64-bf16-h200", "llama-1b-b2-bf16-h200")
-SEARCHED_ON = {"decoupled": PROFILES[0], "sharded": PROFILES[1]}
-"""Strategies that search, and the profile each is tried on; the others on all."""
+SEARCHED_ON = {"sharded": PROFILES[1]}
+"""A strategy that searches, and the profile it is tried on; the others on all."""
 NETWORKS = {"10gbe": 8, "nvlink-ib400": 64, "gcp-a3-mega": 128}
 """And how many workers each has."""
 UNITS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -24,7 +24,6 @@ UNITS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hsdp:4", {}),
     ("zero1", {"accumulation": 3}),
     ("zero2", {}),
-    ("decoupled", {}),
     ("sharded", {}),
 )
 _JOB: dict[str, Any] = {"global_batch": 128, "sequence": 4096}

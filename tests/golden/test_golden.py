@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -14,18 +13,16 @@ from tests.golden.record import core_machine
 CORE, SPLIT = read("core"), read("split")
 
 
-EVERY = 1 if os.environ.get("BACKBEAT_GOLDEN") == "all" else 4
-"""Of 78 profiles, 70 are tried on a quarter of the networks and numbers of workers; `BACKBEAT_GOLDEN=all`: on all."""
-
-
 @pytest.mark.parametrize("network", sorted(CORE["networks"]))
-def test_plans_and_predictions(network: str) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_plans_and_predictions(network: str, every: int) -> None:
+    """Of 78 profiles, 70 are tried on a quarter of the networks and numbers of workers; in the long run on all."""
     recorded = {}
     for key, row in CORE["networks"][network].items():
         profile, _, workers, *_ = key.split()
-        if core.is_taken(profile, network, int(workers), EVERY):
+        if core.is_taken(profile, network, int(workers), every):
             recorded[key] = row
-    _same_rows(CORE["machine"], CORE["columns"], recorded, dict(core.rows(network, every=EVERY)))
+    _same_rows(CORE["machine"], CORE["columns"], recorded, dict(core.rows(network, every=every)))
 
 
 def test_memory_plans() -> None:

@@ -132,7 +132,7 @@ def test_traces_that_make_no_sense(tmp_path: Path, nodes: list[TraceNode], messa
 def test_missing_file_and_bad_options(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         load(tmp_path / "gone.et")
-    with pytest.raises(InputError, match="--batch-size is 0"):
+    with pytest.raises(InputError, match="--batch is 0"):
         load(written(tmp_path, []), batch_size=0)
 
 

@@ -302,7 +302,7 @@ def test_other_files_are_refused(content: bytes, message: str, tmp_path: Path) -
 def test_missing_file_and_bad_options(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         load(tmp_path / "gone.json")
-    with pytest.raises(InputError, match="--batch-size is 0"):
+    with pytest.raises(InputError, match="--batch is 0"):
         load(write(tmp_path, gpu_trace()), batch_size=0)
 
 
@@ -344,7 +344,7 @@ def test_a_large_trace_needs_little_memory(tmp_path: Path) -> None:
 def test_command_line(tmp_path: Path) -> None:
     path = write(tmp_path, gpu_trace())
     target = tmp_path / "profile.json"
-    done = CliRunner().invoke(app, ["import", "kineto", str(path), "-o", str(target), "--batch-size", "16"])
+    done = CliRunner().invoke(app, ["import", "kineto", str(path), "-o", str(target), "--batch", "16"])
     assert done.exit_code == 0, done.output
     assert "used: 3 profiler steps" in done.stderr
     assert Profile.load(target).batch_size == 16

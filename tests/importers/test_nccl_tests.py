@@ -216,19 +216,24 @@ def test_an_all_reduce_is_known_by_its_bandwidths_where_no_column_says_what_redu
     assert any("guessed: all_reduce" in note for note in network.notes)
 
 
-def test_processes_of_several_gpus_that_are_not_listed_are_guessed_too() -> None:
-    network = read(document(config={"nthreads": 1, "ngpus": 2, "devices": []}))
-    check(network)
-    assert any("guessed: 8 workers" in note for note in network.notes)
+@pytest.mark.parametrize(
+    "content",
+    [text(devices=False), document(config={"nthreads": 1, "ngpus": 2, "devices": []}), document(config=None)],
+)
+def test_without_the_devices_nobody_knows_the_workers(content: str | dict[str, Any]) -> None:
+    """Bandwidths would say it for some collectives and numbers only, and never how many share a node."""
+    with pytest.raises(InputError, match=r"list the devices .* are missing, .*: give the whole output, or .*--workers"):
+        read(content)
+    check(read(content, workers=8))
 
 
-def test_workers_are_guessed_from_the_bandwidths() -> None:
-    network = read(text(devices=False))
-    check(network)
-    assert any("guessed: 8 workers" in note for note in network.notes)
-    check(read(text(devices=False), workers=8))
-    with pytest.raises(InputError, match="give --workers"):
-        read(text("all_gather", devices=False, named=True))
+def test_figures_without_the_row_that_heads_them_are_refused() -> None:
+    headless = "\n".join(line for line in text().splitlines() if "algbw" not in line)
+    with pytest.raises(
+        InputError, match=r"a row that names their columns, like `#  size .* which is missing"
+    ) as raised:
+        read(headless, workers=8)
+    assert "\n" not in str(raised.value)
 
 
 def test_split_groups_count_one_group() -> None:
@@ -243,7 +248,7 @@ def test_a_file_from_one_node_is_not_taken_across_nodes() -> None:
     with pytest.raises(InputError, match=r"inside one node of 8 GPUs .* which 64 need: .* --across"):
         network.at(workers=64)
     assert not read(text(workers=8)).one_node
-    assert not read(text(devices=False)).one_node
+    assert not read(text(devices=False), workers=8).one_node
     split = text(workers=8, per_node=8).replace("Group  0 Pid    90", "Group  1 Pid    90", 4)
     assert read(split).one_node
 

@@ -32,6 +32,11 @@ def test_plans_that_do_not_exist_are_refused(text):
         plans.parse_plans([text])
 
 
+def test_a_strategy_that_went_names_what_took_its_place():
+    with pytest.raises(InputError, match="it went: 'sharded' weighs its plans"):
+        plans.parse_plans(["decoupled"])
+
+
 def test_communicators_behind_a_name_win_over_the_list():
     names = [choice.name for choice in plans.parse_plans(["wfbp", "best/2"], [1])]
     assert names == ["wfbp/1", "best/2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from backbeat.layouts import Layout
 from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layer_work import LayerBuilder
 from backbeat.layouts.layout import Job
+from backbeat.layouts.layout_memory import LayerMemory
 from backbeat.layouts.replicas import rank_parameters
 from backbeat.layouts.stage_times import StageTimer, split_layers
 from backbeat.layouts.transformer import Transformer
@@ -33,11 +35,15 @@ LATENT = Transformer(
     name="latent", layers=2, hidden=H, heads=8, ffn=4096, vocab=32000, head_width=64, rope_width=64, value_width=128,
     query_rank=256, latent_width=128,
 )  # fmt: skip
+MIXED = Transformer(
+    name="mixed", layers=6, hidden=H, heads=8, ffn=4096, vocab=32000, experts=8, experts_per_token=2, expert_ffn=512,
+    dense_layers=1, dense_at=(2, 4), window=512, windowed=(0, 1, 3, 4), norms=4,
+)  # fmt: skip
 APART = replace(conventions_named("megatron-no-overlap"), name="apart", tensor_overlap="none")
 """Nothing overlaps, so that every collective shows."""
 
 
-@pytest.mark.parametrize("model", [MODEL, EXPERTS, LATENT], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [MODEL, EXPERTS, LATENT, MIXED], ids=lambda model: model.name)
 @pytest.mark.parametrize("framework", ["megatron", "megatron-2021"])
 @pytest.mark.parametrize("fields", [{}, {"tp": 4}, {"tp": 2, "cp": 2, "micro_batch": 2}, {"tp": 4, "ep": 8, "dp": 8}])
 def test_ranks_do_the_arithmetic_that_mfu_counts(model: Transformer, framework: str, fields: dict[str, int]) -> None:
@@ -45,8 +51,7 @@ def test_ranks_do_the_arithmetic_that_mfu_counts(model: Transformer, framework: 
     backward."""
     layout, job = Layout(**fields), Job(global_batch=64, sequence=S)
     builder = LayerBuilder(model, layout, job, conventions_named(framework))
-    sparse = model.layers - model.expert_layers
-    stage = [*(builder.layer(sparse=place >= sparse) for place in range(model.layers)), builder.head()]
+    stage = [*(builder.layer(sparse=place in model.sparse_layers) for place in range(model.layers)), builder.head()]
     ranks = layout.tp * layout.cp
     products = attention = 0.0
     for work in stage:
@@ -60,19 +65,103 @@ def test_ranks_do_the_arithmetic_that_mfu_counts(model: Transformer, framework: 
     again = 0 if layout.shards_sequence else (layout.tp - 1) * alike
     flash = framework == "megatron"
     assert attention == pytest.approx(scores * (1 + 2.5) / 6 if flash else 0.0)
-    expected = model.flops_per_token(S) * tokens + again - (scores if flash else 0.0)
+    whole = msgspec.structs.replace(model, windowed=())
+    expected = whole.flops_per_token(S) * tokens + again - (scores if flash else 0.0)
     assert products == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama-3-70b", "gpt3-13b", "mixtral-8x7b", "deepseek-v3", "llama-3.2-1b"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("width", [64, 100, 1024, S, 2 * S])
+def test_a_window_leaves_the_products_of_what_it_shows(width: int, chunked: bool, causal: bool) -> None:
+    """Counted pair by pair. Without flash kernels all are computed."""
+    model = msgspec.structs.replace(MODEL, window=width, windowed=(0, 1), chunked=chunked, causal=causal)
+    seen = sum(min(place % width if chunked else place, width - 1) + 1 for place in range(S))
+    every = S * (S + 1) / 2 if causal else S * S
+    for cp, framework in ((1, "megatron"), (2, "megatron"), (1, "megatron-2021")):
+        layout, job = Layout(cp=cp), Job(global_batch=1, sequence=S)
+        builder = LayerBuilder(model, layout, job, conventions_named(framework))
+        whole, narrow = (
+            [one for one in builder.layer(sparse=False, windowed=each).forward if isinstance(one, Attention)]
+            for each in (False, True)
+        )
+        if framework == "megatron-2021":
+            assert not whole
+            assert not narrow
+            continue
+        assert sum(one.flops for one in whole) == pytest.approx(4 * 8 * 128 * every / cp, rel=1e-3)
+        left = seen if width < S else every
+        assert sum(one.flops for one in narrow) == pytest.approx(4 * 8 * 128 * left / cp, rel=0.02)
+    # MFU counts what stands in the window, without what a causal mask hides of it.
+    without = msgspec.structs.replace(model, windowed=())
+    less = 6.0 * 2 * 8 * 256 * (S - min(width, S))
+    assert without.flops_per_token(S) - model.flops_per_token(S) == pytest.approx(less)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(16, 2 * S), st.integers(1, 1024), st.integers(0, 4), st.sampled_from([1024, S, 32768]), st.booleans()
+)
+def test_less_is_never_slower(window: int, wider: int, count: int, sequence: int, chunked: bool) -> None:
+    """A narrower window, a window at all, chunks of it, one layer more that has it."""
+
+    def seconds(**fields: Any) -> float:
+        model = msgspec.structs.replace(MODEL, **fields)
+        return layouts.predict(model, H100, global_batch=4, sequence=sequence, band=False).step_s
+
+    made: dict[str, Any] = {"window": window, "windowed": tuple(range(count)), "chunked": chunked}
+    found = seconds(**made)
+    slack = 1 + 1e-9
+    assert found <= seconds() * slack
+    assert found <= seconds(**{**made, "window": window + wider}) * slack
+    assert found >= seconds(**{**made, "chunked": True}) / slack
+    assert found >= seconds(**{**made, "windowed": tuple(range(4))}) / slack
+
+
+def test_layers_are_those_of_their_places_in_every_stage() -> None:
+    kinds = [(place in MIXED.sparse_layers, place in MIXED.windowed) for place in range(6)]
+    assert kinds == [(False, True), (True, True), (False, False), (True, True), (False, True), (True, False)]
+    for pp, chunks in ((1, 1), (2, 1), (3, 2), (3, 1)):
+        found = split_layers(MIXED, Layout(pp=pp, chunks=chunks))
+        size = 6 // len(found)
+        expected = [Counter(kinds[at : at + size]) for at in range(0, 6, size)]
+        assert [chunk.kinds for chunk in found] == expected
+
+
+def test_a_norm_more_is_moved_kept_and_held() -> None:
+    """Two of 4 norms behind the others: what a norm moves twice in forward and four times in backward."""
+    two = msgspec.structs.replace(MIXED, norms=2)
+    layout, job = Layout(tp=2), Job(global_batch=1, sequence=S)
+    moved, kept, held = (
+        [each(model) for model in (two, MIXED)]
+        for each in (
+            lambda model: sum(
+                work.bytes
+                for each in (LayerBuilder(model, layout, job, APART).layer(sparse=False),)
+                for work in (*each.forward, *each.input)
+                if isinstance(work, Traffic)
+            ),
+            lambda model: LayerMemory(model, layout, job, APART).kept(sparse=False),
+            lambda model: parameters(model, layout).dense,
+        )
+    )
+    assert moved[1] - moved[0] == 2 * (2 + 4) * 2 * S / 2 * H
+    assert kept[1] - kept[0] == 2 * 2 * 2 * S / 2 * H
+    assert held[1] - held[0] == 6 * 2 * H
+    assert MIXED.parameters - two.parameters == 6 * 2 * H
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3-70b", "gpt3-13b", "mixtral-8x7b", "deepseek-v3", "llama-3.2-1b", pytest.param(MIXED, id="mixed")]
+)
 @pytest.mark.parametrize("fields", [{}, {"tp": 4, "ep": 4}, {"pp": 4}])
-def test_ranks_hold_the_models_parameters(name: str, fields: dict[str, int]) -> None:
+def test_ranks_hold_the_models_parameters(name: str | Transformer, fields: dict[str, int]) -> None:
     model, layout = layouts.transformer(name), Layout(**fields)
     held = [rank_parameters(model, layout, stage) for stage in split_layers(model, layout)]
     dense = sum(one.dense for one in held)
     assert sum(one.expert for one in held) * layout.ep == model.expert_layers * model.expert_parameters
     # Of norms, and of a matrix that is not cut, every rank has all; of a tied head on another stage there are two.
-    alike = model.layers * (2 if model.rms_norm else 4) * model.hidden
+    alike = model.layers * model.norms * (1 if model.rms_norm else 2) * model.hidden
     alike += sum(one.parameters for one in model.attention if one.split == "none") * model.layers
     alike += model.expert_layers * model.router.parameters
     copies = (layout.tp - 1) * alike + (model.head.parameters if model.tied and layout.pp > 1 else 0)
@@ -302,7 +391,7 @@ def test_parts_of_experts_steps_add_up(
     assert min(found.breakdown.parts.values()) >= 0
 
 
-@pytest.mark.parametrize("model", [MODEL, EXPERTS, LATENT], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [MODEL, EXPERTS, LATENT, MIXED], ids=lambda model: model.name)
 def test_stages_do_together_what_one_does(model: Transformer) -> None:
     def parts(**fields: Any) -> list[float]:
         layout = Layout(**fields)

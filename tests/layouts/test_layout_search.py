@@ -16,7 +16,7 @@ from backbeat.layouts.layout_search import RECOMPUTE
 JOB: dict[str, Any] = {"global_batch": 128, "sequence": 4096}
 
 
-@pytest.mark.parametrize("model", ["llama-3-70b", "mixtral-8x7b"])
+@pytest.mark.parametrize("model", ["llama-3-70b", pytest.param("mixtral-8x7b", marks=pytest.mark.long)])
 def test_ranked_layouts_fit_use_all_gpus_and_repeat(model: str) -> None:
     found = layouts.search(model, "dgx-h100", gpus=64, **JOB)
     assert 0 < len(found) <= 10

@@ -83,7 +83,11 @@ def test_models_come_from_names_configs_and_fields(tmp_path: Path) -> None:
     assert layouts.transformer({"model_type": "seeing", "text_config": mixtral}).experts == 8
     fields = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 100}
     assert layouts.transformer(fields).layers == 2
-    for wrong, why in (("llama-3-7b", "did you mean"), ({"layers": 2, "hidden": 0}, "hidden"), ({"a": 1}, "no hidden")):
+    for wrong, why in (
+        ("llama-3-7b", "did you mean"),
+        ({"layers": 2, "hidden": 0}, "hidden"),
+        ({"a": 1}, "no model_type"),
+    ):
         with pytest.raises(bb.InputError, match=why):
             layouts.transformer(wrong)  # type: ignore[arg-type]
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backbeat.layouts.pipeline import _simulated, _Transfers, closed_form, run_pipeline
-from backbeat.layouts.stage_programs import in_flight, order
 from backbeat.layouts.stage_times import StageTimes
+from backbeat.steps.stage_programs import in_flight, order
 
 seconds = st.floats(0.1, 5.0)
 

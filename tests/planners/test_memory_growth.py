@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from backbeat.api import plan
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile
-from backbeat.planners.max_batch import _planned, batches, growth, largest_looked_at
+from backbeat.model.batches import join
+from backbeat.planners.max_batch import _planned, batches, growth, largest_batch, largest_looked_at
 from backbeat.planners.memory_plan import usable
 from backbeat.simulate.batch import at_batch
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import resnet152
-from tests.problems import affine
+from tests.problems import affine, make_profile
 
 GB = 10**9
 
 
 def test_in_proportion_and_through_two_profiles_agree_where_all_is_proportional() -> None:
     one, two, wanted = resnet152(64), resnet152(128), resnet152(96)
-    by_proportion, through = at_batch(one, 96), at_batch(one, 96, two)
+    by_proportion, through = at_batch(one, 96), at_batch(join(one, two), 96)
     for there in (by_proportion, through):
         assert there.batch_size == 96
         assert memory_timeline(there, MemoryPlan()).peak_bytes == pytest.approx(
@@ -33,15 +36,15 @@ def test_in_proportion_and_through_two_profiles_agree_where_all_is_proportional(
 
 
 def test_what_is_fixed_does_not_grow_with_two_profiles() -> None:
-    def with_fixed_part(batch: int) -> object:
+    def with_fixed_part(batch: int) -> Profile:
         profile = resnet152(batch)
         blocks = tuple(replace(block, saved_bytes=block.saved_bytes + GB // 100) for block in profile.blocks)
         return replace(profile, blocks=blocks)
 
     one, two, wanted = (with_fixed_part(batch) for batch in (64, 128, 256))
-    there = at_batch(one, 256, two)  # type: ignore[arg-type]
-    assert [block.saved_bytes for block in there.blocks] == [block.saved_bytes for block in wanted.blocks]  # type: ignore[attr-defined]
-    assert at_batch(one, 256).blocks[0].saved_bytes > there.blocks[0].saved_bytes  # type: ignore[arg-type]
+    there = at_batch(join(one, two), 256)
+    assert [block.saved_bytes for block in there.blocks] == [block.saved_bytes for block in wanted.blocks]
+    assert at_batch(one, 256).blocks[0].saved_bytes > there.blocks[0].saved_bytes
 
 
 def test_weights_do_not_grow() -> None:
@@ -63,15 +66,16 @@ def test_the_search_ends_at_a_batch_that_can_be_asked_for() -> None:
     assert batches(profile, 10**18) == (largest_looked_at(profile),) * 2
 
 
-def test_other_models_and_no_samples_are_refused() -> None:
+def test_a_batch_measured_without_these_blocks_does_not_count() -> None:
     one = resnet152(64)
-    other = replace(resnet152(128), blocks=one.blocks[:-1])
-    with pytest.raises(InputError, match="different blocks"):
-        batches(one, 8 * GB, other)
+    pair = join(one, replace(resnet152(128), blocks=one.blocks[:-1]))
+    assert batches(pair, 8 * GB) == batches(one, 8 * GB)
+
+
+def test_no_samples_are_refused() -> None:
+    one = resnet152(64)
     with pytest.raises(InputError, match="at least one sample"):
         at_batch(one, 0)
-    with pytest.raises(InputError, match="two different"):
-        at_batch(one, 96, one)
     with pytest.raises(InputError, match="not even a batch of one"):
         batches(one, GB // 2)
 
@@ -97,4 +101,26 @@ def test_where_no_batch_can_be_planned_the_reason_of_the_smallest_is_told() -> N
         raise InputError(f"nothing fits a batch of {profile.batch_size}")
 
     with pytest.raises(InputError, match=r"batch of 1$"):
-        _planned(Profile.load("gpt2-b8-bf16-h200"), 8, None, refused)
+        _planned(Profile.load("gpt2-b8-bf16-h200"), 8, refused)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**8)), min_size=1, max_size=5),
+    st.integers(0, 10**12),
+    st.integers(1, 100),
+)
+def test_the_largest_batch_is_found_whatever_takes_most(
+    moments: list[tuple[int, int]], room: int, profiled: int
+) -> None:
+    """What each moment holds is a fixed part and one that grows with the batch."""
+    profile = replace(make_profile([4], [1e-3]), batch_size=profiled)
+
+    def peak(there: Profile) -> int:
+        return max(fixed + there.batch_size * each for fixed, each in moments)
+
+    found = largest_batch(profile, room, peak)
+    assert found == 0 or peak(at_batch(profile, found)) <= room
+    if found < largest_looked_at(profile):
+        assert peak(at_batch(profile, found + (1 if found < 32 else 8))) > room
+    if peak(profile) <= room:
+        assert found >= profiled

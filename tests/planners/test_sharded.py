@@ -293,21 +293,24 @@ def test_profiles_without_memory_figures_have_no_budget() -> None:
         bb.plan(profile, network, "sharded", memory_bytes=10**10)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(models(), clusters())
-def test_decoupled_keeps_every_unit_and_is_not_slower_than_zero2(profile: Profile, network: Network) -> None:
-    plan = bb.plan(profile, network, "decoupled")
-    assert plan.sharding is not None
-    assert plan.sharding.mesh.replicate == 1
-    assert not any(unit.reshard for unit in plan.sharding.units)
-    assert bb.predict(profile, network, plan).iteration_s <= bb.predict(profile, network, "zero2").iteration_s * 1.011
+def test_units_that_stay_whole_are_weighed_however_they_are_cut(profile: Profile, network: Network) -> None:
+    """The decoupled schedule: reduce-scatters behind backward, all-gathers behind the next forward."""
+    problem = ShardProblem(profile, network, StrategyOptions())
+    every = [
+        ShardChoice(ends=ends, shard=network.workers, kept=(True,) * len(ends))
+        for ends in every_units(len(problem.names))
+        if problem.breaks <= set(ends)
+    ]
+    search = ShardSearch(ShardProblem(profile, network, StrategyOptions()), None)
+    assert search.simplest(search.run()).seconds <= min(map(problem.seconds, every)) * 1.011
 
 
-@pytest.mark.parametrize("strategy", ["sharded", "decoupled"])
-def test_no_unit_reaches_across_parameters_of_the_root(strategy: str) -> None:
+def test_no_unit_reaches_across_parameters_of_the_root() -> None:
     """Latencies are long: large units would be faster if they could be."""
     names = ["embed", "encoder.0", "encoder.1", "bridge", "decoder.0", "decoder.1", "head"]
-    plan = bb.plan(chain([(0.1, 0.2, 1)] * 7, names), affine(5e-3, 1e-10), strategy)
+    plan = bb.plan(chain([(0.1, 0.2, 1)] * 7, names), affine(5e-3, 1e-10), "sharded")
     assert plan.sharding is not None
     assert [list(unit.modules[:2]) for unit in plan.sharding.units] == [names[1:3], names[4:6]]
 
@@ -344,7 +347,6 @@ def test_a_shard_group_is_of_whole_nodes_or_of_equal_parts_of_one(workers: int, 
         StrategyOptions(),
     )
     assert ShardSearch(problem, None).shards() == shards
-    assert ShardSearch(problem, None, whole=True).shards() == [workers]
 
 
 def test_a_block_computed_again_adds_its_forward_to_the_step() -> None:
@@ -355,9 +357,8 @@ def test_a_block_computed_again_adds_its_forward_to_the_step() -> None:
     assert np.diff(times) == pytest.approx([4e-3] * 3, rel=0.01)
 
 
-@pytest.mark.parametrize("strategy", ["sharded", "decoupled"])
-def test_parameters_outside_of_modules_make_no_units(strategy: str) -> None:
+def test_parameters_outside_of_modules_make_no_units() -> None:
     profile = make_profile([4000], [1.0])
     profile = replace(profile, gradients=(replace(profile.gradients[0], name="w"),))
     with pytest.raises(InputError, match="no modules to make units of"):
-        bb.plan(profile, Network.load("10gbe"), strategy)
+        bb.plan(profile, Network.load("10gbe"), "sharded")

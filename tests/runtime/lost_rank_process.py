@@ -1,9 +1,11 @@
-"""One rank of a job whose last rank dies in mid-backward; the others go on training. `compressed`: under top-k."""
+"""One rank of a job whose last rank dies in mid-backward; the others go on training. `compressed`: under top-k.
+`killed`: by a signal, and each of torchrun's agents stands for a machine."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,7 @@ from scenario_rig import small_plan
 
 from backbeat.model.plan import Compression
 from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.reduce import peers
 
 HEALTHY = 3
 STUCK_S = 45
@@ -26,6 +29,9 @@ STUCK_S = 45
 
 def main() -> None:
     faulthandler.dump_traceback_later(STUCK_S)
+    killed = sys.argv[1:] == ["killed"]
+    if killed:
+        peers.machine = lambda: f"machine {os.environ['GROUP_RANK']}"
     device = torch.device(os.environ.get("BACKBEAT_TEST_DEVICE", "cpu"))
     torch.set_num_threads(1)
     if device.type == "cuda":
@@ -45,7 +51,7 @@ def main() -> None:
     wrapped = DistributedDataParallel(model, plan=plan)
     for step in range(HEALTHY + 20):
         if step == HEALTHY and dist.get_rank() == dist.get_world_size() - 1:
-            model.call = lambda: os._exit(1)
+            model.call = lambda: os.kill(os.getpid(), signal.SIGKILL) if killed else os._exit(1)
         wrapped.zero_grad()
         wrapped(torch.ones(3, 6, device=device)).square().sum().backward()
         if device.type == "cuda":

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from datetime import timedelta
 from typing import Any
@@ -189,10 +189,6 @@ def rank_skips_a_backward(ctx: Context) -> str:
 @check
 def rank_runs_two_models_in_another_order(ctx: Context) -> str:
     """Two wrapped models whose backwards the last rank runs the other way round: each names the other's backward."""
-
-    class Second(nn.Linear):
-        pass
-
     first = DistributedDataParallel(ctx.build(lambda: nn.Linear(6, 6)))
     second = DistributedDataParallel(ctx.build(lambda: Second(6, 6)))
     for step in range(2):
@@ -205,6 +201,45 @@ def rank_runs_two_models_in_another_order(ctx: Context) -> str:
     assert "in the same order on every rank" in message, message
     assert "does not answer" not in message, message
     return message
+
+
+class First(nn.Linear):
+    pass
+
+
+class Second(nn.Linear):
+    pass
+
+
+class Third(nn.Linear):
+    pass
+
+
+def _forwards_in_order(ctx: Context, order: Sequence[int]) -> str:
+    """Three wrapped models and one backward of all; the last rank runs their forwards in this order. Each rank waits in
+    the model whose forward came last of those that are not through, and the others say in which."""
+    kinds = (First, Second, Third)
+    wrapped = [DistributedDataParallel(ctx.build(lambda kind=kind: kind(6, 6))) for kind in kinds]
+
+    def step(order: Sequence[int]) -> None:
+        sum(wrapped[index](ctx.data(3, 6, step=0, rank=ctx.rank)).square().sum() for index in order).backward()
+
+    for _ in range(2):
+        step(range(3))
+    at = max(at for at in range(3) if order[at] != at)
+    last = ctx.rank == ctx.size - 1
+    message = raises(CommunicationError, lambda: step(order if last else range(3)))
+    other, waits_in = (0, at) if last else (ctx.size - 1, order[at])
+    assert f"rank {other} is in the backward of another wrapped model ({kinds[waits_in].__name__})" in message, message
+    assert "in the same order on every rank" in message, message
+    assert "does not answer" not in message, message
+    return message
+
+
+for _order in ((2, 1, 0), (1, 2, 0), (1, 0, 2)):
+    CHECKS[f"rank_forwards_in_order_{''.join(map(str, _order))}"] = Scenario(
+        lambda ctx, order=_order: _forwards_in_order(ctx, order), "one backward of several models"
+    )
 
 
 @check

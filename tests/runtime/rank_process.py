@@ -64,6 +64,7 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     import scenario_rig
     import sharded_checks
     import sharded_order_checks
+    import stock_checks
     import torch
     import torch.distributed as dist
 
@@ -107,6 +108,7 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
             **sharded_checks.CHECKS,
             **sharded_checks.JOBS,
             **sharded_order_checks.CHECKS,
+            **stock_checks.CHECKS,
         }
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}
     except AssertionError as error:

@@ -68,7 +68,7 @@ def plans(ctx: Context) -> dict[str, Plan]:
 
 
 def lower_units(ctx: Context, dtype: str) -> Plan:
-    """As `auto` has them with `precision=`: decoupled, gathered in that dtype, gradients reduced in fp32."""
+    """As `auto` has them with `precision=`: kept after forward, gathered in that dtype, gradients reduced in fp32."""
     return plan_of(ctx, PAIRS, reshard=False, prefetch=1, param_dtype=dtype)
 
 

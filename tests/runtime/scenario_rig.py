@@ -43,6 +43,8 @@ class Context:
             return wrapped
         if self.route == "two-communicators":
             options["communicators"] = 2
+        if self.route == "skipping":
+            options["skip_all_reduce_unused_params"] = True
         reducer = "ddp" if self.route == "ddp" else "backbeat"
         if reducer == "ddp":
             options.pop("strict", None)

@@ -210,8 +210,6 @@ def comm_hooks(ctx: Context) -> None:
 def comm_hook_unused(ctx: Context) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    if ctx.route == "decoupled":
-        raise SkipScenarioError("decoupled plans refuse communication hooks by name")
     wrapped, oracle = start(ctx, Branches)
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
 

@@ -10,9 +10,13 @@ from rank_pool import DEVICE, SIZES, RankPool
 from recipe_checks import CHECKS
 
 ON_FOUR = {"recipe_resumed_by_other_ranks"}
+# Compiled block by block is tried in `make test`.
+LONG = {"recipe_compiled_as_one"}
 
 
-@pytest.mark.parametrize("name", sorted(CHECKS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in sorted(CHECKS)]
+)
 def test_recipe(name: str, ranks: Callable[[int], RankPool]) -> None:
     size = 4 if name in ON_FOUR else 2
     if size not in SIZES:

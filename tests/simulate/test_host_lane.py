@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Gradient, MemoryPlan, Profile, Segment
+from backbeat.model.batches import join
 from backbeat.model.collective_times import ShardedHost, ShardedTimes
 from backbeat.report.words.answer import limit
 from backbeat.simulate.batch import at_batch
@@ -244,7 +245,7 @@ def test_a_larger_batch_gives_the_device_more_and_the_host_as_much() -> None:
     assert twice.single_s == pytest.approx(profile.single_s)
     assert eight.single_s == pytest.approx(8 * 6e-3)
     assert HostLane.of(eight).micro_batch_s == pytest.approx(12e-3)
-    between = at_batch(profile, 4 * profile.batch_size, eight)
+    between = at_batch(join(profile, eight), 4 * profile.batch_size)
     assert between.device_s == pytest.approx(6e-3 + (48e-3 - 6e-3) * 3 / 7)
 
 

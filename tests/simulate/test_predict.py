@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, Source, Topology, WorkersRow
+from backbeat.model.batches import join
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.simulate.batch import at_batch
 from backbeat.simulate.predict import knee
@@ -147,18 +148,14 @@ def test_the_knee_is_where_added_workers_stop_paying() -> None:
     assert knee([bb.predict(TWO, affine(0, 0), "single")]) is None
 
 
-def test_batches_between_two_profiles() -> None:
+def test_batches_between_two_that_were_measured() -> None:
     small = make_profile([100, 100], [1e-3, 2e-3], forward=1e-3)
     large = replace(make_profile([100, 100], [4e-3, 8e-3], forward=4e-3), batch_size=4)
-    middle = at_batch(small, 2, large)
+    middle = at_batch(join(small, large), 2)
     assert middle.batch_size == 2
     assert middle.forward_s == pytest.approx(2e-3)
     assert middle.ready.tolist() == pytest.approx([2e-3, 4e-3])
-    assert any("extrapolated" in note for note in at_batch(small, 16, large).notes)
-    with pytest.raises(bb.InputError, match="both have batch size"):
-        at_batch(small, 2, small)
-    with pytest.raises(bb.InputError, match="different gradients"):
-        at_batch(small, 2, replace(make_profile([100], [1e-3]), batch_size=4))
+    assert any("extrapolated" in note for note in at_batch(join(small, large), 16).notes)
 
 
 def test_iteration_times_are_of_all_micro_batches_measured() -> None:

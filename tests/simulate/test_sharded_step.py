@@ -146,7 +146,7 @@ def test_two_communicators_share_the_link_as_gathers_and_scatters_were_measured_
 
 
 @settings(max_examples=30)
-@given(chains(most=5), networks(), st.sampled_from(["fsdp", "zero2", "decoupled", "hsdp:2"]), st.integers(1, 3))
+@given(chains(most=5), networks(), st.sampled_from(["fsdp", "zero2", "sharded", "hsdp:2"]), st.integers(1, 3))
 def test_on_gloo_everything_comes_one_after_the_other(
     profile: Profile, network: Network, strategy: str, micro_batches: int
 ) -> None:

@@ -23,7 +23,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "validation" / "soak" / "soak.py"
     ("plan", "kinds", "faults", "restarts"),
     [
         # A damaged plan is found by a rank that starts again: another one is killed for it.
-        ("buckets", "delay,disk,freeze,plan", ["delay", "disk", "freeze", "plan"], 1),
+        pytest.param(
+            "buckets", "delay,disk,freeze,plan", ["delay", "disk", "freeze", "plan"], 1, marks=pytest.mark.long
+        ),
         # Whatever shrinks grows again.
         ("units", "disk,shrink", ["disk", "grow", "shrink"], 2),
     ],

@@ -60,7 +60,7 @@ def test_what_is_no_side_model_or_task_is_refused(scripts: dict[str, ModuleType]
             scripts["compare"].parsed(["folder", *arguments])
     with pytest.raises(InputError, match="there are text small"):
         scripts["to_loss"].parsed(["folder", "--size", "huge"])
-    given = scripts["compare"].parsed(["folder", "--sides", "ddp,decoupled:fp32:fp32", "--bandwidth", "5gbit,25gbit"])
+    given = scripts["compare"].parsed(["folder", "--sides", "ddp,sharded:fp32:fp32", "--bandwidth", "5gbit,25gbit"])
     assert given.bandwidth == [5e9, 25e9]
     assert len(given.models) == 6
 
@@ -81,7 +81,7 @@ def test_half_of_the_models_are_transformers_and_have_layers(scripts: dict[str, 
 def test_plans_take_the_dtypes_that_a_side_names(scripts: dict[str, ModuleType]) -> None:
     planned = scripts["sides"].planned
     gpt2 = Profile.load("gpt2-b8-bf16-h200")
-    for name, dtypes in (("decoupled", ("bf16", "fp32")), ("decoupled:fp32:bf16", ("fp32", "bf16"))):
+    for name, dtypes in (("sharded", ("bf16", "fp32")), ("sharded:fp32:bf16", ("fp32", "bf16"))):
         sharding = planned(name, gpt2, network()).sharding
         assert (sharding.param_dtype, sharding.reduce_dtype) == dtypes
         assert not any(unit.reshard for unit in sharding.units)

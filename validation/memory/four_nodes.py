@@ -13,7 +13,7 @@ Five rows for each bandwidth:
     compressed   top-k, everything kept, the largest batch that fits
     both     top-k with a memory plan, at the batch predicted to be fastest
 
-Batches are found as `backbeat plan --max-batch` finds them, or given with `--batches`. `memory` and `both` take the
+Batches are those of `backbeat.planners.max_batch.growth`, or given with `--batches`. `memory` and `both` take the
 fastest batch among those that need a memory plan, whether or not keeping everything at a smaller one is predicted to
 be faster still. Nodes are built and calibrated once for each bandwidth; the model is profiled at two batch sizes, once
 for all of them. Every row is a training of its own, so that the peak is its own. The budget is planned for, not
@@ -45,6 +45,7 @@ from backbeat.lab.jobs import ROUNDS, per_round
 from backbeat.lab.plans import PlanChoice
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
+from backbeat.model.batches import join
 from backbeat.model.files import write
 from backbeat.planners.max_batch import GrownBatch, growth
 from backbeat.simulate import predict
@@ -102,7 +103,7 @@ class Planner:
         density: float,
         batches: dict[str, int] | None,
     ) -> None:
-        self._one, self._two = profiles[0], profiles[1] if len(profiles) > 1 else None
+        self._one = join(*profiles)
         self._network = network
         self._budget = budget
         self._density = density
@@ -121,7 +122,7 @@ class Planner:
 
     def _at(self, batch_size: int, way: Way, memory: MemoryPlan | None) -> Planned:
         """A batch that is given; `memory` None: planned for the budget."""
-        there = at_batch(self._one, batch_size, self._two)
+        there = at_batch(self._one, batch_size)
         made = self._make(there, way.strategy, self._budget if memory is None else None)
         if memory is not None:
             made = msgspec.structs.replace(made, memory=memory)
@@ -151,7 +152,6 @@ class Planner:
                 self._network,
                 self._budget,
                 lambda there: self._make(there, strategy, self._budget),
-                self._two,
             )
         return self.growths[strategy]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from backbeat.model import Network, Plan, Profile
+from backbeat.model.batches import join
 from backbeat.simulate import predict
 from backbeat.simulate.batch import at_batch
 
@@ -50,10 +51,10 @@ def nodes(rate: str) -> None:
     folder = HERE / "four_nodes"
     table = json.loads((folder / f"nccl-4n-{rate}gbit.json").read_text())
     network = msgspec.convert({key: value for key, value in table["network"].items() if key != "schema"}, Network)
-    one, two = (Profile.load(folder / f"resnet50-b{size}-bf16-h200.profile.json") for size in (16, 64))
+    pair = join(*(Profile.load(folder / f"resnet50-b{size}-bf16-h200.profile.json") for size in (16, 64)))
     for key, row in table["rows"].items():
         plan = Plan.load(folder / f"nccl-4n-{rate}gbit-{key}.plan.json")
-        whole = at_batch(one, row["batch_size"], two)
+        whole = at_batch(pair, row["batch_size"])
         assert whole.host_link is not None
         shared = msgspec.structs.replace(whole, host_link=whole.host_link.shared_by(NODES))
         even = msgspec.structs.replace(shared, iteration_s=())

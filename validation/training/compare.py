@@ -3,7 +3,7 @@
     python validation/training/compare.py FOLDER --backend nccl --nodes 4 --bandwidth 10gbit,25gbit,5gbit \
         --precision bf16 --limit 9min
     python validation/training/compare.py FOLDER --nodes 2 --bandwidth 200mbit --models decoder,residuals --limit 5min
-    python validation/training/compare.py FOLDER --sides ddp,decoupled:fp32:fp32,decoupled:bf16:fp32 \
+    python validation/training/compare.py FOLDER --sides ddp,sharded:fp32:fp32,sharded:bf16:fp32 \
         --removed build/decoupled …
 
 Nodes are the lab's: network namespaces with shaped links, on one machine. For each bandwidth and model, `auto` searches

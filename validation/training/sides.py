@@ -2,7 +2,7 @@
 
 A *side* is a way to train: `ddp` (torch's own), `tuned` (the same with the bucket size that was fastest of some),
 `fsdp2` (torch's `fully_shard` on each layer, as its tutorial has it), `auto` (`parallelize(plan="auto")`), a strategy,
-or a sharded strategy with the dtypes of its all-gathers and reduce-scatters, like `decoupled:fp32:fp32`. `memory` is
+or a sharded strategy with the dtypes of its all-gathers and reduce-scatters, like `sharded:fp32:fp32`. `memory` is
 `best` within a budget that holds a share of the activations, `auto_memory` the same by
 `parallelize(plan="auto", memory=…)`, `auto_compressed` by `parallelize(plan="auto", compression="allow")`.
 
@@ -66,7 +66,7 @@ def check_side(name: str) -> None:
         return
     if strategy not in SHARDED or len(dtypes) != 2:
         raise InputError(f"{name!r} is no side: there are {', '.join(OWN)}, strategies, and strategies that shard with "
-                         "two dtypes, like decoupled:bf16:fp32")  # fmt: skip
+                         "two dtypes, like sharded:bf16:fp32")  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -213,7 +213,7 @@ def planned(name: str, profile: Profile, network: Network) -> Plan:
         return make_plan(profile, network, "best", memory_bytes=memory_budget(profile))
     strategy, *dtypes = name.split(":")
     choices: dict[str, Any] = {}
-    if strategy in ("decoupled", "sharded"):
+    if strategy == "sharded":
         choices["torch_version"] = ".".join(torch.__version__.split(".")[:2])
     if not dtypes:
         return make_plan(profile, network, strategy, **choices)

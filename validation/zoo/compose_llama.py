@@ -26,7 +26,7 @@ def composed(folder: Path, model: str) -> Profile:
     if not isinstance(made.source, Source):
         return made
     command = (
-        f"backbeat profile backbeat.zoo.models:{model.replace('-', '_')} --batch-size {made.batch_size} "
+        f"backbeat profile backbeat.zoo.models:{model.replace('-', '_')} --batch {made.batch_size} "
         "--precision bf16 --device cuda --optimizer adamw --from-layers 2,4"
     )
     return replace(made, source=replace(made.source, command=command))

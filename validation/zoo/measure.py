@@ -282,7 +282,7 @@ def _path(
 def _command(model: Model, batch_size: int, precision: str, device: torch.device, options: argparse.Namespace) -> str:
     optimizer = f" --optimizer {options.optimizer}" if options.optimizer else ""
     return (
-        f"backbeat profile backbeat.zoo.models:{model.factory} --batch-size {batch_size} --precision {precision} "
+        f"backbeat profile backbeat.zoo.models:{model.factory} --batch {batch_size} --precision {precision} "
         f"--device {device.type}{optimizer}{' --compile' if options.compile else ''}"
     )
 

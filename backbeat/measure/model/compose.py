@@ -20,17 +20,21 @@ _ALIKE = ("model", "batch_size", "precision", "device", "accumulation", "optimiz
 _TIMES = ("forward_s", "backward_s", "update_s")
 _OPTIONAL = [name for name in Profile.GROWTH.layers if name not in (*_TIMES, "buffer_bytes")]
 _DIGITS = 8
+_AMISS = 0.05
+"""Where fewer layers took longer than more, a layer is taken to need none of that time. The whole may be too long by
+this share of it."""
 
 
 def compose_profile(shallow: Profile, deep: Profile, layers: int, *, name: str | None = None) -> Profile:
     """The same model with `layers` layers. `deep` has more layers than `shallow`, three at least."""
     stack = _find_stack(shallow, deep, layers)
-    times = {field: stack.seconds(field, getattr(shallow, field), getattr(deep, field)) for field in _TIMES}
+    times, too_short = _times(shallow, deep, stack)
     one = {field: (times[field] - getattr(deep, field)) / max(stack.more, 1) for field in times}
     made = replace(
         deep,
         **times,
         name=name or deep.name,
+        batches=(),
         gradients=_gradients(deep.gradients, stack, one["forward_s"], one["backward_s"]),
         memory=_memory(shallow.memory, deep.memory, stack),
         buffer_bytes=round(stack.value(shallow.buffer_bytes, deep.buffer_bytes)),
@@ -41,6 +45,7 @@ def compose_profile(shallow: Profile, deep: Profile, layers: int, *, name: str |
             f"composed from measured blocks: {layers} layers from runs with {stack.shallow} and {stack.deep}; a layer "
             f"more is what they differ by: {one['forward_s'] * 1e3:.3g} ms forward, {one['backward_s'] * 1e3:.3g} ms "
             f"backward, {one['update_s'] * 1e3:.3g} ms update; peak memory and the spread of iterations are computed",
+            *too_short,
             *(f"with {stack.deep} layers: {note}" for note in deep.notes),
         ),
     )
@@ -79,16 +84,27 @@ class _Stack:
         """
         return deep + self.more * (deep - shallow) / (self.deep - self.shallow)
 
-    def seconds(self, field: str, shallow: float, deep: float) -> float:
-        if deep <= shallow:
-            raise MeasurementError(
-                f"{field} is {shallow * 1e3:.4g} ms with fewer layers and {deep * 1e3:.4g} ms with more: the machine "
-                "was busy, or a layer is too small to time; measure again, with more layers or a larger batch"
-            )
-        return round(self.value(shallow, deep), _DIGITS)
-
     def optional(self, shallow: float | None, deep: float | None) -> float | None:
         return None if shallow is None or deep is None else max(round(self.value(shallow, deep), _DIGITS), deep)
+
+
+def _times(shallow: Profile, deep: Profile, stack: _Stack) -> tuple[dict[str, float], list[str]]:
+    """What the whole takes; and where a layer is too short to time, what was measured."""
+    sides = {field: (getattr(shallow, field), getattr(deep, field)) for field in _TIMES}
+    times = {field: round(max(stack.value(*side), side[1]), _DIGITS) for field, side in sides.items()}
+    against = [field for field, (fewer, more) in sides.items() if more <= fewer]
+    found = [
+        f"{field} is {fewer * 1e3:.4g} ms with fewer layers and {more * 1e3:.4g} ms with more"
+        for field, (fewer, more) in sides.items()
+        if field in against
+    ]
+    amiss = sum(times[field] - stack.value(*sides[field]) for field in against)
+    if amiss > _AMISS * sum(times.values()) or len(against) == len(_TIMES):
+        raise MeasurementError(
+            f"{found[0]}: the machine was busy, or a layer is too small to time; measure again, with more layers or a "
+            "larger batch"
+        )
+    return times, [f"{one}: a layer is taken to need none of it" for one in found]
 
 
 def _find_stack(shallow: Profile, deep: Profile, layers: int) -> _Stack:

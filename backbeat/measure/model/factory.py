@@ -97,7 +97,7 @@ class Factory:
         if batch_size is not None and batch_size != found:
             raise InputError(
                 f"{self.spec} takes no batch_size and its batch holds {found} samples, not {batch_size}: "
-                "drop --batch-size, or let the factory take batch_size"
+                "drop --batch, or let the factory take batch_size"
             )
         if optimizer is not None and workload.optimizer is not None:
             raise InputError(f"{self.spec} returns an optimizer of its own: drop --optimizer {optimizer}")

@@ -1,8 +1,11 @@
-"""A factory's model, built and measured. Where memory runs out, the error names the batch size that fits."""
+"""A factory's model, built and measured, at one batch size or several. Where memory runs out, the error names the batch
+size that fits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,7 +15,9 @@ from backbeat.measure.model.factory import Factory
 from backbeat.measure.model.inputs import MeasureOptions, parse_device
 from backbeat.measure.model.profiler import MeasuredModel, measure
 from backbeat.measure.model.training_step import OutOfMemoryError, release
+from backbeat.measure.model.turns import in_turns
 from backbeat.model import Profile
+from backbeat.model.batches import join
 from backbeat.model.checks import at_least
 
 
@@ -31,7 +36,7 @@ def measure_factory(factory: Factory, options: MeasureOptions) -> MeasuredModel:
     if size is None:
         raise OutOfMemoryError(f"{message}. {factory.spec} takes no batch_size, so no smaller one was tried")
     fitting = _largest_fitting(factory, size, device, replace(options, iterations=1, warmup=1))
-    advice = f"batch size {fitting} fits: use --batch-size {fitting}" if fitting else "not even batch size 1 fits"
+    advice = f"batch size {fitting} fits: use --batch {fitting}" if fitting else "not even batch size 1 fits"
     raise OutOfMemoryError(f"out of memory at batch size {size}; {advice}")
 
 
@@ -51,15 +56,37 @@ def _build_and_measure(factory: Factory, device: torch.device, options: MeasureO
     return measure(workload.model, workload.batch, workload.loss, named)
 
 
-def compose_factory(factory: Factory, from_layers: tuple[int, int], options: MeasureOptions) -> Profile:
-    """Measure the factory's model with each of two small numbers of layers; compose the profile of the whole from
-    them."""
-    layers = factory.layers
-    measured = []
-    for count in sorted(from_layers):
-        measured.append(measure_factory(factory.with_layers(count), replace(options, name=None)).profile)
-        release(_device(options))
-    return compose_profile(measured[0], measured[1], layers, name=options.name)
+def profile_factory(
+    factory: Factory,
+    options: MeasureOptions,
+    batches: Sequence[int | None] = (None,),
+    from_layers: tuple[int, int] | None = None,
+) -> Profile:
+    """One profile of the factory's model at all of these batch sizes, the first of them its own (None: what the
+    factory chooses). Given two small numbers of layers, it is composed from the model with as many."""
+    layers = None if from_layers is None else factory.layers
+    counts: Sequence[int | None] = (None,) if from_layers is None else sorted(from_layers)
+    sides: dict[str, Callable[[], Profile]] = {}
+    for size in batches:
+        for count in counts:
+            words = [f"batch {size}"] * (size is not None) + [f"{count} layers"] * (count is not None)
+            part = factory if count is None else factory.with_layers(count)
+            named = replace(options, batch_size=size, name=options.name if count is None else None)
+            sides[" and ".join(words)] = partial(_measure_and_release, part, named)
+
+    def whole(found: Sequence[Profile]) -> Profile:
+        if layers is not None:
+            pairs = zip(found[::2], found[1::2], strict=True)
+            found = [compose_profile(few, more, layers, name=options.name) for few, more in pairs]
+        return join(*found)
+
+    return in_turns(sides, whole, accept=options.accept_noise)
+
+
+def _measure_and_release(factory: Factory, options: MeasureOptions) -> Profile:
+    made = measure_factory(factory, options).profile
+    release(_device(options))
+    return made
 
 
 def profile_name(factory: Factory, samples: int | None, options: MeasureOptions, device: torch.device) -> str:

@@ -86,10 +86,14 @@ class Figures:
     sequence_length: int | None
 
     @property
+    def plain_s(self) -> float:
+        """Forward and backward without hooks."""
+        return self.forward_s + self.backward_s
+
+    @property
     def overhead(self) -> float:
         """Forward and backward with their hooks, over the same without."""
-        plain_s = self.forward_s + self.backward_s
-        return (self.hooked.forward_s + self.hooked.backward_s) / plain_s if plain_s > 0 else 1.0
+        return (self.hooked.forward_s + self.hooked.backward_s) / self.plain_s if self.plain_s > 0 else 1.0
 
     def profile(self, *, batch_size: int, notes: Iterable[str], **fields: Any) -> Profile:
         """What every profile holds, however its times were found; and further fields of one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from backbeat.measure.model.inputs import (
     trainable_of,
 )
 from backbeat.measure.model.launch_bound import LaunchBound
+from backbeat.measure.model.noise import MEASURED_TURNS, steady
 from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.training_step import (
     Loss,
@@ -44,17 +45,6 @@ from backbeat.measure.model.training_step import (
 )
 from backbeat.model import Profile
 from backbeat.model.profile import LAUNCH_BOUND
-from backbeat.units import format_seconds
-
-MOST_HOOKED = 1.5
-"""With hooks, forward and backward take at most this many times the plain ones, and at least the inverse. Profiles of
-the zoo lie between 0.85 and 1.16."""
-WIDEST_BAND = 3.0
-"""The ninetieth percentile of the iterations is at most this many times the tenth. Profiles of the zoo reach 1.4."""
-FEWEST_JUDGED = 8
-"""Fewer iterations than this say too little of their spread."""
-SHORTEST_JUDGED_S = 1e-3
-"""Of forward and backward: in less, the hooks themselves are much of the time."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +95,10 @@ def measure(model: torch.nn.Module, batch: Any, loss: Loss, options: MeasureOpti
     current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
     with _failures_explained(samples, where), current, tensor_cores(options.precision, where):
         with put_back(model, given, where) if options.keep else contextlib.nullcontext():
-            figures = measure_training(training, options)
-        found = noise(figures.iteration_s, figures.forward_s + figures.backward_s, figures.overhead)
-        if found is not None and not options.accept_noise:
-            raise MeasurementError(
-                f"the machine was busy: {found}; stop what else runs on it and profile again, or go on with such a "
-                "profile by --accept-noise (accept_noise=True)"
+            # Ranks that measure together cannot each decide to do it again.
+            turns = MEASURED_TURNS if options.ranks is None else 1
+            figures, noise = steady(
+                lambda: measure_training(training, options), accept=options.accept_noise, turns=turns
             )
         topk = options.topk_speed and options.topk_speed(training, sum(figures.gradients.sizes))
     title = options.model_name or type(model).__name__
@@ -125,7 +113,7 @@ def measure(model: torch.nn.Module, batch: Any, loss: Loss, options: MeasureOpti
         source=source(options.command or "backbeat.measure.profile(model, batch, loss)", where),
         notes=(
             *options.notes,
-            *(() if found is None else (f"noise accepted: {found}; predictions are as uncertain",)),
+            *(() if noise is None else (noise,)),
             *((COMPILED_NOTE,) if options.compile_blocks else ()),
             *_notes(training, figures),
         ),
@@ -169,9 +157,8 @@ def host_fields(bound: LaunchBound) -> dict[str, float]:
 
 
 def _notes(training: Training, figures: Figures) -> list[str]:
-    plain_s = figures.forward_s + figures.backward_s
     notes = [
-        f"with hooks, forward and backward took {figures.overhead:.4f} times the plain {plain_s * 1e3:.4g} ms; "
+        f"with hooks, forward and backward took {figures.overhead:.4f} times the plain {figures.plain_s * 1e3:.4g} ms; "
         "ready and forward times are shares of the plain backward and forward"
     ]
     if figures.launch_bound is not None:
@@ -231,37 +218,3 @@ def put_back(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, de
             parameter.grad = gradient
         if optimizer is not None and state is not None:
             optimizer.load_state_dict(state)
-
-
-def band(iteration_s: Sequence[float]) -> tuple[float, float]:
-    """From the tenth to the ninetieth percentile of the iterations; at least one is left out at either end.
-
-    >>> band([5, 1, 2, 3, 4, 9, 3, 3])
-    (2, 5)
-    >>> band([1, 2])
-    (1, 2)
-    """
-    ordered = sorted(iteration_s)
-    left_out = max(1, len(ordered) // 10) if len(ordered) > 2 else 0
-    return ordered[left_out], ordered[-1 - left_out]
-
-
-def noise(iteration_s: Sequence[float], plain_s: float, overhead: float) -> str | None:
-    """What was wrong with a measurement, and how much; None where nothing was, or where it is too short to say.
-
-    `overhead` is what forward and backward take with hooks, over the `plain_s` they take without.
-    """
-    if len(iteration_s) < FEWEST_JUDGED or plain_s < SHORTEST_JUDGED_S:
-        return None
-    low, high = band(iteration_s)
-    if high > WIDEST_BAND * low:
-        return (
-            f"iterations took from {format_seconds(low)} to {format_seconds(high)} (10 to 90 %), "
-            f"{high / low:.1f} times as long where {WIDEST_BAND:g} is the most"
-        )
-    if not 1 / MOST_HOOKED <= overhead <= MOST_HOOKED:
-        return (
-            f"with hooks, forward and backward took {overhead:.3g} times the plain {format_seconds(plain_s)}, "
-            f"where {1 / MOST_HOOKED:.2g} to {MOST_HOOKED:g} is sound"
-        )
-    return None

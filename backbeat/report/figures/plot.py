@@ -55,22 +55,18 @@ def save_scaling(data: Scaling, path: Path, *, title: str = "") -> None:
 
 
 def save(path: Path, draw_on: Callable[[Any], None], *, width: float = 7.2, height: float = 4.4) -> None:
-    """Write what `draw_on` puts on an empty matplotlib figure of this many inches."""
-    write(path, image(path.suffix.lower(), draw_on, width=width, height=height))
-
-
-def image(ending: str, draw_on: Callable[[Any], None], *, width: float = 7.2, height: float = 4.4) -> bytes:
-    """The same figure gives the same bytes."""
+    """Write what `draw_on` puts on an empty matplotlib figure of this many inches. The same figure gives the same
+    bytes."""
     matplotlib = _matplotlib()
     from matplotlib.figure import Figure
 
-    out = io.BytesIO()
+    ending, out = path.suffix.lower(), io.BytesIO()
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure = Figure(figsize=(width, height), layout="constrained")
         draw_on(figure)
         figure.savefig(out, format=ending[1:], dpi=_PNG_DOTS_PER_INCH, metadata=_UNDATED[ending])
-    return out.getvalue()
+    write(path, out.getvalue())
 
 
 def scaling(figure: Any, data: Scaling, *, title: str = "") -> None:

@@ -31,7 +31,7 @@ from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import sharding_headline, sharding_sentences
 from backbeat.report.words.numbers import format_number
 from backbeat.simulate import at_batch
-from backbeat.simulate.batch import sibling
+from backbeat.simulate.batch import with_sibling
 from backbeat.units import format_bytes, format_rate, format_seconds
 
 MOST_GRADIENTS = 20_000
@@ -96,7 +96,7 @@ def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     original = library.profile(state.profile)
     profile = original
     if state.batch not in (None, original.batch_size):
-        profile = replace(at_batch(original, state.batch, sibling(original)), memory=None)
+        profile = replace(at_batch(with_sibling(original), state.batch), memory=None)
     network = scaled_network(library.network(state.network), bandwidth=state.bandwidth, latency=state.latency)
     counts = curve_workers([state.workers])
     many = f", {state.communicators} communicators" if state.communicators > 1 else ""

@@ -11,10 +11,8 @@ from rich.table import Table
 from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import MemoryPlan, Plan, Prediction, Profile, Segment
 from backbeat.model.profile import DTYPE_BYTES
-from backbeat.planners.max_batch import GrownBatch
 from backbeat.report.figures.compared import SHARDED_KINDS
 from backbeat.report.tables.terminal_table import WINNER, fitted_table, table_of
-from backbeat.report.words.numbers import format_number
 from backbeat.simulate.memory_timeline import MemoryTimeline
 from backbeat.simulate.sharded_memory import MemoryLevel
 from backbeat.simulate.sharded_units import ROOT, chain_of
@@ -148,35 +146,6 @@ def policies_table(policies: Mapping[str, Prediction], budget: int) -> Table:
     table = table_of(("policy", "peak", "iteration", "in the budget"), rows, left={"policy"})
     table.rows[0].style = WINNER
     return table
-
-
-def growth_table(points: Sequence[GrownBatch]) -> Table:
-    """Batch sizes with what each takes and gives."""
-    best = max(points, key=lambda point: point.prediction.samples_per_s)
-    rows = [
-        (
-            str(point.batch_size),
-            *(("all", "", "") if point.kept else map(str, mixture(point.plan.memory))),
-            format_bytes(point.prediction.peak_bytes or 0),
-            format_seconds(point.prediction.iteration_s),
-            format_number(point.prediction.samples_per_s) + (" ◀" if point is best else ""),
-        )
-        for point in points
-    ]
-    table = table_of(("batch", "kept", "recomputed", "offloaded", "peak", "iteration", "samples/s"), rows)
-    table.rows[points.index(best)].style = WINNER
-    return table
-
-
-def mixture(memory: MemoryPlan | None) -> tuple[int, int, int]:
-    """Blocks kept, recomputed, and offloaded (their saved tensors, or the input of a recomputed segment)."""
-    kept = again = away = 0
-    for segment in memory.segments if memory else ():
-        count = len(segment.blocks)
-        kept += count if segment.action == "keep" else 0
-        again += count if segment.action == "recompute" else 0
-        away += count if segment.action == "offload" else 1 if segment.input == "offload" else 0
-    return kept, again, away
 
 
 def peak_line(kept: MemoryTimeline, budget: int | None) -> str:

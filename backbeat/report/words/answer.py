@@ -12,6 +12,7 @@ from backbeat.model import Gradient, Network, Prediction, Profile, Source
 from backbeat.planners import SHARDED
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.study import STOCK, Study, chosen
+from backbeat.report.study_row import DeviceFit
 from backbeat.report.words.commands import Settings, sharding_lines, wrapping_lines
 from backbeat.report.words.decision import (
     Verdict,
@@ -148,6 +149,13 @@ def caveats(
         if every or not note.startswith(about) or "joined by" in note
     ]
     return lines if every or len(lines) <= 4 else [*lines[:3], f"* and {len(lines) - 3} more: {shown_by} shows them"]
+
+
+def memory_line(fit: DeviceFit | None, largest_batch: int | None) -> str | None:
+    """Whether it fits the device, and which batches would; None where nobody knows."""
+    if fit is None:
+        return None
+    return f"Memory: {fit}." + (f" Batches of up to {largest_batch:,} per GPU fit." if largest_batch else "")
 
 
 def _scales(study: Study, settings: Settings) -> str:

@@ -163,8 +163,7 @@ def _ddp_as_fast(study: Study, taken: StudyRow) -> Prediction | None:
         return None
     profile = study.given
     if study.global_batch is not None:
-        batch, other = study.global_batch, study.other
-        profile = strong_scaling(profile, batch, taken.workers, accumulation=study.accumulation, other=other)
+        profile = strong_scaling(profile, study.global_batch, taken.workers, accumulation=study.accumulation)
     row = study_row(STOCK, {"strategy": STOCK}, profile, study.network.at(workers=taken.workers), study)
     return row.prediction if row.fits and gain(row.prediction, taken.prediction) < SIMPLER_WITHIN else None
 

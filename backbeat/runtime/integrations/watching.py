@@ -1,6 +1,5 @@
-"""A watched job in the tools that people look at. Each library is imported only where it is used.
+"""A watched job in the logs of trainers. Each library is imported only where it is used.
 
-Watch(model, to=[to_tensorboard(writer), to_wandb(run)])
 Trainer(callbacks=[lightning_watch(log="watch.jsonl")])        # Lightning
 watch_trainer(trainer, log="watch.jsonl")                      # Hugging Face, before trainer.train()
 """
@@ -44,40 +43,9 @@ def scalars(sample: StepSample) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def to_tensorboard(writer: Any) -> Callable[[StepSample], None]:
-    """Into a `SummaryWriter`; alerts as text."""
-
-    def tell(sample: StepSample) -> None:
-        for name, value in scalars(sample).items():
-            writer.add_scalar(name, value, sample.step)
-        _alert(writer, sample)
-
-    return tell
-
-
-def to_wandb(run: Any) -> Callable[[StepSample], None]:
-    """Into a run of Weights & Biases, with the wrapper's step as `backbeat/step`; alerts as its alerts."""
-
-    def tell(sample: StepSample) -> None:
-        # Without `step=`: W&B drops what comes with a smaller step than the loop's own.
-        run.log({"backbeat/step": sample.step, **scalars(sample)})
-        _alert(run, sample)
-
-    return tell
-
-
-def _alert(tool: Any, sample: StepSample) -> None:
-    """As text in a `SummaryWriter`, as an alert of a run of Weights & Biases; other tools have the log's warning."""
-    for alert in sample.alerts:
-        if hasattr(tool, "add_text"):
-            tool.add_text("backbeat/alert", alert, sample.step)
-        elif hasattr(tool, "alert"):
-            tool.alert(title="backbeat", text=f"step {sample.step}: {alert}")
-
-
 def lightning_watch(package: str | None = None, **options: Any) -> Any:
-    """A callback for Lightning's Trainer with `strategy="backbeat"`; samples and alerts go to its loggers too. Takes
-    `Watch`'s options."""
+    """A callback for Lightning's Trainer with `strategy="backbeat"`; samples go to its loggers too. Takes `Watch`'s
+    options."""
     base: Any = importlib.import_module(f"{package or lightning_packages()[0]}.callbacks").Callback
 
     class WatchCallback(base):  # type: ignore[misc]
@@ -85,7 +53,6 @@ def lightning_watch(package: str | None = None, **options: Any) -> Any:
             def tell(sample: StepSample) -> None:
                 for logger in trainer.loggers:
                     logger.log_metrics(scalars(sample), step=sample.step)
-                    _alert(getattr(logger, "experiment", None), sample)
 
             self.watch = Watch(trainer.strategy.model, **_telling(options, tell))
 

@@ -22,7 +22,7 @@ SHARDED_KINDS = ("units", "copies")
 KINDS = ("stock", "buckets", *SHARDED_KINDS, "compressed")
 """From the simplest to the one that changes most."""
 STOCK_REDUCTION = REDUCTIONS["torch-ddp"]
-UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
+UNITS = ("zero2", "hsdp", "fsdp", "sharded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,7 +50,8 @@ def parallelize(
         next run reads it, if it was made for the same ranks, model, batch, device, network, versions and arguments.
     example: for "auto": a batch of this rank, and `loss(model, batch)`, which returns what backward starts from.
         It trains copies of the model; where memory has no room for one, it times the model itself and restores it from
-        the host. Afterwards weights, buffers and random generators are as before.
+        the host. Afterwards weights, buffers, gradients and random generators are as before, also of what else the loss
+        reaches, as a GAN's discriminator; a warning says where the loss reaches more than the model.
     optimizer: for "auto": what to try with: `sgd`, `adam` or `adamw`, or a function of a list of parameters.
     memory: for "auto": what an iteration may take on the device, in bytes or like "6GB".
     compression: for "auto": "allow" lets it take compressed buckets. Then also call `model.attach(optimizer,

@@ -1,5 +1,5 @@
-"""What `parallelize` leaves as it was: it trains copies of the model where memory has room, restores random generators,
-and frees memory."""
+"""What `parallelize` leaves as it was: it trains copies of the model where memory has room, puts back what the loss
+reaches besides, restores random generators, and frees memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,19 +20,24 @@ from torch import nn
 from backbeat.errors import InputError
 from backbeat.measure.model.inputs import kept_random
 from backbeat.measure.model.memory_by_kind import storage_bytes
-from backbeat.measure.model.training_step import is_out_of_memory, release
+from backbeat.measure.model.training_step import Loss, is_out_of_memory, release
 from backbeat.model import Profile
+from backbeat.runtime.parallel.kept_state import KeptState
 from backbeat.units import format_bytes
 
 
 @contextlib.contextmanager
-def preserved_state(device: torch.device) -> Iterator[None]:
-    """Restores the random generators of Python, numpy, torch and the device afterwards, and frees cached memory."""
+def preserved_state(model: nn.Module, loss: Loss, batch: Any, device: torch.device) -> Iterator[Loss]:
+    """Yields the loss to call. Puts back afterwards what `loss(model, batch)` reaches besides the model, and the random
+    generators of Python, numpy, torch and the device; frees cached memory."""
     python, numpy = random.getstate(), np.random.get_state()
+    kept = KeptState(loss, batch)
+    kept.warn(model)
     try:
         with kept_random(device):
-            yield
+            yield kept.loss
     finally:
+        kept.put_back()
         random.setstate(python)
         np.random.set_state(numpy)
         release(device)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -69,8 +70,7 @@ class ParallelSearch:
             taken = self._alone()
         else:
             with heartbeat_of(self.ranks):
-                with preserved_state(self.example.device):
-                    taken = self._run()
+                taken = self._run()
                 self.ranks.agree([encode(taken.plan).decode()], "the plan taken")
             self.ranks.communicators.close()
         if self.ranks.rank == 0:
@@ -83,6 +83,10 @@ class ParallelSearch:
         now = self.request.conditions(self.model, self.ranks, kept=bool(self.path))
         if self.path and (known := self._known(now)) is not None:
             return known
+        with self._preserved_state():
+            return self._measured_outcome(now)
+
+    def _measured_outcome(self, now: MadeFor) -> SearchOutcome:
         profile, unused, alike = self._profile()
         network = self._network(profile)
         if not alike:
@@ -126,7 +130,7 @@ class ParallelSearch:
                 "there is one rank, and memory= plans for several: use DistributedDataParallel(model, memory_budget=…, "
                 "profile=…)"
             )
-        with preserved_state(self.example.device):
+        with self._preserved_state():
             _, unused, _ = self._profile()
         names = tuple(name for name, one in self.model.named_parameters() if one.requires_grad)
         one = Plan(
@@ -138,6 +142,13 @@ class ParallelSearch:
             made_for=MadeFor(ranks=1, unused=unused),
         )
         return SearchOutcome(plan=one, words="stock DDP: there is one rank, and nothing to send")
+
+    @contextlib.contextmanager
+    def _preserved_state(self) -> Iterator[None]:
+        example = self.example
+        with preserved_state(self.model, example.loss, example.batch, example.device) as loss:
+            self.example = replace(example, loss=loss)
+            yield
 
     def _known(self, now: MadeFor) -> SearchOutcome | None:
         """The plan in the file, if it still holds."""

@@ -62,16 +62,16 @@ class Arrivals:
     step: the hooks hold it."""
 
     __slots__ = (
-        "_all_came", "_all_once", "_buckets", "_expected", "_expected_members", "_known", "_missed", "_patience",
-        "arrived_since_reduce", "bucket_of", "late", "missing", "nested", "next_bucket", "outstanding", "report_each",
-        "root", "streams",
+        "_all_came", "_all_once", "_buckets", "_expected", "_expected_members", "_missed", "_patience",
+        "arrived_since_reduce", "bucket_of", "known", "late", "missing", "nested", "next_bucket", "outstanding",
+        "report_each", "root", "streams",
     )  # fmt: skip
 
     def __init__(self, parameters: int, streams: Streams | None = None) -> None:
         self._expected: list[int] = []
         """How often each parameter is expected to arrive."""
-        self._known = False
-        """That was learned from a step."""
+        self.known = False
+        """That was learned from a step: a complete bucket may leave before backward ends."""
         self._all_once = True
         self._all_came = False
         """A step came in between in which nothing was missing."""
@@ -118,7 +118,7 @@ class Arrivals:
 
     def allow_sending(self, *, report_each: bool) -> None:
         """Complete buckets may leave from now on, where it is known how often each parameter arrives."""
-        self.report_each = report_each or not self._known
+        self.report_each = report_each or not self.known
 
     def count(self, index: int, bucket: int) -> bool:
         """Count one arrival of a parameter; True if its bucket is complete."""
@@ -142,17 +142,13 @@ class Arrivals:
         if bucket < self.next_bucket:
             self.late.add(index)
 
-    def may_leave(self, index: int) -> bool:
-        """Whether a complete bucket may leave before backward ends."""
-        return index == self.next_bucket and self._known
-
     def regular(self) -> bool:
         """Every parameter arrived once, in this backward's own graph."""
         return self._all_once and not (self.late or self.nested or any(self.outstanding))
 
     def learn(self, *, regular: bool) -> None:
         """After a step: expect what came. `regular`: every parameter came once on every rank."""
-        if regular and self._known:
+        if regular and self.known:
             self._all_came = True
             return
         if self.nested:
@@ -162,17 +158,17 @@ class Arrivals:
             self._all_came = False
         changed = False
         for index, outstanding in enumerate(self.outstanding):
-            if outstanding < 0 and self._known:
+            if outstanding < 0 and self.known:
                 self._patience[index] *= 2
             elif outstanding > 0:
                 self._missed[index] += 1
-                if self._known and self._missed[index] < self._patience[index]:
+                if self.known and self._missed[index] < self._patience[index]:
                     continue
             self._missed[index] = 0
             if outstanding:
                 self._expected[index] -= outstanding
                 changed = True
-        self._known = True
+        self.known = True
         if changed:
             self._all_once = all(count == 1 for count in self._expected)
             self._expected_members = self._buckets.expected_members(self._expected)
@@ -223,7 +219,8 @@ class GradientHooks:
             missing = arrivals.missing
             left = missing[bucket] - 1
             missing[bucket] = left
-            if not left and bucket == arrivals.next_bucket:
+            # Not only the next bucket: those before it may expect nothing and wait for no gradient of their own.
+            if not left:
                 send_ready()
 
         return parameter.register_post_accumulate_grad_hook(arrived)

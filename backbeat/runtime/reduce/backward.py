@@ -93,23 +93,23 @@ class GraphReach:
         """Some parameters are inside reentrant checkpoints."""
         self._passed = False
         """Since the last forward, a backward has reached an output and seemed to end in no parameter."""
-        self._forwarded = True
+        self.forwarded = True
         """A forward has run since the last backward that was known to end in our parameters, or there was none yet."""
         self._leaf: Any = None
 
     def forward_begins(self) -> None:
         self._passed = False
-        self._forwarded = True
+        self.forwarded = True
 
     def note_announced(self) -> None:
         """An output has announced a backward that ends in our parameters."""
-        self._forwarded = False
+        self.forwarded = False
 
     def note_unannounced(self) -> bool:
         """A gradient arrived though no output announced it. Returns whether it may be of a forward of the wrapper's; it
         is of none where one rank takes gradients of the model inside by itself."""
-        self._hidden = self._hidden or (self._passed and self._forwarded)
-        return self._forwarded
+        self._hidden = self._hidden or (self._passed and self.forwarded)
+        return self.forwarded
 
     def includes(self, parameters: Sequence[Parameter]) -> bool:
         if self._hidden or (self._leaf is not None and _will_execute(self._leaf)):

@@ -17,7 +17,9 @@ def make_report(reducer: Reducer) -> Report:
     tuner, plan, ranks = reducer.tuner, reducer.running_plan, reducer.communicators.size
     known = tuner.running if tuner is not None else None
     recorded = reducer.recorder.steps() or (known.timed if known is not None else ())
-    timed = [found for found in recorded if len(found.launched_s) == len(reducer.buckets)]
+    # Where buckets may be skipped, not all leave in each step.
+    skips = reducer.settings.skip_unused
+    timed = [found for found in recorded if skips or len(found.launched_s) == len(reducer.buckets)]
     forecast, predicted, notes = PlanPrediction(), {}, []
     if plan is not None and plan.predicted is not None:
         forecast = plan.predicted

@@ -38,6 +38,8 @@ class ReducerContext:
     bucket_set: BucketSet = None  # type: ignore[assignment]  # there from the first partition on
     lost: CommunicationError | None = None
     """A collective was lost and the host was not told, so that what it waits for is void; or this rank has given up."""
+    error: str = ""
+    """What the last step that failed has raised."""
     gave_up: str = ""
     """Why this rank takes part in nothing more, for the others' messages."""
     monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands

@@ -20,33 +20,43 @@ gradients, which collective carries it, what becomes of the sum.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch.distributed import DistError
 
+from backbeat.comm.communicators import profiling
 from backbeat.runtime.reduce.bucket import BucketBuffer, BucketMemory, SparseBucket
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
 from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets, SummedStatus
 from backbeat.runtime.reduce.step import InFlight
 
-profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _nothing = nullcontext()
 
 
 class Sender:
     """Sends the buckets of one reducer and waits for them."""
 
-    def __init__(self, context: ReducerContext, exchange: Exchange, status: StatusMessage) -> None:
+    def __init__(
+        self, context: ReducerContext, exchange: Exchange, status: StatusMessage, *, skip_unused: bool
+    ) -> None:
         self._context = context
         self._step = context.step
         self._status = status
         self.exchange = exchange
+        self._skip_unused = skip_unused
+        self._skipped: Set[int] = frozenset()
+        """Buckets that no rank used in the step before: they leave only where the status says that some rank did now.
+        The same on every rank."""
         # A GPU's gradients come from threads of autograd's own.
         self._lock = threading.RLock()
+
+    def skip_none(self) -> None:
+        """In the next step every bucket leaves: they are other buckets."""
+        self._skipped = frozenset()
 
     def send_ready(self) -> None:
         """Send every complete bucket, in plan order, but the last: that one carries the step's status and leaves when
@@ -92,6 +102,8 @@ class Sender:
         step.add_taken(bucket, taken)
         if bucket is buckets[-1]:
             self._launch_last(index, bucket)
+        elif index in self._skipped:
+            step.add_skipped(index)
         else:
             self._launch(index, bucket, None)
 
@@ -100,11 +112,15 @@ class Sender:
         step, exchange, status = self._step, self.exchange, self._status
         if step.arrivals.late:
             step.arrivals.late -= exchange.absorb_late(step.arrivals.late)
-        own = step.set_own_status()
-        if exchange.carries_status(bucket):
+        own = step.set_own_status(sent_all=not self._skipped)
+        skipped = index in self._skipped
+        if exchange.carries_status(bucket) and not skipped:
             self._launch(index, bucket, status.write(own, step.number))
             return
-        self._launch(index, bucket, None)
+        if skipped:
+            step.add_skipped(index)
+        else:
+            self._launch(index, bucket, None)
         message = status.write_alone(own, step.number)
         exchange.add_to_status(message, status.offsets)
         work = self._context.communicators[bucket.spec.communicator].all_reduce(message)
@@ -145,8 +161,13 @@ class Sender:
                 sent.work.wait()
 
     def send_late(self, summed: SummedStatus) -> None:
-        """Send what came after its bucket had left, and add it to what arrived."""
+        """Send what the status asks for: buckets that were skipped and that some rank used, and gradients that came
+        after their bucket had left, which are added to what arrived."""
         context = self._context
+        for index in sorted(self._skipped):
+            if index in summed.late or summed.uses(context.bucket_set.buckets[index].members):
+                self._launch(index, context.bucket_set.buckets[index], None)
+                context.bucket_set.buckets[index].arrived(self.exchange.receive(self._step.in_flight[-1]))
         for index in summed.late:
             bucket = context.bucket_set.buckets[index]
             context.late_buckets += 1
@@ -156,6 +177,9 @@ class Sender:
             for member, count in zip(bucket.members, bucket.add_late(message), strict=True):
                 if count > 0:
                     summed.used[member] = True
+        if self._skip_unused:
+            buckets = enumerate(context.bucket_set.buckets)
+            self._skipped = {index for index, bucket in buckets if not summed.uses(bucket.members)}
 
     def _span(self, what: str, index: int) -> AbstractContextManager[Any]:
         if not profiling():
@@ -208,10 +232,11 @@ class Exchange:
     def wait_for_last(self) -> None:
         """Sleep until the last bucket of every communicator has arrived; those before it then have, too. A thread that
         waits for each bucket in turn is woken for each. `receive` finds what went wrong."""
-        if self.context.communicators.wait_raises:
+        in_flight, bucket_set = self.context.step.in_flight, self.context.bucket_set
+        if self.context.communicators.wait_raises and len(in_flight) == len(bucket_set.buckets):
             with suppress(RuntimeError):
-                for index in self.context.bucket_set.ends:
-                    self.context.step.in_flight[index].work.wait()
+                for index in bucket_set.ends:
+                    in_flight[index].work.wait()
 
     def receive(self, sent: InFlight) -> torch.Tensor:
         """Wait for a bucket's sum."""

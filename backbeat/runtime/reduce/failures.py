@@ -25,7 +25,9 @@ import torch
 from torch._C import _distributed_c10d
 
 from backbeat.comm.communicators import Communicators, abort
+from backbeat.comm.machine import host_name
 from backbeat.errors import do_not_answer, first_line
+from backbeat.runtime.reduce.peers import Ending, Peers
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ POLL_S = 1.0
 """The store is looked at this often for a question."""
 ANSWER_S = 4.0
 """Who asks waits this long for answers."""
+_LOOK_S = 0.1
+"""And looks this often whether who has not answered has ended."""
 _c10d: Any = _distributed_c10d
 _future: Any = torch._C.Future
 IN_FLIGHT, DONE = "", "done"
@@ -53,6 +57,8 @@ class RankState(TypedDict):
 
     step: int
     in_backward: bool
+    waits: bool
+    """Its graph is done: it waits for the others."""
     sent: int
     """Buckets that have left, of so many `buckets`."""
     buckets: int
@@ -61,11 +67,13 @@ class RankState(TypedDict):
     gave_up: str
     """Why the rank takes part in nothing more, where it does not."""
     elsewhere: NotRequired[str]
-    """Another wrapped model, in whose backward the rank is."""
+    """Another wrapped model, in whose backward the rank is, or for whose buckets it waits."""
 
 
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 """Of every wrapper in this process."""
+_said: list[int] = []
+"""The process whose end was told. What ends after it mostly ends for it."""
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """Those that talk to a store, also of monitors that were stopped."""
 
@@ -80,15 +88,17 @@ class Monitor:
         *,
         model_name: str,
         look: Callable[[], bool] | None,
+        peers: Peers,
     ) -> None:
         """look: called now and then; it returns True once a collective is lost, and the thread then ends.
         model_name: the wrapped model's class, for the messages of other wrappers.
         """
         self.model_name = model_name
+        self.peers = peers
         self._store: Any = communicators.store
         self._own: Any = None
         """The connection of the thread that listens: the store's calls block each other."""
-        self._rank, self._size = communicators.rank, communicators.size
+        self.rank, self._size = communicators.rank, communicators.size
         # The thread must not keep the reducer alive.
         self._state = WeakCall(state)
         self._look = None if look is None else WeakCall(look)
@@ -99,6 +109,7 @@ class Monitor:
     def start(self) -> None:
         if self._size == 1:
             return
+        self.peers.watch(_peer_ended)
         try:
             clone = self._store.clone()
         except Exception as error:
@@ -121,7 +132,7 @@ class Monitor:
                         listens = False
                 except Exception as error:
                     # The store goes away when the job ends, or when the rank that keeps it does.
-                    logger.debug("the monitor of rank %d hears nothing more: %s", self._rank, error)
+                    logger.debug("the monitor of rank %d hears nothing more: %s", self.rank, error)
                     listens = False
             if self._look() if self._look is not None else not listens:
                 return
@@ -129,19 +140,21 @@ class Monitor:
     def _answer(self, store: Any) -> None:
         state = self.state()
         if state is not None:
-            store.set(f"fault/status/{self._rank}", json.dumps(state))
+            store.set(f"fault/status/{self.rank}", json.dumps(state))
 
     def state(self) -> RankState | None:
-        """Where this rank stands, and in which other wrapper's backward if it is in one; None where the wrapper is
-        gone."""
+        """Where this rank stands, and in which other wrapper's backward if it is further in there; None where the
+        wrapper is gone."""
         found: RankState | None = self._state()
-        if found is not None and not found["in_backward"]:
-            found["elsewhere"] = next((other.model_name for other in list(_monitors) if other.in_backward()), "")
+        if found is not None:
+            # A backward of several models is in the backward of each. It waits in one at a time.
+            others = [other for other in list(_monitors) if other.depth() > _depth(found)]
+            found["elsewhere"] = max(others, key=Monitor.depth).model_name if others else ""
         return found
 
-    def in_backward(self) -> bool:
+    def depth(self) -> int:
         found: RankState | None = self._state()
-        return found is not None and found["in_backward"]
+        return 0 if found is None else _depth(found)
 
     def blame(self) -> str:
         """Ask where all stand, wait for their answers, and say in words who is missing or elsewhere."""
@@ -154,11 +167,11 @@ class Monitor:
         asking.join(2 * ANSWER_S)
         if found:
             return found[0]
-        return "the job's store does not answer either: the rank that keeps it hangs, or its machine is unreachable"
+        return self._without_store("", "hangs, or its machine is unreachable")
 
     def _ask(self, store: Any, mine: RankState | None) -> str:
         try:
-            store.set("fault/asked", str(self._rank))
+            store.set("fault/asked", str(self.rank))
             self._answer(store)
             # For this process's other wrappers too: it may end with the error, and a rank that waits in one of them
             # must not take it for silent.
@@ -167,22 +180,55 @@ class Monitor:
                     other._answer(other._own)
             states = self._collect(store)
         except Exception as error:
-            return f"the job's store does not answer either ({first_line(error)}): the rank that keeps it is gone"
-        return describe(self._rank, mine, states, self._size)
+            return self._without_store(f" ({first_line(error)})", "is gone")
+        return describe(self.rank, mine, states, self._endings())
+
+    def _without_store(self, why: str, keeper: str) -> str:
+        gone = [_gone(rank, ending) for rank, ending in self._endings().items() if ending]
+        return "; ".join([*gone, f"the job's store does not answer either{why}: the rank that keeps it {keeper}"])
+
+    def _endings(self) -> dict[int, str]:
+        return {rank: self.peers.ending(rank) for rank in range(self._size)}
 
     def _collect(self, store: Any) -> dict[int, RankState]:
         found: dict[int, RankState] = {}
         deadline = time.monotonic() + ANSWER_S
         for rank in range(self._size):
             key = f"fault/status/{rank}"
-            left = max(deadline - time.monotonic(), 0.05)
-            try:
-                store.wait([key], timedelta(seconds=left))
-            except Exception as error:
-                logger.debug("no answer from rank %d: %s", rank, error)
-                continue
-            found[rank] = json.loads(store.get(key))
+            while not self._has_come(store, key, deadline) and time.monotonic() < deadline:
+                # Who has ended does not answer any more.
+                if self.peers.ending(rank):
+                    break
+            if store.check([key]):
+                found[rank] = json.loads(store.get(key))
         return found
+
+    @staticmethod
+    def _has_come(store: Any, key: str, deadline: float) -> bool:
+        try:
+            store.wait([key], timedelta(seconds=min(max(deadline - time.monotonic(), 0.05), _LOOK_S)))
+        except Exception as error:
+            logger.debug("%s: no answer: %s", key, error)
+            return False
+        return True
+
+
+def _peer_ended(pid: int, ending: Ending) -> None:
+    """Say at once which rank of this machine has ended, and where this rank is: the launcher may end it next."""
+    found = [monitor for monitor in list(_monitors) if monitor.peers.rank_of(pid) is not None]
+    if not found or _said:
+        return
+    monitor = max(found, key=Monitor.depth)
+    rank, depth, state = monitor.peers.rank_of(pid), monitor.depth(), monitor.state()
+    # Not known how: a rank that is through with its work ends, too.
+    if state is None or not (depth if ending.cause is None else ending.cause):
+        return
+    _said.append(pid)
+    sys.stderr.write(
+        f"backbeat: rank {monitor.rank}: rank {rank} is gone: process {pid} on {host_name()} {ending.words}. "
+        f"This rank {_where(state)}. Look at what rank {rank} printed last\n"
+    )
+    sys.stderr.flush()
 
 
 def _start(name: str, target: Callable[[], None]) -> threading.Thread:
@@ -202,10 +248,13 @@ def end_monitors() -> None:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
-def describe(rank: int, mine: RankState | None, states: dict[int, RankState], size: int) -> str:
-    """Which ranks did not answer, and which stand elsewhere than this one."""
-    silent = [other for other in range(size) if other not in states and other != rank]
-    parts = [do_not_answer(silent)] if silent else []
+def describe(rank: int, mine: RankState | None, states: dict[int, RankState], endings: dict[int, str]) -> str:
+    """Which ranks did not answer, and which stand elsewhere than this one. `endings`: how the process of each rank has
+    ended, empty where that is not known."""
+    silent = [other for other in endings if other not in states and other != rank]
+    parts = [_gone(other, endings[other]) for other in silent if endings[other]]
+    unknown = [other for other in silent if not endings[other]]
+    parts += [do_not_answer(unknown)] if unknown else []
     for other, state in sorted(states.items()):
         if other == rank or mine is None:
             continue
@@ -213,14 +262,23 @@ def describe(rank: int, mine: RankState | None, states: dict[int, RankState], si
             parts.append(f"rank {other} has given up: {state['gave_up']}")
         elif state.get("elsewhere"):
             parts.append(
-                f"rank {other} is in the backward of another wrapped model ({state['elsewhere']}): backwards of "
-                "several wrapped models must come in the same order on every rank"
+                f"rank {other} is in the backward of another wrapped model ({state['elsewhere']}): forwards and "
+                "backwards of several wrapped models must come in the same order on every rank"
             )
         elif state["step"] != mine["step"] or (state["sent"] < mine["sent"] and state["in_backward"]):
             parts.append(f"rank {other} {_where(state)}")
         elif not state["in_backward"]:
             parts.append(f"rank {other} has finished step {state['step']} and is outside backward")
     return "; ".join(parts) or "every rank answers and stands at the same step: the network between them failed"
+
+
+def _gone(rank: int, ending: str) -> str:
+    return f"rank {rank} does not answer ({ending})"
+
+
+def _depth(state: RankState) -> int:
+    """How far a rank is in a backward: outside, inside, or at its end, where it waits for the others."""
+    return state["in_backward"] + state["waits"]
 
 
 def _where(state: RankState) -> str:

@@ -28,6 +28,7 @@ from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.comm_hooks import Hook
 from backbeat.runtime.reduce.managed_parameters import ManagedParameters
 from backbeat.runtime.reduce.partition import Partition, first_partition, stock_partition, with_newcomers
+from backbeat.runtime.reduce.peers import Peers
 from backbeat.runtime.reduce.runner import StepRunner
 from backbeat.runtime.reduce.settings import WrapperSettings
 from backbeat.runtime.reduce.timing import Recorder
@@ -38,10 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("backbeat.runtime")
 
-SAMPLED_FIRST = 8
-"""Steps at the start that are timed for `report()`."""
-SAMPLED_EVERY = 200
-"""After these, one step in so many is timed."""
+SAMPLED = (8, 200)
+"""So many steps at the start are timed for `report()` and the logging data, and then one in so many."""
 
 
 C = ParamSpec("C")
@@ -75,23 +74,26 @@ class Reducer:
 
     def __init__(self, settings: WrapperSettings) -> None:
         self.settings = settings
+        self.sampled = SAMPLED
         self.memory: Any = None
         """The handle of the memory plan in force on the model, if any."""
         self.budget_check: BudgetCheck | None = None
         self.watch: WeakCall | None = None
         """Called after each step, last: `runtime/watch.py`."""
         self._comm_hook: tuple[Any, Hook] | None = None
+        self._awaited: list[torch.futures.Future[Any]] = []
+        """What a backward waits for beside its buckets."""
         self._warns_of_scaling = self.compressed
         self._runner: StepRunner | None = None
         self.lost: CommunicationError | None = None
         """This rank has given up, and raises this from now on."""
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("settings", "memory", "budget_check", "_comm_hook", "_warns_of_scaling")
+        kept = ("settings", "sampled", "memory", "budget_check", "_comm_hook", "_warns_of_scaling")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, watch=None, _runner=None, lost=None)
+        self.__dict__.update(state, watch=None, _runner=None, _awaited=[], lost=None)
 
     def bind_model(self, module: Module, ignored: Set[str], process_group: ProcessGroup, device: torch.device) -> None:
         """Reduce this model's gradients over these ranks, once built."""
@@ -116,10 +118,12 @@ class Reducer:
         self.ready_order_known = settings.plan is not None or settings.find_unused
         """False until stock DDP's first buckets have been formed again in ready order; True from the start with a plan
         or `find_unused_parameters`."""
-        partition = first_partition(settings, managed, communicators)
+        self.first_partition = partition = first_partition(settings, managed, communicators)
+        # Before ranks agree: afterwards each has made its own.
+        peers = Peers(communicators)
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
-        self._runner = runner = StepRunner(managed, communicators, partition, settings)
+        self._runner = runner = StepRunner(managed, communicators, partition, settings, peers)
         runner.after_step = WeakCall(self.after_step)
         runner.unreached = WeakCall(managed.check_known)
         self.recorder = Recorder(self.device)
@@ -153,6 +157,11 @@ class Reducer:
     def running_plan(self) -> Plan | None:
         """The plan whose buckets run now, if they are a plan's."""
         return self.tuner.running.plan if self.tuner is not None else self.settings.plan
+
+    @property
+    def follows_ready_order(self) -> bool:
+        """The buckets are stock DDP's, formed again in ready order."""
+        return self.ready_order_known and self.settings.plan is None and not self.settings.find_unused
 
     @property
     def compressed(self) -> bool:
@@ -207,11 +216,15 @@ class Reducer:
             self._tune(self.tuner)
         else:
             following = runner.step.number + 1
-            self.time_steps(following <= SAMPLED_FIRST or following % SAMPLED_EVERY == 0)
+            first, every = self.sampled
+            self.time_steps(following <= first or following % every == 0)
         if self.budget_check is not None:
             self.budget_check.after_step()
         if self.watch is not None:
             self.watch()
+        if self._awaited:
+            awaited, self._awaited = self._awaited, []
+            torch.futures.wait_all(awaited)
 
     def time_steps(self, timed: bool) -> None:
         """Time the steps from the next one on, or stop it."""
@@ -277,8 +290,11 @@ class Reducer:
     def _agree(self, partition: Partition, what: str, managed: ManagedParameters | None = None) -> None:
         """Raise on every rank unless all are about to run this partition of these parameters, or of those there are."""
         settings = self.settings
-        lines = partition.lines(managed or self.managed)
-        lines.append(f"reduce_dtype={settings.reduce_dtype}, strict={settings.strict}")
+        lines = [
+            *partition.lines(managed or self.managed),
+            f"reduce_dtype={settings.reduce_dtype}, strict={settings.strict}, "
+            f"skip_all_reduce_unused_params={settings.skip_unused}",
+        ]
         if partition.compressed:
             # Options decide how much travels and from where: ranks that differ in them send messages nobody expects.
             lines.append(f"compression {settings.compression}")
@@ -340,7 +356,15 @@ class Reducer:
         if self._runner is not None:
             self._runner.remove_hooks()
 
-    # Frameworks call these on the reducer they find; the first two have nothing to do here.
+    # Torch's wrapper and frameworks call these on the reducer they find.
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self.sampled = (10, sample_rate)
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        """What a hook on the buffers has begun: the next backward waits for it."""
+        self._awaited.extend(futures)
+
+    # These two have nothing to do here.
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         pass
 

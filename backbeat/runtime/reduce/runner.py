@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from backbeat.comm.communicators import Communicators
+from backbeat.errors import named
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.reduce.arrivals import Arrivals, GradientHooks, Streams
 from backbeat.runtime.reduce.backward import Backward, GraphReach, graph_task
@@ -30,6 +31,7 @@ from backbeat.runtime.reduce.exchange import Exchange, Sender
 from backbeat.runtime.reduce.failures import LostCollectives, Monitor, RankState
 from backbeat.runtime.reduce.managed_parameters import ManagedParameters, claim, release
 from backbeat.runtime.reduce.partition import Partition
+from backbeat.runtime.reduce.peers import Peers
 from backbeat.runtime.reduce.settings import WrapperSettings
 from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets
 from backbeat.runtime.reduce.step import Step, StepState
@@ -44,7 +46,12 @@ class StepRunner:
     needs."""
 
     def __init__(
-        self, managed: ManagedParameters, communicators: Communicators, partition: Partition, settings: WrapperSettings
+        self,
+        managed: ManagedParameters,
+        communicators: Communicators,
+        partition: Partition,
+        settings: WrapperSettings,
+        peers: Peers,
     ) -> None:
         device = communicators.device
         self._arrivals = Arrivals(len(managed.names), Streams(device) if device.type == "cuda" else None)
@@ -67,7 +74,7 @@ class StepRunner:
             memory = settings.plan.memory if settings.plan is not None else None
             on_host = memory is not None and memory.residuals == "host"
             exchange = CompressedExchange(self.context, settings.compression, host=on_host)
-        self._sender = Sender(self.context, exchange, self.status)
+        self._sender = Sender(self.context, exchange, self.status, skip_unused=settings.skip_unused)
         self._reach = GraphReach()
         self._default_sync = True
         self._warned_of_local = False
@@ -80,12 +87,19 @@ class StepRunner:
         weakref.finalize(self, self._hooks.remove)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
         look = None if self._lost is None else self._lost.look
-        self.context.monitor = Monitor(communicators, self.rank_state, model_name=managed.model_name, look=look)
+        self.context.monitor = Monitor(
+            communicators, self.rank_state, model_name=managed.model_name, look=look, peers=peers
+        )
         self.context.monitor.start()
 
     @property
     def exchange(self) -> Exchange:
         return self._sender.exchange
+
+    @property
+    def forwarded(self) -> bool:
+        """A forward has begun since the last step, or there was none."""
+        return self._reach.forwarded
 
     def install(self, partition: Partition) -> None:
         """Run this partition from the next step on; gradients held now move into its buffers."""
@@ -97,13 +111,15 @@ class StepRunner:
         context.bucket_set = BucketSet(partition, buckets, context.parameters)
         self._arrivals.install(context.bucket_set)
         self.status.install(context.bucket_set, context.names)
+        self._sender.skip_none()
         context.bucket_set.move_all_into_buffers()
 
     def read_step_before(self) -> None:
         """Read the status of the step before, where it was put off; raises where that step has failed."""
         try:
             self.status.read_step_before()
-        except BaseException:
+        except BaseException as error:
+            self.context.error = named(error)
             self.exchange.undo()
             raise
 
@@ -136,6 +152,7 @@ class StepRunner:
         return RankState(
             step=step.number,
             in_backward=not step.idle,
+            waits=step.state is StepState.FINISHING,
             sent=sent,
             buckets=len(buckets),
             waiting=waiting,
@@ -163,7 +180,7 @@ class StepRunner:
             recorder = self.context.recorder
             self.step.synchronise(report_each=recorder is not None)
             if recorder is not None:
-                recorder.begin(True)
+                recorder.begin(self.step.number, sync=True)
 
     def run_absent(self) -> None:
         """One step of a rank that has run out of data: it sends nothing, but takes part."""
@@ -194,7 +211,7 @@ class StepRunner:
         elif arrivals.count(index, bucket):
             if self.step.state is StepState.ACCUMULATING:
                 self.context.bucket_set.move_into_buffer(bucket)
-            elif arrivals.may_leave(bucket):
+            elif arrivals.known:
                 self._sender.send_ready()
 
     def _warn_of_local(self) -> None:
@@ -218,7 +235,7 @@ class StepRunner:
         # In the open step: if this raises, the step counts as broken off, here and for the others.
         self.read_step_before()
         if context.recorder is not None:
-            context.recorder.begin(sync)
+            context.recorder.begin(self.step.number, sync=sync)
 
     def _graph_done(self) -> None:
         """Called by the engine when a backward is over."""
@@ -257,12 +274,13 @@ class StepRunner:
                 self.exchange.give_up()
                 raise
             context.check_not_lost()
-            if summed is not None and summed.late:
+            if summed is not None:
                 self._sender.send_late(summed)
             self.exchange.hand_back(summed, in_place=placed)
             self.status.regular = summed is None
             step.learn(regular=summed is None)
         except BaseException as error:
+            context.error = named(error)
             self.status.regular = False
             # Whatever they are, they are no means: none may be taken for one, nor add to the next.
             for parameter in context.parameters:

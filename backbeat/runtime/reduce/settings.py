@@ -89,6 +89,9 @@ class WrapperSettings:
     cap_bytes: int | None
     """`bucket_cap_mb`, where it was given."""
     find_unused: bool
+    """Stock DDP's first buckets for good: it looks for unused parameters in every step."""
+    skip_unused: bool
+    """`skip_all_reduce_unused_params`, where torch has it."""
     compression: CompressionOptions
     """How compressed buckets are trained with."""
     budget_bytes: int | None
@@ -127,6 +130,12 @@ def settings_of(
             workers,
             workers,
         )
+    skip_unused = arguments.get("skip_all_reduce_unused_params", False)
+    if skip_unused and loaded is not None and loaded.compressed:
+        raise InputError(
+            "skip_all_reduce_unused_params=True, and the plan has compressed buckets: these send what was not sent yet "
+            "of unused parameters, too; leave the option out, or run a plan without compression"
+        )
     loaded, memory = within_budget(loaded, strategy, memory_budget, profile, network, workers)
     check_memory(module, memory)
     planned_bytes = memory.budget_bytes if memory is not None else None
@@ -139,7 +148,8 @@ def settings_of(
         reduce_dtype=REDUCE_DTYPES[reduce_dtype] if reduce_dtype else None,
         strict=strict,
         cap_bytes=None if cap_mb is None else int(cap_mb * 2**20),
-        find_unused=arguments.get("find_unused_parameters", False),
+        find_unused=arguments.get("find_unused_parameters", False) and not arguments.get("static_graph", False),
+        skip_unused=skip_unused,
         compression=options_of(compression),
         budget_bytes=planned_bytes if memory_budget is None else budget_size(memory_budget),
     )

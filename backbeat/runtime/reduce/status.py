@@ -17,7 +17,7 @@ gradient. The error that names the cause follows with the next backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,10 @@ class SummedStatus(NamedTuple):
     used: list[bool]
     faults: tuple[int, ...]
     """The parameter that each rank found not finite, counted from 1, or 0."""
+
+    def uses(self, parameters: Iterable[int]) -> bool:
+        """Some rank used one of these."""
+        return any(self.used[index] for index in parameters)
 
 
 def stamp_of(step: int) -> int:

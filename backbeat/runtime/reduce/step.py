@@ -175,14 +175,18 @@ class Step:
         self.in_flight.append(sent)
         self.arrivals.next_bucket = sent.bucket_index + 1
 
+    def add_skipped(self, bucket_index: int) -> None:
+        """A bucket has taken its gradients and stays: no rank is expected to have any."""
+        self.arrivals.next_bucket = bucket_index + 1
+
     def add_status_sent(self, sent: InFlight) -> None:
         """The status message has left on its own."""
         self.status_in_flight = sent
 
-    def set_own_status(self) -> RankStatus:
-        """Called when the last bucket is about to leave: nothing more can happen."""
+    def set_own_status(self, *, sent_all: bool = True) -> RankStatus:
+        """Called when the last bucket is about to leave: nothing more can happen. `sent_all`: none was skipped."""
         arrivals = self.arrivals
-        if not self.contributes_nothing and not self._removed and arrivals.regular():
+        if sent_all and not self.contributes_nothing and not self._removed and arrivals.regular():
             self.own_status = _REGULAR
         else:
             late = sorted({arrivals.bucket_of[index] for index in arrivals.late})

@@ -15,6 +15,10 @@ import torch
 class TimedStep:
     """One backward, in seconds from its start."""
 
+    number: int = 0
+    """Which of the synchronised backwards."""
+    began_s: float = 0.0
+    """When the host began it, by `time.perf_counter`."""
     ready_s: dict[int, float] = field(default_factory=dict)
     """By parameter."""
     launched_s: dict[int, float] = field(default_factory=dict)
@@ -44,6 +48,10 @@ class Recorder:
         self._keep = keep
         self._steps: list[TimedStep | dict[str, Any]] = []
         """Times, or the marks that they are computed from once the device has passed them."""
+        self._last = 0
+        """The number of the last step that was timed."""
+        self._cleared = 0
+        """Steps up to this number are history."""
         self._marks: dict[str, Any] | None = None
         """Of the step under way, if it is timed."""
         self._before: Any = None
@@ -58,8 +66,12 @@ class Recorder:
         if self._forward is None:
             self._forward = self._now()
 
-    def begin(self, sync: bool) -> None:
-        self._marks = {"begin": self._now(), "ready": {}, "launched": {}, "done": {}} if sync else None
+    def begin(self, number: int, *, sync: bool) -> None:
+        self._marks = None
+        if sync:
+            self._last = number
+            marks: dict[str, Any] = {"number": number, "host": time.perf_counter(), "begin": self._now()}
+            self._marks = {**marks, "ready": {}, "launched": {}, "done": {}}
 
     def gradient(self, index: int) -> None:
         if self._marks is not None:
@@ -83,14 +95,19 @@ class Recorder:
         self._marks = self._before = self._forward = None
 
     def steps(self) -> list[TimedStep]:
-        """Every step measured so far."""
+        """Every step measured since `clear`."""
+        return [one for one in self.history() if one.number > self._cleared]
+
+    def history(self) -> list[TimedStep]:
+        """Those before, too."""
         if self._cuda and self._steps:
             torch.cuda.synchronize(self._device)
         self._steps = list(map(self._resolved_if_passed, self._steps))
         return [one if isinstance(one, TimedStep) else self._resolve(one) for one in self._steps]
 
     def clear(self) -> None:
-        self._steps.clear()
+        """Other buckets run from the next step on, or other steps are asked for."""
+        self._cleared = self._last
 
     def _resolved_if_passed(self, one: TimedStep | dict[str, Any]) -> TimedStep | dict[str, Any]:
         """The step's times once the device has passed its marks; until then its marks."""
@@ -109,6 +126,8 @@ class Recorder:
         ended = self._since(begin, end)
         before, forward = marks["before"], marks["forward"]
         return TimedStep(
+            number=marks["number"],
+            began_s=marks["host"],
             ready_s=ready,
             launched_s=self._times(begin, marks["launched"]),
             done_s=self._times(begin, marks["done"]),

@@ -14,6 +14,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel.distributed import _find_tensors
 
+from backbeat.comm.communicators import profiling
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.report.tables.bucket_table import Report
@@ -22,7 +23,7 @@ from backbeat.runtime.compressed.updates import check_optimizer, check_uncompres
 from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
 from backbeat.runtime.reduce.bucket_report import make_report
 from backbeat.runtime.reduce.comm_hooks import builtin_hook
-from backbeat.runtime.reduce.exchange import profiling
+from backbeat.runtime.reduce.logging_data import WrapperLogger
 from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.settings import (
@@ -59,8 +60,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     - `profile`: a `Profile`, a name or a path, for `memory_budget` where the plan has no memory part.
 
     Several models may be wrapped, each parameter by one wrapper. Their backwards must come in the same order on every
-    rank. Where one rank runs model A's before B's and another B's before A's, each waits for the other until the
-    process group's timeout, and the error says so.
+    rank, and so must their forwards where one backward goes through several. Where one rank runs model A's before B's
+    and another B's before A's, each waits for the other until the process group's timeout, and the error says so.
 
     `isinstance(model, torch.nn.parallel.DistributedDataParallel)` holds for either reducer; with "ddp" the model is a
     `StockDistributedDataParallel`.
@@ -123,6 +124,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         # torch.compile splits the graph where a bucket of this size would end, and refuses less than the first bucket.
         cap = self.bucket_bytes_cap if settings.plan is None else sum(sizes) // len(sizes)
         self.bucket_bytes_cap = max(FIRST_BUCKET_BYTES, cap)
+        views = arguments.get("gradient_as_bucket_view", False)
+        self.logger = WrapperLogger(self, bucket_cap_bytes=cap, gradient_as_bucket_view=views)
         # Last: a wrapper that was refused must leave the model as it was.
         self.reducer.memory = apply_memory(self, module, memory)
         self.reducer.budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)
@@ -211,21 +214,6 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             raise InputError("report() has nothing to report yet: run a training step first")
         return make_report(self.reducer)
 
-    def counters(self) -> dict[str, float]:
-        """A few numbers for a dashboard: `for k, v in model.counters().items(): writer.add_scalar(k, v, step)`."""
-        reducer = self.reducer
-        timed = reducer.recorder.steps()
-        found = {
-            "backbeat/steps": float(reducer.steps),
-            "backbeat/buckets": float(len(reducer.buckets)),
-            "backbeat/communicators": float(reducer.partition.communicators),
-            "backbeat/late_buckets": float(reducer.runner.context.late_buckets),
-        }
-        if timed:
-            found["backbeat/exposed_s"] = timed[-1].exposed_s
-            found["backbeat/backward_s"] = timed[-1].computed_s
-        return found
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or profiling():
             return super().forward(*inputs, **kwargs)
@@ -291,44 +279,29 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.reducer.set_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
+        self.logger._set_comm_hook_name(hook.__qualname__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         raise InputError("an optimizer fused into DDP's buckets is not supported: use reducer='ddp'")
 
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        raise InputError("sparse gradients travel with their own indices: use reducer='ddp' to give their rows")
+
     def join_hook(self, **kwargs: Any) -> Any:
         if not self.reducer.built:
             self.reducer.build()
+        self.logger._set_uneven_input_join()
         return _AbsentRank(self, kwargs.get("divide_by_initial_world_size", True))
 
     def _set_static_graph(self) -> None:
         """Accepted, and not needed: the reducer learns the graph and follows it when it changes."""
         self.static_graph = True
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        reducer = self.reducer
-        communicators = reducer.communicators
-        return {
-            "world_size": communicators.size,
-            "rank": communicators.rank,
-            "backend_name": communicators.backend,
-            "module_name": type(self.module).__name__,
-            "bucket_sizes": ", ".join(str(bucket.bytes) for bucket in reducer.buckets),
-            "num_buckets_reduced": len(reducer.buckets),
-            "iteration": reducer.steps,
-            "has_rebuilt_buckets": reducer.ready_order_known and reducer.settings.plan is None,
-            "gradient_as_bucket_view": True,
-            "find_unused_parameters": self.find_unused_parameters,
-            "broadcast_buffers": self.broadcast_buffers,
-            # Frameworks advise to set it where this is true; it would change nothing here.
-            "can_set_static_graph": False,
-            "strategy": reducer.partition.strategy,
-        }
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        pass
+        if self.logger is not None:
+            self.logger._set_static_graph()
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_hooks()

@@ -111,6 +111,25 @@ def test_the_spread_of_iterations_is_kept() -> None:
     assert made.iteration_s[0] / made.single_s == pytest.approx(0.03 / deep.single_s)
 
 
+def test_a_layer_too_short_to_time_is_said() -> None:
+    """The update of few layers came out as a tenth of a millisecond longer: that moves the whole by little."""
+    deep = model(4)
+    made = compose_profile(replace(model(2), update_s=deep.update_s + 1e-4), deep, 10)
+    assert made.update_s == deep.update_s
+    assert made.forward_s == model(10).forward_s
+    assert "update_s is 6.1 ms with fewer layers and 6 ms with more: a layer is taken to need none of it" in made.notes
+
+
+@given(st.floats(0, 1.0), st.integers(4, 100))
+def test_the_whole_is_never_far_too_long(longer_s: float, layers: int) -> None:
+    deep = model(4)
+    try:
+        made = compose_profile(replace(model(2), update_s=deep.update_s + longer_s), deep, layers)
+    except MeasurementError:
+        return
+    assert (layers - 4) * longer_s / 2 <= 0.05 * made.single_s + 1e-9
+
+
 def test_what_cannot_be_composed_is_refused() -> None:
     with pytest.raises(InputError, match="batch_size is 8 in one profile and 4"):
         compose_profile(replace(model(2), batch_size=8), model(4), 8)

@@ -15,8 +15,9 @@ from backbeat import Profile
 from backbeat.cli import app
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.model.factory import inspect_factory, load_factory
-from backbeat.measure.model.factory_profile import compose_factory, measure_factory
+from backbeat.measure.model.factory_profile import measure_factory, profile_factory
 from backbeat.measure.model.inputs import MeasureOptions
+from backbeat.model.batches import measured
 
 QUICK = MeasureOptions(iterations=2, warmup=1, device="cpu")
 
@@ -186,7 +187,7 @@ def test_a_batch_size_that_cannot_be_passed_on_is_refused(module: str) -> None:
 
 
 def test_out_of_memory_names_the_batch_size_that_fits(module: str) -> None:
-    with pytest.raises(MeasurementError, match="at batch size 64; batch size 8 fits: use --batch-size 8"):
+    with pytest.raises(MeasurementError, match="at batch size 64; batch size 8 fits: use --batch 8"):
         measure_factory(load_factory(f"{module}:large"), QUICK)
     with pytest.raises(MeasurementError, match="not even batch size 1 fits"):
         measure_factory(load_factory(f"{module}:always_too_large"), QUICK)
@@ -198,7 +199,7 @@ def test_the_command_writes_a_profile(module: str, tmp_path: Path) -> None:
     arguments = [
         "profile",
         f"{module}:both",
-        "--batch-size",
+        "--batch",
         "6",
         "--device",
         "cpu",
@@ -247,41 +248,9 @@ def test_the_zoos_factories_say_what_they_need() -> None:
     assert factory.description == "BERT-Base, masked language model (transformers), 128 tokens a sample."
 
 
-@pytest.mark.alone
-def test_a_factory_with_layers_is_composed_from_few(tmp_path, monkeypatch) -> None:
-    """Two real runs: what depends on shapes is that of the whole, whatever the machine's times are."""
-    module = tmp_path / "tower.py"
-    module.write_text(
-        "import torch\n"
-        "from torch import nn\n"
-        "class Tower(nn.Module):\n"
-        "    def __init__(self, layers):\n"
-        "        super().__init__()\n"
-        "        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers))\n"
-        "        self.head = nn.Linear(64, 1)\n"
-        "    def forward(self, given):\n"
-        "        for layer in self.layers:\n"
-        "            given = layer(given)\n"
-        "        return self.head(given)\n"
-        "def tower(batch_size: int = 512, layers: int = 30):\n"
-        "    return Tower(layers), torch.randn(batch_size, 64), lambda model, batch: model(batch).sum()\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    factory = load_factory("tower:tower")
-    assert factory.default_layers == 30
-    options = MeasureOptions(device="cpu", optimizer="adamw", iterations=4, warmup=1, accept_noise=True)
-    whole = measure_factory(factory, options).profile
-    made = compose_factory(factory, (4, 20), options)
-    assert {one.name: one.bytes for one in made.gradients} == {one.name: one.bytes for one in whole.gradients}
-    assert made.memory == whole.memory
-    assert made.flops_per_sample == whole.flops_per_sample
-    assert [block.name for block in made.blocks] == [block.name for block in whole.blocks]
-    assert made.name == whole.name == "tower-b512-fp32-adamw-cpu"
-
-
 def test_a_factory_without_layers_cannot_be_composed() -> None:
     with pytest.raises(InputError, match="takes no layers"):
-        compose_factory(inspect_factory(lambda: None, "mine:model"), (2, 4), QUICK)
+        profile_factory(inspect_factory(lambda: None, "mine:model"), QUICK, from_layers=(2, 4))
 
 
 @pytest.mark.parametrize(
@@ -290,6 +259,13 @@ def test_a_factory_without_layers_cannot_be_composed() -> None:
         (("with_optimizer", "--optimizer", "adamw"), "returns an optimizer of its own: drop --optimizer adamw"),
         (("both", "--precision", "fp8"), "fp8 is computed, not measured: add --analytic GPU"),
         (("both", "--optimizer", "lion"), "optimizer is 'lion': it must be one of sgd, adam, adamw"),
+        (
+            ("both", "--batch", "8,8"),
+            "--batch is '8,8': give a number of samples, or several different ones",
+        ),
+        (("both", "--batch", "0"), "--batch is '0': give a number of samples"),
+        (("both", "--batch", "8,"), "--batch is '8,': give a number of samples"),
+        (("plain", "--batch", "3,6"), "its batch holds 3 samples, not 6: drop --batch"),
         (("both", "--from-layers", "2"), "give two different numbers of layers, like 2,4"),
         (("both", "--from-layers", "4,4"), "give two different numbers of layers, like 2,4"),
         (("both", "--from-layers", "2,4"), "takes no layers"),
@@ -307,3 +283,14 @@ def test_options_that_do_not_go_together_are_refused(module: str, words: tuple[s
 def test_an_optimizer_by_name_is_in_the_profiles_name(module: str) -> None:
     profile = measure_factory(load_factory(f"{module}:both"), replace(QUICK, batch_size=4, optimizer="adamw")).profile
     assert profile.name == "both-b4-fp32-adamw-cpu"
+
+
+@pytest.mark.parametrize("how", [("--device", "cpu", "--accept-noise"), ("--analytic", "h100", "--precision", "bf16")])
+def test_two_batches_are_one_file(module: str, tmp_path: Path, how: tuple[str, ...]) -> None:
+    out = tmp_path / "both.json"
+    words = ["profile", f"{module}:both", "--batch", "8,2", "--iterations", "2", "--warmup", "1", *how, "-o", str(out)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "batch 2  " in done.stdout
+    assert [one.batch_size for one in measured(Profile.load(out))] == [2, 8]
+    assert Profile.load(out).name.startswith("both-b8-")

@@ -21,7 +21,7 @@ def run(*arguments: str) -> str:
 def test_from_a_model_of_ones_own_to_a_plan(tmp_path: Path) -> None:
     profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
     factory = "examples.my_model:small_cnn"
-    options = ("--batch-size", "8", "--device", "cpu", "--iterations", "3", "-o", profile)
+    options = ("--batch", "8", "--device", "cpu", "--iterations", "3", "-o", profile)
     done = subprocess.run(
         [sys.executable, "-m", "backbeat", "profile", factory, *options],
         cwd=ROOT, timeout=180, check=False, capture_output=True, encoding="utf-8",

@@ -201,7 +201,7 @@ def test_names_in_drawings_are_escaped() -> None:
 def test_predictions_show_themselves_in_notebooks() -> None:
     result = bb.predict(small(), affine(1e-3, 1e-9), "ddp")
     page = result._repr_html_()
-    assert '<img width="720" alt="One iteration" src="data:image/png;base64,' in page
     assert f"{result.scaling_factor:.1%}" in page
     assert "<script" not in page
+    assert "<img" not in page
     assert len(prediction_figure(result).data) >= 2

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.model import Plan, Span
-from backbeat.report.measured import Measured
+from backbeat.model import Plan
 from backbeat.report.pages.report_page import MOST_BYTES, plotly_source, report, script_json
-from backbeat.report.redact import redacted
 from backbeat.report.study import study
 from backbeat.report.words.commands import Settings
 from tests.problems import affine, make_profile
@@ -126,23 +122,6 @@ def test_thousands_of_gradients_stay_small_and_say_what_was_left_out() -> None:
     (data,) = (text for attributes, text in read(page).scripts if attributes.get("id") == "data")
     bars = json.loads(data)["timelines"]["wfbp"]["traces"][1]["x"]
     assert len(bars) <= 400
-
-
-def test_redacted_reports_hold_no_names() -> None:
-    profile = msgspec.structs.replace(bb.Profile.load("vgg16-b64-bf16-h200"), notes=("on host secret-host",))
-    network = msgspec.structs.replace(bb.Network.load("10gbe"), name="secret-cluster")
-    plan = msgspec.structs.replace(bb.plan(profile, network, "optimal"), strategy="secret-strategy")
-    gradient = profile.gradients[0].name
-    spans = (Span("communicator 0", gradient, 0.0, 1e-3, 4),)
-    ran = Measured(label="secret", origin="lab", workers=2, measured_spans=spans)
-    measured = [ran, replace(ran, predicted_spans=spans, buckets=((gradient,),))]
-    one, there, plans, unnamed = redacted(profile, network, {"secret.json": plan}, measured)
-    made = study(one, there, [8], strategies=["optimal"], plans=plans, measured=unnamed)
-    assert made.at_top["plan 1"].iteration_s == pytest.approx(bb.predict(profile, network, plan).iteration_s)
-    page = report(made).replace(plotly_source(), "")
-    assert "lab 2, measured" in page
-    for name in ("secret", "vgg", "classifier", "features", gradient):
-        assert name not in page
 
 
 def test_plans_with_one_label_are_kept_apart() -> None:

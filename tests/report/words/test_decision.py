@@ -23,7 +23,7 @@ from backbeat.report.words.decision import Decision, decide, sharding_headline, 
 from tests.problems import affine, make_profile
 
 LABELS = ["ddp", "fsdp", "hsdp:8", "zero2"]
-SIMPLEST_FIRST = ["ddp", "best", "fsdp", "hsdp:8", "zero1", "zero2", "decoupled", "sharded"]
+SIMPLEST_FIRST = ["ddp", "best", "fsdp", "hsdp:8", "zero1", "zero2", "sharded"]
 
 
 @pytest.fixture(scope="module")

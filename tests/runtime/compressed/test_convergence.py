@@ -17,7 +17,7 @@ TOLERANCE = 0.1
 """Nats of cross-entropy, where guessing costs log(8) = 2.08 and log(16) = 2.77."""
 
 
-@pytest.mark.parametrize(("task", "seed"), [("cnn", 0), ("transformer", 1)])
+@pytest.mark.parametrize(("task", "seed"), [("cnn", 0), pytest.param("transformer", 1, marks=pytest.mark.long)])
 def test_top_k_learns_what_dense_training_does(task: str, seed: int, tmp_path: Path) -> None:
     found = tmp_path / "rows.json"
     options = ["--task", task, "--steps", str(STEPS), "--seeds", str(seed), "--methods", "dense;top-k 5 %"]

@@ -53,6 +53,16 @@ def test_the_best_of_each_kind(memory_bytes: int | None) -> None:
         assert all((one.plan.predicted.peak_bytes or 0) <= memory_bytes for one in found if one.plan.predicted)
 
 
+def test_planned_units_that_stay_gathered_are_among_the_candidates() -> None:
+    """Reduce-scatters behind backward, all-gathers behind the next forward: the fastest on a slow network."""
+    profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("25gbe").at(workers=8)
+    found = predicted_candidates(profile, network, memory_bytes=None, compression=False, communicators=None)
+    (units,) = [one.plan for one in found if one.kind == "units"]
+    assert units.strategy == "sharded"
+    assert units.sharding is not None
+    assert not any(unit.reshard for unit in units.sharding.units)
+
+
 def test_units_are_left_out_where_fsdp2_cannot_run_them() -> None:
     profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("10gbe").at(workers=8)
     found = predicted_candidates(

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 
 from backbeat.runtime.reduce import failures
+from backbeat.runtime.reduce.peers import Peers
+
+
+def alone() -> Peers:
+    """No other rank on this machine."""
+    return Peers(SimpleNamespace(store=None, rank=1, size=1))  # type: ignore[arg-type]
 
 
 class Rank:
     def state(self) -> dict[str, Any]:
-        return {"step": 3, "in_backward": True, "sent": 1, "buckets": 2, "waiting": ""}
+        return {"step": 3, "in_backward": True, "waits": True, "sent": 1, "buckets": 2, "waiting": ""}
 
 
 def test_a_store_that_hangs_does_not_hang_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,9 +28,12 @@ def test_a_store_that_hangs_does_not_hang_the_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(failures, "ANSWER_S", 0.05)
     rank = Rank()
     communicators: Any = SimpleNamespace(store=store, rank=1, size=4)
-    monitor = failures.Monitor(communicators, rank.state, model_name="net", look=None)
+    monitor = failures.Monitor(communicators, rank.state, model_name="net", look=None, peers=alone())
     try:
-        assert "the rank that keeps it hangs" in monitor.blame()
+        assert monitor.blame().startswith("the job's store does not answer either: the rank that keeps it hangs")
+        # Of this machine's ranks the kernel knows.
+        monkeypatch.setattr(monitor.peers, "ending", lambda rank: "process 7 was killed" if rank == 0 else "")
+        assert monitor.blame().startswith("rank 0 does not answer (process 7 was killed); the job's store does not")
     finally:
         frozen.set()
         monitor.stop()
@@ -43,7 +52,7 @@ def test_a_monitor_that_was_stopped_is_waited_for_at_the_end(monkeypatch: pytest
     store = SimpleNamespace(clone=lambda: SimpleNamespace(check=check))
     rank = Rank()
     communicators: Any = SimpleNamespace(store=store, rank=1, size=4)
-    monitor = failures.Monitor(communicators, rank.state, model_name="net", look=None)
+    monitor = failures.Monitor(communicators, rank.state, model_name="net", look=None, peers=alone())
     monitor.start()
     assert asked.wait(60)
     monitor.stop()

@@ -67,7 +67,7 @@ class Rank:
         if not self.running:
             self.begin(self.sync)
         bucket = BUCKET_OF[index]
-        if arrivals.count(index, bucket) and self.step.state is StepState.REDUCING and arrivals.may_leave(bucket):
+        if arrivals.count(index, bucket) and self.step.state is StepState.REDUCING and arrivals.known:
             while arrivals.next_bucket < len(MEMBERS) - 1 and arrivals.missing[arrivals.next_bucket] <= 0:
                 self.send(arrivals.next_bucket)
 

@@ -1,0 +1,10 @@
+"""A graph of operations, run: when each starts and ends, what is held meanwhile, and why it takes as long as it does.
+
+Nothing here knows of training; `steps` builds the graphs.
+"""
+
+from backbeat.engine.graph import Graph, SharedLink
+from backbeat.engine.in_order import GraphTimes
+from backbeat.engine.run import run
+
+__all__ = ["Graph", "GraphTimes", "SharedLink", "run"]

@@ -1,0 +1,143 @@
+"""Why a finished graph takes as long as it does: what each moment is put down to.
+
+An op begins when the last of those before it has ended. So from any op a chain leads back to the beginning, without a
+gap: the *critical path* of that op. Time on it is put down to the op's `cause` and a part of it:
+
+- `own`: seconds of its own, or what computation takes alone
+- `contention`: what computation takes longer beside collectives
+- `latency`, `transfer`: before it is on its link, and its work there
+- `sharing`: what the work takes longer because others are on the link
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from backbeat.engine.graph import NO_OP, Graph, Lane
+from backbeat.engine.in_order import GraphTimes
+
+Causes = dict[tuple[str, str], float]
+"""Seconds by (cause, part)."""
+
+
+class OpSpan(NamedTuple):
+    """One op on one of its lanes."""
+
+    lane: Lane
+    op: int
+    start_s: float
+    end_s: float
+
+
+def op_spans(graph: Graph, times: GraphTimes) -> list[OpSpan]:
+    """All that take time, lane by lane in the order in which lanes were first used."""
+    by_lane: dict[Lane, list[OpSpan]] = {}
+    for number, lanes in enumerate(graph.lanes):
+        start, end = times.starts[number], times.ends[number]
+        for lane in lanes if end > start else ():
+            by_lane.setdefault(lane, []).append(OpSpan(lane, number, start, end))
+    return [span for spans in by_lane.values() for span in spans]
+
+
+def critical_path(graph: Graph, times: GraphTimes, last: int = NO_OP) -> list[int]:
+    """The ops, first to last, of which each started when the one before it ended; to the op that ends last, or to
+    another.
+
+    >>> from backbeat.engine.graph import Graph
+    >>> from backbeat.engine.run import run
+    >>> graph = Graph()
+    >>> short, long = graph.add(("a",), 1.0), graph.add(("b",), 3.0)
+    >>> last = graph.add(("a",), 1.0, after=(long,))
+    >>> critical_path(graph, run(graph))
+    [1, 2]
+    """
+    if last == NO_OP and len(graph):
+        last = max(range(len(graph)), key=lambda number: (times.ends[number], number))
+    found = [number for number, _, _ in _back(graph, times, last, 0.0, float("inf"))]
+    return found[::-1]
+
+
+def limits(graph: Graph, times: GraphTimes) -> Causes:
+    """What the whole step is put down to: its critical path. All of it adds up to the step."""
+    return _put_down(graph, times, critical_path(graph, times)[-1:], 0.0, times.end_s)
+
+
+def exposed(graph: Graph, times: GraphTimes, lane: Lane) -> Causes:
+    """What a lane waits for, to the end of the step, and what its own ops take longer beside others.
+
+    Two seconds of computation, and a message of 1 s latency and 1 s of work that leaves after the first:
+
+    >>> from backbeat.engine.graph import Graph
+    >>> from backbeat.engine.run import run
+    >>> graph = Graph()
+    >>> first = graph.add(("compute",), 1.0, cause="compute")
+    >>> _ = graph.add(("communicator",), 1.0, work_s=1.0, links=(graph.link(),), after=(first,), cause="all-reduce")
+    >>> _ = graph.add(("compute",), 1.0, cause="compute")
+    >>> exposed(graph, run(graph), "compute")
+    {('all-reduce', 'transfer'): 1.0}
+    """
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    reached, last = 0.0, critical_path(graph, times)[-1:]
+    for number, lanes in enumerate(graph.lanes):
+        if lane not in lanes:
+            continue
+        if times.starts[number] > reached:
+            _add(found, _put_down(graph, times, _binding(graph, times, number), reached, times.starts[number]))
+        reached = times.ends[number]
+        slower = reached - times.starts[number] - graph.seconds[number]
+        if number not in graph.sent and slower > 0:
+            found[graph.causes[number], "contention"] += slower
+    if times.end_s > reached:
+        _add(found, _put_down(graph, times, last, reached, times.end_s))
+    return dict(found)
+
+
+def _add(found: defaultdict[tuple[str, str], float], more: Causes) -> None:
+    for cause, seconds in more.items():
+        found[cause] += seconds
+
+
+def _put_down(graph: Graph, times: GraphTimes, last: list[int], low: float, high: float) -> Causes:
+    """The time from `low` to `high`, along the path to an op that ends at `high`."""
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for number in last:
+        for op, start, end in _back(graph, times, number, low, high):
+            for part, seconds in _parts(graph, times, op, start, end):
+                if seconds > 0:
+                    found[graph.causes[op], part] += seconds
+    return dict(found)
+
+
+def _back(graph: Graph, times: GraphTimes, number: int, low: float, high: float) -> Iterator[tuple[int, float, float]]:
+    """Along the path to an op, last first: each op, and from when to when it is on the path."""
+    while number != NO_OP:
+        start, end = max(times.starts[number], low), min(times.ends[number], high)
+        if end < low or (end == low > 0):
+            return
+        yield number, start, end
+        number = next(iter(_binding(graph, times, number)), NO_OP)
+
+
+def _binding(graph: Graph, times: GraphTimes, number: int) -> list[int]:
+    """The op that another waits for last."""
+    before = graph.before[number]
+    return [max(before, key=lambda other: (times.ends[other], other))] if before else []
+
+
+def _parts(graph: Graph, times: GraphTimes, op: int, start: float, end: float) -> Iterator[tuple[str, float]]:
+    """What a part of an op is put down to."""
+    if op in graph.sent:
+        reached = times.on_link[op]
+        on_link = times.ends[op] - reached
+        passed = max(end - max(start, reached), 0.0)
+        work = min(graph.sent[op].work_s / on_link, 1.0) * passed if on_link > 0 else 0.0
+        yield "latency", end - start - passed
+        yield "transfer", work
+        yield "sharing", passed - work
+    else:
+        whole = times.ends[op] - times.starts[op]
+        own = min(graph.seconds[op] / whole, 1.0) * (end - start) if whole > 0 else 0.0
+        yield "own", own
+        yield "contention", end - start - own

@@ -1,0 +1,127 @@
+"""Ops one after the other, each after those before it: all times, where no op changes the pace of another.
+
+Computation that is slowed down may be among them, where whatever is in flight beside it was issued before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from backbeat.engine.graph import NO_OP, Graph, Sent, deadlock
+
+
+class GraphTimes(NamedTuple):
+    """By op: when it starts, has its latency behind it, and ends."""
+
+    starts: list[float]
+    on_link: list[float]
+    ends: list[float]
+
+    @property
+    def end_s(self) -> float:
+        return max(self.ends, default=0.0)
+
+
+def run_in_order(graph: Graph) -> GraphTimes:
+    """Each op after those before it, in the order of issue."""
+    count, sent = len(graph), graph.sent
+    before, seconds = graph.before, graph.seconds
+    starts, on_link, ends = [0.0] * count, [0.0] * count, [0.0] * count
+    slowed = {kind for kind in range(1, len(graph.kinds)) if graph.slows(kind)}
+    kind_of = graph.kind_of if slowed else {}
+    flights = _Flights(graph)
+    for number in range(count) if graph.forward_only else _sorted(graph):
+        start = 0.0
+        for other in before[number]:
+            end = ends[other]
+            if end > start:
+                start = end
+        starts[number] = start
+        own = seconds[number]
+        if number in sent:
+            message = sent[number]
+            latency, work = alone_s(graph, number, message, start, ends)
+            on_link[number] = start + latency
+            ends[number] = end = start + latency + work
+            if message.carrier and slowed:
+                flights.add(message.carrier, start, end)
+        elif kind_of.get(number) in slowed:
+            on_link[number] = ends[number] = flights.computed(kind_of[number], start, own)
+        else:
+            on_link[number] = ends[number] = start + own
+    return GraphTimes(starts, on_link, ends)
+
+
+class _Flights:
+    """What is in flight on each GPU: all that a computation may be slowed down by was issued before it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.carriers = list(graph.carriers)
+        self.of_gpu: dict[int, list[tuple[float, float, str]]] = {}
+        """(start, end, transport) of what has not ended; what follows without a gap is one."""
+
+    def add(self, carrier: int, start: float, end: float) -> None:
+        gpu, transport = self.carriers[carrier]
+        flights = self.of_gpu.setdefault(gpu, [])
+        if flights and flights[-1][2] == transport and flights[-1][0] <= start <= flights[-1][1]:
+            begun, until, _ = flights.pop()
+            start, end = begun, max(end, until)
+        flights.append((start, end, transport))
+
+    def computed(self, kind: int, start: float, seconds: float) -> float:
+        """When so many seconds of computation, begun at `start`, are done."""
+        gpu, slowdowns = self.graph.kinds[kind]
+        flights = self.of_gpu.get(gpu, [])
+        while flights and flights[0][1] <= start:
+            flights.pop(0)
+        now, left = start, seconds
+        while True:
+            factor, until = 1.0, float("inf")
+            for begin, end, transport in flights:
+                if begin > now:
+                    until = min(until, begin)
+                elif end > now:
+                    factor, until = max(factor, slowdowns.get(transport, 1.0)), min(until, end)
+            if now + left * factor <= until:
+                return now + left * factor
+            left -= (until - now) / factor
+            now = until
+
+
+def alone_s(graph: Graph, number: int, sent: Sent, now: float, ends: list[float]) -> tuple[float, float]:
+    """Latency and work of an op that starts now and has its links to itself."""
+    own = own_s(graph, number, sent, now, ends)
+    return (own, sent.work_s) if own >= 0 else (0.0, sent.work_s + own)
+
+
+def own_s(graph: Graph, number: int, sent: Sent, now: float, ends: list[float]) -> float:
+    """Seconds of an op before its work; below zero, the head start that it takes on an idle link."""
+    own, behind, last = graph.seconds[number], sent.behind_s, sent.follows
+    if last == NO_OP or behind is None:
+        return own
+    ready = max([ends[other] for other in graph.before[number] if other != last], default=0.0)
+    return max(ready + own, ends[last] + behind) - now
+
+
+def _sorted(graph: Graph) -> list[int]:
+    """Every op after those it waits for."""
+    waiting, behind = edges_of(graph)
+    found = [number for number, count in enumerate(waiting) if not count]
+    for number in found:
+        for later in behind[number]:
+            waiting[later] -= 1
+            if not waiting[later]:
+                found.append(later)
+    if len(found) < len(graph):
+        raise deadlock(graph, [number for number, count in enumerate(waiting) if count])
+    return found
+
+
+def edges_of(graph: Graph) -> tuple[list[int], list[list[int]]]:
+    """How many ops each waits for, and which wait for each."""
+    behind: list[list[int]] = [[] for _ in graph.before]
+    for number, before in enumerate(graph.before):
+        for other in before:
+            behind[other].append(number)
+    return [len(before) for before in graph.before], behind

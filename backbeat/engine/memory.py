@@ -1,0 +1,92 @@
+"""What a graph's buffers hold as its ops run: a fold of what comes and what goes.
+
+A buffer comes when its first op starts, and goes when the last op that uses it ends, on whatever lane. What goes in a
+moment makes room for what comes in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from backbeat.engine.graph import NO_OP, Graph
+from backbeat.engine.in_order import GraphTimes
+
+
+class HeldBytes(NamedTuple):
+    """What is held from one moment to the next."""
+
+    start_s: float
+    by_kind: Mapping[str, float]
+    op: int
+    """The one that starts then and holds more; none where something only goes."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_kind.values())
+
+
+def held_over_time(graph: Graph, times: GraphTimes, resident: Mapping[str, float] | None = None) -> list[HeldBytes]:
+    """Every level in order; `resident` is there all the time.
+
+    A buffer that two ops use, and one that only the second does:
+
+    >>> from backbeat.engine.graph import Graph
+    >>> from backbeat.engine.run import run
+    >>> graph = Graph()
+    >>> first, second = graph.add(("compute",), 1.0), graph.add(("compute",), 2.0)
+    >>> _ = graph.hold("activation", 10, first, [first, second]), graph.hold("gradient", 5, second, [second])
+    >>> [(level.start_s, level.total) for level in held_over_time(graph, run(graph), {"parameter": 7})]
+    [(0.0, 17.0), (1.0, 22.0), (3.0, 7.0)]
+    """
+    held: defaultdict[str, float] = defaultdict(float, resident or {})
+    levels: list[HeldBytes] = []
+    for moment, order, op, kind, change in _changes(graph, times):
+        held[kind] += change
+        level = HeldBytes(moment, dict(held), op)
+        if levels and levels[-1].start_s == moment and order != _GOES_AT_ONCE:
+            levels[-1] = level
+        else:
+            levels.append(level)
+    return levels or [HeldBytes(0.0, dict(held), NO_OP)]
+
+
+def peak_held(graph: Graph, times: GraphTimes, resident: Mapping[str, float] | None = None) -> HeldBytes:
+    """The highest level; of equal ones the first."""
+    held: defaultdict[str, float] = defaultdict(float, resident or {})
+    total = highest = sum(held.values())
+    changes = _changes(graph, times)
+    until = 0
+    for index, change in enumerate(changes, start=1):
+        total += change.bytes
+        if total > highest:
+            highest, until = total, index
+    for change in changes[:until]:
+        held[change.kind] += change.bytes
+    last = changes[until - 1] if until else _Change(0.0, _COMES, NO_OP, "", 0.0)
+    return HeldBytes(last.at_s, dict(held), last.op)
+
+
+_GOES, _COMES, _GOES_AT_ONCE = range(3)
+"""The order in a moment. A buffer that comes and goes in one is there in between."""
+
+
+class _Change(NamedTuple):
+    at_s: float
+    order: int
+    op: int
+    kind: str
+    bytes: float
+
+
+def _changes(graph: Graph, times: GraphTimes) -> list[_Change]:
+    found: list[_Change] = []
+    for kind, size, first, users in graph.buffers:
+        comes = times.starts[first]
+        found.append(_Change(comes, _COMES, first, kind, size))
+        if users:
+            goes = max([times.ends[user] for user in users])
+            found.append(_Change(goes, _GOES if goes > comes else _GOES_AT_ONCE, NO_OP, kind, -size))
+    found.sort()
+    return found

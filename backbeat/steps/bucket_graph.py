@@ -1,0 +1,305 @@
+"""A step of data parallelism with buckets as a graph: computation, the messages it makes ready, the update.
+
+| lane | its ops, in the order of issue |
+|---|---|
+| compute | forward, backward from one bucket's last gradient to the next one's, compression, the update |
+| communicator 0, 1, … | gathers of parameters before forward, then buckets |
+| launch | buckets on several communicators leave in plan order: one no earlier than the one before it |
+| host | where it is given, the issue of each piece's forward and backward, and of the update |
+
+Backward is cut where a bucket becomes ready. On one communicator the messages are a recursion,
+F_k = max(R_k, F_(k-1)) + T(M_k); on several they share the link.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from backbeat.cost import LinkCost, MessageTimes
+from backbeat.engine import Graph, GraphTimes, SharedLink
+from backbeat.model.reduction import Overlap
+from backbeat.simulate.contention import ComputeClock
+from backbeat.simulate.schedule import Flow, Schedule
+from backbeat.steps.host_issue import HostIssue, IssuedWork
+
+COMPUTE = ("compute",)
+HOST = ("host",)
+_LAUNCH = ("launch",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketStep:
+    """What a step with buckets is made of."""
+
+    schedule: Schedule
+    """Buckets in launch order. `ready` counts from the start of backward, without compression."""
+    times: MessageTimes
+    """Of each bucket's message."""
+    forward_s: float
+    backward_s: float
+    update_s: float
+    link: SharedLink = field(default_factory=SharedLink)
+    transport: str = "network"
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    """Of computation beside messages, by transport."""
+    compress_s: Sequence[float] | None = None
+    """Compressing each bucket, on the compute stream, once it is ready."""
+    micro_batches: int = 1
+    overlap: Overlap = "last"
+    """Which backward passes messages overlap with."""
+    before_s: float = 0.0
+    """What is sent before forward, such as module buffers."""
+    gathers: Sequence[tuple[float, float]] = ()
+    """Parameters gathered for the first forward: what each message takes, and the forward that needs it."""
+    gathers_ahead: bool = False
+    """Each is sent while forward works on the one before it; otherwise forward waits for all."""
+    host: HostIssue | None = None
+    """None where the host is always ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketGraph:
+    """The graph, and where to find ops in it."""
+
+    graph: Graph
+    forward: int
+    """The last op before the backward that messages overlap with last."""
+    backward: int
+    """The last op of that backward, compression included."""
+    messages: list[int]
+    """Of each bucket, in launch order, beside that backward."""
+    rounds: list[list[int]]
+    """The same for every backward that messages overlap with."""
+    update: int
+    """The last op of the step."""
+
+    def flow(self, times: GraphTimes) -> Flow:
+        """When those buckets travel, after that backward begins."""
+        begun = times.ends[self.forward]
+        starts, on_link, ends = (
+            np.array([column[number] - begun for number in self.messages])
+            for column in (times.starts, times.on_link, times.ends)
+        )
+        return Flow(starts, on_link, ends)
+
+    def clock(self, times: GraphTimes) -> ComputeClock:
+        """How far computation is at any time of that backward: exact where it is cut, and before the first message."""
+        done, at = [0.0], [0.0]
+        begun = times.ends[self.forward]
+        for op in range(self.forward + 1, self.backward + 1):
+            if self.graph.lanes[op] == COMPUTE:
+                done.append(done[-1] + self.graph.seconds[op])
+                at.append(times.ends[op] - begun)
+        return ComputeClock(np.array(done), np.array(at))
+
+    def on(self, message_times: MessageTimes) -> Graph:
+        """The same step where messages take other times, as on a quieter network."""
+        times = _op_times(message_times)
+        return self.graph.retimed({op: row for ops in self.rounds for op, row in zip(ops, times, strict=True)})
+
+
+def link_of(cost: LinkCost) -> SharedLink:
+    """How messages of this cost share their link.
+
+    >>> from backbeat.cost import Curve
+    >>> link_of(LinkCost(Curve.affine(1e-3, 1e-9), None, {2: 0.8})).efficiency(2)
+    0.8
+    """
+    return SharedLink(cost.efficiency if cost.efficiencies else None, cost.stretch if cost.stretches else None)
+
+
+def bucket_graph(step: BucketStep) -> BucketGraph:
+    """One step.
+
+    Two buckets of 1 MB, ready 0 and 1 ms into a backward of 3 ms, each 1 ms + 1 ns/byte, on one communicator:
+
+    >>> from backbeat.cost import Curve
+    >>> from backbeat.engine import run
+    >>> cost = LinkCost(Curve.affine(1e-3, 1e-9))
+    >>> two = Schedule(np.array([0.0, 1e-3]), np.array([1e6, 1e6]), [0, 0])
+    >>> made = bucket_graph(BucketStep(
+    ...     schedule=two, times=cost.times(two.sizes), link=link_of(cost), forward_s=1e-3, backward_s=3e-3,
+    ...     update_s=1e-3))
+    >>> times = run(made.graph)
+    >>> made.flow(times).finishes.round(6).tolist(), round(times.end_s, 6)
+    ([0.002, 0.004], 0.006)
+    """
+    return BucketSteps(step).add()
+
+
+class BucketSteps:
+    """A graph to which one step after the other is added."""
+
+    def __init__(self, step: BucketStep) -> None:
+        self.step, self.graph = step, Graph()
+        self.link = (self.graph.link(step.link),)
+        self.kind = self.graph.kind(step.slowdowns)
+        self.message_times = _op_times(step.times)
+        self.several = len({*step.schedule.communicators}) > 1
+        self.status: list[int] = []
+        """Messages of the step before."""
+
+    def add(self) -> BucketGraph:
+        step, host = self.step, self.step.host
+        overlapping = step.micro_batches if step.overlap == "every" else 1
+        forward = self._first_forward()
+        rounds: list[list[int]] = [[]]
+        for number in range(step.micro_batches):
+            if number:
+                forward = self._pass("forward", rounds[-1]).finish(step.forward_s)
+            last = number == step.micro_batches - 1
+            if host is not None:
+                # The wrapper reads the status of the step before when its own backward opens.
+                status = self.status if host.reads_status and not number else ()
+                self.graph.add(HOST, host.opens_s if last else 0.0, after=status, cause="host")
+            if number < step.micro_batches - overlapping:
+                self._pass("backward").finish(step.backward_s)
+            else:
+                backward, messages = self._backward(forward)
+                rounds.append(messages)
+        waits = [*messages]
+        if host is not None:
+            waits.append(self.graph.add(HOST, host.update_s, label="issue the update", cause="host"))
+        update = self.graph.add(COMPUTE, step.update_s, after=waits, label="update", cause="update")
+        self.status = messages
+        return BucketGraph(self.graph, forward, backward, messages, rounds[1:], update)
+
+    def _pass(self, label: Literal["forward", "backward"], after: Sequence[int] = ()) -> _Pass:
+        host = self.step.host
+        works = None if host is None else host.forward if label == "forward" else host.backward
+        return _Pass(self.graph, self.kind, label, works, after)
+
+    def _first_forward(self) -> int:
+        """With what is sent before it."""
+        step, graph, lane = self.step, self.graph, ("communicator", 0)
+        if step.before_s:
+            sent = graph.add((lane,), step.before_s, label="buffers", cause="buffers")
+            graph.add(COMPUTE, 0.0, after=(sent,))
+        if not step.gathers:
+            return self._pass("forward").finish(step.forward_s)
+        reached = graph.add(COMPUTE, 0.0)
+        forward, now = self._pass("forward"), 0.0
+        gathers: list[int] = []
+        for index, (seconds, _) in enumerate(step.gathers):
+            if step.gathers_ahead and index > 1:
+                now += step.gathers[index - 2][1]
+                reached = forward.until(now, gathers[-2:-1])
+            label = ("all-gather {} of {}", index + 1, len(step.gathers))
+            gathers.append(
+                graph.add((lane,), seconds, after=(reached,), transport=step.transport, label=label, cause="all-gather")
+            )
+        if step.gathers_ahead and len(gathers) > 1:
+            forward.until(now + step.gathers[-2][1], gathers[-2:-1])
+        return forward.finish(step.forward_s, gathers[-1:])
+
+    def _backward(self, forward: int) -> tuple[int, list[int]]:
+        """Its last op, and the messages."""
+        step, graph = self.step, self.graph
+        ready, compress_s = step.schedule.ready.tolist(), step.compress_s
+        sending = _Sending(self)
+        made_by: dict[int, int] = {}
+        last, under_way = forward, self._pass("backward")
+        for index in sorted(range(len(ready)), key=ready.__getitem__):
+            if step.overlap != "none" and ready[index] > under_way.done_s:
+                last = under_way.until(ready[index])
+            if compress_s is not None and compress_s[index]:
+                last = graph.add(COMPUTE, compress_s[index], kind=self.kind, label="compression", cause="compression")
+            if step.overlap != "none":
+                made_by[index] = last
+                # As soon as all before it in the plan have left, so that messages stand behind what makes them ready.
+                sending.all_made(made_by)
+        if step.backward_s > under_way.done_s or under_way.left:
+            last = under_way.finish(step.backward_s)
+        sending.all_made({index: made_by.get(index, last) for index in range(len(ready))})
+        return last, sending.messages
+
+
+class _Sending:
+    """Messages in plan order."""
+
+    def __init__(self, steps: BucketSteps) -> None:
+        self.steps, self.schedule = steps, steps.step.schedule
+        self.messages: list[int] = []
+        self.launched: int | None = None
+        self.last_of: dict[int, int] = {}
+        """The last message of each communicator."""
+
+    def all_made(self, made_by: Mapping[int, int]) -> None:
+        while len(self.messages) < len(self.schedule.communicators) and len(self.messages) in made_by:
+            self._send(len(self.messages), made_by[len(self.messages)])
+
+    def _send(self, index: int, made_by: int) -> None:
+        graph, step = self.steps.graph, self.steps.step
+        communicator, after = self.schedule.communicators[index], [made_by]
+        if self.steps.several:
+            before = self.last_of.get(communicator)
+            held = after if before is None else [*after, before]
+            if self.launched is not None and before != self.messages[-1]:
+                after = [*after, self.launched]
+            self.launched = graph.add(_LAUNCH, 0.0, after=held)
+        own, work, behind = self.steps.message_times[index]
+        message = graph.add(
+            (("communicator", communicator),), own, after=after, work_s=work, behind_s=behind, links=self.steps.link,
+            transport=step.transport, label=("bucket {}", index), cause="all-reduce",
+            bytes=float(self.schedule.sizes[index]),
+        )  # fmt: skip
+        self.last_of[communicator] = message
+        self.messages.append(message)
+
+
+def _op_times(times: MessageTimes) -> list[tuple[float, float, float | None]]:
+    """Latency, work, and latency right behind another: the same on networks where that was not measured."""
+    return [
+        (alone - work, work, None if alone == busy else busy - work)
+        for alone, busy, work in zip(*(column.tolist() for column in times), strict=True)
+    ]
+
+
+class _Pass:
+    """Forward or backward under way: its computation in parts, each no earlier than the host has issued it."""
+
+    def __init__(
+        self, graph: Graph, kind: int, label: str, works: Sequence[IssuedWork] | None, after: Sequence[int]
+    ) -> None:
+        self.graph, self.kind, self.label = graph, kind, label
+        self.left = None if works is None else deque(works)
+        self.after = list(after)
+        """What the next part waits for."""
+        self.done_s = self.issued_s = 0.0
+        """Of its own time: what is computed, and up to where it is issued."""
+
+    def until(self, moment_s: float, after: Sequence[int] = ()) -> int:
+        """Compute up to a moment of its own time; the last op."""
+        self.after += after
+        while True:
+            end = moment_s
+            if self.left:
+                end = self._issue(moment_s)
+            last = self.graph.add(
+                COMPUTE, max(end - self.done_s, 0.0), after=self.after, kind=self.kind, label=self.label,
+                cause=self.label,
+            )  # fmt: skip
+            self.after, self.done_s = [], max(end, self.done_s)
+            if self.done_s >= moment_s:
+                return last
+
+    def _issue(self, moment_s: float) -> float:
+        """Issue what is computed next; up to where that is, of what is to be computed."""
+        while self.left and self.issued_s <= self.done_s:
+            work = self.left.popleft()
+            self.after.append(self.graph.add(HOST, work.host_s, cause="host"))
+            self.issued_s += work.device_s
+        # What rounding leaves over is the last work's.
+        return min(moment_s, self.issued_s) if self.left else moment_s
+
+    def finish(self, moment_s: float, after: Sequence[int] = ()) -> int:
+        """The same to its end: what computes nothing is issued, too."""
+        last = self.until(moment_s, after)
+        for work in self.left or ():
+            self.graph.add(HOST, work.host_s, cause="host")
+        return last

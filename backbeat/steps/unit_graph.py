@@ -1,0 +1,207 @@
+"""A step of sharded data parallel (FSDP2, HSDP, ZeRO) as a graph.
+
+`sharded_calls` says in which order the host issues work; here each call becomes ops. The host is taken to be ahead of
+the device.
+
+| lane | its ops, in the order of issue |
+|---|---|
+| compute | copies out of gathered buffers, forward, backward, copies into reduce-scatter inputs, the update |
+| copy in | own shards into the buffers to gather |
+| communicator 0 | all-gathers, and reduce-scatters unless they have their own |
+| communicator 1, 2 | reduce-scatters (`separate_reduce_scatter`); the all-reduces of the copies (HSDP) |
+
+What waits for what, beside the order of each lane:
+
+- A copy-out waits for its all-gather, an all-gather for its copy-in, a reduce-scatter for its own copy-in, an
+  all-reduce over the copies for its reduce-scatter.
+- *Rate limit.* In forward an all-gather issued after copy-out k waits for copy-out k-1, so that two gathered buffers
+  are held; in backward it waits for the copy-out before it. The first all-gather of backward waits for the last
+  copy-out of forward alone, and runs behind the last forward.
+- *Held inputs.* A `wait` call holds computation until that reduce-scatter is done.
+- *Blocking.* On gloo the host waits for every collective: everything waits for what was issued before it.
+- *Edges.* The update waits for the last reduction, and the first all-gather of a step for the update before it, so that
+  a step repeats as it is. A micro-batch begins when the reductions of the one before are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from backbeat.engine import Graph
+from backbeat.engine.graph import Lane
+from backbeat.simulate.sharded_calls import Call, calls
+from backbeat.simulate.sharded_cost import ShardedCost
+from backbeat.simulate.sharded_units import ShardedChain
+from backbeat.steps.bucket_graph import COMPUTE, link_of
+
+_COPY_IN: tuple[Lane, ...] = ("copy in",)
+_GATHER, _SCATTER, _REPLICATE = ((("communicator", number),) for number in range(3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitStep:
+    """What a sharded step is made of."""
+
+    chain: ShardedChain
+    cost: ShardedCost
+    update_s: float
+    """Of the own shard."""
+    micro_batches: int = 1
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    """Of computation beside collectives, by transport."""
+    transports: tuple[str, str] = ("network", "network")
+    """Of collectives among shards, and of those among copies of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGraph:
+    graph: Graph
+    calls: list[Call]
+    """The call that issued each op."""
+    chain: ShardedChain
+
+    def on(self, cost: ShardedCost) -> Graph:
+        """The same step where collectives cost this, as on a quieter network."""
+        prices = _LinkTimes(self.chain, cost)
+        sent = ((op, self.calls[op]) for op in self.graph.sent)
+        return self.graph.retimed({op: (*prices.of(call.event, call.unit), None) for op, call in sent})
+
+
+class _LinkTimes:
+    """Latency and transfer of a unit's collectives: the same in every micro-batch."""
+
+    def __init__(self, chain: ShardedChain, cost: ShardedCost) -> None:
+        self.chain, self.cost = chain, cost
+        self.known: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def of(self, event: str, unit: int) -> tuple[float, float]:
+        if (event, unit) not in self.known:
+            curve, width = self.cost.collective(event)
+            size = self.chain.elements[unit] * width
+            seconds = curve.at(size)
+            work = min(curve.link_s_per_byte * size, seconds)
+            self.known[event, unit] = seconds - work, work
+        return self.known[event, unit]
+
+
+def unit_graph(step: UnitStep) -> UnitGraph:
+    """One step."""
+    steps = UnitSteps(step)
+    steps.add()
+    return UnitGraph(steps.graph, steps.calls, step.chain)
+
+
+class UnitSteps:
+    """A graph to which one step after the other is added: ops of the calls so far, and what later ones will wait
+    for."""
+
+    def __init__(self, step: UnitStep) -> None:
+        self.step, self.chain, self.cost = step, step.chain, step.cost
+        self.graph = Graph()
+        self.calls: list[Call] = []
+        self.kind = self.graph.kind(step.slowdowns)
+        shared = (self.graph.link(link_of(step.cost.sharing)),)
+        self.replica_links = shared if step.cost.one_link else (self.graph.link(link_of(step.cost.sharing)),)
+        self.shard_links = shared
+        self.scatter_lane = _SCATTER if step.chain.sharding.separate_reduce_scatter else _GATHER
+        self.in_forward = True
+        self.gather_waits_for: tuple[int, ...] = ()
+        """The next all-gather."""
+        self.last_copy_out: tuple[int, ...] = ()
+        """Of this forward."""
+        self.compute_waits_for: list[int] = []
+        """The next computation."""
+        self.gathers: dict[int, int] = {}
+        """The last all-gather of each unit."""
+        self.scatters: dict[int, int] = {}
+        """The last reduce-scatter of each unit."""
+        self.unfinished: list[int] = []
+        """Reductions that the end of the micro-batch waits for."""
+        self.link_times = _LinkTimes(step.chain, step.cost)
+
+    def add(self) -> int:
+        """The update that ends the step."""
+        for call in calls(self.step.chain, self.step.micro_batches):
+            self._add(call)
+        return len(self.graph) - 1
+
+    def _add(self, call: Call) -> None:
+        event, unit = call.event, call.unit
+        elements = self.chain.elements[unit]
+        if event == "all_gather":
+            copied = self._put(call, _COPY_IN, self.cost.gather_in_s(elements), self.gather_waits_for, cause="copy")
+            self.gathers[unit] = self._send(call, _GATHER, copied)
+        elif event == "copy_out":
+            out = self._compute(call, self.cost.copy_out_s(elements), self.gathers[unit], cause="copy")
+            if self.in_forward:
+                self.gather_waits_for, self.last_copy_out = self.last_copy_out or self.gather_waits_for, (out,)
+            else:
+                self.gather_waits_for, self.last_copy_out = (out,), ()
+        elif event == "forward":
+            self._compute(call, self.chain.parts[call.part].forward_s)
+        elif event == "backward":
+            self._compute(call, self.chain.parts[call.part].backward_s)
+        elif event == "wait":
+            self.compute_waits_for.append(self.scatters[unit])
+        elif event == "reduce_scatter":
+            copied = self._compute(call, self.cost.scatter_in_s(elements), cause="copy")
+            self.scatters[unit] = self._send(call, self.scatter_lane, copied)
+            self.unfinished.append(self.scatters[unit])
+        elif event == "all_reduce":
+            self.unfinished.append(self._send(call, _REPLICATE, self.scatters[unit]))
+        elif event == "begin":
+            self.gather_waits_for, self.in_forward = (self._compute(call, 0.0),), True
+        elif event == "to_backward":
+            self.gather_waits_for = self.last_copy_out or self.gather_waits_for
+            self.last_copy_out, self.in_forward = (), False
+        elif event == "end":
+            self.compute_waits_for.extend(self.unfinished)
+            self.unfinished.clear()
+        elif event == "update":
+            self._compute(call, self.step.update_s)
+
+    def _compute(self, call: Call, seconds: float, *after: int, cause: str = "") -> int:
+        waits, self.compute_waits_for = self.compute_waits_for, []
+        return self._put(call, COMPUTE, seconds, (*after, *waits), kind=self.kind, cause=cause)
+
+    def _send(self, call: Call, lane: tuple[Lane, ...], after: int) -> int:
+        seconds, work = self.link_times.of(call.event, call.unit)
+        among_copies = lane is _REPLICATE
+        return self._put(
+            call,
+            lane,
+            seconds,
+            (after,),
+            work_s=work,
+            links=self.replica_links if among_copies else self.shard_links,
+            transport=self.step.transports[among_copies],
+        )
+
+    def _put(
+        self,
+        call: Call,
+        lane: tuple[Lane, ...],
+        seconds: float,
+        after: tuple[int, ...],
+        *,
+        work_s: float = 0.0,
+        links: tuple[int, ...] = (),
+        transport: str | None = None,
+        kind: int = 0,
+        cause: str = "",
+    ) -> int:
+        if self.cost.blocking and self.calls:
+            after = (*after, len(self.calls) - 1)
+        self.calls.append(call)
+        return self.graph.add(
+            lane,
+            seconds,
+            after=after,
+            work_s=work_s,
+            links=links,
+            transport=transport,
+            kind=kind,
+            label=("{} {}", call.event, call.unit),
+            cause=cause or call.event,
+        )

@@ -1,0 +1,134 @@
+"""What a step takes as a graph of operations, built and run, against the simulator of that kind of step alone.
+
+    python -m benchmarks.engine
+
+Both sides take turns in one run. `ops` are those of the graph; `built` is the share of its time that building takes.
+A band is three runs of one graph, and three whole simulations on the other side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from backbeat import plan
+from backbeat.engine import Graph, run
+from backbeat.layouts.pipeline import _simulated, run_pipeline
+from backbeat.layouts.stage_times import StageTimes
+from backbeat.model import Network, Profile
+from backbeat.simulate.contention import slowdown_of
+from backbeat.simulate.host_lane import device_alone
+from backbeat.simulate.iteration import communicate_beside
+from backbeat.simulate.schedule import Schedule
+from backbeat.simulate.sharded_cost import ShardedCost
+from backbeat.simulate.sharded_step import run_step
+from backbeat.simulate.sharded_units import chain_of
+from backbeat.steps.bucket_graph import BucketStep, bucket_graph, link_of
+from backbeat.steps.stage_graph import ChunkTimes, stage_graph
+from backbeat.steps.unit_graph import UnitStep, unit_graph
+from benchmarks.harness import machine
+
+REPEATS = 20
+
+
+def compared(name: str, simulate: Callable[[], object], build: Callable[[], Graph], runs: int = 1) -> None:
+    def engine() -> None:
+        graph = build()
+        for _ in range(runs):
+            run(graph)
+
+    def simulator() -> None:
+        for _ in range(runs):
+            simulate()
+
+    sides = (simulator, engine, build)
+    taken: list[list[float]] = [[], [], []]
+    for _ in range(REPEATS):
+        for side, times in zip(sides, taken, strict=True):
+            start = time.perf_counter()
+            side()
+            times.append(time.perf_counter() - start)
+    old, new, built = (min(times) for times in taken)
+    graph = build()
+    print(
+        f"  {name:<44} {len(graph):>6} ops  simulator {old * 1e3:8.3f} ms  engine {new * 1e3:8.3f} ms  "
+        f"ratio {new / old:5.2f}  built {built / new:4.0%}"
+    )
+
+
+def buckets(name: str, cluster: str, gpus: int, ways: tuple[tuple[str, int | None], ...]) -> None:
+    profile = Profile.load(name)
+    network = Network.load(cluster).at(workers=gpus)
+    cost = network.cost
+    for way, communicators in ways:
+        made = plan(profile, network, way, communicators=communicators)
+        schedule, _ = Schedule.of_plan(profile, made)
+        for slowdown in (1.0, 1.2):
+
+            def build(schedule: Schedule = schedule, slowdown: float = slowdown) -> Graph:
+                step = BucketStep(
+                    schedule=schedule,
+                    times=cost.times(schedule.sizes),
+                    link=link_of(cost),
+                    forward_s=profile.forward_s,
+                    backward_s=profile.backward_s,
+                    update_s=profile.update_s,
+                    slowdowns={"network": slowdown},
+                )
+                return bucket_graph(step).graph
+
+            word = f"{way} of {profile.model} on {made.communicators}" + (", contended" if slowdown > 1 else "")
+            simulate = partial(communicate_beside, schedule, cost, made.communicators, slowdown)
+            compared(word, simulate, build)
+            if way == "ddp":
+                compared(f"  band of {word}", simulate, build, runs=3)
+
+
+def units(name: str, cluster: str, gpus: int, ways: tuple[str, ...]) -> None:
+    profile = device_alone(Profile.load(name))
+    network = Network.load(cluster).at(workers=gpus)
+    factor = slowdown_of(profile, network, sharded=True).factor
+    for way in ways:
+        chain = chain_of(profile, plan(profile, network, way))
+        cost = ShardedCost.of(profile, network, chain.sharding)
+        for slowdown in (1.0, factor):
+            step = UnitStep(chain=chain, cost=cost, update_s=1e-3, slowdowns={"network": slowdown})
+            word = f"{way} of {profile.model}" + (", contended" if slowdown > 1 else "")
+            simulate = partial(run_step, chain, cost, 1e-3, slowdown=slowdown)
+            build = partial(_graph, step)
+            compared(word, simulate, build)
+            compared(f"  band of {word}", simulate, build, runs=3)
+
+
+def _graph(step: UnitStep) -> Graph:
+    return unit_graph(step).graph
+
+
+def stages() -> None:
+    for schedule, count, micro_batches, chunks in (
+        ("1f1b", 8, 64, 1), ("interleaved", 8, 64, 2), ("zero-bubble", 8, 64, 1), ("1f1b", 16, 256, 1),
+    ):  # fmt: skip
+        times = [StageTimes(1.0 + 0.01 * index, 1.1, 0.9) for index in range(count * chunks)]
+        whole = [ChunkTimes(each.forward_s, each.input_s, each.weight_s) for each in times]
+
+        def build(schedule=schedule, count=count, micro_batches=micro_batches, whole=whole) -> Graph:  # type: ignore[no-untyped-def]
+            return stage_graph(schedule, count, micro_batches, whole, 0.01).graph
+
+        name = f"{schedule}, {count} stages, {micro_batches} micro-batches"
+        whole_step = partial(_simulated, schedule, count, micro_batches, times, 0.01, "direction")  # type: ignore[arg-type]
+        compared(name, whole_step, build)
+        middle = partial(run_pipeline, schedule, count, micro_batches, times, 0.01, listed=False)  # type: ignore[arg-type]
+        compared("  against its middle simulated once", middle, build)
+
+
+if __name__ == "__main__":
+    print(machine())
+    print("buckets")
+    ways = (("ddp", None), ("best", None), ("wfbp", None), ("wfbp", 2))
+    buckets("resnet50-b64-bf16-h200", "100gbe", 64, ways)
+    buckets("llama-8b-b1-bf16-adamw-h200", "aws-p5en", 64, (("ddp", None),))
+    print("units")
+    units("llama-8b-b1-bf16-adamw-h200", "aws-p5en", 64, ("fsdp", "hsdp:8"))
+    print("pipelines")
+    stages()

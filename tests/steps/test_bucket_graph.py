@@ -1,0 +1,234 @@
+"""Buckets as a graph, against the recursion, the events on several communicators, and what frameworks do with them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from backbeat import api
+from backbeat.cost import LinkCost
+from backbeat.engine import run
+from backbeat.model import Bucket, Compression, Network, Plan, Profile, Reduction
+from backbeat.model.reduction import REDUCTIONS
+from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow
+from backbeat.simulate.contention import slowdown_of
+from backbeat.simulate.engine import communicate
+from backbeat.simulate.framework_step import framework_iteration, gather_parts
+from backbeat.simulate.iteration import BucketRun, bucket_iteration, communicate_beside, exposed_breakdown
+from backbeat.simulate.schedule import Flow, Schedule
+from backbeat.simulate.sharded_cost import half_curve
+from backbeat.steps.bucket_graph import BucketGraph, BucketStep, bucket_graph, link_of
+from tests.problems import affine, make_profile, networks, profiles
+
+CLOSE = {"rel": 1e-9, "abs": 1e-12}
+ZOO = ("resnet50-b64-bf16-h200", "bert-large-b64-bf16-adamw-h200", "gpt2-b8-bf16-adamw-h200", "vgg16-b64-bf16-h200")
+CLUSTERS = (("10gbe", 16), ("100gbe", 64), ("aws-p5en", 64), ("dgx-h100", 8), ("ib400", 256))
+
+
+@st.composite
+def bucketed(draw: st.DrawFn, *, communicators: int = 1, in_order: bool = False) -> tuple[Profile, Schedule]:
+    """Random gradients in random buckets, sent in another order than they become ready, unless `in_order`."""
+    profile = draw(profiles(most=12))
+    count = len(profile.gradients)
+    cuts = sorted(draw(st.sets(st.integers(1, count - 1), max_size=count - 1))) if count > 1 else []
+    found = Schedule.of_ends(profile, [*cuts, count])
+    order = list(range(len(cuts) + 1))
+    if not in_order and draw(st.booleans()):
+        order = draw(st.permutations(order))
+    lanes = draw(st.lists(st.integers(0, communicators - 1), min_size=len(order), max_size=len(order)))
+    return profile, Schedule(found.ready[order], found.sizes[order], lanes)
+
+
+def graph_of(
+    profile: Profile, schedule: Schedule, cost: LinkCost, slowdowns: Mapping[str, float] | None = None
+) -> BucketGraph:
+    return bucket_graph(
+        BucketStep(
+            schedule=schedule,
+            times=cost.times(schedule.sizes),
+            link=link_of(cost),
+            forward_s=profile.forward_s,
+            backward_s=profile.backward_s,
+            update_s=profile.update_s,
+            slowdowns=slowdowns or {},
+        )
+    )
+
+
+def assert_same(mine: Flow, theirs: Flow) -> None:
+    for field in ("starts", "on_link", "finishes"):
+        assert getattr(mine, field) == pytest.approx(getattr(theirs, field), **CLOSE)
+
+
+def shares_head_start(schedule: Schedule, cost: LinkCost) -> bool:
+    """Whether buckets may reach an idle link together. They share its head start here; the events give all of it to the
+    first of the plan."""
+    starts = np.sort(communicate(schedule, cost, len(set(schedule.communicators))).starts)
+    times = cost.times(schedule.sizes)
+    return bool((np.diff(starts) < 1e-9).any()) and bool((times.alone < times.transfer).any())
+
+
+@settings(max_examples=300)
+@given(bucketed(), networks())
+def test_one_communicator_is_the_recursion(drawn: tuple[Profile, Schedule], network: Network) -> None:
+    profile, schedule = drawn
+    made = graph_of(profile, schedule, network.cost)
+    assert not made.graph.shares_pace()
+    assert_same(made.flow(run(made.graph)), communicate(schedule, network.cost, 1))
+
+
+@settings(max_examples=300)
+@given(bucketed(communicators=3), networks())
+def test_several_communicators_are_the_events(drawn: tuple[Profile, Schedule], network: Network) -> None:
+    profile, schedule = drawn
+    assume(not shares_head_start(schedule, network.cost))
+    theirs = communicate(schedule, network.cost, len(set(schedule.communicators)))
+    made = graph_of(profile, schedule, network.cost)
+    assert_same(made.flow(run(made.graph)), theirs)
+
+
+@settings(max_examples=200)
+@given(bucketed(communicators=3), networks(), st.sampled_from([1.1, 1.5, 2.0]))
+def test_contention_is_where_its_fixed_point_is(
+    drawn: tuple[Profile, Schedule], network: Network, slowdown: float
+) -> None:
+    """As the pace of computation it needs no repetition, and is the same."""
+    profile, schedule = drawn
+    assume(not shares_head_start(schedule, network.cost))
+    flow, clock = communicate_beside(schedule, network.cost, len(set(schedule.communicators)), slowdown)
+    made = graph_of(profile, schedule, network.cost, {"network": slowdown})
+    times = run(made.graph)
+    assert_same(made.flow(times), flow)
+    mine = made.clock(times)
+    moments = [float(profile.ready[0]), *schedule.ready.tolist(), profile.backward_s]
+    assert mine.when(moments) == pytest.approx(clock.when(moments), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("cluster", "gpus"), CLUSTERS)
+def test_bundled_profiles_take_what_they_took(name: str, cluster: str, gpus: int) -> None:
+    profile = Profile.load(name)
+    network = Network.load(cluster).at(workers=gpus)
+    for way in ("wfbp", "ddp", "best"):
+        plan = api.plan(profile, network, way)
+        schedule, buckets = Schedule.of_plan(profile, plan)
+        for slowdown in (1.0, slowdown_of(profile, network).factor):
+            made = graph_of(profile, schedule, network.cost, {"network": slowdown})
+            times = run(made.graph)
+            step = bucket_iteration(profile, network, plan, 0.0, slowdown)
+            assert times.end_s == pytest.approx(step.steady_s, **CLOSE)
+            # All that a prediction says of a step comes from these.
+            again = BucketRun(buckets, schedule, made.flow(times), made.clock(times), profile.backward_s)
+            parts = exposed_breakdown(profile, network.cost, again, plan.communicators)
+            assert msgspec.structs.astuple(parts) == pytest.approx(msgspec.structs.astuple(step.breakdown), **CLOSE)
+
+
+def test_a_quieter_network_is_the_same_graph_with_other_times() -> None:
+    profile = Profile.load(ZOO[0])
+    network = Network.load("aws-p5en").at(workers=64)
+    schedule, _ = Schedule.of_plan(profile, api.plan(profile, network, "ddp"))
+    made = graph_of(profile, schedule, network.cost, {"network": 1.2})
+    assert network.edges is not None
+    for other in network.edges:
+        again = graph_of(profile, schedule, other.cost, {"network": 1.2})
+        assert run(made.on(other.cost.times(schedule.sizes))).ends == run(again.graph).ends
+
+
+@given(
+    bucketed(in_order=True),
+    networks(busy=False),
+    st.sampled_from(sorted(REDUCTIONS)),
+    st.integers(1, 3),
+    st.sampled_from([1.0, 1.5]),
+)
+def test_frameworks_take_what_they_took(
+    drawn: tuple[Profile, Schedule], network: Network, name: str, micro_batches: int, slowdown: float
+) -> None:
+    profile, schedule = drawn
+    reduction = REDUCTIONS[name]
+    ends = np.cumsum([0, *(int(size) for size in schedule.sizes)])
+    sums = np.cumsum([0, *profile.sizes.tolist()])
+    bounds = [int(np.searchsorted(sums, end)) for end in ends]
+    names = [one.name for one in profile.gradients]
+    buckets = tuple(
+        Bucket(gradients=tuple(names[first:last]), communicator=0) for first, last in itertools.pairwise(bounds)
+    )
+    plan = Plan(strategy="custom", model=profile.model, communicators=1, buckets=buckets)
+    theirs = framework_iteration(profile, network, plan, reduction, micro_batches, slowdown)
+    made = framework_graph(profile, network, plan, reduction, micro_batches, slowdown)
+    assert run(made.graph).end_s == pytest.approx(theirs.steady_s, rel=1e-8)
+
+
+def framework_graph(
+    profile: Profile, network: Network, plan: Plan, reduction: Reduction, micro_batches: int, slowdown: float
+) -> BucketGraph:
+    schedule, _ = Schedule.of_plan(profile, plan)
+    cost = network.cost
+    if reduction.collective == "reduce_scatter":
+        cost = LinkCost(half_curve(network, "reduce_scatter"))
+    return bucket_graph(
+        BucketStep(
+            schedule=schedule,
+            times=cost.times(schedule.sizes),
+            link=link_of(cost),
+            forward_s=profile.forward_s,
+            backward_s=profile.backward_s,
+            update_s=reduction.updated_s(profile.update_s, network.workers),
+            slowdowns={"network": slowdown},
+            micro_batches=micro_batches,
+            overlap=reduction.overlap,
+            gathers=[(seconds, forward_s) for seconds, forward_s, _ in gather_parts(profile, network, reduction)],
+            gathers_ahead=reduction.gather_overlap,
+        )
+    )
+
+
+@given(bucketed(), networks(busy=False), st.sampled_from([1.0, 1.5]), st.data())
+def test_compressed_buckets_take_what_they_took(
+    drawn: tuple[Profile, Schedule], network: Network, slowdown: float, data: st.DataObject
+) -> None:
+    profile, schedule = drawn
+    profile = replace(profile, compression_s_per_byte=1e-9, compression_s_per_bucket=1e-4)
+    cost = CompressedCost(network, profile)
+    compressions = [data.draw(st.sampled_from([None, Compression(density=0.01)])) for _ in schedule.communicators]
+    flow, clock, computed_s = compressed_flow(schedule, compressions, cost, slowdown)
+    made = bucket_graph(
+        BucketStep(
+            schedule=schedule,
+            times=cost.times(schedule.sizes, compressions),
+            forward_s=profile.forward_s,
+            backward_s=profile.backward_s,
+            update_s=0.0,
+            slowdowns={"network": slowdown},
+            compress_s=[
+                0.0 if one is None else cost.s_per_bucket + cost.s_per_byte * float(size)
+                for one, size in zip(compressions, schedule.sizes, strict=True)
+            ],
+        )
+    )
+    times = run(made.graph)
+    assert made.flow(times).finishes == pytest.approx(flow.finishes, rel=1e-8)
+    assert float(made.clock(times).when(computed_s)) == pytest.approx(float(clock.when(computed_s)), rel=1e-8)
+
+
+def test_buffers_go_before_forward() -> None:
+    profile = make_profile([10**6], [2e-3], forward=1e-3)
+    network = affine(1e-3, 1e-9)
+    schedule = Schedule.of_ends(profile, [1])
+    step = BucketStep(
+        schedule=schedule,
+        times=network.cost.times(schedule.sizes),
+        forward_s=1e-3,
+        backward_s=2e-3,
+        update_s=1e-3,
+        before_s=5e-4,
+    )
+    times = run(bucket_graph(step).graph)
+    assert times.end_s == pytest.approx(5e-4 + 1e-3 + 2e-3 + 2e-3 + 1e-3)

@@ -1,0 +1,360 @@
+"""How a case is asked of backbeat, by route. The only module here that knows backbeat's functions.
+
+| route | knows |
+|---|---|
+| shape | the model's shape, data sheets of GPU and network, what a framework does |
+| analytic | the model's operators and gradients, as recorded with the case; else as `shape` |
+| profile | a profile that was measured, and a network as it is bundled or was calibrated |
+| …, own run | and one measured run of the same model and system, which scales computation |
+| …, own network | and the cluster's own measured network |
+| …, NAME | and attention takes as long as the table says of the kernel of that name |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import backbeat as bb
+from backbeat import layouts
+from backbeat.cost.accelerators import accelerator_named
+from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operators import Product
+from backbeat.cost.protocols import NicLatency
+from backbeat.errors import BackbeatError
+from backbeat.importers.bandwidth_table import load_table
+from backbeat.layouts import Conventions, Layout, Transformer, layer_work
+from backbeat.layouts.architectures import BUNDLED as MODELS
+from backbeat.layouts.conventions import CONVENTIONS
+from backbeat.layouts.layout_prediction import COMPUTE
+from backbeat.model import CollectiveTimes, Fabric, Network, Plan, Profile
+from backbeat.model.network import WorkersRow
+from backbeat.model.reduction import REDUCTIONS, Reduction
+from backbeat.model.specification import Specification, reached_inside, typical_hop_s
+from validation import blocks
+from validation.cases import Case, CaseError, Table
+
+MEASURED_MARGIN, ANALYTIC_MARGIN = 0.05, 0.15
+"""Added to either side of a network's range: runs repeat no better, and analytic computation is known no better."""
+
+
+OWN = ("own run", "own network")
+
+
+class CannotAsk(Exception):  # noqa: N818
+    """No answer, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What backbeat says of a case. A memory or a fit that it does not say is None."""
+
+    seconds: float
+    low_s: float | None = None
+    high_s: float | None = None
+    memory_bytes: float | None = None
+    fits: bool | None = None
+    computing: float = 0.0
+    """The share of the step that is computation."""
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Asks the cases of one table."""
+
+    table: Table
+    truth: Path | None = None
+
+    def asks(self, case: Case, route: str) -> bool:
+        """Whether the case has what the route needs. What backbeat cannot be told is asked, and counted."""
+        base, _, more = route.partition(", ")
+        if case.unasked:
+            return route == self.table.routes[0]
+        if base not in ("shape", "analytic", "profile"):
+            return case.model is not None or case.profile is not None
+        subject = {"shape": case.model, "analytic": case.recorded, "profile": case.profile}.get(base)
+        return (subject is not None or case.kind != "step") and (more != "own network" or case.own_network is not None)
+
+    def ask(self, case: Case, route: str, factor: float = 1.0, *, quick: bool = False) -> Answer:
+        """The answer with computation that takes `factor` times as long. `quick` gives seconds alone, approximately."""
+        if case.unasked:
+            raise CannotAsk(case.unasked)
+        base, _, more = route.partition(", ")
+        try:
+            if case.kind == "operator":
+                return self._operator(case)
+            network = self.network(case.own_network if more == "own network" else case.network)
+            if case.kind == "collective":
+                return self._collective(case, network)
+            if base == "shape":
+                return self._layout(case, network, factor, quick)
+            attention = self._attention(case, more) if more in self.table.attention else 1.0
+            if base == "analytic":
+                profile = self._recorded(case, factor, attention)
+            else:
+                profile = slower(self.profile(case.profile), factor)
+            margin = MEASURED_MARGIN if base == "profile" or more in OWN else ANALYTIC_MARGIN
+            return self._step(case, profile, network, margin)
+        except BackbeatError as error:
+            raise CannotAsk(str(error)) from None
+
+    def fitted(self, case: Case, route: str) -> float:
+        """The factor of computation with which the case comes out as measured."""
+        assert case.seconds is not None
+        low, high = 0.1, 100.0
+        while high / low > 1 + 1e-6:
+            middle = math.sqrt(low * high)
+            too_slow = self.ask(case, route, middle, quick=True).seconds > case.seconds
+            low, high = (low, middle) if too_slow else (middle, high)
+        # The quick answer differs a little from the full one.
+        return low * case.seconds / self.ask(case, route, low).seconds if route.startswith("shape") else low
+
+    def _layout(self, case: Case, network: Network, factor: float, quick: bool) -> Answer:
+        if case.shard:
+            raise CannotAsk("a layout's parameters are sharded over all replicas: groups of them have no flag")
+        if not case.micro_batch or not case.chunks:
+            case = self._fastest(case, network)
+        layout = Layout(
+            dp=case.dp, tp=case.tp, pp=case.pp, cp=case.cp, ep=case.ep, chunks=case.chunks, zero=case.zero,
+            micro_batch=case.micro_batch, recompute=case.recompute,  # type: ignore[arg-type]
+            sequence_parallel=case.sequence_parallel,
+            **({"schedule": case.schedule} if case.schedule else {}),  # type: ignore[arg-type]
+        )  # fmt: skip
+        found = layouts.predict(
+            self.model(case.model or ""), network, layout, accelerator=case.accelerator, gpus=case.gpus,
+            global_batch=case.global_batch, sequence=case.sequence, precision=case.precision,
+            framework=self.conventions(case.framework or "megatron"), compute_factor=factor,
+            family="closed-form" if quick else "events", band=not quick,
+        )  # fmt: skip
+        low, high = found.band_s or (None, None)
+        reserve = self.conventions(case.framework or "megatron").reserve_bytes
+        return Answer(
+            seconds=found.step_s, low_s=low, high_s=high, memory_bytes=found.memory.total - reserve, fits=found.fits,
+            computing=sum(found.breakdown.parts[name] for name in COMPUTE) / found.step_s,
+        )  # fmt: skip
+
+    def _fastest(self, case: Case, network: Network) -> Case:
+        """With the chunks, and the micro-batch, of the fastest that fits, where they are not stated."""
+        found: list[tuple[bool, float, Case]] = []
+        sizes = (case.micro_batch,) if case.micro_batch else (1, 2, 4)
+        for micro_batch, chunks in itertools.product(sizes, (1, 2, 3, 4, 6, 8, 12)):
+            tried = replace(case, micro_batch=micro_batch, chunks=chunks)
+            with contextlib.suppress(BackbeatError):
+                answer = self._layout(tried, network, 1.0, quick=True)
+                weighed = answer.seconds if answer.fits else answer.memory_bytes or 0.0
+                found.append((not answer.fits, weighed, tried))
+        if not found:
+            raise CannotAsk("no micro-batch and no number of chunks makes a layout")
+        return min(found, key=lambda one: one[:2])[2]
+
+    def _step(self, case: Case, profile: Profile, network: Network, margin: float) -> Answer:
+        if case.gpus == 1:
+            return Answer(seconds=profile.single_s, low_s=profile.single_s, high_s=profile.single_s, computing=1.0)
+        there, accumulation = network.at(workers=case.gpus), case.accumulation
+        if case.framework is not None:
+            found = bb.predict(profile, there, framework=self.reduction(case.framework), accumulation=accumulation)
+        else:
+            plan = case.strategy if case.plan is None else self.plan(case.plan)
+            found = bb.predict(profile, there, plan, accumulation=accumulation)
+        band = found.network_band
+        quiet, busy = (band.quiet_s, band.busy_s) if band is not None else (found.iteration_s,) * 2
+        margin = margin if self.table.margin is None else self.table.margin
+        return Answer(
+            seconds=found.iteration_s, low_s=quiet * (1 - margin), high_s=busy * (1 + margin),
+            memory_bytes=found.peak_bytes, computing=1 - found.exposed_s / found.iteration_s,
+        )  # fmt: skip
+
+    def _recorded(self, case: Case, factor: float, attention: float) -> Profile:
+        """Of the whole model, or of decoders from models with one block and with two."""
+        from validation import operators  # late: the judge of layouts needs none of it
+
+        path, model = self.table.folder / "operators.json.gz", self._operators(case)
+        name = str(case.recorded)
+        if name in operators.tapes(path):
+            return slower(operators.recorded_profile(path, name, model), factor)
+        one, two = (operators.recorded_profile(path, f"{name}/{blocks}", model) for blocks in (1, 2))
+        return blocks.decoder(one, two, case.model, model, factor, attention)
+
+    def _attention(self, case: Case, named: str) -> float:
+        told, peaks = self.table.attention[named], self.table.attention["peaks"]
+        gpu = str(self.table.accelerators.get(case.accelerator, {}).get("of", case.accelerator))
+        return blocks.attention_factor(told, peaks, _operators(gpu, "bf16"), gpu)
+
+    def _collective(self, case: Case, network: Network) -> Answer:
+        there = network.at(workers=case.gpus)
+        times = getattr(there, case.collective or "", None)
+        if times is None:
+            raise CannotAsk(f"a network has no {case.collective}")
+        return Answer(seconds=float(times.curve.time(case.bytes)))
+
+    def _operator(self, case: Case) -> Answer:
+        return Answer(seconds=self._operators(case).seconds(Product(case.precision, case.m, case.n, case.k)))
+
+    def shape(self, case: Case) -> dict[str, Any]:
+        """Of its model, for others; what is usual is left out."""
+        return dict(msgspec.to_builtins(self.model(case.model)))
+
+    def model(self, named: Any) -> Transformer:
+        if isinstance(named, Mapping):
+            return _model(str(named["name"]), msgspec.json.encode(named))
+        told = self.table.models.get(named)
+        return self._bundled("models", named, MODELS) if told is None else _model(named, msgspec.json.encode(told))
+
+    def _bundled(self, kind: str, name: str, known: Mapping[str, Any]) -> Any:
+        if name not in known:
+            raise CaseError(f"{self.table.name}: {name!r} is not among its {kind}, nor bundled: {', '.join(known)}")
+        return known[name]
+
+    def conventions(self, name: str) -> Conventions:
+        told = dict(self.table.frameworks.get(name, {}))
+        base = self._bundled("frameworks", told.pop("of", name), CONVENTIONS)
+        try:
+            return replace(base, **told)
+        except TypeError as error:
+            raise CaseError(f"{self.table.name}: framework {name!r}: {error}") from None
+
+    def reduction(self, name: str) -> Reduction:
+        told = dict(self.table.frameworks.get(name, {}))
+        if not told:
+            return self._bundled("frameworks", name, REDUCTIONS)
+        base = self._bundled("frameworks", told.pop("of"), REDUCTIONS) if "of" in told else Reduction(name=name)
+        return msgspec.convert({**msgspec.to_builtins(base), **told}, Reduction)
+
+    def network(self, named: Any) -> Network:
+        if isinstance(named, Mapping):
+            return msgspec.convert(named, Network)
+        told = self.table.networks.get(named)
+        if told is not None:
+            return _network(named, msgspec.json.encode(told), self._folders)
+        path = self.table.folder / str(named)
+        return Network.load(path if path.is_file() else named)
+
+    def plan(self, named: Any) -> Plan:
+        return msgspec.convert(named, Plan) if isinstance(named, Mapping) else Plan.load(self.table.folder / named)
+
+    def profile(self, named: Any) -> Profile:
+        if isinstance(named, Mapping):
+            return msgspec.convert(named, Profile)
+        path = self.table.folder / str(named)
+        return Profile.load(path if path.is_file() else named)
+
+    def _operators(self, case: Case) -> OperatorModel:
+        """Of recorded blocks the host is ahead."""
+        told = self.table.accelerators.get(case.accelerator)
+        if told is None:
+            return _operators(case.accelerator, case.precision)
+        return _operators(told["of"], case.precision, told.get("gbps"), told.get("launch_overhead", True))
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        return tuple(one for one in (self.table.folder, self.truth) if one is not None)
+
+
+@lru_cache
+def _model(name: str, told: bytes) -> Transformer:
+    """By all of its fields, or by those that differ from a bundled one's."""
+    fields = msgspec.json.decode(told)
+    try:
+        base = msgspec.to_builtins(MODELS[fields.pop("of")]) if "of" in fields else {}
+        return msgspec.convert({**base, "name": name, **fields}, Transformer)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise CaseError(f"model {name!r}: {error}") from None
+
+
+@lru_cache
+def _network(name: str, told: bytes, folders: tuple[Path, ...]) -> Network:
+    """By a data sheet, or a published table of bandwidths."""
+    fields = msgspec.json.decode(told)
+    try:
+        return _specified(name, fields, folders)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise CaseError(f"network {name!r}: {error}") from None
+
+
+def _specified(name: str, fields: dict[str, Any], folders: tuple[Path, ...]) -> Network:
+    if "bandwidths" in fields:
+        path = next((one / fields["bandwidths"] for one in folders if (one / fields["bandwidths"]).exists()), None)
+        if path is None:
+            raise CannotAsk(f"{fields['bandwidths']} is kept elsewhere: give --truth FOLDER")
+        return load_table(path, gpus_per_node=fields["gpus_per_node"])
+    nodes, rings = fields.pop("nodes", [1, 2, 4, 8, 16, 32, 64]), fields.pop("rings", False)
+    if "inside_line" in fields:
+        line, nvls = fields.pop("inside_line"), fields.get("nvls", False)
+        fields["inside"] = reached_inside(line, fields["gpus_per_node"], nvls=nvls)
+    hop_s = typical_hop_s(fields.get("transport"))
+    if "fabric" in fields:
+        fields["fabric"] = msgspec.convert(fields["fabric"], Fabric)
+    made = Specification(latency=NicLatency.of(hop_s), **fields).network(name, nodes)
+    return _ringed(made, fields["gpus_per_node"]) if rings else made
+
+
+def _ringed(network: Network, per_node: int) -> Network:
+    """NCCL before 2.12 reduced large messages in rings on any number of nodes: 2(N - 1)/N bytes a byte cross the
+    NICs."""
+
+    def row(one: Network | WorkersRow) -> Network | WorkersRow:
+        if one.workers <= per_node:
+            return one
+        nodes, curve = one.workers // per_node, one.all_reduce.curve
+        more = ((one.workers - 1) / one.workers) / ((nodes - 1) / nodes)
+        line = CollectiveTimes(alpha_s=curve.at(0.0), beta_s_per_byte=curve.link_s_per_byte * more)
+        return msgspec.structs.replace(one, all_reduce=line)
+
+    rows = [row(one) for one in (network, *network.rows)]
+    return msgspec.structs.replace(
+        network, all_reduce=rows[0].all_reduce, rows=tuple(one for one in rows[1:] if isinstance(one, WorkersRow))
+    )
+
+
+def slower(profile: Profile, by: float) -> Profile:
+    """The same computation on a machine that takes `by` times as long."""
+    return msgspec.structs.replace(
+        profile,
+        forward_s=profile.forward_s * by,
+        backward_s=profile.backward_s * by,
+        update_s=profile.update_s * by,
+        gradients=tuple(
+            msgspec.structs.replace(
+                one, ready_s=one.ready_s * by, forward_s=None if one.forward_s is None else one.forward_s * by
+            )
+            for one in profile.gradients
+        ),
+    )
+
+
+@lru_cache
+def _operators(
+    accelerator: str, precision: str, gbps: float | None = None, launch_overhead: bool = True
+) -> OperatorModel:
+    return operator_model(accelerator, precision, gbps=gbps, launch_overhead=launch_overhead)
+
+
+SHARES = "SUSTAINED"
+"""The name of a constant: the shares of their short-burst rates that products and attention of a GPU sustain."""
+
+
+def shares_of(accelerator: str) -> tuple[float, float]:
+    return layer_work.SUSTAINED.get(accelerator_named(accelerator).name, layer_work._ELSEWHERE)
+
+
+@contextmanager
+def sustaining(accelerator: str, shares: tuple[float, float] | None) -> Iterator[None]:
+    """Answers with other shares of this GPU; with None, those of a GPU that nobody has seen."""
+    name = accelerator_named(accelerator).name
+    before = layer_work.SUSTAINED.get(name)
+    layer_work.SUSTAINED[name] = layer_work._ELSEWHERE if shares is None else shares
+    try:
+        yield
+    finally:
+        layer_work.SUSTAINED.pop(name)
+        if before is not None:
+            layer_work.SUSTAINED[name] = before

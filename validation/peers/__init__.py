@@ -1,0 +1,39 @@
+"""Other predictors on the same rows, where they are installed: an adapter each, asked like a route.
+
+`judge.py --peers` asks them cases of transformers by shape. They are given what the case says and their own data of
+GPUs and networks; what an adapter had to assume stands in its docstring. A peer is found on PYTHONPATH.
+
+    PYTHONPATH=CALCULON:LLM_ANALYSIS python validation/judge.py --peers vtrain_multi_a100
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from validation.cases import Case
+
+NAMES = {"calculon": "calculon", "llm-analysis": "llm_analysis"}
+"""Of each peer: its adapter here. Both were tried with calculon-ai/calculon @ caa4b11 and cli99/llm-analysis @ d841e40.
+SimuMax has measured operators of two systems alone, A100 on PCIe and B200, and no adapter."""
+
+
+def adapter(name: str) -> ModuleType | None:
+    """None where the peer is not installed."""
+    try:
+        return importlib.import_module(f"validation.peers.{NAMES[name]}_adapter")
+    except ImportError:
+        return None
+
+
+def unasked(case: Case, shape: Mapping[str, Any], gpus: Mapping[str, str]) -> str | None:
+    """Why neither peer can be asked, where it cannot."""
+    if case.accelerator not in gpus:
+        return f"it has no data of {case.accelerator}"
+    if shape.get("experts") or case.cp > 1 or case.zero == 3:
+        return "experts, context parallelism and sharded parameters are not asked"
+    if not case.micro_batch or not case.chunks:
+        return "the micro-batch or the chunks are not stated"
+    return None
