@@ -66,5 +66,5 @@ def test_a_monitor_that_was_stopped_is_waited_for_at_the_end(monkeypatch: pytest
 
 def test_a_rank_that_gave_up_is_named_with_what_it_met() -> None:
     mine, other = ({**Rank().state(), "gave_up": why} for why in ("", "no memory left"))
-    told = failures.describe(1, mine, {1: mine, 0: other}, 2)  # type: ignore[typeddict-item]
+    told = failures.describe(1, mine, {1: mine, 0: other}, {0: "", 1: ""})  # type: ignore[typeddict-item]
     assert told == "rank 0 has given up: no memory left"
