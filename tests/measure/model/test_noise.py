@@ -3,6 +3,7 @@ accepts that."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -124,10 +125,12 @@ def test_what_is_accepted_or_shared_with_other_ranks_is_taken_once() -> None:
 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = profiler.measure_training
+    taken, longer = profiler.measure_training, itertools.count(1)
 
     def disturbed(*arguments: Any) -> Any:
-        return replace(taken(*arguments), iteration_s=[0.015, 0.254] * 15, forward_s=0.010, backward_s=0.020)
+        # No two agree, however long the hooks really take.
+        forward_s = 0.010 * 2 ** next(longer)
+        return replace(taken(*arguments), iteration_s=[0.015, 0.254] * 15, forward_s=forward_s, backward_s=0.020)
 
     monkeypatch.setattr(profiler, "measure_training", disturbed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -35,7 +36,12 @@ def rank_of(number: int, store: Any) -> Peers:
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
     """Runs the line that it is given."""
-    process = subprocess.Popen(["sh"], stdin=subprocess.PIPE, text=True)
+
+    def interruptible() -> None:
+        # A shell gives its background jobs a SIGINT that does nothing, and children inherit that.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    process = subprocess.Popen(["sh"], stdin=subprocess.PIPE, text=True, preexec_fn=interruptible)
     yield process
     process.kill()
     process.communicate()
