@@ -27,7 +27,7 @@ from torch._C import _distributed_c10d
 from backbeat.comm.communicators import Communicators, abort
 from backbeat.comm.machine import host_name
 from backbeat.errors import do_not_answer, first_line
-from backbeat.runtime.reduce.peers import Ending, Peers
+from backbeat.runtime.reduce.peers import Ending, Peers, stop_watching
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
@@ -241,6 +241,7 @@ def _start(name: str, target: Callable[[], None]) -> threading.Thread:
 @atexit.register
 def end_monitors() -> None:
     """A thread that comes back from the store while the interpreter ends would abort the process."""
+    stop_watching(ANSWER_S)
     for monitor in list(_monitors):
         monitor.stop()
     deadline = time.monotonic() + ANSWER_S

@@ -83,7 +83,16 @@ class _Watcher:
         self._told: dict[int, Told] = {}
         self._pid_of: dict[int, int] = {}
         self._epoll = select.epoll()
-        threading.Thread(target=self._listen, name="backbeat-peers", daemon=True).start()
+        self._stop = os.eventfd(0)
+        self._epoll.register(self._stop, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._listen, name="backbeat-peers", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread: ranks end together, and one that asks where this rank stands while the interpreter ends would
+        abort the process."""
+        os.eventfd_write(self._stop, 1)
+        self._thread.join(timeout_s)
 
     def add(self, pid: int, told: Told) -> None:
         if pid in self._told:
@@ -103,6 +112,8 @@ class _Watcher:
     def _listen(self) -> None:
         while True:
             for file, _ in self._epoll.poll():
+                if file == self._stop:
+                    return
                 self._epoll.unregister(file)
                 os.close(file)
                 self._note(self._pid_of.pop(file))
@@ -116,10 +127,21 @@ class _Watcher:
             logger.debug("that process %d %s was not told: %s", pid, ending.words, error)
 
 
-@functools.cache
+_watchers: dict[int, _Watcher] = {}
+
+
 def _watcher(process: int) -> _Watcher:
     """One for this process; a fork has no threads of its parent's."""
-    return _Watcher()
+    if process not in _watchers:
+        _watchers[process] = _Watcher()
+    return _watchers[process]
+
+
+def stop_watching(timeout_s: float) -> None:
+    """Before the process ends."""
+    found = _watchers.pop(os.getpid(), None)
+    if found is not None:
+        found.stop(timeout_s)
 
 
 def _ending(pid: int) -> Ending:

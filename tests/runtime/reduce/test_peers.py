@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from backbeat.runtime.reduce import failures, peers
 from backbeat.runtime.reduce.failures import Monitor, RankState
-from backbeat.runtime.reduce.peers import Ending, Peers
+from backbeat.runtime.reduce.peers import Ending, Peers, stop_watching
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells when a process ends")
 
@@ -145,3 +145,13 @@ def test_a_rank_says_once_who_is_gone_and_where_it_is_itself(
     assert capsys.readouterr().err == "", "what ends after the first is not told"
     outside.stop()
     inside.stop()
+
+
+def test_nothing_listens_once_the_process_ends(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, heard, _ = watched(child, monkeypatch)
+    thread = next(one for one in threading.enumerate() if one.name == "backbeat-peers")
+    stop_watching(60)
+    assert not thread.is_alive()
+    run(child, "exit 3")
+    child.wait(60)
+    assert heard == []
