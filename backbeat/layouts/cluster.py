@@ -86,8 +86,12 @@ class GpuCluster:
         """The same in groups of neighbours where every rank waits for it, in the middle of a layer."""
         if workers == 1 or size <= 0:
             return 0.0
-        least = CALL_S + RANK_S * (workers - 1)
+        least = self.least_s(workers)
         return self.collective_s(kind, size, workers) + max(0.0, least - self.collective_s(kind, 1.0, workers))
+
+    def least_s(self, workers: int) -> float:
+        """What a collective that a layer waits for takes before its bytes: launches, for the most part."""
+        return CALL_S + RANK_S * (workers - 1)
 
     def send_s(self, size: float, workers: int, stride: int) -> float:
         """Seconds to send from each rank to the next of its group, `stride` further on, all at once. The pairs that

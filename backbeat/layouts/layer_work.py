@@ -74,10 +74,17 @@ _ELSEWHERE = (0.8, 0.8)
 """Assumed of other GPUs."""
 
 
-def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False, parameters: int = 0) -> PartSeconds:
-    """What these operators take on this GPU, by family."""
+def seconds_of(
+    works: list[Work],
+    model: OperatorModel,
+    *,
+    backward: bool = False,
+    parameters: int = 0,
+    launched_s: float = 0.0,
+) -> PartSeconds:
+    """What these operators take on this GPU, by family; `launched_s` is what the host takes for other work beside."""
     found = dict.fromkeys(FAMILIES, 0.0)
-    host = model.host.parameter_s * parameters
+    host = model.host.parameter_s * parameters + launched_s
     shares = dict(zip(FAMILIES, SUSTAINED.get(model.accelerator.name, _ELSEWHERE), strict=False))
     submitted = model.host.backward_s if backward else model.host.forward_s
     for work in works:

@@ -2,8 +2,9 @@
 
 A unit is the embedding, a layer or the head. Their collectives take turns on one link, in the order in which FSDP2
 issues them (`simulate/sharded_calls.py`): a unit is gathered once the one before it computes, and scattered once its
-own backward is done. The order is fixed, so every moment is the latest of others, later by a time that is given: no
-pass becomes longer because something takes less time, nor shorter because a stage has one unit more.
+own backward is done; that waits until the scatter before has let go of its input. The order is fixed, so every moment
+is the latest of others, later by a time that is given: no pass becomes longer because something takes less time, nor
+shorter because a stage has one unit more.
 
 Where computation takes longer beside collectives, a pass ends no later than with all of its computation slowed, nor
 than if only what of them is hidden without it slowed computation down: slower computation hides no less. The lesser of
@@ -43,12 +44,14 @@ def units_added(
 
 def _end_s(compute_s: Sequence[float], gather_s: Sequence[float], scatter_s: Sequence[float]) -> float:
     link = come = gather_s[0]
-    done = 0.0
+    done = held = 0.0
     for computing, following, scatter in zip(compute_s, [*gather_s[1:], 0.0], scatter_s, strict=True):
         begun = max(done, come)
         if following:
             link = come = max(link, begun) + following
         done = begun + computing
         if scatter:
-            link = max(link, done) + scatter
+            # One scatter's input is held: computation waits for the scatter before it.
+            done = max(done, held)
+            link = held = max(link, done) + scatter
     return max(done, link)

@@ -210,7 +210,8 @@ class StageTimer:
 
     def layer(self, *, sparse: bool, windowed: bool = False) -> StageTimes:
         work = self.builder.layer(sparse=sparse, windowed=windowed)
-        forward, inputs, weights = self.computed(work)
+        launched = [self._launched_s(sparse, backward=backward) for backward in (False, True)]
+        forward, inputs, weights = self.computed(work, *launched)
         tensor, tensor_back = self._tensor(self._seconds(work.column_weight).matmul, forward.matmul, sparse)
         context, context_back = self._context(forward.attention, inputs.attention)
         (forward,) = _caught_up(tensor.beside_s + context.beside_s, forward)
@@ -242,15 +243,20 @@ class StageTimer:
         parts = forward.plus(inputs, weights)._replace(tensor=sum(tensor))
         return StageTimes(sum(forward) + tensor[0], sum(inputs) + tensor[1], sum(weights), parts)
 
-    def computed(self, work: LayerWork) -> tuple[PartSeconds, PartSeconds, PartSeconds]:
+    def computed(
+        self, work: LayerWork, forward_launched_s: float = 0.0, backward_launched_s: float = 0.0
+    ) -> tuple[PartSeconds, PartSeconds, PartSeconds]:
+        """Forward, backward of inputs and of weights; with what the host launches beside them."""
         return (
-            self._seconds(work.forward, parameters=work.parameters),
-            self._seconds(work.input, backward=True, parameters=work.parameters),
+            self._seconds(work.forward, parameters=work.parameters, launched_s=forward_launched_s),
+            self._seconds(work.input, backward=True, parameters=work.parameters, launched_s=backward_launched_s),
             self._seconds(work.weight, backward=True),
         )
 
-    def _seconds(self, works: list[Work], *, backward: bool = False, parameters: int = 0) -> PartSeconds:
-        found = seconds_of(works, self.operators, backward=backward, parameters=parameters)
+    def _seconds(
+        self, works: list[Work], *, backward: bool = False, parameters: int = 0, launched_s: float = 0.0
+    ) -> PartSeconds:
+        found = seconds_of(works, self.operators, backward=backward, parameters=parameters, launched_s=launched_s)
         attention = found.attention / self.conventions.attention_share
         return found._replace(attention=attention).times(self.compute_factor)
 
@@ -302,6 +308,17 @@ class StageTimer:
             Added.overlapped(forward_s * hidden, (cp - 1) * send, slowdown),
             Added.overlapped(backward_s * hidden, 2 * (cp - 1) * send, slowdown),
         )
+
+    def _launched_s(self, sparse: bool, *, backward: bool) -> float:
+        """Of a layer's overlapped collectives, what the host takes to launch them: it submits them as it does
+        operators. Those that all wait for have it in their own time (`waited_s`)."""
+        overlap, tp = self.conventions.tensor_overlap, self.layout.tp
+        calls = 0
+        if tp > 1 and (overlap == "all" or (overlap == "backward" and backward)):
+            pairs = 1 if sparse and not self.model.shared_ffn else 2
+            calls = pairs * (2 if self.layout.sequence_parallel else 1)
+        sends = self.layout.cp - 1 if self.conventions.context_exchange == "ring" else 0
+        return calls * self.cluster.least_s(tp) + sends * self.cluster.least_s(1)
 
     @property
     def swapped_bytes(self) -> float:
