@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 ACCELERATORS = {
     "H100-SXM": "h100", "H100-PCIe": "h100-pcie", "H100 NVL": "h100-nvl", "H200": "h200", "B200": "b200",
@@ -32,3 +33,16 @@ def network(row: Mapping[str, str]) -> str | None:
     if "ND_H100_v5" in row["system"]:
         return "azure-nd-h100-v5"
     return NETWORKS.get(accelerator(row))
+
+
+def submission(row: Mapping[str, str]) -> dict[str, Any]:
+    """What every case of a row says, asked or not."""
+    gpu = accelerator(row)
+    return {
+        "id": "/".join(row[key] for key in ("round", "org", "system", "benchmark")),
+        "identity": submitter(row),
+        "family": row["benchmark"],
+        "cluster": f"{row['org']}'s {gpu}",
+        "accelerator": gpu,
+        "gpus": int(row["gpus"]),
+    }

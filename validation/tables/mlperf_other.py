@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from validation.cases import Table
-from validation.tables.mlperf import accelerator, network, submitter
+from validation.tables.mlperf import network, submission
 
 PROFILES = {"bert": "bert-large-b64-bf16-h200", "resnet": "resnet50-b128-bf16-h200"}
 
@@ -25,15 +25,8 @@ def unasked(row: Mapping[str, str]) -> str | None:
 
 def cases(table: Table, rows: Sequence[Mapping[str, str]]) -> Iterator[dict[str, Any]]:
     for row in rows:
-        gpu, gpus = accelerator(row), int(row["gpus"])
-        made = {
-            "id": "/".join(row[key] for key in ("round", "org", "system", "benchmark")),
-            "identity": submitter(row),
-            "family": row["benchmark"],
-            "cluster": f"{row['org']}'s {gpu}",
-            "accelerator": gpu,
-            "gpus": gpus,
-        }
+        made = submission(row)
+        gpus = made["gpus"]
         why = unasked(row)
         if why is not None:
             yield {**made, "unasked": why}
