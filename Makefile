@@ -30,10 +30,14 @@ test: lint
 	$(PYTEST) $(SPREAD) -m "not alone and not long"
 	$(PYTEST) -m "alone and not long" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
-# Slow matrices, of which `make test` runs a sample. Where there are none, pytest ends with 5.
+# The judge, whose tables go to a file, and slow matrices, of which `make test` runs a sample. Where there are none,
+# pytest ends with 5.
+JUDGED := build/judge.md
 test-long: $(DEV)
+	@mkdir -p $(dir $(JUDGED))
+	$(BIN)/python validation/judge.py > $(JUDGED) || { cat $(JUDGED); exit 1; }
+	@tail -n 2 $(JUDGED)
 	$(PYTEST) $(SPREAD) -m long || [ $$? -eq 5 ]
-	$(BIN)/python validation/judge.py
 
 # All at once, and to the end, whichever fails: each keeps one core busy.
 lint: $(DEV)
