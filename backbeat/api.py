@@ -11,8 +11,8 @@ from backbeat.model import Network, Plan, PlanPrediction, Prediction, Profile, R
 from backbeat.model.reduction import reduction_named
 from backbeat.planners import is_sharded, propose
 from backbeat.planners.baselines import framework_plan
-from backbeat.simulate.batch import strong_scaling
-from backbeat.simulate.predict import predict as simulated
+from backbeat.steps.batch import strong_scaling
+from backbeat.steps.predict import predict as simulated
 
 
 def plan(

@@ -10,8 +10,8 @@ import msgspec
 from backbeat.model import Gradient, MemoryPlan, Network, Plan, Profile, Segment
 from backbeat.model.batches import join
 from backbeat.planners import Draft
-from backbeat.simulate.batch import at_batch
-from backbeat.simulate.predict import predict
+from backbeat.steps.batch import at_batch
+from backbeat.steps.predict import predict
 
 Made = TypeVar("Made")
 _MADE: dict[int, tuple[Mapping[str, Any], Any]] = {}

@@ -14,7 +14,7 @@ class Growth(NamedTuple):
     """Which seconds and bytes of a struct change with what; each of them stands in at least one list."""
 
     batch: tuple[str, ...] = ()
-    """In proportion to the batch size: `simulate/batch.py`."""
+    """In proportion to the batch size: `steps/batch.py`."""
     layers: tuple[str, ...] = ()
     """With layers that are added: `measure/model/compose.py`."""
     slow: tuple[str, ...] = ()

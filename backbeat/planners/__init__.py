@@ -19,8 +19,8 @@ from backbeat.planners.memory_plan import plan_within_memory
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
-from backbeat.simulate.host_lane import HostLane, device_alone
-from backbeat.simulate.predict import predict
+from backbeat.steps.host_lane import HostLane, device_alone
+from backbeat.steps.predict import predict
 from backbeat.units import format_bytes
 
 __all__ = [

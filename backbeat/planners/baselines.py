@@ -8,9 +8,9 @@ from backbeat.model.plan import DynamicFusion
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.reduction import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.simulate.bucket_travel import fuse_beside
-from backbeat.simulate.contention import slowdown_of
-from backbeat.simulate.schedule import capped
+from backbeat.steps.bucket_travel import fuse_beside
+from backbeat.steps.contention import slowdown_of
+from backbeat.steps.schedule import capped
 
 
 def wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:

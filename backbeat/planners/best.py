@@ -25,8 +25,8 @@ from backbeat.planners.baselines import asc_wfbp, ddp, mg_wfbp, single, wfbp
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.merge_buckets import iteration_s, simplified
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
-from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.contention import slowdown_of
+from backbeat.steps.bound import communication_bound
+from backbeat.steps.contention import slowdown_of
 
 SIMPLER_WITHIN = 0.01
 """Of two plans whose predicted iterations differ by no more than this share, the simpler is taken."""

@@ -12,11 +12,11 @@ from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.batches import same_blocks
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch, reserve_for, too_small, usable
-from backbeat.simulate.actions import BlockRanges
-from backbeat.simulate.batch import at_batch
-from backbeat.simulate.memory_timeline import Chain
-from backbeat.simulate.predict import predict
-from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.steps.actions import BlockRanges
+from backbeat.steps.batch import at_batch
+from backbeat.steps.memory_timeline import Chain
+from backbeat.steps.predict import predict
+from backbeat.steps.resident_memory import ResidentMemory
 
 _STEP = 8
 """Larger batches are multiples of this, as devices like them."""

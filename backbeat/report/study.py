@@ -19,9 +19,9 @@ from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective,
 from backbeat.report.measured import Measured
 from backbeat.report.study_row import Compared, DeviceFit, Question, StudyRow, by_whole_batch, device_fit, study_row
 from backbeat.report.words.numbers import fastest
-from backbeat.simulate.batch import strong_scaling
-from backbeat.simulate.predict import predict
-from backbeat.simulate.sharded_units import ModelPieces, repeated
+from backbeat.steps.batch import strong_scaling
+from backbeat.steps.predict import predict
+from backbeat.steps.sharded_units import ModelPieces, repeated
 from backbeat.units import parse_workers
 
 STOCK, PLANNED = "ddp", "best"

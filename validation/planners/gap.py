@@ -25,7 +25,7 @@ import numpy as np
 import backbeat as bb
 from backbeat.model.files import bundled
 from backbeat.planners.draft import Draft
-from backbeat.simulate.bound import communication_bound
+from backbeat.steps.bound import communication_bound
 
 STRATEGIES = ("wfbp", "single", "ddp", "horovod", "mg-wfbp", "asc-wfbp", "adaptive", "optimal", "best")
 WORKERS = (8, 64, 512)

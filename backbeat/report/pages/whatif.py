@@ -30,7 +30,7 @@ from backbeat.report.words.answer import answer
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import sharding_headline, sharding_sentences
 from backbeat.report.words.numbers import format_number
-from backbeat.simulate.batch import at_batch, with_sibling
+from backbeat.steps.batch import at_batch, with_sibling
 from backbeat.units import format_bytes, format_rate, format_seconds
 
 MOST_GRADIENTS = 20_000

@@ -14,8 +14,8 @@ from backbeat.report.study import PLANNED, STOCK, Study, chosen
 from backbeat.report.study_row import DeviceFit, StudyRow, study_row
 from backbeat.report.words.commands import Settings, sharding_lines
 from backbeat.report.words.numbers import SAME, capitalised, format_number, load_range
-from backbeat.simulate.batch import strong_scaling
-from backbeat.simulate.predict import knee
+from backbeat.steps.batch import strong_scaling
+from backbeat.steps.predict import knee
 from backbeat.units import counted, format_bytes, format_seconds
 
 Verdict = Literal["yes", "partly", "no", "alone", "memory"]
