@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, PlanPrediction, Prediction, Profile, Reduction
+from backbeat.model.batches import strong_scaling
 from backbeat.model.reduction import reduction_named
 from backbeat.planners import is_sharded, propose
 from backbeat.planners.baselines import framework_plan
-from backbeat.steps.batch import strong_scaling
 from backbeat.steps.predict import predict as simulated
 
 

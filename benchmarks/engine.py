@@ -19,11 +19,10 @@ from backbeat.engine import Graph, run
 from backbeat.layouts.pipeline import _simulated, run_pipeline
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Network, Profile
+from backbeat.model.profile import device_alone
+from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketStep, bucket_graph, link_of
-from backbeat.steps.bucket_travel import one_by_one
-from backbeat.steps.contention import slowdown_of
-from backbeat.steps.host_lane import device_alone
-from backbeat.steps.schedule import Schedule
+from backbeat.steps.schedule import Schedule, one_by_one
 from backbeat.steps.sharded_cost import ShardedCost
 from backbeat.steps.sharded_units import chain_of
 from backbeat.steps.stage_graph import ChunkTimes, stage_graph

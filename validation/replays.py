@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from backbeat.model import Gradient, MemoryPlan, Network, Plan, Profile, Segment
-from backbeat.model.batches import join
+from backbeat.model.batches import at_batch, join
 from backbeat.planners import Draft
-from backbeat.steps.batch import at_batch
 from backbeat.steps.predict import predict
 
 Made = TypeVar("Made")

@@ -22,9 +22,8 @@ from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
 from backbeat.model.profile import ComputeShares
-from backbeat.model.slowdown import Slowdown
+from backbeat.model.slowdown import Slowdown, slowdown_on
 from backbeat.model.topology import Load
-from backbeat.steps.contention import slowdown_on
 from backbeat.steps.sharded_cost import half_curve
 
 CALL_S, RANK_S = 25e-6, 8.5e-6

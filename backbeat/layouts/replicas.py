@@ -27,7 +27,7 @@ from backbeat.layouts.sharded_stage import units_added
 from backbeat.layouts.stage_times import Added, StageLayers, StageTimes
 from backbeat.layouts.transformer import Transformer, weights
 from backbeat.model.reduction import Reduction
-from backbeat.steps.contention import least_s
+from backbeat.model.slowdown import least_s
 from backbeat.steps.schedule import capped
 
 _UPDATE_BYTES = 34

@@ -9,11 +9,10 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
-from backbeat.model.batches import same_blocks
+from backbeat.model.batches import at_batch, same_blocks
+from backbeat.model.blocks import BlockRanges
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch, reserve_for, too_small, usable
-from backbeat.steps.actions import BlockRanges
-from backbeat.steps.batch import at_batch
 from backbeat.steps.memory_timeline import Chain
 from backbeat.steps.predict import predict
 from backbeat.steps.resident_memory import ResidentMemory

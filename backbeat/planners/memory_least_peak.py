@@ -19,8 +19,8 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
+from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
 from backbeat.planners.memory_moves import one_by_one, recompute_needs
-from backbeat.steps.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
 from backbeat.steps.memory_timeline import Chain
 
 _DROPPED = RECOMPUTE

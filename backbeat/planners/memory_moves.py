@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from backbeat.steps.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
+from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
 from backbeat.steps.memory_timeline import Chain
 from backbeat.steps.schedule import running_sums
 

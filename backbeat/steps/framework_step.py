@@ -16,8 +16,8 @@ from backbeat.cost import LinkCost
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
+from backbeat.model.slowdown import least_s
 from backbeat.steps.bucket_travel import BucketTravel
-from backbeat.steps.contention import least_s
 from backbeat.steps.iteration import BucketRun, Iteration, StepTimes, exposed_breakdown, least_end_s
 from backbeat.steps.schedule import Schedule, capped, running_sums
 from backbeat.steps.sharded_cost import half_curve

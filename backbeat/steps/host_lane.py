@@ -25,10 +25,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
-from backbeat.model import Profile
-from backbeat.steps.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE
+from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE
+from backbeat.model.profile import Profile, device_alone
 
 COLLECTIVE_S = 80e-6
 """What queueing a collective costs the host, on the hosts of H200s."""
@@ -135,14 +133,6 @@ def done_s(host_s: Sequence[float], device_s: Sequence[float]) -> float:
 def longer_of(device_s: float, host_s: float) -> float:
     """The host's time only where it is longer by more than rounding."""
     return host_s if host_s > device_s * (1 + _EVEN) else device_s
-
-
-def device_alone(profile: Profile) -> Profile:
-    """The profile with the device's own times, without the waiting for the host that a launch-bound iteration holds."""
-    own_s, whole = profile.device_s, profile.forward_s + profile.backward_s
-    if own_s is None:
-        return profile
-    return msgspec.structs.replace(profile.slower(own_s / whole) if own_s < whole else profile, device_s=None)
 
 
 def memory_costs(profile: Profile) -> dict[int, list[float]]:

@@ -12,15 +12,16 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from backbeat.cost import LinkCost
+from backbeat.cost.bound import communication_bound
 from backbeat.model import DynamicFusion, Network, Plan, Profile
 from backbeat.model.plan import Bucket
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import ELEMENT_BYTES
-from backbeat.steps.bound import communication_bound
-from backbeat.steps.bucket_travel import BucketTravel, fuse_beside
+from backbeat.model.slowdown import least_s
+from backbeat.steps.bucket_travel import BucketTravel
 from backbeat.steps.compressed_cost import CompressedCost, compress_s, sent_bytes
-from backbeat.steps.contention import ComputeClock, least_s
-from backbeat.steps.schedule import Flow, Schedule, covered_s
+from backbeat.steps.fusion import fuse_beside
+from backbeat.steps.schedule import ComputeClock, Flow, Schedule, covered_s
 from backbeat.units import first_to_last
 
 
@@ -242,4 +243,7 @@ def least_end_s(profile: Profile, cost: LinkCost, communicators: int, slowdown: 
     the link needs at least."""
     _, per_byte = cost.cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
     on_link = per_byte * float(profile.sizes.sum()) / cost.best_efficiency(communicators)
-    return max(least_s(profile.backward_s, on_link, slowdown), communication_bound(profile, cost, communicators))
+    return max(
+        least_s(profile.backward_s, on_link, slowdown),
+        communication_bound(profile.ready, profile.sizes, cost, communicators),
+    )

@@ -38,8 +38,9 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Gradient, MemoryPlan, Plan, Profile
-from backbeat.steps.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of
-from backbeat.steps.host_lane import HostLane, device_alone, longer_of, memory_costs
+from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of
+from backbeat.model.profile import device_alone
+from backbeat.steps.host_lane import HostLane, longer_of, memory_costs
 from backbeat.steps.resident_memory import ResidentMemory
 
 Phase = Literal["forward", "loss", "recompute", "backward"]

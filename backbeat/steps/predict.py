@@ -11,20 +11,21 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from backbeat.cost.collectives import traffic
+from backbeat.cost.stragglers import LEAST_SAMPLES, Straggling, straggling
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.checks import whole
 from backbeat.model.network import HALVES
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
+from backbeat.model.profile import device_alone
+from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.compressed_cost import remarks
-from backbeat.steps.contention import slowdown_of
 from backbeat.steps.framework_step import framework_iteration
-from backbeat.steps.host_lane import HostLane, device_alone
+from backbeat.steps.host_lane import HostLane
 from backbeat.steps.iteration import Iteration, StepTimes, alone, bucket_iteration
 from backbeat.steps.memory_timeline import memory_timeline
 from backbeat.steps.sharded_memory import sharded_memory
 from backbeat.steps.sharded_step import sharded_iteration, sharded_remarks
-from backbeat.steps.stragglers import LEAST_SAMPLES, Straggling, straggling
 from backbeat.units import counted, format_bytes, format_seconds
 
 _REPEATS = 0.05

@@ -1,4 +1,4 @@
-"""A plan against a profile, reduced to the arrays the simulators need."""
+"""A plan against a profile, reduced to arrays: its buckets, when they travel, and how far computation is meanwhile."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from backbeat.cost import MessageTimes
 from backbeat.model import Plan, Profile
 from backbeat.model.plan import Bucket
 
@@ -95,6 +96,57 @@ class Flow:
     @property
     def end_s(self) -> float:
         return float(self.finishes.max())
+
+
+def one_by_one(ready: NDArray[np.float64], times: MessageTimes) -> Flow:
+    """Messages that take these times, on one communicator: F_k = max(R_k, F_(k-1)) + T(M_k); where back-to-back times
+    were measured, max(R_k + T, F_(k-1) + T_busy).
+
+    Two buckets of 1 MB, ready at 0 and 1 ms, each taking 1 ms + 1 ns/byte: the second waits for the first.
+
+    >>> from backbeat.cost import Curve, LinkCost
+    >>> cost = LinkCost(Curve.affine(1e-3, 1e-9))
+    >>> one_by_one(np.array([0.0, 1e-3]), cost.times(np.array([1e6, 1e6]))).finishes.tolist()
+    [0.002, 0.004]
+    """
+    starts: list[float] = []
+    finishes: list[float] = []
+    free = -np.inf
+    for moment, alone, busy in zip(ready.tolist(), times.alone.tolist(), times.busy.tolist(), strict=True):
+        starts.append(max(moment, free))
+        free = max(moment + alone, free + busy)
+        finishes.append(free)
+    begun, ends = np.array(starts), np.array(finishes)
+    # A head start on an idle link is no message sent before it was there.
+    return Flow(begun, np.maximum(ends - times.transfer, begun), ends)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeClock:
+    """How far computation is at any time: a line through corners, of full speed after the last."""
+
+    done: NDArray[np.float64]
+    """Seconds of undisturbed computation at each corner."""
+    at: NDArray[np.float64]
+    """When that is reached."""
+
+    def when(self, done_s: ArrayLike) -> NDArray[np.float64]:
+        """When this much computation is done, if none of it waits."""
+        return self._along(np.asarray(done_s, dtype=np.float64), self.done, self.at)
+
+    def done_by(self, at_s: ArrayLike) -> NDArray[np.float64]:
+        """How much computation can be done by then."""
+        return self._along(np.asarray(at_s, dtype=np.float64), self.at, self.done)
+
+    @staticmethod
+    def _along(
+        values: NDArray[np.float64], known: NDArray[np.float64], other: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        beyond = other[-1] + (values - known[-1])
+        return np.where(values >= known[-1], beyond, np.interp(values, known, other))
+
+
+UNDISTURBED = ComputeClock(np.zeros(1), np.zeros(1))
 
 
 def busy_periods(starts: Iterable[float], ends: Iterable[float]) -> list[tuple[float, float]]:

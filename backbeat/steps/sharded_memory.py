@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from backbeat.model import MemoryPlan, Network, Plan, Profile
+from backbeat.model.blocks import ranges_of
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
-from backbeat.steps.actions import ranges_of
-from backbeat.steps.contention import slowdown_of
+from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.memory_timeline import Chain, Phase, Tally
 from backbeat.steps.resident_memory import ResidentMemory
 from backbeat.steps.sharded_activations import sharded_activations, tied_block

@@ -17,8 +17,8 @@ import numpy as np
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile, Sharding
+from backbeat.model.blocks import FETCH, RECOMPUTE, ranges_of
 from backbeat.model.sharding import enclosing
-from backbeat.steps.actions import FETCH, RECOMPUTE, ranges_of
 from backbeat.steps.memory_timeline import Chain
 from backbeat.steps.resident_memory import ResidentMemory
 

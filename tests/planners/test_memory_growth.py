@@ -10,10 +10,9 @@ from msgspec.structs import replace
 from backbeat.api import plan
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile
-from backbeat.model.batches import join
+from backbeat.model.batches import at_batch, join
 from backbeat.planners.max_batch import _planned, batches, growth, largest_batch, largest_looked_at
 from backbeat.planners.memory_plan import usable
-from backbeat.steps.batch import at_batch
 from backbeat.steps.memory_timeline import memory_timeline
 from backbeat.steps.resident_memory import ResidentMemory
 from tests.chains import resnet152

@@ -13,8 +13,8 @@ from backbeat.cost import Curve, LinkCost
 from backbeat.engine import run
 from backbeat.model import Network, Profile
 from backbeat.steps.bucket_graph import BucketStep, bucket_graph, link_of
-from backbeat.steps.bucket_travel import BucketTravel, one_by_one
-from backbeat.steps.schedule import Flow, Schedule
+from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.schedule import Flow, Schedule, one_by_one
 from tests.problems import affine, networks, profiles
 
 PLAIN = LinkCost(Curve.affine(1e-3, 1e-9))

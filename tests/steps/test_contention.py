@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.cost import LinkCost
+from backbeat.cost.bound import communication_bound
 from backbeat.cost.curve import Curve
 from backbeat.model import Network, Plan, Profile
-from backbeat.steps.bound import communication_bound
 from backbeat.steps.bucket_travel import BucketTravel
-from backbeat.steps.contention import UNDISTURBED, ComputeClock
 from backbeat.steps.iteration import bucket_iteration
-from backbeat.steps.schedule import Flow, Schedule, busy_periods
+from backbeat.steps.schedule import UNDISTURBED, ComputeClock, Flow, Schedule, busy_periods
+from tests.cost.test_bound import measured_costs
 from tests.problems import affine, make_profile, networks, profiles
-from tests.steps.test_bound import measured_costs
 
 ROUNDING = 1e-9
 slowdowns = st.sampled_from([1.02, 1.15, 1.5, 2.0, 5.0, 100.0])
@@ -136,7 +135,7 @@ def test_overlap_never_costs_more_than_it_saves_and_the_bound_holds(
 @settings(max_examples=60)
 @given(profiles(most=9), measured_costs(), slowdowns, st.integers(1, 4))
 def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown: float, communicators: int) -> None:
-    bound = communication_bound(profile, cost, communicators)
+    bound = communication_bound(profile.ready, profile.sizes, cost, communicators)
     for every in (1, 2, 3):
         ends = ends_of(profile, every)
         schedule = Schedule.of_ends(profile, ends, [index % communicators for index in range(len(ends))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backbeat.model import DynamicFusion
-from backbeat.steps.bucket_travel import fuse
+from backbeat.steps.fusion import fuse
 from tests.problems import affine, make_profile
 
 COST = affine(1e-3, 1e-9).cost

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Gradient, MemoryPlan, Profile, Segment
-from backbeat.model.batches import join
+from backbeat.model.batches import at_batch, join
 from backbeat.model.collective_times import ShardedHost, ShardedTimes
+from backbeat.model.profile import device_alone
 from backbeat.report.words.answer import limit
-from backbeat.steps.batch import at_batch
-from backbeat.steps.host_lane import COLLECTIVE_S, GRADIENT_S, HostLane, device_alone, done_s
+from backbeat.steps.host_lane import COLLECTIVE_S, GRADIENT_S, HostLane, done_s
 from tests.chains import chains, resnet152
 from tests.problems import affine, networks, profiles
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Bucket, MemoryPlan, Network, Plan, Profile, Segment
+from backbeat.model.batches import at_batch
 from backbeat.planners.memory_moves import uniform
-from backbeat.steps.batch import at_batch
 from backbeat.steps.memory_timeline import Chain, memory_timeline
 from backbeat.steps.predict import predict
 from backbeat.steps.resident_memory import ResidentMemory

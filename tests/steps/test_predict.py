@@ -10,10 +10,9 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, Source, Topology, WorkersRow
-from backbeat.model.batches import join
+from backbeat.model.batches import at_batch, join
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import SHARDED, STRATEGIES
-from backbeat.steps.batch import at_batch
 from backbeat.steps.predict import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
 

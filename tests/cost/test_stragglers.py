@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.steps.stragglers import ComputeTimes, between_ranks, straggling
+from backbeat.cost.stragglers import ComputeTimes, between_ranks, straggling
 from tests.problems import affine, make_profile
 
 

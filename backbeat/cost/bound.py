@@ -48,8 +48,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from backbeat.cost import LinkCost, MessageTimes
-from backbeat.model import Profile
+from backbeat.cost.link import LinkCost, MessageTimes
 
 _ROUNDING = 1e-9
 
@@ -73,21 +72,19 @@ class _Prices(NamedTuple):
         return self.work * np.minimum(times.transfer, times.alone) + self.latency * waits
 
 
-def communication_bound(profile: Profile, cost: LinkCost, communicators: int) -> float:
-    """The earliest end of all communication, after backward starts.
+def communication_bound(
+    ready: NDArray[np.float64], sizes: NDArray[np.float64], cost: LinkCost, communicators: int
+) -> float:
+    """The earliest end of all communication, after backward starts, of gradients that are ready then.
 
     Two gradients of 1 MB, ready at 0 and 3 ms, each message 1 ms + 1 ns/byte. One communicator sends the first until
     2 ms and the second from 3 to 5 ms, and nothing is faster.
 
-    >>> from backbeat.cost import Curve, LinkCost
-    >>> from backbeat.model import Gradient, Profile
-    >>> two = Profile(
-    ...     name="two", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=0.0, backward_s=3e-3,
-    ...     update_s=0.0, gradients=tuple(Gradient(name=str(at), bytes=10**6, ready_s=at) for at in (0.0, 3e-3)))
-    >>> round(communication_bound(two, LinkCost(Curve.affine(1e-3, 1e-9)), 1), 9)
+    >>> from backbeat.cost import Curve
+    >>> cost = LinkCost(Curve.affine(1e-3, 1e-9))
+    >>> round(communication_bound(np.array([0.0, 3e-3]), np.array([1e6, 1e6]), cost, 1), 9)
     0.005
     """
-    sizes, ready = profile.sizes, profile.ready
     count = min(communicators, len(sizes))
     corners = _corners(cost, sizes)
     there, own = cost.times(corners), cost.times(sizes)

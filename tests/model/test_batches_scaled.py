@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
-from backbeat.model.batches import join
-from backbeat.steps.batch import at_batch, extrapolates, with_sibling
+from backbeat.model.batches import at_batch, extrapolates, join, with_sibling
 from tests.chains import resnet152
 from tests.problems import make_profile
 
