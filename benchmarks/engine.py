@@ -19,13 +19,12 @@ from backbeat.engine import Graph, run
 from backbeat.layouts.pipeline import run_pipeline
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Network, Profile
-from backbeat.simulate.bucket_travel import one_by_one
-from backbeat.simulate.contention import slowdown_of
-from backbeat.simulate.host_lane import device_alone
-from backbeat.simulate.schedule import Schedule
-from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_units import chain_of
+from backbeat.model.profile import device_alone
+from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketStep, bucket_graph, link_of
+from backbeat.steps.schedule import Schedule, one_by_one
+from backbeat.steps.sharded_cost import ShardedCost
+from backbeat.steps.sharded_units import chain_of
 from backbeat.steps.stage_graph import ChunkTimes, stage_graph
 from backbeat.steps.unit_graph import UnitStep, unit_graph
 from benchmarks.harness import machine

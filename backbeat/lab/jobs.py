@@ -11,8 +11,8 @@ from backbeat.layouts.layout import Layout
 from backbeat.layouts.stage_layers import StageLayers
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Plan, Profile
-from backbeat.simulate.schedule import Schedule
-from backbeat.simulate.sharded_units import ModelPiece, ModelPieces
+from backbeat.steps.schedule import Schedule
+from backbeat.steps.sharded_units import ModelPiece, ModelPieces
 
 FEWEST_ITERATIONS = 6
 MOST_ITERATIONS = 60

@@ -29,7 +29,7 @@ from backbeat.lab.jobs import LayoutJob, ShardedJob, TransferJob
 from backbeat.layouts.stage_layers import StageLayers
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.runtime import fully_shard
-from backbeat.simulate.sharded_units import ModelPiece
+from backbeat.steps.sharded_units import ModelPiece
 
 Compute = Callable[[float], None]
 """Takes this many seconds on the device."""

@@ -21,7 +21,7 @@ rows; that of `cp` around attention; that of `ep` around experts."""
 
 
 @dataclass(slots=True)
-class Segment:
+class LayerSegment:
     """Operators between two collectives of a layer."""
 
     place: Place = "plain"
@@ -41,13 +41,13 @@ class Segment:
         self.input.append(Traffic("pointwise", backward_bytes, 2))
 
 
-class LayerWork(list[Segment]):
+class LayerWork(list[LayerSegment]):
     """Operators of one layer, or of what stands before and after all layers, in the order of forward."""
 
-    def at(self, place: Place) -> Segment:
+    def at(self, place: Place) -> LayerSegment:
         """A segment for what comes next."""
         if not self or place != "plain" or self[-1].place != "plain":
-            self.append(Segment(place))
+            self.append(LayerSegment(place))
         return self[-1]
 
     @property
@@ -164,7 +164,7 @@ class LayerBuilder:
         made.at("plain").moves(3 * each + masked, (2 * each + masked) if self.model.dropout else 0.0)
 
     def _linear(
-        self, made: Segment, linear: Linear, *, rows: float = 0.0, batch: float = 1, precision: str = ""
+        self, made: LayerSegment, linear: Linear, *, rows: float = 0.0, batch: float = 1, precision: str = ""
     ) -> None:
         """`rows` are by default the tokens that its split leaves to a rank, `precision` the job's."""
         inputs, outputs = linear.cut(self.layout.tp)
@@ -198,7 +198,7 @@ class LayerBuilder:
         self._scores(made.at("attention"), windowed)
         self._linear(made.at("rows"), last)
 
-    def _scores(self, made: Segment, windowed: bool) -> None:
+    def _scores(self, made: LayerSegment, windowed: bool) -> None:
         model, layout = self.model, self.layout
         heads = layout.micro_batch * model.heads / layout.tp
         queries, keys = self.job.sequence / layout.cp, float(self.job.sequence)
@@ -238,7 +238,7 @@ class LayerBuilder:
         self._activation(made.at("plain"), self.tokens * inner / self.layout.tp)
         self._linear(made.at("rows"), last)
 
-    def _activation(self, made: Segment, elements: float) -> None:
+    def _activation(self, made: LayerSegment, elements: float) -> None:
         read = 2 if self.model.gated else 1
         made.moves(2 * elements * (read + 1), 2 * elements * (2 * read + 1))
 

@@ -28,8 +28,8 @@ from backbeat.layouts.stage_layers import StageLayers
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.layouts.transformer import Transformer, weights
 from backbeat.model.reduction import Reduction
-from backbeat.simulate.contention import least_s
-from backbeat.simulate.schedule import capped
+from backbeat.model.slowdown import least_s
+from backbeat.steps.schedule import capped
 
 _UPDATE_BYTES = 34
 """Moved for each parameter that Adam updates: its gradient (read for the norm as well), master copy and two moments in

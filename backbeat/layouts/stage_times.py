@@ -16,7 +16,7 @@ from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Work
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.conventions import Conventions
-from backbeat.layouts.layer_work import FAMILIES, LayerBuilder, LayerWork, Segment, sustained_s
+from backbeat.layouts.layer_work import FAMILIES, LayerBuilder, LayerWork, LayerSegment, sustained_s
 from backbeat.layouts.layout import Job, Layout, Recompute
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
@@ -265,7 +265,7 @@ class _PieceRun:
             else:
                 compute()
 
-    def _backward(self, under_way: PiecePass, segment: Segment, *, weights: bool) -> None:
+    def _backward(self, under_way: PiecePass, segment: LayerSegment, *, weights: bool) -> None:
         compute = partial(self._compute, under_way, segment.input, parameters=segment.parameters, backward=True)
         late = partial(self._compute, under_way, segment.weight if weights else (), backward=True)
         if self.again == "selective":

@@ -5,8 +5,8 @@
 | compute | operators |
 | tensor, context, expert | collectives among the ranks that share the piece |
 
-The host issues both in one order. A collective begins when what was issued to compute before it is done; what is issued
-to compute after it runs beside it, until a pass waits for it. So what of it is hidden is the framework's order of issue.
+The host issues both in one order. A collective begins when what was issued to compute before it is done. What is issued
+to compute after it runs beside it, until a pass waits for it. So what is hidden is the framework's order of issue.
 
 The host never waits for the device, and runs ahead of it: piece after piece, a pass takes the longer of what the device
 takes and what the host takes to issue it, which is the period of both lanes (`period`).
