@@ -16,7 +16,7 @@ from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Work
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.conventions import Conventions
-from backbeat.layouts.layer_work import FAMILIES, LayerBuilder, LayerWork, LayerSegment, sustained_s
+from backbeat.layouts.layer_work import FAMILIES, LayerBuilder, LayerSegment, LayerWork, sustained_s
 from backbeat.layouts.layout import Job, Layout, Recompute
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
