@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from backbeat.errors import BackbeatError
 from backbeat.layouts.stage_times import StageTimes
-from backbeat.steps.stage_programs import Operation, PipelineSchedule, Streams, Transfer, programs
+from backbeat.model.framework import Streams
+from backbeat.steps.stage_programs import Operation, PipelineSchedule, Transfer, programs
 
 _SIMULATED_ROUNDS = 6
 """Of as many micro-batches as stages, at first."""

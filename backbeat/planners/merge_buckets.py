@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
 from backbeat.model import Profile
-from backbeat.model.reduction import DDP_BUCKET_BYTES
+from backbeat.model.framework import DDP_BUCKET_BYTES
 from backbeat.planners.draft import Draft
 from backbeat.simulate.bucket_travel import one_by_one
 from backbeat.simulate.schedule import running_sums
