@@ -17,7 +17,7 @@ from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PartSeconds, se
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework
-from backbeat.simulate.contention import together_s
+from backbeat.model.slowdown import together_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from backbeat.model import Framework, Network, Plan, Profile
 from backbeat.model.framework import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.model.plan import DynamicFusion
+from backbeat.model.slowdown import slowdown_of
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.simulate.bucket_travel import fuse_beside
-from backbeat.simulate.contention import slowdown_of
-from backbeat.simulate.schedule import capped
+from backbeat.steps.fusion import fuse_beside
+from backbeat.steps.schedule import capped
 
 
 def wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
