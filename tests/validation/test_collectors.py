@@ -14,7 +14,7 @@ import pytest
 from backbeat.cost.operator_model import FOLDER
 from backbeat.model import Network
 from backbeat.model.files import encode
-from backbeat.simulate.contention import EMULATED
+from backbeat.model.slowdown import EMULATED
 
 SCRIPTS = Path(__file__).parents[2] / "validation"
 ZOO = SCRIPTS / "zoo"

@@ -16,7 +16,7 @@ import torch
 from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.model import Profile
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from tests.lab.cases import network, profile
 from validation import collect
 

@@ -40,7 +40,7 @@ from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import Gradient, Network, Plan, Profile, Sharding, ShardUnit
 from backbeat.model.files import encode, write
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from backbeat.units import parse_rate
 from validation import collect
 from validation.collect import Record

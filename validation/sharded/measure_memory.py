@@ -37,7 +37,7 @@ from backbeat.measure.model.factory import load_factory
 from backbeat.measure.model.training_step import autocast, release, tensor_cores
 from backbeat.model import Plan, Profile
 from backbeat.model.files import write
-from backbeat.simulate.sharded_memory import sharded_memory
+from backbeat.steps.sharded_memory import sharded_memory
 from backbeat.units import parse_duration
 from validation.replays import recomputed
 

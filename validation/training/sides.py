@@ -45,7 +45,7 @@ from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.parallel import parallelize as verb
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.trials import ExampleStep
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from validation.training.models import MODELS, Model
 
 OPTIMIZER = "adamw"
