@@ -273,13 +273,13 @@ def test_computation_takes_longer_for_as_long_as_something_travels_beside_it() -
     """A share 1 - 1/slowdown of that time: of slices all but one, of what backward hides and of a ring all."""
     busy = replace(H100, contention=True)
     wide = msgspec.structs.replace(MODEL, hidden=8 * H, heads=64, ffn=8 * 4096)
-    fields: dict[str, Any] = {"global_batch": 16, "sequence": S, "band": False, "contention": True}
+    fields: dict[str, Any] = {"sequence": S, "band": False, "contention": True}
     sliced = framework_named(APART, overlap="dp+tp")
-    found = layouts.predict(wide, busy, framework=sliced, dp=2, tp=2, **fields).breakdown.contention
+    found = layouts.predict(wide, busy, framework=sliced, tp=2, global_batch=8, **fields).breakdown.contention
     gather, both = group("all_gather", 8 * S), group("all_gather", 8 * S) + group("reduce_scatter", 8 * S)
     beside = 4 * (both + gather + 2 * both) + both
     assert found == pytest.approx(8 * (1 - 1 / busy.slowdown(2, matmul=1.0)) * beside)
-    found = layouts.predict(MODEL, busy, framework=APART, dp=2, cp=2, **fields).breakdown.contention
+    found = layouts.predict(MODEL, busy, framework=APART, dp=2, cp=2, global_batch=16, **fields).breakdown.contention
     send = busy.send_s(2 * S / 2 * 2 * 4 * 128, 2, 1)
     assert found == pytest.approx(8 * 4 * (1 + 2) * (1 - 1 / busy.slowdown(2, attention=1.0)) * send)
     assert 1 < busy.slowdown(2, attention=1.0) != busy.slowdown(2, matmul=1.0) > 1
