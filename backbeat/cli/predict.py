@@ -27,6 +27,7 @@ from backbeat.report.words import numbers
 from backbeat.report.words.answer import above_linear, caveats, knee_sentence, limit_of, memory_line, unmeasured
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import decide, sharding_sentences, stock_name
+from backbeat.report.words.notes import note_text
 from backbeat.steps.predict import knee
 from backbeat.units import SCREEN, counted, format_bytes, parse_price, parse_workers
 
@@ -253,7 +254,7 @@ def _plan_notes(found: Study, settings: Settings) -> list[str]:
     """What is to be said of the plans asked about beside what is said of the best."""
     noted = found.best.notes
     return [
-        f"* {label}: {note}"
+        f"* {label}: {note_text(note)}"
         for label in settings.plan_files
         for note in found.at_top[label].notes
         if note not in noted and found.at_top[label] is not found.best

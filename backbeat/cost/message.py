@@ -58,3 +58,20 @@ def block_width(elements: int, sent: int) -> int:
     (8, 1)
     """
     return min(_WIDEST, 1 << round(math.log2(math.sqrt(elements / sent))))
+
+
+def selection_bytes(elements: int, density: float) -> int:
+    """The most that finding the largest of a bucket takes beside the bucket, as `backbeat.runtime.compressed.topk`
+    does it: the maxima of blocks, or the candidates with their indices and magnitudes."""
+    if not elements:
+        return 0
+    sent = int(sent_elements(elements, density))
+    width = block_width(elements, sent)
+    if width < 4:
+        return 4 * elements + 12 * sent
+    return max(4 * elements // width, 12 * width * sent) + 12 * sent
+
+
+def kept_bytes(elements: int, density: float) -> int:
+    """What a bucket holds from step to step beside its residual: its message, and the indices in it."""
+    return int(message_bytes(elements, density)) + 4 * int(sent_elements(elements, density))

@@ -242,6 +242,20 @@ class Graph:
                 found.sent[number] = Sent(path, work_s, behind_s, follows, carrier, size)
         return found
 
+    def unlimited(self) -> Graph:
+        """The same ops where each that travels has a lane of its own: it waits for none of its cause, and shares its
+        links perfectly."""
+        found = copy.copy(self)
+        found.links = [SharedLink()] * len(self.links)
+        found._shared_lanes = dict.fromkeys(range(len(self.links)), frozenset())
+        found.before, found.sent = self.before.copy(), {}
+        for number, sent in self.sent.items():
+            found.sent[number] = sent._replace(behind_s=None, follows=NO_OP)
+            own = self.causes[number]
+            alike = (other for other in self.before[number] if other in self.sent and self.causes[other] == own)
+            found.before[number] = tuple(set(self.before[number]).difference(alike))
+        return found
+
     def shares_links(self) -> bool:
         """Whether two ops may be on a link at once."""
         return any(not self.has_to_itself(path) for path in self.paths)

@@ -78,6 +78,29 @@ class NetworkBand(msgspec.Struct, frozen=True, kw_only=True):
         return self.busy_s * (1 + self.margin)
 
 
+class GapParts(msgspec.Struct, frozen=True):
+    """What an iteration takes above its bound, by cause."""
+
+    host_s: float
+    """The host, which issues work late."""
+    contention_s: float
+    """Computation that takes longer beside communication, beyond what no plan avoids."""
+    communicators_s: float
+    """Messages that wait for each other's latencies, where as many communicators as messages would hide them."""
+    plan_s: float
+    """The rest: what travels together, and when."""
+
+
+class Note(msgspec.Struct, frozen=True):
+    """One thing to know of a prediction; `report.words.notes` words it."""
+
+    kind: str
+    values: dict[str, str | int | float] = {}
+
+    def __hash__(self) -> int:
+        return hash((self.kind, tuple(self.values.items())))
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """One (profile, network, plan), predicted."""
 
@@ -111,7 +134,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     extrapolated: bool = False
     """Some figure lies beyond what was measured; `notes` says which."""
     timeline: tuple[Span, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+    gap_parts: GapParts | None = None
+    """Where it was asked for."""
 
     @property
     def gap(self) -> float:

@@ -16,6 +16,7 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Memory, MemoryPlan, Network, Plan, Prediction, Profile, Reduction
 from backbeat.model.batches import extrapolates, strong_scaling, with_sibling
+from backbeat.model.prediction import Note
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.planners.max_batch import largest_batch, with_blocks
 from backbeat.steps.memory_timeline import memory_timeline
@@ -165,7 +166,7 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
     if profile is not question.given:
         # Moved to another batch size, with a note on how. Without shards, what it then takes of memory is known well
         # enough to say that it does not fit, not that it fits.
-        note = profile.notes[-1]
+        note = Note("batch", {"text": profile.notes[-1]})
         extrapolated = prediction.extrapolated or extrapolates(question.given, profile.batch_size)
         prediction = msgspec.structs.replace(prediction, notes=(*prediction.notes, note), extrapolated=extrapolated)
         if fit is not None and fit.fits and prediction.peak_bytes is None:
@@ -185,14 +186,13 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
     share of them, sample by sample. Where that is not known, it stays by what one GPU takes for its share."""
     profile, accumulation = question.given, question.accumulation
     whole = alone_s = None
-    why = "scaling is by one GPU's time for its share; profiled at two batch sizes, it would be by the whole batch"
+    why = Note("share_of_batch")
     with suppress(InputError):
         whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation)
     if whole is not None:
         alone_s = api.predict(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
-        why = f"scaling is by one GPU's time for {global_batch} samples"
-        if extrapolates(profile, whole.batch_size):
-            why += f": {whole.notes[-1]}"
+        how = f": {whole.notes[-1]}" if extrapolates(profile, whole.batch_size) else ""
+        why = Note("whole_batch", {"samples": global_batch, "how": how})
     found = []
     for row in rows:
         one, band = row.prediction, row.prediction.network_band

@@ -121,6 +121,19 @@ def one_by_one(ready: NDArray[np.float64], times: MessageTimes) -> Flow:
     return Flow(begun, np.maximum(ends - times.transfer, begun), ends)
 
 
+def with_compression(ready: NDArray[np.float64], compress_s: Sequence[float]) -> NDArray[np.float64]:
+    """When buckets are ready to leave: each is compressed once it is ready, which puts off all gradients after it.
+
+    >>> with_compression(np.array([1.0, 2.0]), [0.5, 0.25]).tolist()
+    [1.5, 2.75]
+    """
+    found, spent = ready.tolist(), 0.0
+    for index in sorted(range(len(found)), key=found.__getitem__):
+        spent += compress_s[index]
+        found[index] += spent
+    return np.array(found)
+
+
 @dataclass(frozen=True, slots=True)
 class ComputeClock:
     """How far computation is at any time: a line through corners, of full speed after the last."""

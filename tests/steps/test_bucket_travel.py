@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from backbeat.cost import Curve, LinkCost
 from backbeat.engine import run
 from backbeat.model import Network, Profile
-from backbeat.steps.bucket_graph import BucketStep, bucket_graph, link_of
-from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.bucket_graph import BucketStep, BucketTravel, bucket_graph, link_of
 from backbeat.steps.schedule import Flow, Schedule, one_by_one
 from tests.problems import affine, networks, profiles
 

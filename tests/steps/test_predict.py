@@ -13,6 +13,7 @@ from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, 
 from backbeat.model.batches import at_batch, join
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import SHARDED, STRATEGIES
+from backbeat.report.words.notes import worded
 from backbeat.steps.predict import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
 
@@ -71,7 +72,7 @@ def test_stragglers_are_waited_for_and_banded() -> None:
     assert few.band.p10_s < few.iteration_s < few.band.p90_s
     assert many.band.extrapolated
     assert not few.band.extrapolated
-    assert any("slowest of 4096" in note for note in many.notes)
+    assert any("slowest of 4096" in note for note in worded(many.notes))
     assert bb.predict(TWO, NETWORK, "single").band is None
 
 
@@ -123,16 +124,16 @@ def test_notes_say_what_is_extrapolated_or_left_out() -> None:
     assert bb.predict(TWO, NETWORK, plan).notes == ()
     moved = bb.predict(TWO, NETWORK.at(workers=64), plan)
     assert moved.extrapolated
-    assert any("extrapolated from 8" in note for note in moved.notes)
-    assert any("made for 8 workers, this is 64" in note for note in moved.notes)
+    assert any("extrapolated from 8" in note for note in worded(moved.notes))
+    assert any("made for 8 workers, this is 64" in note for note in worded(moved.notes))
     small = curve([(1024, 1e-4), (2048, 2e-4)])
-    assert any("largest message measured" in note for note in bb.predict(TWO, small, plan).notes)
+    assert any("largest message measured" in note for note in worded(bb.predict(TWO, small, plan).notes))
     jittery = replace(NETWORK, notes=("jitter over 20%",))
-    assert "network affine: jitter over 20%" in bb.predict(TWO, jittery, plan).notes
+    assert "network affine: jitter over 20%" in worded(bb.predict(TWO, jittery, plan).notes)
     part = bb.Plan.from_buckets(TWO, [["g1"]])
     result = bb.predict(TWO, NETWORK, part)
     assert result.buckets == 2
-    assert any("g0" in note for note in result.notes)
+    assert any("g0" in note for note in worded(result.notes))
 
 
 def test_the_knee_is_where_added_workers_stop_paying() -> None:
@@ -260,11 +261,11 @@ def test_notes_say_what_lies_between_rows_and_what_beyond() -> None:
     row = WorkersRow(workers=64, all_reduce=CollectiveTimes(points=((2**10, 1e-3), (2**20, 3e-3))))
     network = affine(1e-3, 1e-9, rows=(row,))
     exact, between, beyond = (bb.predict(TWO, network.at(workers=n), "single") for n in (64, 16, 128))
-    assert not any("workers" in note for note in exact.notes)
-    assert any("lie between those at 8 and 64" in note for note in between.notes)
-    assert any("extrapolated from 64" in note for note in beyond.notes)
+    assert not any("workers" in note for note in worded(exact.notes))
+    assert any("lie between those at 8 and 64" in note for note in worded(between.notes))
+    assert any("extrapolated from 64" in note for note in worded(beyond.notes))
     assert beyond.extrapolated
-    assert any("largest message measured" in note for note in exact.notes)
+    assert any("largest message measured" in note for note in worded(exact.notes))
 
 
 def test_what_a_memory_plan_does_not_keep_is_a_loss_and_may_limit_a_job() -> None:
@@ -274,8 +275,8 @@ def test_what_a_memory_plan_does_not_keep_is_a_loss_and_may_limit_a_job() -> Non
     assert (kept.bottleneck, small.bottleneck) == ("compute", "memory")
     assert small.scaling_factor == pytest.approx(kept.single_s / small.iteration_s)
     assert small.exposed_s < 0.02 * (small.single_s - kept.single_s)
-    assert any("not kept of activations costs 11.1 ms" in note for note in small.notes)
-    assert not any("not kept" in note for note in kept.notes)
+    assert any("not kept of activations costs 11.1 ms" in note for note in worded(small.notes))
+    assert not any("not kept" in note for note in worded(kept.notes))
 
 
 @pytest.mark.parametrize("way", ["ddp", "wfbp", "horovod", "compressed", "fsdp", "hsdp:8"])

@@ -48,6 +48,7 @@ from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.batches import at_batch, join
 from backbeat.model.files import write
 from backbeat.planners.max_batch import GrownBatch, growth
+from backbeat.report.words.notes import worded
 from backbeat.steps.predict import predict
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_duration, parse_rate
 
@@ -316,7 +317,7 @@ def _row(
         "notes": [
             *([planned.remark] if planned.remark else []),
             *planned.plan.notes,
-            *(note for note in prediction.notes if not note.startswith(f"network {setting.name}:")),
+            *worded(note for note in prediction.notes if note.kind != "network"),
         ],
     }
     steps = ROUNDS * per_round(prediction.iteration_s, given.seconds)

@@ -9,7 +9,7 @@ import numpy as np
 
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.model import ConcurrencyPoint, Network
-from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import Schedule
 from validation.published.figures import affine_network, figures, series
 

@@ -23,7 +23,7 @@ from backbeat.lab.jobs import Message, ReplayJob, turns
 from backbeat.lab.plans import parse_plans
 from backbeat.lab.setting import Setting
 from backbeat.model import Network
-from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import Schedule
 from backbeat.units import parse_rate
 
