@@ -1,5 +1,5 @@
 """What a step takes as a graph of operations, built and run; against the recursion of one communicator, and
-the simulator of pipelines.
+pipelines against their middle simulated once.
 
     python -m benchmarks.engine
 
@@ -16,7 +16,7 @@ from functools import partial
 from backbeat import plan
 from backbeat.cost import LinkCost
 from backbeat.engine import Graph, run
-from backbeat.layouts.pipeline import _simulated, run_pipeline
+from backbeat.layouts.pipeline import run_pipeline
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
@@ -119,10 +119,8 @@ def stages() -> None:
             return stage_graph(schedule, count, micro_batches, whole, 0.01).graph
 
         name = f"{schedule}, {count} stages, {micro_batches} micro-batches"
-        whole_step = partial(_simulated, schedule, count, micro_batches, times, 0.01, "direction")  # type: ignore[arg-type]
-        compared(name, whole_step, build)
         middle = partial(run_pipeline, schedule, count, micro_batches, times, 0.01, listed=False)  # type: ignore[arg-type]
-        compared("  against its middle simulated once", middle, build)
+        compared(name, middle, build)
 
 
 if __name__ == "__main__":
