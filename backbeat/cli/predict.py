@@ -15,6 +15,7 @@ from backbeat.cli.arguments import load_network, plan_options, size, split
 from backbeat.cli.output import console, print_answer, print_json, say
 from backbeat.errors import InputError
 from backbeat.model import Plan, Profile
+from backbeat.model.prediction import knee
 from backbeat.model.reduction import reduction_named
 from backbeat.planners import BUCKETED, BUDGETED, whole_groups
 from backbeat.report.figures import plot as plots
@@ -28,7 +29,6 @@ from backbeat.report.words.answer import above_linear, caveats, knee_sentence, l
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import decide, sharding_sentences, stock_name
 from backbeat.report.words.notes import note_text
-from backbeat.steps.predict import knee
 from backbeat.units import SCREEN, counted, format_bytes, parse_price, parse_workers
 
 _SAMPLES = 1_000_000

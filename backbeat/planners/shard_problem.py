@@ -153,8 +153,9 @@ class ShardProblem:
         if reduced_in is not None:
             sharding = msgspec.structs.replace(self.sharding(choice), reduce_dtype=reduced_in)
             cost = ShardedCost.of(self.profile, self.network, sharding)
-        options = {"micro_batches": self.micro_batches, "slowdown": self.slowdown}
-        return run_step(self.chain(choice), cost, update_s, **options)[1].ends[-1]
+        chain, micro_batches = self.chain(choice), self.micro_batches
+        _, times = run_step(chain, cost, update_s, micro_batches=micro_batches, slowdown=self.slowdown)
+        return times.ends[-1]
 
     def peak(self, choice: ShardChoice) -> int:
         """0 where the profile has no memory figures."""

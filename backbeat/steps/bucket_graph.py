@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -83,6 +84,8 @@ class BucketGraph:
     """Of parameters, for it."""
     buffers: int
     """Their broadcast before it, if any."""
+    computing: list[int]
+    """The parts of that backward."""
 
     def flow(self, times: GraphTimes) -> Flow:
         """When those buckets travel, after that backward begins."""
@@ -93,14 +96,15 @@ class BucketGraph:
         )
         return Flow(starts, on_link, ends)
 
-    def clock(self, times: GraphTimes) -> ComputeClock:
-        """How far computation is at any time of that backward: exact where it is cut, and before the first message."""
+    def clock(self, times: GraphTimes, graph: Graph | None = None) -> ComputeClock:
+        """How far computation is at any time of that backward: exact where it is cut, and before the first message.
+        `graph` where other times were run."""
+        seconds = (graph or self.graph).seconds
         done, at = [0.0], [0.0]
         begun = times.ends[self.forward]
-        for op in range(self.forward + 1, self.backward + 1):
-            if self.graph.lanes[op] == COMPUTE:
-                done.append(done[-1] + self.graph.seconds[op])
-                at.append(times.ends[op] - begun)
+        for op in self.computing:
+            done.append(done[-1] + seconds[op])
+            at.append(times.ends[op] - begun)
         return ComputeClock(np.array(done), np.array(at))
 
     def on(self, step: BucketStep) -> Graph:
@@ -161,6 +165,7 @@ class BucketTravel:
     def __init__(self, schedule: Schedule, backward_s: float, compress_s: Sequence[float] | None = None) -> None:
         self.schedule, self.backward_s, self.compress_s = schedule, backward_s, compress_s
         self.several = len({*schedule.communicators}) > 1
+        self._made: BucketGraph | None = None
         self.computed_s = backward_s + sum(compress_s or ())
         """Backward and compression."""
         self.ready = schedule.ready if compress_s is None else with_compression(schedule.ready, compress_s)
@@ -175,12 +180,69 @@ class BucketTravel:
         """Messages that take these times."""
         if not self.several and slowdown == 1:
             return one_by_one(self.ready, times), UNDISTURBED
-        made = bucket_graph(BucketStep(
-            schedule=self.schedule, times=times, link=link, slowdowns={"network": slowdown},
-            compress_s=self.compress_s, forward_s=0.0, backward_s=self.backward_s, update_s=0.0,
-        ))  # fmt: skip
-        moments = run(made.graph)
-        return made.flow(moments), UNDISTURBED if slowdown == 1 else made.clock(moments)
+        made, graph = self._graph(times, link or SharedLink(), {"network": slowdown})
+        moments = run(graph)
+        return made.flow(moments), UNDISTURBED if slowdown == 1 else made.clock(moments, graph)
+
+    def _graph(
+        self, times: MessageTimes, link: SharedLink, slowdowns: Mapping[str, float]
+    ) -> tuple[BucketGraph, Graph]:
+        ready = self.ready.tolist()
+        if self.compress_s is None and ready == sorted(ready):
+            # Sent in the order in which they are ready, so many buckets have the same graph whatever they hold.
+            made = _in_ready_order(tuple(self.schedule.communicators))
+            parts = zip((0.0, *ready), (*ready, max(self.backward_s, ready[-1])), strict=True)
+            seconds = {
+                op: (after - before, 0.0, None) for op, (before, after) in zip(made.computing, parts, strict=True)
+            }
+            sent = dict(zip(made.messages, _op_times(times), strict=True))
+            return made, made.graph.retimed(seconds | sent, link, slowdowns)
+        step = BucketStep(
+            schedule=self.schedule, times=times, link=link, slowdowns=slowdowns, compress_s=self.compress_s,
+            forward_s=0.0, backward_s=self.backward_s, update_s=0.0,
+        )  # fmt: skip
+        if self._made is None:
+            self._made = bucket_graph(step)
+            return self._made, self._made.graph
+        return self._made, self._made.on(step)
+
+    def least_s(self, cost: LinkCost) -> float:
+        """When all messages are done at the earliest: each as if it had the link to itself, and the link as if it
+        always did the most. A search need not run what cannot be better.
+
+        >>> two = BucketTravel(Schedule(np.array([0.0, 0.0]), np.array([1e6, 1e6]), [0, 1]), 0.0)
+        >>> from backbeat.cost import Curve
+        >>> round(two.least_s(LinkCost(Curve.affine(1e-3, 1e-9))), 6)
+        0.003
+        """
+        columns = _columns(cost.times(self.schedule.sizes))
+        rows = zip(self.schedule.communicators, self.ready.tolist(), *columns, strict=True)
+        free: dict[int, float] = {}
+        arrivals, left, last = [], -np.inf, -np.inf
+        for communicator, ready, alone, busy, work in rows:
+            before = free.get(communicator, -np.inf)
+            left = max(left, ready, before)
+            free[communicator] = done = max(max(left, ready) + alone, before + busy)
+            arrivals.append((max(done - work, left), min(work, alone)))
+            last = max(last, done)
+        most, on_link = cost.best_efficiency(max(len(free), 1)), -np.inf
+        for arrival, work in sorted(arrivals):
+            on_link = max(on_link, arrival) + work / most
+        return max(last, on_link)
+
+
+@lru_cache(maxsize=256)
+def _in_ready_order(communicators: tuple[int, ...]) -> BucketGraph:
+    """One bucket after the other, with computation before each and after the last."""
+    count = len(communicators)
+    ready, ones = np.arange(1.0, count + 1), np.ones(count)
+    schedule = Schedule(ready, ones, communicators)
+    times = MessageTimes(ones, ones, ones)
+    return bucket_graph(BucketStep(schedule=schedule, times=times, forward_s=0.0, backward_s=count + 1.0, update_s=0.0))
+
+
+def _columns(times: MessageTimes) -> list[list[float]]:
+    return [column.tolist() for column in times]
 
 
 class BucketSteps:
@@ -220,7 +282,11 @@ class BucketSteps:
             waits.append(self.graph.add(HOST, host.update_s, label="issue the update", cause="host"))
         update = self.graph.add(COMPUTE, step.update_s, after=waits, label="update", cause="update")
         self.status = messages
-        return BucketGraph(self.graph, forward, backward, messages, rounds[1:], update, first_forward, gathers, buffers)
+        lanes = self.graph.lanes
+        computing = [op for op in range(forward + 1, backward + 1) if lanes[op] == COMPUTE]
+        return BucketGraph(
+            self.graph, forward, backward, messages, rounds[1:], update, first_forward, gathers, buffers, computing
+        )
 
     def _pass(self, label: Literal["forward", "backward"], after: Sequence[int] = ()) -> _Pass:
         host = self.step.host
@@ -317,7 +383,7 @@ def _op_times(times: MessageTimes) -> list[tuple[float, float, float | None]]:
     """Latency, work, and latency right behind another: the same on networks where that was not measured."""
     return [
         (alone - work, work, None if alone == busy else busy - work)
-        for alone, busy, work in zip(*(column.tolist() for column in times), strict=True)
+        for alone, busy, work in zip(*_columns(times), strict=True)
     ]
 
 

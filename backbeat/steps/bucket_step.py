@@ -20,9 +20,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from backbeat.cost import Curve, LinkCost, MessageTimes
+from backbeat.cost import LinkCost, MessageTimes
 from backbeat.cost.bound import communication_bound
 from backbeat.cost.message import message_bytes
 from backbeat.engine import Graph, run
@@ -31,26 +31,29 @@ from backbeat.model.plan import Bucket
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.slowdown import least_s
-from backbeat.steps.bucket_graph import COMPUTE, BucketGraph, BucketStep, BucketSteps, bucket_graph, link_of
+from backbeat.steps.bucket_graph import (
+    COMPUTE,
+    BucketGraph,
+    BucketStep,
+    BucketSteps,
+    BucketTravel,
+    bucket_graph,
+    link_of,
+)
 from backbeat.steps.fusion import fuse_beside
 from backbeat.steps.host import HostIssue, Period, period_of
 from backbeat.steps.schedule import (
-    UNDISTURBED,
+    CompressedCost,
     ComputeClock,
     Flow,
     Schedule,
     capped,
+    compress_s,
     covered_s,
-    one_by_one,
     running_sums,
-    with_compression,
 )
 from backbeat.steps.sharded_cost import half_curve
 from backbeat.units import first_to_last
-
-ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
-"""Where a profile has not measured it: about what a core of a CPU takes. A GPU takes far less: 0.006 ns a byte and
-0.4 ms a bucket on an H200 (the bundled profile of ResNet-152)."""
 
 
 class Explained(NamedTuple):
@@ -60,7 +63,7 @@ class Explained(NamedTuple):
     """No other plan is faster."""
     breakdown: Breakdown
     timeline: tuple[Span, ...]
-    count: int
+    number: int
     """Of buckets, or units."""
     largest_bytes: float
     """Of one message."""
@@ -77,22 +80,22 @@ class BucketWay:
         self.rounds = micro_batches if self.overlap == "every" else 1
         """Backward passes that end as the last does; the others only compute."""
         self.before_s = (micro_batches - self.rounds) * (profile.forward_s + profile.backward_s)
-        self.dynamic = None if plan.compressed else plan.dynamic
+        compressed = plan.compressed
+        self.dynamic = None if compressed else plan.dynamic
         self.compress_s: list[float] | None = None
         self._made: BucketGraph | None = None
         if self.dynamic is not None:
             plan.check(profile)
             return
         schedule, self.buckets = Schedule.of_plan(profile, plan)
-        self.compressions = [bucket.compression if plan.compressed else None for bucket in self.buckets]
-        if plan.compressed:
+        self.compressions = [bucket.compression if compressed else None for bucket in self.buckets]
+        if compressed:
             schedule = replace(schedule, communicators=[0] * len(self.buckets))
             self.compress_s = compress_s(profile, schedule.sizes, self.compressions)
         elif self.overlap == "none":
             schedule = replace(schedule, ready=np.full_like(schedule.ready, profile.backward_s))
         self.schedule = schedule
-        self.several = len({*schedule.communicators}) > 1
-        self.sent = with_compression(schedule.ready, self.compress_s) if self.compress_s else schedule.ready
+        self.travel = BucketTravel(schedule, profile.backward_s, self.compress_s)
 
     def on(self, network: Network, slowdown: float = 1.0, buffers_s: float = 0.0) -> BucketRun:
         """On this network, with computation that takes so many times as long beside messages, after a broadcast of
@@ -105,16 +108,16 @@ class BucketWay:
             return BucketRun(
                 self, network, slowdown, buffers_s, formed, Schedule.of_ends(self.profile, ends), fused, clock, begin_s
             )
-        gathers = self.reduction is not None and self.reduction.gather_dtype is not None
-        if not (self.several or gathers or slowdown != 1):
-            flow = one_by_one(self.sent, self.times(network))
-            found = BucketRun(
-                self, network, slowdown, buffers_s, self.buckets, self.schedule, flow, UNDISTURBED, begin_s
-            )
-            return replace(found, begin_s=begin_s + (self.rounds - 1) * found.round_s)
-        return self._by_graph(network, slowdown, buffers_s)
+        if self.reduction is not None and self.reduction.gather_dtype is not None:
+            return self._gathered(network, slowdown, buffers_s)
+        link = link_of(self.cost(network)) if self.travel.several else None
+        hidden = 1.0 if self.overlap == "none" else slowdown
+        flow, clock = self.travel.on(self.times(network), link, hidden)
+        found = BucketRun(self, network, slowdown, buffers_s, self.buckets, self.schedule, flow, clock, begin_s)
+        return replace(found, begin_s=begin_s + (self.rounds - 1) * found.round_s)
 
-    def _by_graph(self, network: Network, slowdown: float, buffers_s: float) -> BucketRun:
+    def _gathered(self, network: Network, slowdown: float, buffers_s: float) -> BucketRun:
+        """After a forward that waits for parameters."""
         step = self.step(network, slowdown, buffers_s)
         if self._made is None:
             self._made = bucket_graph(step)
@@ -122,31 +125,24 @@ class BucketWay:
         else:
             graph = self._made.on(step)
         made, times = self._made, run(graph)
-        flow, clock = made.flow(times), UNDISTURBED if slowdown == 1 else made.clock(times)
-        parts, gathered, slower_s = gather_parts(self.profile, network, self.reduction), (), 0.0
-        first_s = buffers_s
-        if parts:
-            gathered = tuple(
-                Span(
-                    "communicator 0",
-                    f"all-gather {index + 1} of {len(parts)}",
-                    times.starts[op],
-                    times.ends[op],
-                    int(size),
-                )
-                for index, (op, (_, _, size)) in enumerate(zip(made.gathers, parts, strict=True))
+        parts = gather_parts(self.profile, network, self.reduction)
+        gathered = tuple(
+            Span(
+                "communicator 0", f"all-gather {index + 1} of {len(parts)}", times.starts[op], times.ends[op], int(size)
             )
-            # Forward enters a bucket once it is there.
-            first_s = gathered[0 if step.gathers_ahead else -1].end_s
-            slower_s = sum(
-                times.ends[op] - times.starts[op] - graph.seconds[op]
-                for op in range(made.first_forward + 1)
-                if graph.lanes[op] == COMPUTE
-            )
+            for index, (op, (_, _, size)) in enumerate(zip(made.gathers, parts, strict=True))
+        )
+        slower_s = sum(
+            times.ends[op] - times.starts[op] - graph.seconds[op]
+            for op in range(made.first_forward + 1)
+            if graph.lanes[op] == COMPUTE
+        )
+        # Forward enters a bucket once it is there.
+        first_s = gathered[0 if step.gathers_ahead else -1].end_s
         stalled_s = times.ends[made.first_forward] - buffers_s - self.profile.forward_s - slower_s
         return BucketRun(
-            self, network, slowdown, buffers_s, self.buckets, self.schedule, flow, clock, times.ends[made.forward],
-            first_s, gathered, stalled_s if parts else 0.0, slower_s,
+            self, network, slowdown, buffers_s, self.buckets, self.schedule, made.flow(times),
+            made.clock(times, graph), times.ends[made.forward], first_s, gathered, stalled_s, slower_s,
         )  # fmt: skip
 
     def step(
@@ -157,7 +153,7 @@ class BucketWay:
         return BucketStep(
             schedule=self.schedule,
             times=self.times(network),
-            link=link_of(self.cost(network)) if self.several else None,
+            link=link_of(self.cost(network)) if self.travel.several else None,
             forward_s=profile.forward_s,
             backward_s=profile.backward_s,
             update_s=self.update_s(network),
@@ -362,47 +358,3 @@ def _forward_s(profile: Profile) -> NDArray[np.float64]:
     total = float(spans.sum())
     shares = spans / total if total > 0 else np.full(len(spans), 1 / len(spans))
     return np.asarray(shares * profile.forward_s)[::-1]
-
-
-@dataclass(frozen=True)
-class CompressedCost:
-    """How long compressed buckets of a profile travel on a network. Every rank gathers everybody's message."""
-
-    network: Network
-    profile: Profile
-
-    @cached_property
-    def gather(self) -> Curve:
-        return half_curve(self.network, "all_gather")
-
-    def time(self, sizes: ArrayLike, compression: Compression) -> NDArray[np.float64]:
-        """Of buckets of these bytes, all compressed alike."""
-        elements = np.asarray(sizes, dtype=np.float64) / self.profile.element_bytes
-        return self.gather.time(self.network.workers * message_bytes(elements, compression.density))
-
-    def times(self, sizes: NDArray[np.float64], compressions: Sequence[Compression | None]) -> MessageTimes:
-        """Of buckets of these bytes. A compressed one takes as long after another as alone, and all of it counts as
-        link time."""
-        times = self.network.cost.times(sizes)
-        for index, compression in enumerate(compressions):
-            if compression is not None:
-                gathered = self.time(sizes[index], compression)
-                for kind in times:
-                    kind[index] = gathered
-        return times
-
-
-def compression_rates(profile: Profile) -> tuple[float, float]:
-    """Seconds of compressing, for each byte and for each bucket. Where the latter was not measured it is nothing: then
-    the former holds some of it."""
-    per_byte = profile.compression_s_per_byte
-    return ASSUMED_COMPRESSION_S_PER_BYTE if per_byte is None else per_byte, profile.compression_s_per_bucket or 0.0
-
-
-def compress_s(profile: Profile, sizes: NDArray[np.float64], compressions: Sequence[Compression | None]) -> list[float]:
-    """What compressing each bucket takes, on the compute stream."""
-    per_byte, per_bucket = compression_rates(profile)
-    return [
-        0.0 if compression is None else per_bucket + per_byte * size
-        for compression, size in zip(compressions, sizes.tolist(), strict=True)
-    ]

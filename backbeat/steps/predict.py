@@ -6,26 +6,24 @@ times. The second is computed after the step, once. The third reads what the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from statistics import fmean
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from backbeat.cost.collectives import traffic
-from backbeat.cost.stragglers import LEAST_SAMPLES, Straggling, straggling
+from backbeat.cost.stragglers import Straggling, straggling
 from backbeat.engine import run
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Profile, Reduction, Sharding
+from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.checks import whole
-from backbeat.model.network import HALVES
+from backbeat.model.noted import BEYOND, noted
 from backbeat.model.prediction import Band, Breakdown, GapParts, NetworkBand, Note, Prediction, Span
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import ComputeSlowdown, slowdown_of
-from backbeat.steps.bucket_step import ASSUMED_COMPRESSION_S_PER_BYTE, BucketRun, BucketWay, Explained
+from backbeat.steps.bucket_step import BucketRun, BucketWay, Explained
 from backbeat.steps.host import HostLane, Period, host_issue, paced_s
 from backbeat.steps.memory_timeline import memory_timeline
 from backbeat.steps.sharded_memory import sharded_memory
@@ -40,12 +38,8 @@ _NEGLIGIBLE = 0.02
 """Exposed time below this share of T(1) is not called a bottleneck."""
 _ROUNDING = 1e-9
 """A plan that meets its bound may end so little before it."""
-_UNLIKE = 2.0
-"""Iterations that take this many times as long as their parts, or as much less, are noted: a unit may be wrong."""
 _WORTH_SAYING = 1.005
 """A slowdown of computation."""
-_WORTH_IT = 0.5
-"""Past the knee an added worker brings less than this share of what one worker does alone."""
 
 
 def predict(
@@ -89,29 +83,6 @@ def predict(
             margin=_ANALYTIC if profile.analytic else _REPEATS,
         ),
     )
-
-
-def knee(curve: Sequence[Prediction]) -> int | None:
-    """The number of workers past which an added one brings less than half of what one does alone.
-
-    Counted from one worker: it is 1 where the first point of the curve does not pay either, however the curve goes on.
-    None where all of it pays: the knee lies beyond.
-    """
-    points = sorted(curve, key=lambda point: point.workers)
-    if not points:
-        raise InputError("a scaling curve needs at least one number of workers")
-    workers = 1
-    previous = None
-    for point in points:
-        if point.workers > 1:
-            # Both sides times the scaling factor, which is 0 for a profile that computes nothing.
-            each = point.samples_per_s / point.workers
-            before = each if previous is None else previous.samples_per_s * point.scaling_factor
-            added = point.samples_per_s * point.scaling_factor - before
-            if added < _WORTH_IT * each * (point.workers - workers):
-                return workers
-        workers, previous = point.workers, point
-    return None
 
 
 @dataclass(frozen=True)
@@ -170,7 +141,7 @@ class _AloneRun(NamedTuple):
     """One worker: nothing travels."""
 
     profile: Profile
-    count: int
+    number: int
     end_s: float
     messages: int = 0
 
@@ -182,7 +153,7 @@ class _AloneRun(NamedTuple):
             Span("compute", "backward", backward, update),
             Span("compute", "update", update, self.end_s),
         )
-        return Explained(self.end_s, Breakdown(), drawn, self.count, 0.0)
+        return Explained(self.end_s, Breakdown(), drawn, self.number, 0.0)
 
 
 class _HostedStep(NamedTuple):
@@ -245,7 +216,7 @@ class _Steps:
         assert isinstance(way, BucketWay)
         buffers_s = broadcast_s(network, worker.profile.buffer_bytes) if self.broadcast_buffers else 0.0
         run = way.on(network, slowdown.factor, buffers_s)
-        counts = {"collectives": run.messages, "gradients": len(self.names) if self.wrapped else 0}
+        counts: dict[str, int] = {"collectives": run.messages, "gradients": len(self.names) if self.wrapped else 0}
         issued_s = worker.lane.step_s(micro_batches, **counts)
         if not (self.wrapped and worker.lane.by_block and way.dynamic is None):
             return _HostedStep(run, paced_s(run.end_s, issued_s), issued_s, slowdown)
@@ -270,7 +241,8 @@ class _Steps:
         for before, after in pairwise(without):
             parts.append(min(max(before - after, 0.0), max(left, 0.0)))
             left -= parts[-1]
-        return GapParts(*parts, max(left, 0.0))
+        host_s, contention_s, communicators_s = parts
+        return GapParts(host_s, contention_s, communicators_s, max(left, 0.0))
 
 
 def _waits(worker: _Worker, network: Network) -> Straggling | None:
@@ -281,7 +253,9 @@ def _waits(worker: _Worker, network: Network) -> Straggling | None:
     return straggling(worker.profile.iteration_s, network.workers, draws)
 
 
-def _explained(worker: _Worker, network: Network, plan: Plan, step: _HostedStep, waits: Straggling | None) -> Prediction:
+def _explained(
+    worker: _Worker, network: Network, plan: Plan, step: _HostedStep, waits: Straggling | None
+) -> Prediction:
     """The step with the wait for the slowest worker, and why it takes as long."""
     profile, single, micro_batches = worker.profile, worker.single_s, worker.micro_batches
     device, paced, why = step.run.end_s, step.paced_s, step.run.explained()
@@ -290,7 +264,14 @@ def _explained(worker: _Worker, network: Network, plan: Plan, step: _HostedStep,
     iteration = paced + wait
     bound = paced_s(why.bound_s, worker.lane.step_s(micro_batches)) + wait
     not_kept_s = single - worker.kept_s
-    notes, extrapolated = _notes(worker.measured, network, plan, why.largest_bytes, waits)
+    notes = noted(
+        worker.measured,
+        network,
+        plan,
+        why.largest_bytes,
+        slowest_extrapolated=waits is not None and waits.extrapolated,
+        pieces=() if plan.sharding is None else ModelPieces.of(worker.measured).notes,
+    )
     if paced > device:
         notes.append(Note("host_paces" if host_alone else "host_late", {"paced_s": paced, "device_s": device}))
     if not_kept_s > _NEGLIGIBLE * single:
@@ -303,7 +284,7 @@ def _explained(worker: _Worker, network: Network, plan: Plan, step: _HostedStep,
         strategy=plan.strategy,
         workers=network.workers,
         communicators=plan.communicators,
-        buckets=why.count,
+        buckets=why.number,
         iteration_s=iteration,
         single_s=single,
         scaling_factor=worker.kept_s / iteration if iteration > 0 else 1.0,
@@ -316,7 +297,7 @@ def _explained(worker: _Worker, network: Network, plan: Plan, step: _HostedStep,
         if waits
         else None,
         peak_bytes=worker.peak_bytes,
-        extrapolated=extrapolated,
+        extrapolated=any(note.kind in BEYOND for note in notes),
         timeline=(*why.timeline, *waiting),
         notes=(*worker.notes, *notes),
     )
@@ -344,101 +325,3 @@ def _bottleneck(breakdown: Breakdown, not_kept_s: float, single: float) -> str:
     if sum(parts.values()) < _NEGLIGIBLE * single:
         return "compute"
     return max(parts, key=lambda part: parts[part])
-
-
-def _notes(
-    profile: Profile, network: Network, plan: Plan, largest_bytes: float, waits: Straggling | None
-) -> tuple[list[Note], bool]:
-    """What to know of the prediction, and whether something in it is extrapolated."""
-    from_rows = _workers_notes(network, plan)
-    large = _size_notes(network, plan, largest_bytes)
-    slowest = []
-    if waits is not None and waits.extrapolated:
-        counts = {"workers": network.workers, "iterations": len(profile.iteration_s)}
-        slowest.append(Note("slowest_extrapolated", counts))
-    notes = [*_plan_notes(profile, network, plan), *from_rows, *large, *_time_notes(profile), *slowest]
-    return notes, any(note.kind == "extrapolated" for note in from_rows) or bool(large) or bool(slowest)
-
-
-def _plan_notes(profile: Profile, network: Network, plan: Plan) -> Iterator[Note]:
-    """On the profile, the network and what the plan makes of them."""
-    if profile.analytic:
-        yield Note("analytic", {"profile": profile.name})
-    # The last note of nodes that were joined by another network says so.
-    joined = network.topology.inside is not None and not network.topology.pipelined
-    for left, text in enumerate(network.notes, start=1 - len(network.notes)):
-        yield Note("joined" if joined and not left else "network", {"network": network.name, "text": text})
-    if plan.compressed and network.workers > 1:
-        yield from _compressed_notes(profile, network, plan)
-    if plan.sharding is not None:
-        yield from _sharded_notes(profile, network, plan.sharding)
-    if plan.workers is not None and plan.workers != network.workers:
-        yield Note("made_for", {"made_for": plan.workers, "workers": network.workers})
-    if network.workers > 1 and 0 < len(profile.iteration_s) < LEAST_SAMPLES:
-        yield Note("few_iterations", {"counted_iteration_time": len(profile.iteration_s), "needed": LEAST_SAMPLES})
-    if plan.dynamic is None and (left_out := plan.missing(profile)):
-        yield Note("left_out", {"gradients": len(left_out), "first": left_out[0]})
-
-
-def _compressed_notes(profile: Profile, network: Network, plan: Plan) -> Iterator[Note]:
-    """What is assumed rather than measured."""
-    if profile.compression_s_per_byte is None:
-        yield Note("compression_assumed", {"ns_per_byte": ASSUMED_COMPRESSION_S_PER_BYTE * 1e9})
-    elif profile.compression_s_per_bucket is None:
-        yield Note("compression_launches")
-    if network.all_gather is None:
-        yield Note("compressed_gather")
-    if plan.communicators > 1:
-        yield Note("compressed_communicators", {"communicators": plan.communicators})
-
-
-def _sharded_notes(profile: Profile, network: Network, sharding: Sharding) -> Iterator[Note]:
-    yield from (Note("pieces", {"text": text}) for text in ModelPieces.of(profile).notes)
-    if not profile.knows_precision:
-        yield Note("precision_unknown", {"precision": profile.precision})
-    halves = {"all-gather": network.all_gather, "reduce-scatter": network.reduce_scatter}
-    # On gloo a reduce-scatter takes a whole all-reduce.
-    missing = [word for word in halves if halves[word] is None and (word == "all-gather" or network.backend != "gloo")]
-    if missing and sharding.mesh.shard > 1:
-        yield Note("halves", {"collectives": " and ".join(missing)})
-
-
-def _one_copy(plan: Plan) -> bool:
-    """All workers gather together. With several copies parts of the job do: `at` another number than the network's."""
-    return plan.sharding is not None and plan.sharding.mesh.replicate == 1
-
-
-def _workers_notes(network: Network, plan: Plan) -> list[Note]:
-    """Which numbers of workers the times come from."""
-    workers, notes = network.workers, []
-    used = network.sources() if workers > 1 else ()
-    if len(used) == 1:
-        fabric = network.topology.fabric
-        how = network.topology.algorithm + (f", {fabric.kind} fabric" if fabric is not None else "")
-        values = {"collective": "all-reduce", "workers": workers, "measured": used[0], "how": f" ({how})"}
-        notes.append(Note("extrapolated", values))
-    elif used:
-        below, above = used
-        values = {"collective": "all-reduce", "workers": workers, "below": below, "above": above}
-        notes.append(Note("interpolated", values))
-    for name in HALVES if _one_copy(plan) else ():
-        if len(used := network.sources(name)) == 1:
-            values = {"collective": name.replace("_", "-"), "workers": workers, "measured": used[0], "how": ""}
-            notes.append(Note("extrapolated", values))
-    return notes
-
-
-def _size_notes(network: Network, plan: Plan, largest_bytes: float) -> list[Note]:
-    measured = [network.largest_bytes(name) for name in HALVES] if _one_copy(plan) else []
-    largest = min((size for size in measured if size is not None), default=network.largest_bytes())
-    if largest is None or largest_bytes <= largest:
-        return []
-    return [Note("large", {"what": "buckets" if plan.sharding is None else "units", "largest_bytes": largest})]
-
-
-def _time_notes(profile: Profile) -> list[Note]:
-    alone_s = profile.single_s
-    usual_s = fmean(profile.iteration_s) if profile.iteration_s else alone_s
-    if alone_s / _UNLIKE <= usual_s <= alone_s * _UNLIKE:
-        return []
-    return [Note("units_unlike", {"usual_s": usual_s, "alone_s": alone_s})]

@@ -39,8 +39,9 @@ class UnitWay:
         if self._made is not None:
             graph = self._made.on(cost, {"network": slowdown})
             return UnitRun(self, cost, self._made, graph, run(graph))
-        options = {"micro_batches": self.micro_batches, "slowdown": slowdown}
-        self._made, times = run_step(self.chain, cost, self.update_s, **options)
+        self._made, times = run_step(
+            self.chain, cost, self.update_s, micro_batches=self.micro_batches, slowdown=slowdown
+        )
         return UnitRun(self, cost, self._made, self._made.graph, times)
 
 
@@ -79,7 +80,7 @@ class UnitRun:
             bound_s=sharded_bound(chain, cost, way.update_s, way.micro_batches),
             breakdown=self._breakdown(),
             timeline=self._timeline(),
-            count=chain.count + chain.has_root,
+            number=chain.count + chain.has_root,
             largest_bytes=float(max(cost.param_bytes, cost.reduce_bytes) * max(chain.elements)),
         )
 

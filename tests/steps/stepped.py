@@ -15,7 +15,7 @@ class Stepped(NamedTuple):
     bound_s: float
     breakdown: Breakdown
     timeline: tuple[Span, ...]
-    count: int
+    number: int
     largest_bytes: float
 
 

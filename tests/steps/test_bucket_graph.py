@@ -20,9 +20,9 @@ from backbeat.model import Bucket, Compression, Network, Plan, Profile, Reductio
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.model.slowdown import slowdown_of, together_s
 from backbeat.steps.bucket_graph import BucketGraph, BucketStep, BucketTravel, bucket_graph, link_of
-from backbeat.steps.bucket_step import BucketWay, CompressedCost, compress_s, gather_parts
+from backbeat.steps.bucket_step import BucketWay, gather_parts
 from backbeat.steps.fusion import contended
-from backbeat.steps.schedule import Flow, Schedule, one_by_one
+from backbeat.steps.schedule import CompressedCost, Flow, Schedule, compress_s, one_by_one
 from backbeat.steps.sharded_cost import half_curve
 from tests.problems import affine, make_profile, networks, profiles
 from tests.steps.stepped import stepped

@@ -10,8 +10,7 @@ from backbeat.cost.message import message_bytes, selection_bytes
 from backbeat.model import Bucket, CollectiveTimes, Compression, Plan
 from backbeat.report.words.notes import worded
 from backbeat.steps.bucket_graph import BucketTravel
-from backbeat.steps.bucket_step import CompressedCost
-from backbeat.steps.schedule import Schedule
+from backbeat.steps.schedule import CompressedCost, Schedule
 from tests.problems import affine, make_profile
 
 TOPK = Compression(density=0.01)

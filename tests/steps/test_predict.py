@@ -11,10 +11,10 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, Source, Topology, WorkersRow
 from backbeat.model.batches import at_batch, join
+from backbeat.model.prediction import knee
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.report.words.notes import worded
-from backbeat.steps.predict import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 TWO = make_profile([10**6, 10**6], [1e-3, 2e-3], forward=1e-3)

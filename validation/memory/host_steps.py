@@ -39,7 +39,7 @@ from backbeat.model import MemoryPlan, Profile, Segment
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
-from backbeat.steps.host import HostLane
+from backbeat.steps.host import HostLane, paced_s
 
 WAYS = ("plain", "wrapped", "recompute", "fetch", "offload", "torch's checkpointing")
 
@@ -132,7 +132,9 @@ def predicted(profile: Profile, way: str) -> float | None:
     plan = wrapped_plan(profile)
     if way == "wrapped":
         lane = HostLane.of(profile)
-        return lane.paced(profile.single_s, 1, collectives=len(plan.buckets), gradients=len(profile.gradients))
+        return paced_s(
+            profile.single_s, lane.step_s(1, collectives=len(plan.buckets), gradients=len(profile.gradients))
+        )
     if way != "plain":
         plan = msgspec.structs.replace(plan, memory=memory_plan(profile, way))
     return bb.predict(profile, bb.Network.load("10gbe").at(workers=1), plan, broadcast_buffers=False).iteration_s

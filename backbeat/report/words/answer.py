@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from backbeat.model import Gradient, Network, Prediction, Profile, Source
+from backbeat.model.prediction import knee
 from backbeat.planners import SHARDED
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.study import STOCK, Study, chosen
@@ -25,7 +26,6 @@ from backbeat.report.words.decision import (
 )
 from backbeat.report.words.notes import worded
 from backbeat.report.words.numbers import SAME, figures_line, format_number, gpu_hours, lowered, over_bound
-from backbeat.steps.predict import knee
 from backbeat.units import format_bytes, format_seconds
 
 _WORTH_SAYING = 1e-3

@@ -20,9 +20,7 @@ def worded(notes: Iterable[Note]) -> list[str]:
 
 def note_text(note: Note) -> str:
     """One note as a sentence without a full stop."""
-    values: dict[str, Any] = note.values
-    form = _SENTENCES[note.kind]
-    return form.format(**{name: _shown(name, value) for name, value in values.items()})
+    return _SENTENCES[note.kind].format(**{name: _shown(name, value) for name, value in note.values.items()})
 
 
 def _shown(name: str, value: Any) -> Any:
