@@ -24,7 +24,7 @@ import numpy as np
 from backbeat.cost import LinkCost, MessageTimes
 from backbeat.engine import Graph, GraphTimes, SharedLink, run
 from backbeat.engine.graph import NO_OP
-from backbeat.model.reduction import Overlap
+from backbeat.model.framework import OverlappedPasses
 from backbeat.steps.host import HostIssue, IssuedWork
 from backbeat.steps.schedule import UNDISTURBED, ComputeClock, Flow, Schedule, one_by_one, with_compression
 
@@ -51,7 +51,7 @@ class BucketStep:
     compress_s: Sequence[float] | None = None
     """Compressing each bucket, on the compute stream, once it is ready."""
     micro_batches: int = 1
-    overlap: Overlap = "last"
+    overlap: OverlappedPasses = "last"
     """Which backward passes messages overlap with."""
     before_s: float = 0.0
     """What is sent before forward, such as module buffers."""
@@ -218,11 +218,12 @@ class BucketTravel:
         columns = _columns(cost.times(self.schedule.sizes))
         rows = zip(self.schedule.communicators, self.ready.tolist(), *columns, strict=True)
         free: dict[int, float] = {}
-        arrivals, left, last = [], -np.inf, -np.inf
+        arrivals, left, last, before = [], -np.inf, -np.inf, None
         for communicator, ready, alone, busy, work in rows:
-            before = free.get(communicator, -np.inf)
-            left = max(left, ready, before)
-            free[communicator] = done = max(max(left, ready) + alone, before + busy)
+            # Right behind another on its communicator it takes what was measured of that.
+            floor, idle = ready if communicator == before else max(ready, left), free.get(communicator, -np.inf)
+            left, before = max(left, ready, idle), communicator
+            free[communicator] = done = max(floor + alone, idle + busy)
             arrivals.append((max(done - work, left), min(work, alone)))
             last = max(last, done)
         most, on_link = cost.best_efficiency(max(len(free), 1)), -np.inf

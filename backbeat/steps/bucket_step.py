@@ -26,7 +26,7 @@ from backbeat.cost import LinkCost, MessageTimes
 from backbeat.cost.bound import communication_bound
 from backbeat.cost.message import message_bytes
 from backbeat.engine import Graph, run
-from backbeat.model import Compression, Network, Plan, Profile, Reduction
+from backbeat.model import Compression, Framework, Network, Plan, Profile
 from backbeat.model.plan import Bucket
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
@@ -73,10 +73,10 @@ class BucketWay:
     """A plan's buckets in a step of so many micro-batches."""
 
     def __init__(
-        self, profile: Profile, plan: Plan, micro_batches: int = 1, reduction: Reduction | None = None
+        self, profile: Profile, plan: Plan, micro_batches: int = 1, reduction: Framework | None = None
     ) -> None:
         self.profile, self.plan, self.reduction, self.micro_batches = profile, plan, reduction, micro_batches
-        self.overlap = "last" if reduction is None else reduction.overlap
+        self.overlap = "last" if reduction is None else reduction.overlapped
         self.rounds = micro_batches if self.overlap == "every" else 1
         """Backward passes that end as the last does; the others only compute."""
         self.before_s = (micro_batches - self.rounds) * (profile.forward_s + profile.backward_s)
@@ -108,7 +108,7 @@ class BucketWay:
             return BucketRun(
                 self, network, slowdown, buffers_s, formed, Schedule.of_ends(self.profile, ends), fused, clock, begin_s
             )
-        if self.reduction is not None and self.reduction.gather_dtype is not None:
+        if self.reduction is not None and self.reduction.zero:
             return self._gathered(network, slowdown, buffers_s)
         link = link_of(self.cost(network)) if self.travel.several else None
         hidden = 1.0 if self.overlap == "none" else slowdown
@@ -163,7 +163,7 @@ class BucketWay:
             overlap=self.overlap,
             before_s=buffers_s,
             gathers=[(seconds, forward_s) for seconds, forward_s, _ in gather_parts(profile, network, reduction)],
-            gathers_ahead=reduction is not None and reduction.gather_overlap,
+            gathers_ahead=reduction is not None and reduction.hides_gathers,
             host=host,
         )
 
@@ -186,7 +186,7 @@ class BucketWay:
         return (self.reduction or _PLAIN).updated_s(self.profile.update_s, network.workers)
 
 
-_PLAIN = Reduction(name="plain")
+_PLAIN = Framework(name="plain")
 
 
 @dataclass(frozen=True)
@@ -334,15 +334,15 @@ def least_end_s(profile: Profile, cost: LinkCost, communicators: int, slowdown: 
     return max(least_s(profile.backward_s, on_link, slowdown), last)
 
 
-def gather_parts(profile: Profile, network: Network, reduction: Reduction | None) -> list[tuple[float, float, float]]:
+def gather_parts(profile: Profile, network: Network, reduction: Framework | None) -> list[tuple[float, float, float]]:
     """Of each message of a framework that gathers parameters: what it takes, the forward that needs it, its bytes."""
-    if reduction is None or reduction.gather_dtype is None:
+    if reduction is None or not reduction.zero:
         return []
-    width = DTYPE_BYTES[reduction.gather_dtype] / DTYPE_BYTES[profile.gradient_dtype]
-    sizes = profile.sizes[::-1] * width
+    width = DTYPE_BYTES[reduction.gather_dtype or profile.gradient_dtype]
+    sizes = profile.sizes[::-1] * (width / DTYPE_BYTES[profile.gradient_dtype])
     ends = [len(sizes)]
     if reduction.gather_elements is not None:
-        cap = DTYPE_BYTES[reduction.gather_dtype] * reduction.cap(reduction.gather_elements, network.workers)
+        cap = width * reduction.cap(reduction.gather_elements, network.workers)
         ends = capped(sizes.tolist(), [float(cap)])
     sums, computed = running_sums(sizes).tolist(), running_sums(_forward_s(profile)).tolist()
     curve = half_curve(network, "all_gather")

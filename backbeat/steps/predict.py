@@ -17,7 +17,7 @@ from backbeat.cost.collectives import traffic
 from backbeat.cost.stragglers import Straggling, straggling
 from backbeat.engine import run
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Profile, Reduction
+from backbeat.model import Framework, Network, Plan, Profile
 from backbeat.model.checks import whole
 from backbeat.model.noted import BEYOND, noted
 from backbeat.model.prediction import Band, Breakdown, GapParts, NetworkBand, Note, Prediction, Span
@@ -49,7 +49,7 @@ def predict(
     *,
     accumulation: int | None = None,
     broadcast_buffers: bool = True,
-    reduction: Reduction | None = None,
+    reduction: Framework | None = None,
     gap_parts: bool = False,
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, and why.
@@ -171,7 +171,7 @@ class _HostedStep(NamedTuple):
 class _Steps:
     """The step of such a plan, on one network or on several."""
 
-    def __init__(self, worker: _Worker, plan: Plan, reduction: Reduction | None, *, broadcast_buffers: bool) -> None:
+    def __init__(self, worker: _Worker, plan: Plan, reduction: Framework | None, *, broadcast_buffers: bool) -> None:
         self.worker, self.plan, self.broadcast_buffers = worker, plan, broadcast_buffers
         self.wrapped = plan.sharding is None and reduction is None
         """By backbeat's wrapper: it has a hook for each gradient, and a status message after the last bucket."""

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from backbeat import api
 from backbeat.cost import LinkCost
 from backbeat.engine import run
-from backbeat.model import Bucket, Compression, Network, Plan, Profile, Reduction
-from backbeat.model.reduction import REDUCTIONS
+from backbeat.model import Bucket, Compression, Framework, Network, Plan, Profile
+from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.model.slowdown import slowdown_of, together_s
 from backbeat.steps.bucket_graph import BucketGraph, BucketStep, BucketTravel, bucket_graph, link_of
 from backbeat.steps.bucket_step import BucketWay, gather_parts
@@ -131,18 +131,20 @@ def test_a_quieter_network_is_the_same_graph_with_other_times() -> None:
         assert used.on(other, 1.3, 2e-3).end_s == way(profile, plan).on(other, 1.3, 2e-3).end_s
 
 
+CHANGED = [framework_named("megatron", **changed) for changed in ({"zero": 1}, {"overlap": "none"})]
+
+
 @given(
     bucketed(in_order=True),
     networks(busy=False),
-    st.sampled_from(sorted(REDUCTIONS)),
+    st.sampled_from([*(one for one in FRAMEWORKS.values() if one.way is None), *CHANGED]),
     st.integers(1, 3),
     st.sampled_from([1.0, 1.5]),
 )
 def test_frameworks_take_what_they_took(
-    drawn: tuple[Profile, Schedule], network: Network, name: str, micro_batches: int, slowdown: float
+    drawn: tuple[Profile, Schedule], network: Network, reduction: Framework, micro_batches: int, slowdown: float
 ) -> None:
     profile, schedule = drawn
-    reduction = REDUCTIONS[name]
     ends = np.cumsum([0, *(int(size) for size in schedule.sizes)])
     sums = np.cumsum([0, *profile.sizes.tolist()])
     bounds = [int(np.searchsorted(sums, end)) for end in ends]
@@ -157,11 +159,11 @@ def test_frameworks_take_what_they_took(
 
 
 def framework_s(
-    profile: Profile, network: Network, plan: Plan, reduction: Reduction, micro_batches: int, slowdown: float
+    profile: Profile, network: Network, plan: Plan, reduction: Framework, micro_batches: int, slowdown: float
 ) -> float:
     """Gathers, passes and updates one after the other, with buckets beside each backward that they overlap with."""
     schedule, _ = Schedule.of_plan(profile, plan)
-    cost, hides = network.cost, reduction.overlap != "none"
+    cost, hides = network.cost, reduction.overlapped != "none"
     if reduction.collective == "reduce_scatter":
         cost = LinkCost(half_curve(network, "reduce_scatter"))
     if not hides:
@@ -170,14 +172,14 @@ def framework_s(
     round_s = max(flow.end_s, float(clock.when(profile.backward_s)))
     rows = [(seconds, forward_s) for seconds, forward_s, _ in gather_parts(profile, network, reduction)]
     first_s = sum(seconds for seconds, _ in rows) + profile.forward_s
-    if reduction.gather_overlap and rows:
+    if reduction.hides_gathers and rows:
         # Forward enters a bucket once it is there; the next one is gathered from then on.
         first_s = rows[0][0]
         for index, (_, compute_s) in enumerate(rows):
             ahead_s = rows[index + 1][0] if index + 1 < len(rows) else 0.0
             first_s += together_s(compute_s, min(ahead_s, compute_s * slowdown), slowdown)
             first_s += max(ahead_s - compute_s * slowdown, 0.0)
-    rounds = micro_batches if reduction.overlap == "every" else 1
+    rounds = micro_batches if reduction.overlapped == "every" else 1
     before_s = (micro_batches - rounds) * (profile.forward_s + profile.backward_s)
     update_s = reduction.updated_s(profile.update_s, network.workers)
     return first_s + before_s + (rounds - 1) * (profile.forward_s + round_s) + round_s + update_s
