@@ -16,7 +16,7 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Framework, Memory, MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.batches import extrapolates, strong_scaling, with_sibling
-from backbeat.model.prediction import Note
+from backbeat.model.prediction import GapParts, Note
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.planners.max_batch import largest_batch, with_blocks
 from backbeat.steps.memory_timeline import memory_timeline
@@ -96,6 +96,8 @@ class StudyRow:
     """Its name says how many GPUs hold one copy of the model, though its label does not."""
     search_batch: Callable[[], int | None] = field(default=lambda: None, repr=False, compare=False)
     """Finds `largest_batch`, which takes a moment and is not always shown."""
+    find_gap: Callable[[], GapParts | None] = field(default=lambda: None, repr=False, compare=False)
+    """Finds what it takes above its bound by cause, as far as somebody asks."""
 
     @property
     def workers(self) -> int:
@@ -149,6 +151,7 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
     if isinstance(schedule, Framework):
         plan = None
         prediction = api.predict(profile, network, framework=schedule, accumulation=accumulation)
+        find_gap: Callable[[], GapParts | None] = lambda: None  # noqa: E731
 
         def on_device(of: Profile) -> Profile:
             # It may hold its share of the optimizer's state alone, or a second buffer of gradients.
@@ -159,6 +162,7 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
         choices |= {"accumulation": accumulation, "reduce_dtype": question.reduce_dtype}
         sent, plan = api.resolve(profile, network, choices.pop("strategy"), **choices)
         prediction = predict(sent, network, plan, accumulation=accumulation)
+        find_gap = partial(_gap_parts, sent, network, plan, accumulation)
 
         def on_device(of: Profile) -> Profile:
             return api.resolve(of, network, plan, reduce_dtype=question.reduce_dtype)[0]
@@ -180,7 +184,12 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
         fit=fit,
         names_groups=isinstance(schedule, Plan),
         search_batch=partial(fitting_batch, fit, question, plan, network.workers, on_device),
+        find_gap=find_gap,
     )
+
+
+def _gap_parts(profile: Profile, network: Network, plan: Plan, accumulation: int | None) -> GapParts | None:
+    return predict(profile, network, plan, accumulation=accumulation, gap_parts=True).gap_parts
 
 
 def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: int) -> list[StudyRow]:

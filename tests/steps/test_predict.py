@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,10 @@ from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, 
 from backbeat.model.batches import at_batch, join
 from backbeat.model.framework import FRAMEWORKS
 from backbeat.model.prediction import knee
+from backbeat.model.slowdown import Slowdown
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.report.words.notes import worded
+from backbeat.steps.predict import predict
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 TWO = make_profile([10**6, 10**6], [1e-3, 2e-3], forward=1e-3)
@@ -301,3 +304,43 @@ def test_the_edges_of_a_frameworks_band_are_what_is_predicted_there(framework: s
     assert found.network_band is not None
     busy = bb.predict(profile, network.at(workers=64, load="busy"), framework=framework)
     assert found.network_band.busy_s == pytest.approx(busy.iteration_s, rel=1e-9)
+
+
+@settings(max_examples=40)
+@given(
+    profiles(most=12),
+    networks(),
+    st.sampled_from(["ddp", "wfbp", "asc-wfbp", "fsdp", "hsdp:4"]),
+    st.sampled_from([None, 1.3]),
+)
+def test_the_gap_by_cause_adds_up(profile: Profile, network: Network, strategy: str, slowdown: float | None) -> None:
+    if slowdown is not None:
+        network = replace(network, slowdown=Slowdown(matmul=slowdown))
+    plan = bb.plan(profile, network, strategy)
+    found, plain = (predict(profile, network, plan, gap_parts=asked) for asked in (True, False))
+    assert plain.gap_parts is None
+    assert replace(found, gap_parts=None) == plain
+    parts = msgspec.structs.astuple(found.gap_parts)
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(found.iteration_s - found.bound_s, abs=1e-9)
+    if slowdown is None:
+        assert found.gap_parts.contention_s == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_gap_is_told_by_cause() -> None:
+    """Three messages of 1 ms latency and 1 ms on the link, ready together: 6 ms on one communicator. As many
+    communicators as messages take 1 + 3 ms; a single message takes 1 + 3 ms, and nothing is faster."""
+    profile = make_profile([10**6] * 3, [0.0] * 3, backward=0.0)
+    network = affine(1e-3, 1e-9)
+    found = predict(profile, network, bb.plan(profile, network, "wfbp"), gap_parts=True)
+    assert found.iteration_s - found.bound_s == pytest.approx(2e-3)
+    assert found.gap_parts.communicators_s == pytest.approx(2e-3)
+    assert found.gap_parts.plan_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_computation_slowed_down_is_contention() -> None:
+    """Backward of 4 s, messages of 1 s at 1 and 2 s: computation loses half of the 2 s that they take."""
+    profile = make_profile([1, 1], [1.0, 2.0], backward=4.0)
+    network = replace(affine(1.0, 0.0), slowdown=Slowdown(matmul=2.0))
+    found = predict(profile, network, bb.plan(profile, network, "wfbp"), gap_parts=True)
+    assert found.gap_parts.contention_s == pytest.approx(found.iteration_s - found.bound_s)
