@@ -15,22 +15,25 @@ from backbeat.cli.arguments import load_network, plan_options, size, split
 from backbeat.cli.output import console, print_answer, print_json, say
 from backbeat.errors import InputError
 from backbeat.model import Plan, Profile
-from backbeat.model.reduction import reduction_named
+from backbeat.model.framework import framework_named
+from backbeat.model.prediction import knee
 from backbeat.planners import BUCKETED, BUDGETED, whole_groups
 from backbeat.report.figures import plot as plots
 from backbeat.report.figures.scaling_curve import Scaling
 from backbeat.report.study import COMPARED, PLANNED, STOCK, Study, compare, instead_of_ddp
-from backbeat.report.study_row import Compared, Question
+from backbeat.report.study_row import Compared, Question, StudyRow
 from backbeat.report.tables import scaling_tables as tables
 from backbeat.report.tables.terminal_table import natural_width
 from backbeat.report.words import numbers
 from backbeat.report.words.answer import above_linear, caveats, knee_sentence, limit_of, memory_line, unmeasured
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import decide, sharding_sentences, stock_name
-from backbeat.steps.predict import knee
+from backbeat.report.words.notes import note_text
 from backbeat.units import SCREEN, counted, format_bytes, parse_price, parse_workers
 
 _SAMPLES = 1_000_000
+_WORTH_A_LINE = 0.01
+"""Of the bound: what an iteration takes above it."""
 
 
 def predict(
@@ -42,6 +45,10 @@ def predict(
     ] = None,
     strategy: options.Strategies = None,
     framework: options.Frameworks = None,
+    overlap: options.Overlap = None,
+    zero: Annotated[
+        int | None, typer.Option(help="ZeRO stage of --framework. Default: what it shards by itself.", min=0, max=3)
+    ] = None,
     plan: options.PlanFiles = None,
     accumulation: options.Accumulation = None,
     global_batch: Annotated[
@@ -71,7 +78,9 @@ def predict(
     memory_bytes = size("--memory", memory) if memory is not None else None
     bucket_bytes = size("--bucket", bucket, "MB") if bucket is not None else None
     named = list(dict.fromkeys(split(strategy)))
-    frameworks = {name: reduction_named(name) for name in split(framework)}
+    frameworks = {name: framework_named(name, overlap=overlap, zero=zero) for name in split(framework)}
+    if not frameworks and (overlap is not None or zero is not None):
+        raise InputError("--overlap and --zero say how a framework runs: name it with --framework, or leave them out")
     if bucket is not None and named and BUCKETED.isdisjoint(named):
         raise InputError(f"--bucket is for ddp and horovod, not {', '.join(named)}: name one of them, or leave it out")
     offered: list[str] = []
@@ -166,8 +175,9 @@ def content(found: Study, settings: Settings) -> dict[str, Any]:
         one, fit = row.prediction, row.fit
         share = numbers.utilisation(one, profile)
         fields: dict[str, Any] = msgspec.to_builtins(one)
-        del fields["timeline"]
+        del fields["timeline"], fields["gap_parts"]
         fields |= {
+            "notes": [{"kind": note.kind, **note.values, "text": note_text(note)} for note in one.notes],
             "gap": one.gap,
             "gpu_hours": numbers.gpu_hours(one, samples),
             "tokens_per_s": numbers.tokens_per_s(one, profile),
@@ -212,6 +222,7 @@ def _show(found: Study, settings: Settings, title: str, *, wide: bool) -> None:
         *(part for table in shown for part in (table, "")),
         numbers.figures_line(best, found.given, settings, f" with {best.strategy}" if wide and len(curves) > 1 else ""),
         f"Limit: {limit_of(found, best)}" if best.workers > 1 else None,
+        _gap(row),
         knee_sentence(curves[found.best_label]) if wide else None,
         memory_line(row.fit, row.largest_batch) if row.fits else None,
         *(f"Too big: {words}, {format_bytes(sizes[name])}." for name, words in large.items()),
@@ -253,11 +264,18 @@ def _plan_notes(found: Study, settings: Settings) -> list[str]:
     """What is to be said of the plans asked about beside what is said of the best."""
     noted = found.best.notes
     return [
-        f"* {label}: {note}"
+        f"* {label}: {note_text(note)}"
         for label in settings.plan_files
         for note in found.at_top[label].notes
         if note not in noted and found.at_top[label] is not found.best
     ]
+
+
+def _gap(row: StudyRow) -> str | None:
+    """What it takes above its bound, where that is worth a line."""
+    if row.prediction.gap < _WORTH_A_LINE or (parts := row.find_gap()) is None:
+        return None
+    return f"Bound: {numbers.gap_line(row.prediction, parts)}."
 
 
 def _peaks(found: Study, settings: Settings) -> list[str]:

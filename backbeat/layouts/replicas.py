@@ -21,7 +21,6 @@ from backbeat.cost.operators import Traffic
 from backbeat.engine import run
 from backbeat.engine.graph import check_size
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
-from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Layout
 from backbeat.layouts.rank_parameters import (
     GradientBucket,
@@ -36,7 +35,7 @@ from backbeat.layouts.stage_layers import StageLayers
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.layouts.transformer import Transformer
 from backbeat.layouts.unit_passes import UnitPasses, UnitRunner, UnitTraffic
-from backbeat.model.reduction import Reduction
+from backbeat.model.framework import Framework
 from backbeat.steps.bucket_graph import COMPUTE, BucketStep, bucket_graph
 from backbeat.steps.schedule import Schedule, one_by_one
 
@@ -151,11 +150,11 @@ class ReplicaTimer:
     layout: Layout
     cluster: GpuCluster
     operators: OperatorModel
-    conventions: Conventions
+    conventions: Framework
 
     @property
-    def reduction(self) -> Reduction:
-        return self.conventions.reduction(self.layout.zero)
+    def reduction(self) -> Framework:
+        return self.conventions.staged(self.layout.zero)
 
     def unit_passes(self, pieces: Sequence[tuple[StageTimes, int]], stage: StageLayers) -> UnitPasses:
         """A chunk's passes, from what it runs, where each micro-batch gathers parameters or scatters gradients."""
@@ -164,7 +163,7 @@ class ReplicaTimer:
         groups = (layout.dense_group, layout.expert_group)
         if zero < 2 or not pieces or all(workers == 1 for workers, _ in groups):
             return UnitPasses(times)
-        width = self.conventions.reduced_bytes(zero)
+        width = self.reduction.reduced_bytes
         known: dict[RankParameters, UnitTraffic] = {}
         units = unit_parameters(self.model, layout, stage)
         for unit in dict.fromkeys(units):
@@ -210,18 +209,18 @@ class ReplicaTimer:
         ends = StageEnds(passes.forward_s, window_s, self.slowdown(passes), simulated)
         if zero < 2:
             found = [
-                ends.reduced(messages, overlaps=reduction.overlap != "none")
+                ends.reduced(messages, overlaps=reduction.overlapped != "none")
                 for messages in self._messages(chunks, held.expert)
             ]
             # Without overlap all wait for all; otherwise links do not wait for each other.
-            if reduction.overlap == "none":
+            if reduction.overlapped == "none":
                 reduce = PassDelay(sum(each.seconds for each in found))
             else:
                 reduce = max(found, key=lambda each: each.seconds, default=reduce)
-        if zero == 1 and reduction.gather_dtype is not None:
+        if zero == 1:
             copies_s = self._slices_s(chunks, held.dense) if self.conventions.copies_slices else 0.0
             gathers = self._gathers(chunks, held.expert)
-            gather = ends.gathered(gathers, ahead=reduction.gather_overlap, copies_s=copies_s)
+            gather = ends.gathered(gathers, ahead=reduction.hides_gathers, copies_s=copies_s)
         return ReplicaTimes(reduce._replace(seconds=reduce.seconds + self._tied(chunks)), self.update_s(held), gather)
 
     def _buckets(
@@ -230,7 +229,7 @@ class ReplicaTimer:
         """Groups of ranks, and what travels in each."""
         found = []
         for group, dense in ((self.layout.dense_group, True), (self.layout.expert_group, False)):
-            most = None if cap is None else max(cap, self.reduction.bucket_elements_per_worker * group[0])
+            most = None if cap is None else self.reduction.cap(cap, group[0])
             made = (
                 dense_buckets(self.model, self.layout.tp, tuple(chunks), most) if dense else equal_buckets(expert, most)
             )
@@ -241,12 +240,9 @@ class ReplicaTimer:
     def _messages(self, chunks: Sequence[StageLayers], expert: float) -> list[list[GradientMessage]]:
         """Gradients of experts and all others travel in groups of their own. Groups that cross the same link take turns
         on it, in the order in which buckets are complete; beside each other they share one backward pass."""
-        kind, width = self.reduction.collective, self.conventions.reduced_bytes(self.layout.zero)
-        cap = self.reduction.bucket_elements
-        if cap is None and self.reduction.bucket_bytes:
-            cap = self.reduction.bucket_bytes[-1] // 2
+        kind, width = self.reduction.collective, self.reduction.reduced_bytes
         by_link: defaultdict[bool, list[GradientMessage]] = defaultdict(list)
-        for group, buckets in self._buckets(chunks, expert, cap):
+        for group, buckets in self._buckets(chunks, expert, self.reduction.layout_cap):
             travel_s = self._travel_s(kind, width, group, buckets)
             by_link[self.cluster.inside(*group)] += [
                 GradientMessage(travel_s[each.elements], each.ready, width * each.elements) for each in buckets
@@ -266,7 +262,7 @@ class ReplicaTimer:
         ends = [chunk for chunk in chunks if chunk.first or chunk.last]
         if not self.model.tied or self.layout.pp == 1 or not ends or (ends[0].first and ends[-1].last):
             return 0.0
-        size = self.conventions.reduced_bytes(self.layout.zero) * self.model.head.parameters / self.layout.tp
+        size = self.reduction.reduced_bytes * self.model.head.parameters / self.layout.tp
         # Of two ranks each sends as much as it has: one half to add up, the other half added up.
         return self.cluster.send_s(size, 2, self.layout.stage_gpus * (self.layout.pp - 1))
 

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Work
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
-from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layer_work import FAMILIES, LayerBuilder, LayerSegment, LayerWork, sustained_s
 from backbeat.layouts.layout import Job, Layout, Recompute
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.framework import Framework
 from backbeat.steps.piece_graph import HOST, PassTimes, PiecePass
 
 
@@ -86,7 +86,7 @@ class StageTimer:
     job: Job
     cluster: GpuCluster
     operators: OperatorModel
-    conventions: Conventions
+    conventions: Framework
     imbalance: float = 1.0
     compute_factor: float = 1.0
     spun: bool = False
@@ -160,7 +160,7 @@ class StageTimer:
     def dispatched_bytes(self) -> float:
         """Tokens to their experts, or back."""
         ep, copies = self.layout.ep, float(self.model.experts_per_token)
-        if self.conventions.sends_once:
+        if self.conventions.dispatcher == "deepep":
             copies = ep * (1 - (1 - 1 / ep) ** copies)
         rows = self.builder.tokens / self.layout.tp * copies * self.imbalance
         return 2 * rows * self.model.hidden
@@ -177,7 +177,7 @@ class _PieceRun:
 
     def __init__(self, timer: StageTimer, work: LayerWork, again: Recompute, *, ends: bool, alone: bool) -> None:
         self.timer, self.work, self.again = timer, work, again
-        layout, overlap = timer.layout, timer.conventions.tensor_overlap
+        layout, overlap = timer.layout, timer.conventions.hides_tensor
         self.tp, self.cp, self.ep = (1, 1, 1) if alone else (layout.tp, layout.cp, layout.ep)
         self.by_sequence = layout.shards_sequence and self.tp > 1
         self.overlaps = overlap != "none"

@@ -1,6 +1,6 @@
 """A chunk's passes where replicas shard gradients (ZeRO 2) or parameters too (ZeRO 3): units, as FSDP2 calls them.
 
-A unit is the embedding, a layer or the head. The calls are those of `steps/sharded_calls.py`: a unit is gathered behind
+A unit is the embedding, a layer or the head. The calls are those of `steps/unit_graph.py`: a unit is gathered behind
 the one before it, and computation waits for the scatter before the last. All of them take turns on one communicator,
 and each takes what its dense parameters and its experts do in their groups, one after the other. Under ZeRO 2 units
 stay gathered from the first micro-batch on.
@@ -25,10 +25,9 @@ from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Mesh, Sharding
 from backbeat.model.sharding import ShardUnit
 from backbeat.steps.bucket_graph import COMPUTE
-from backbeat.steps.sharded_calls import Call, calls
 from backbeat.steps.sharded_cost import ShardedCost
 from backbeat.steps.sharded_units import ModelPiece, ModelPieces, ShardedChain
-from backbeat.steps.unit_graph import UnitStep, UnitSteps
+from backbeat.steps.unit_graph import Call, UnitStep, UnitSteps, calls
 
 _FREE = Curve.affine(0.0, 0.0)
 _SENT = ("wait", "reduce_scatter")

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
 from backbeat.model import Profile
-from backbeat.model.reduction import DDP_BUCKET_BYTES
+from backbeat.model.framework import DDP_BUCKET_BYTES
 from backbeat.planners.draft import Draft
 from backbeat.steps.schedule import one_by_one, running_sums
 
@@ -198,7 +198,7 @@ class _Judge:
         candidate = self.with_ends(ends)
         for cost, limit in self._limits:
             self._left -= 1
-            if candidate.end_s(self._profile, cost) > limit:
+            if candidate.end_s(self._profile, cost, limit * (1 + _ROUNDING)) > limit:
                 return False
         return True
 
