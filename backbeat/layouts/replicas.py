@@ -167,13 +167,7 @@ class ReplicaTimer:
         known: dict[RankParameters, UnitTraffic] = {}
         units = unit_parameters(self.model, layout, stage)
         for unit in dict.fromkeys(units):
-            gather_s, scatter_s = (
-                sum(
-                    self.cluster.collective_s(kind, each * held, *group)
-                    for held, group in zip(unit, groups, strict=True)
-                )
-                for kind, each in (("all_gather", 2), ("reduce_scatter", width))
-            )
+            gather_s, scatter_s = self._unit_s("all_gather", unit, 2), self._unit_s("reduce_scatter", unit, width)
             known[unit] = UnitTraffic(sum(unit), gather_s, scatter_s)
         runner = UnitRunner(
             pieces=[one for one, count in pieces for _ in range(count)],

@@ -14,7 +14,7 @@ takes and what the host takes to issue it, which is the period of both lanes (`p
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ class PiecePass:
         self.graph = Graph()
         self.host_s = 0.0
         self._kinds = {kind: self.graph.kind(each) for kind, each in (slowdowns or {}).items()}
-        self._own: Counter[str] = Counter()
+        self._own: defaultdict[str, float] = defaultdict(float)
         self._computed: tuple[int, ...] = ()
         self._waits: list[int] = []
 
