@@ -9,7 +9,7 @@ The host issues both in one order. A collective begins when what was issued to c
 to compute after it runs beside it, until a pass waits for it. So what is hidden is the framework's order of issue.
 
 The host never waits for the device, and runs ahead of it: piece after piece, a pass takes the longer of what the device
-takes and what the host takes to issue it, which is the period of both lanes (`period`).
+takes and what the host takes to issue it, which is the period of both lanes (`host.period_of`).
 """
 
 from __future__ import annotations
