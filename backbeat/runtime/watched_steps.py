@@ -86,11 +86,10 @@ class WrapperSteps:
             timed += [one for one in reducer.recorder.history() if one.number > reducer.steps - STEPS_PER_SAMPLE]
             self._recorder.clear()
             self._sample(reducer.steps, _figures([one for one in timed if one.iteration_s is not None]))
-        context = reducer.runner.context
         # Where nobody else times it.
-        if _next_is_timed(reducer.steps, self._every) and context.recorder is None:
+        if _next_is_timed(reducer.steps, self._every) and reducer.runner.context.recorder is None:
             self._recorder.mark_step_end()
-            context.recorder = self._recorder
+            reducer.runner.time_steps(self._recorder)
 
     def predicted(self) -> dict[str, float | None]:
         """What the plan promised for this number of ranks."""

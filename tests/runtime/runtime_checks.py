@@ -174,7 +174,7 @@ def late_gradients_are_sent_after(ctx: Context) -> None:
         )
         oracle.reduce()
         oracle.check(wrapped, f"step {step}")
-    assert wrapped.reducer.runner.context.late_buckets == 1, "nothing came late"
+    assert wrapped.reducer.runner.late_buckets == 1, "nothing came late"
 
 
 @check

@@ -160,12 +160,12 @@ class Residuals:
     def state(self) -> dict[str, Any]:
         """This rank's residuals by name, copied to the host."""
         self.take_from_buckets()
-        held = {name: self._held[name] for name in self._context.names if name in self._held}
+        held = {name: self._held[name] for name in self._context.managed.names if name in self._held}
         residuals = {name: values.cpu().clone() for name, (values, _) in held.items()}
         velocities = {name: velocity.cpu().clone() for name, (_, velocity) in held.items() if velocity is not None}
         for bucket in self._buckets:
             for index in bucket.members:
-                self._held.pop(self._context.names[index], None)
+                self._held.pop(self._context.managed.names[index], None)
         communicators = self._context.communicators
         return {
             "schema": SCHEMA,
@@ -178,7 +178,7 @@ class Residuals:
 
     def checked(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The state, if it is this model's."""
-        named = zip(self._context.names, self._context.parameters, strict=True)
+        named = zip(self._context.managed.names, self._context.managed.parameters, strict=True)
         check(state, {name: tuple(parameter.shape) for name, parameter in named})
         return state
 
@@ -188,7 +188,7 @@ class Residuals:
         context = self._context
         with torch.no_grad():
             for bucket in self._buckets:
-                bucket.forget()
+                bucket.clear()
             device = context.communicators.device
             velocities = {name: values.to(device) for name, values in state["velocities"].items()}
             residuals = state["residuals"].items()
@@ -196,7 +196,7 @@ class Residuals:
             self._steps_before = int(state["step"]) - context.step.number
             self.give_to_buckets(self._buckets)
         kept = {
-            context.names[index]
+            context.managed.names[index]
             for bucket in self._buckets
             if bucket.momentum_of is not None
             for index in bucket.members
@@ -215,14 +215,14 @@ class Residuals:
         with torch.no_grad():
             for bucket in self._buckets:
                 for index, owed in bucket.owed().items():
-                    self._held[self._context.names[index]] = owed
+                    self._held[self._context.managed.names[index]] = owed
 
     def give_to_buckets(self, buckets: Sequence[CompressedBucket]) -> None:
         """These buckets run from now on: give them what their members are owed."""
         self._buckets = buckets
         for bucket in buckets:
             for index in bucket.members:
-                found = self._held.pop(self._context.names[index], None)
+                found = self._held.pop(self._context.managed.names[index], None)
                 if found is not None:
                     bucket.add_owed(index, *found)
 
@@ -232,7 +232,7 @@ class Residuals:
             return
         for index, view in zip(bucket.members, bucket.views, strict=True):
             if arrived[index]:
-                found = self._held.pop(self._context.names[index], None)
+                found = self._held.pop(self._context.managed.names[index], None)
                 if found is not None:
                     view.add_(found[0].to(view))
 

@@ -85,7 +85,7 @@ class CompressedBucket(BucketMemory):
         """Members that any rank has ever used, or whose residual has got anything."""
         self.frozen: dict[int, Owed] = {}
         """Residual and velocity of members that were frozen since."""
-        self.whole = False
+        self.complete = False
         """In this step, every member arrived before the bucket left."""
         self.work: Any = None
         """The collective under way."""
@@ -115,11 +115,11 @@ class CompressedBucket(BucketMemory):
                 return False
             gradients.append(parameter.grad)
         self._add(self._everyone, gradients, moving=self._everyone)
-        self.whole = True
+        self.complete = True
         return True
 
     def pack(self, step: Step) -> TakenGradients:
-        self.whole = False
+        self.complete = False
         self._sends_zeros = step.contributes_nothing
         if self._sends_zeros:
             for parameter in self.parameters:
@@ -373,7 +373,7 @@ class CompressedBucket(BucketMemory):
         self.touched[position] = 1
         self._close_residual()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Nothing is owed any more."""
         residual = self._open_residual()[0]
         residual.values.zero_()

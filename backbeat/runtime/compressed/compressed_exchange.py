@@ -60,7 +60,7 @@ class CompressedExchange(Exchange):
         """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
         if self.updates.running:
             return
-        arrived, parameters = self.context.step.arrivals.arrived_since_reduce, self.context.parameters
+        arrived, parameters = self.context.step.arrivals.arrived_since_reduce, self.context.managed.parameters
         if 1 in arrived and any(arrived[index] and one.grad is not None for index, one in enumerate(parameters)):
             raise InputError(
                 "step() after a backward under no_sync: the gradients are this rank's own, and replicas would part. "
@@ -69,7 +69,7 @@ class CompressedExchange(Exchange):
 
     def make_buckets(self, partition: Partition, status_length: int) -> list[BucketMemory]:
         # Refuses what cannot be, while the buckets there are go on as they were.
-        self._velocity = self.updates.corrects_momentum(self.context.parameters)
+        self._velocity = self.updates.corrects_momentum(self.context.managed.parameters)
         """Residuals have velocities beside them."""
         stores = make_stores(partition, self.context, host=self._host, velocity=self._velocity)
         self.residuals.take_from_buckets()
@@ -89,7 +89,7 @@ class CompressedExchange(Exchange):
             return self._plain_bucket(spec)
         bucket = CompressedBucket(
             spec,
-            self.context.parameters,
+            self.context.managed.parameters,
             compressor=TopK(spec.compression.density, graphs),
             store=store,
             dense=not self.updates.at_once,
@@ -101,7 +101,7 @@ class CompressedExchange(Exchange):
 
     def check_open(self) -> None:
         if self.updates:
-            self.updates.check(self.context.names, self.context.parameters)
+            self.updates.check(self.context.managed.names, self.context.managed.parameters)
         elif self.options.momentum_correction:
             raise InputError(
                 "momentum_correction keeps the optimizer's momentum in its place: hand the optimizer over with "
@@ -167,7 +167,7 @@ class CompressedExchange(Exchange):
                 elif at_once:
                     self._apply(bucket, used)
                 if at_once:
-                    bucket.compressor.forget()
+                    bucket.compressor.settle()
         self._join()
         if self.context.step.absent:
             return
@@ -216,7 +216,7 @@ class CompressedExchange(Exchange):
         for index, bucket in found.items():
             if not self.context.step.contributes_nothing:
                 bucket.keep_late(index)
-            self.context.parameters[index].grad = None
+            self.context.managed.parameters[index].grad = None
         return found.keys()
 
     def _gather(self, bucket: CompressedBucket, message: torch.Tensor, *, at_once: bool) -> None:
@@ -236,7 +236,7 @@ class CompressedExchange(Exchange):
         rank used each member, which is all that an update must know. A gradient that came late is in `.grad`, which an
         update would take for its own."""
         step = self.context.step
-        return bucket.whole and not step.absent and step.arrivals.late.isdisjoint(bucket.members)
+        return bucket.complete and not step.absent and step.arrivals.late.isdisjoint(bucket.members)
 
     def _deliver(self, index: int, bucket: CompressedBucket) -> None:
         self.wait(index, bucket.work)

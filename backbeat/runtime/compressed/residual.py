@@ -237,13 +237,13 @@ def make_stores(
         if spec.compression is None:
             continue
         for member in spec.members:
-            dtype = context.parameters[member].dtype
+            dtype = context.managed.parameters[member].dtype
             if not dtype.is_floating_point:
                 raise InputError(
-                    f"parameter {context.names[member]!r} is {dtype}, and its bucket is compressed: only "
+                    f"parameter {context.managed.names[member]!r} is {dtype}, and its bucket is compressed: only "
                     "real floating-point gradients can be; leave the compression out of its bucket"
                 )
-        numel = sum(context.parameters[member].numel() for member in spec.members)
+        numel = sum(context.managed.parameters[member].numel() for member in spec.members)
         if numel:
             # 16-bit gradients are kept in fp32, since small ones would vanish in a 16-bit sum.
             kinds.setdefault(torch.float32 if dtype.itemsize < 4 else dtype, {})[spec] = numel
@@ -257,6 +257,6 @@ def make_stores(
                 found[spec] = HostStore(index, buffers, parts=parts)
             continue
         for spec, numel in numels.items():
-            device = context.parameters[spec.members[0]].device
+            device = context.managed.parameters[spec.members[0]].device
             found[spec] = Store(numel, dtype, device, velocity=velocity)
     return found

@@ -86,7 +86,7 @@ class TopK:
             residual.index_add_(0, indices, values.to(residual.dtype))
         self._sent = None
 
-    def forget(self) -> None:
+    def settle(self) -> None:
         """The step succeeded: `give_back` will not be needed."""
         self._sent = None
 

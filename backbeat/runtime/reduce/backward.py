@@ -15,13 +15,13 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from backbeat.runtime.weak_call import nothing
-
 logger = logging.getLogger("backbeat.runtime")
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 NO_TASK = -1
 """What it says outside of a backward."""
+_gone: Callable[[], Any] = weakref.ref(set())
+"""Refers to nothing."""
 _LET_GO_S = 1.0
 """So long a thread of autograd's may take to let go of a backward that raised."""
 
@@ -34,7 +34,7 @@ class Backward:
     """
 
     def __init__(self) -> None:
-        self._token: Callable[[], Any] = nothing
+        self._token: Callable[[], Any] = _gone
         self._thread = threading.get_ident()
         """The thread that began it."""
 
@@ -51,9 +51,9 @@ class Backward:
         self._token = weakref.ref(callback)
         self._thread = threading.get_ident()
 
-    def forget(self) -> None:
-        """It is over, however it ended."""
-        self._token = nothing
+    def over(self) -> None:
+        """It has ended, however."""
+        self._token = _gone
 
     def ended(self) -> bool:
         """Whether it is over. On a GPU a thread of autograd's own runs it, and may hold on to it for a moment after
@@ -101,18 +101,16 @@ class GraphReach:
         self._passed = False
         self.forwarded = True
 
-    def note_announced(self) -> None:
-        """An output has announced a backward that ends in our parameters."""
-        self.forwarded = False
-
     def note_unannounced(self) -> bool:
         """A gradient arrived though no output announced it. Returns whether it may be of a forward of the wrapper's; it
         is of none where one rank takes gradients of the model inside by itself."""
         self._hidden = self._hidden or (self._passed and self.forwarded)
         return self.forwarded
 
-    def includes(self, parameters: Sequence[Parameter]) -> bool:
+    def announced(self, parameters: Sequence[Parameter]) -> bool:
+        """An output was reached: whether the backward ends in our parameters."""
         if self._hidden or (self._leaf is not None and _will_execute(self._leaf)):
+            self.forwarded = False
             return True
         for parameter in parameters:
             if parameter.requires_grad:
@@ -120,6 +118,7 @@ class GraphReach:
                 if _will_execute(node):
                     # Finding a parameter's node costs more than a launch: the first that tells is asked first again.
                     self._leaf = node
+                    self.forwarded = False
                     return True
         self._passed = True
         return False

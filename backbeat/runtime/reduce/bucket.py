@@ -21,6 +21,8 @@ class BucketMemory:
     """Whether the bucket sends only part of its gradients (`CompressedBucket`)."""
     sparse = False
     """Whether its gradients are sparse tensors (`SparseBucket`)."""
+    travels: torch.Tensor | None = None
+    """What is summed, where the sum is then in its place: there is nothing to take in."""
     dtype: torch.dtype
     """Of what is added up."""
     payload: torch.Tensor
@@ -58,8 +60,8 @@ class BucketMemory:
         tensor that will hold the sum, and the work."""
         raise NotImplementedError
 
-    def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
-        """Take the sum in; returns the status message, where it carries one."""
+    def take_sum(self, message: torch.Tensor) -> torch.Tensor | None:
+        """The sum is there: take it in; returns the status message, where it carries one."""
         return None
 
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
@@ -98,6 +100,7 @@ class BucketBuffer(BucketMemory):
         self.status_length = status_length
         held = self.numel + (status_length if self.reduce_dtype is None else 0)
         self.flat = torch.zeros(held, dtype=real, device=self.device)
+        self.travels = self.flat if self.reduce_dtype is None else None
         self.payload = self.flat[: self.numel]
         self.views = views_of(self.payload, self.parameters)
         self._pairs = list(zip(self.parameters, self.views, strict=True))
@@ -207,7 +210,7 @@ class BucketBuffer(BucketMemory):
             self._factor = torch.tensor(scale, dtype=self.dtype, device="cpu") if kept else scale
         return self._factor
 
-    def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
+    def take_sum(self, message: torch.Tensor) -> torch.Tensor | None:
         if message is self.flat:
             return self._tail_view
         if message is not self.payload:
@@ -307,7 +310,7 @@ class SparseBucket(BucketMemory):
             message = empty.coalesce()
         return message, communicator.all_reduce(message)
 
-    def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
+    def take_sum(self, message: torch.Tensor) -> torch.Tensor | None:
         self._sum = message
         return None
 

@@ -320,7 +320,7 @@ class LostCollectives:
     def __init__(self, context: ReducerContext) -> None:
         self._context = context
         self._steps: deque[_Sent] = deque(maxlen=_KEPT)
-        self._device = device = context.parameters[0].device
+        self._device = device = context.managed.parameters[0].device
         # Made once and recorded again and again: an event of its own for each step would cost the host more.
         self._events = cycle([torch.cuda.Event() for _ in range(_KEPT + 1)] if device.type == "cuda" else [None])
 
@@ -358,7 +358,7 @@ class LostCollectives:
         missing = ((sent.step, index) for sent in steps if (index := sent.first_missing()) is not None)
         # Where everything has arrived, the first bucket of the step to come.
         number, index = next(missing, (present.step + 1, 0))
-        context.lost = context.failure(index, f"the watchdog of torch found {why}", step=number)
+        context.lose(context.failure(index, f"the watchdog of torch found {why}", step=number))
         # Not by a logger alone, which may write anywhere: the process has a minute left.
         sys.stderr.write(f"backbeat: {context.lost}\n")
         sys.stderr.flush()

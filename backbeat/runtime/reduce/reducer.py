@@ -123,9 +123,7 @@ class Reducer:
         peers = Peers(communicators)
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
-        self._runner = runner = StepRunner(managed, communicators, partition, settings, peers)
-        runner.after_step = WeakCall(self.after_step)
-        runner.unreached = WeakCall(managed.check_known)
+        self._runner = runner = StepRunner(managed, communicators, partition, settings, peers, self.after_step)
         self.recorder = Recorder(self.device)
         self.tuner: Tuner | None = None
         if settings.strategy is not None:
@@ -208,7 +206,7 @@ class Reducer:
         """At the end of each synchronised backward, on every rank alike: change the buckets, sample the times."""
         runner = self.runner
         timed = runner.context.recorder is not None
-        if timed or not runner.status.regular:
+        if timed or not runner.status.expects_regular:
             self.managed.check_known(thoroughly=timed)
         if not self.ready_order_known:
             self._form_in_ready_order()
@@ -217,7 +215,9 @@ class Reducer:
         else:
             following = runner.step.number + 1
             first, every = self.sampled
-            self.time_steps(following <= first or following % every == 0)
+            wanted = following <= first or following % every == 0
+            if wanted or timed:
+                self.time_steps(wanted)
         if self.budget_check is not None:
             self.budget_check.after_step()
         if self.watch is not None:
@@ -230,7 +230,7 @@ class Reducer:
         """Time the steps from the next one on, or stop it."""
         if timed and self.steps:
             self.recorder.mark_step_end()
-        self.runner.context.recorder = self.recorder if timed else None
+        self.runner.time_steps(self.recorder if timed else None)
 
     @together
     def _tune(self, tuner: Tuner) -> None:
@@ -310,10 +310,19 @@ class Reducer:
             "others may have gone on without it. Restart from the last checkpoint"
         )
         if self._runner is not None:
-            self._runner.context.lost, self._runner.context.gave_up = self.lost, why
+            self._runner.context.lose(self.lost, gave_up=why)
         if self.communicators.backend == "gloo" and (self._runner is None or self._runner.step.idle):
             # Whoever waits for this rank hears of it at once.
             self.communicators.close()
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
+        """Let compressed buckets update by this optimizer, which was checked."""
+        self.compressed_exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
+        # Updates that follow the last bucket wait to learn whether some rank has called the step off.
+        self.runner.status.never_defer(self.settings.strict or max_grad_norm is not None)
+        # Where each bucket is updated at once, decoded means need no buffers of their own.
+        with torch.no_grad():
+            self.runner.install(self.partition)
 
     @property
     def residuals(self) -> Residuals:

@@ -138,7 +138,7 @@ class Tuner:
         if left >= MEASURED_STEPS or not measuring:
             reducer.recorder.clear()
         # A decision is taken by every rank or by none.
-        reducer.runner.status.read_at_once = left == 1
+        reducer.runner.status.read_next_at_once(left == 1)
         if left > 0:
             return
         # Ranks that have run out of data take part (`join`), and time nothing: their means would say nothing.

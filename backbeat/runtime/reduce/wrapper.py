@@ -181,13 +181,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
                 f"parameter {sparse[0]!r} has sparse gradients, which torch cannot clip: attach(max_grad_norm=None), "
                 "or nn.Embedding(sparse=False)"
             )
-        runner = self.reducer.runner
-        self.reducer.compressed_exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
-        # Updates that follow the last bucket wait to learn whether some rank has called the step off.
-        runner.status.strict = self.reducer.settings.strict or max_grad_norm is not None
-        # Where each bucket is updated at once, decoded means need no buffers of their own.
-        with torch.no_grad():
-            runner.install(self.reducer.partition)
+        self.reducer.attach(optimizer, max_grad_norm=max_grad_norm)
 
     def residual_state_dict(self) -> dict[str, Any]:
         """What this rank has not sent yet, by parameter name; save it with
@@ -235,7 +229,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         work = Join.notify_join_context(self)
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
-            self.reducer.runner.context.scale = 1.0 / float(work.get_future().value()[0].item())
+            self.reducer.runner.context.average_over(float(work.get_future().value()[0].item()))
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -261,11 +255,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if self.require_forward_param_sync != sync:
             # nn.Module.__setattr__ is slow.
             self.require_forward_param_sync = sync
-        output_reached = self.reducer.runner.weak_output_reached
-
-        def reached(_: torch.Tensor) -> None:
-            output_reached(sync)
-
+        reached = self.reducer.runner.output_hook(sync)
         for tensor in _find_tensors(output):
             # A leaf (a parameter handed out as it is) outlives the graph: every forward would add a hook to it.
             if tensor.grad_fn is not None:
@@ -363,4 +353,4 @@ class _AbsentRank(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         self._ddp._sync_final_model(is_last_joiner)
         reducer = self._ddp.reducer
-        reducer.runner.context.scale = 1.0 / reducer.communicators.size
+        reducer.runner.context.average_over(reducer.communicators.size)
