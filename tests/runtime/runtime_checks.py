@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from backbeat.errors import InputError
 from backbeat.model import Bucket, Plan, PlanPrediction
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.reduce import failures, settings
+from backbeat.runtime.ddp import settings
+from backbeat.runtime.reduce import failures
 
 CHECKS, check = registry()
 

@@ -28,7 +28,7 @@ from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.compressed.residual import Owed
 from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.context import ReducerContext
-from backbeat.runtime.reduce.settings import TorchDDP
+from backbeat.runtime.torch_internals import TorchDDP
 from backbeat.runtime.weak_call import WeakCall
 from backbeat.units import first_few
 

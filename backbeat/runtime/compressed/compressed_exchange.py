@@ -24,6 +24,7 @@ from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.compressed.compression_options import CompressionOptions
 from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.residual import Scratch, Store, make_stores
 from backbeat.runtime.compressed.topk import TopK
@@ -32,7 +33,6 @@ from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.exchange import Exchange
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
-from backbeat.runtime.reduce.settings import CompressionOptions
 from backbeat.runtime.reduce.status import StatusOffsets, SummedStatus, parse
 from backbeat.runtime.reduce.step import InFlight
 

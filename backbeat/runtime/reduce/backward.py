@@ -10,16 +10,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from backbeat.runtime.torch_internals import NO_TASK, engine_will_run, graph_task, queue_callback
+
 logger = logging.getLogger("backbeat.runtime")
 
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
-NO_TASK = -1
-"""What it says outside of a backward."""
 _gone: Callable[[], Any] = weakref.ref(set())
 """Refers to nothing."""
 _LET_GO_S = 1.0
@@ -47,7 +44,7 @@ class Backward:
         """Called inside a backward; `done` when its graph is."""
         # An object of its own, which lives as long as the engine holds it.
         callback = functools.partial(done)
-        Variable._execution_engine.queue_callback(callback)
+        queue_callback(callback)
         self._token = weakref.ref(callback)
         self._thread = threading.get_ident()
 
@@ -109,24 +106,16 @@ class GraphReach:
 
     def announced(self, parameters: Sequence[Parameter]) -> bool:
         """An output was reached: whether the backward ends in our parameters."""
-        if self._hidden or (self._leaf is not None and _will_execute(self._leaf)):
+        if self._hidden or (self._leaf is not None and engine_will_run(self._leaf)):
             self.forwarded = False
             return True
         for parameter in parameters:
             if parameter.requires_grad:
                 node = get_gradient_edge(parameter).node
-                if _will_execute(node):
+                if engine_will_run(node):
                     # Finding a parameter's node costs more than a launch: the first that tells is asked first again.
                     self._leaf = node
                     self.forwarded = False
                     return True
         self._passed = True
-        return False
-
-
-def _will_execute(leaf: Any) -> bool:
-    try:
-        return bool(torch._C._will_engine_execute_node(leaf))
-    except RuntimeError:
-        # Torch's answer where `torch.autograd.grad` was asked for this very leaf: its gradient is handed out, not kept.
         return False

@@ -22,12 +22,12 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
-from torch._C import _distributed_c10d
 
 from backbeat.comm.communicators import Communicators, abort
 from backbeat.comm.machine import host_name
 from backbeat.errors import do_not_answer, first_line
 from backbeat.runtime.reduce.peers import Ending, Peers, stop_watching
+from backbeat.runtime.torch_internals import Future, c10d
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
@@ -42,11 +42,9 @@ ANSWER_S = 4.0
 """Who asks waits this long for answers."""
 _LOOK_S = 0.1
 """And looks this often whether who has not answered has ended."""
-_c10d: Any = _distributed_c10d
-_future: Any = torch._C.Future
 IN_FLIGHT, DONE = "", "done"
-_NAMES = {int(value): str(name) for name, value in _c10d.WorkResult.__members__.items()}
-_GOOD = int(_c10d.WorkResult.SUCCESS)
+_NAMES = {int(value): str(name) for name, value in c10d.WorkResult.__members__.items()}
+_GOOD = int(c10d.WorkResult.SUCCESS)
 _KEPT = 3
 """Steps whose works are kept: the host reads the status of a step before it opens the one after the next, so that no
 bucket in flight is older."""
@@ -332,7 +330,7 @@ class LostCollectives:
             bucket.compressed or bucket.sparse for bucket in context.bucket_set.buckets
         )
         sent = [
-            (one.bucket_index, _future_result(one.work) if lean or isinstance(one.work, _future) else one.work)
+            (one.bucket_index, _future_result(one.work) if lean or isinstance(one.work, Future) else one.work)
             for one in in_flight
         ]
         event = next(self._events)
@@ -394,4 +392,4 @@ def _error_of(backend: Any) -> str:
         value = int(backend.get_error())
     except Exception:
         return ""
-    return "" if value == int(_c10d.ErrorType.SUCCESS) else str(_c10d.ErrorType(value).name)
+    return "" if value == int(c10d.ErrorType.SUCCESS) else str(c10d.ErrorType(value).name)

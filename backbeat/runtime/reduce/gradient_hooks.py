@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
-from backbeat.runtime.reduce.backward import graph_task
 from backbeat.runtime.reduce.step import Arrivals
+from backbeat.runtime.torch_internals import graph_task
 
 if TYPE_CHECKING:
     from backbeat.runtime.reduce.exchange import Sender

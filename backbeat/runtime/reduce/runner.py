@@ -15,15 +15,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from backbeat.comm.communicators import Communicators
-from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
-from backbeat.runtime.reduce.backward import Backward, GraphReach, graph_task
+from backbeat.runtime.reduce.backward import Backward, GraphReach
 from backbeat.runtime.reduce.bucket import BucketSet
-from backbeat.runtime.reduce.comm_hooks import Hook, HookExchange
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.exchange import Exchange, Sender
 from backbeat.runtime.reduce.failures import LostCollectives, Monitor, RankState
@@ -31,13 +28,15 @@ from backbeat.runtime.reduce.gradient_hooks import GradientHooks, Streams
 from backbeat.runtime.reduce.managed_parameters import ManagedParameters, claim, release
 from backbeat.runtime.reduce.partition import Partition
 from backbeat.runtime.reduce.peers import Peers
-from backbeat.runtime.reduce.settings import WrapperSettings
 from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets
 from backbeat.runtime.reduce.step import Arrivals, Step, StepState
 from backbeat.runtime.reduce.timing import Recorder
+from backbeat.runtime.torch_internals import graph_task, set_grad_enabled
 from backbeat.units import first_few
 
 logger = logging.getLogger("backbeat.runtime")
+
+MakeExchange = Callable[[ReducerContext], Exchange]
 
 
 class StepRunner:
@@ -49,29 +48,30 @@ class StepRunner:
         managed: ManagedParameters,
         communicators: Communicators,
         partition: Partition,
-        settings: WrapperSettings,
+        *,
+        make_exchange: MakeExchange,
+        reduce_dtype: torch.dtype | None,
+        strict: bool,
+        skip_unused: bool,
         peers: Peers,
         after_step: Callable[[], None],
     ) -> None:
-        """after_step: a method, called at the end of each synchronised step; held weakly."""
+        """strict: wait for the status of every step. skip_unused: a bucket that no rank used in the step before stays.
+        after_step: a method, called at the end of each synchronised step; held weakly.
+        """
         device = communicators.device
         self._arrivals = Arrivals(len(managed.names), Streams(device) if device.type == "cuda" else None)
         self.step = Step(self._arrivals)
         self.context = ReducerContext(
             managed=managed,
             communicators=communicators,
-            reduce_dtype=settings.reduce_dtype,
+            reduce_dtype=reduce_dtype,
             step=self.step,
             scale=1.0 / communicators.size,
         )
         self._after_step = weakref.WeakMethod(after_step)
-        self.status = StatusMessage(communicators.rank, communicators.size, strict=settings.strict)
-        exchange = Exchange(self.context)
-        if partition.compressed:
-            memory = settings.plan.memory if settings.plan is not None else None
-            on_host = memory is not None and memory.residuals == "host"
-            exchange = CompressedExchange(self.context, settings.compression, host=on_host)
-        self._sender = Sender(self.context, exchange, self.status, skip_unused=settings.skip_unused)
+        self.status = StatusMessage(communicators.rank, communicators.size, strict=strict)
+        self._sender = Sender(self.context, make_exchange(self.context), self.status, skip_unused=skip_unused)
         self._reach = GraphReach()
         self._default_sync = True
         self._warned_of_local = False
@@ -138,8 +138,9 @@ class StepRunner:
         self._hooks.extend(parameters, first)
         claim(self, names, parameters)
 
-    def set_comm_hook(self, state: Any, hook: Hook) -> None:
-        self._sender.exchange = HookExchange(self.context, state, hook)
+    def exchange_by(self, make_exchange: MakeExchange) -> None:
+        """Send the same buckets in another way."""
+        self._sender.exchange = make_exchange(self.context)
 
     def remove_hooks(self) -> None:
         self._hooks.remove()
@@ -269,9 +270,8 @@ class StepRunner:
     def _finish(self) -> None:
         step, context = self.step, self.context
         step.finish()
-        # As `no_grad`, whose object costs as much as a short wait.
         enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         regular_everywhere: bool | None = None
         try:
             regular_everywhere = self._sender.finish()
@@ -285,7 +285,7 @@ class StepRunner:
                 context.check_format(error)
             raise
         finally:
-            torch._C._set_grad_enabled(enabled)
+            set_grad_enabled(enabled)
             if self._lost is not None:
                 self._lost.remember(step.in_flight, step.number)
             step.close(regular_everywhere=regular_everywhere)

@@ -9,7 +9,7 @@ from backbeat.report.tables.bucket_table import BucketReport, Report
 from backbeat.runtime.reduce.timing import median
 
 if TYPE_CHECKING:
-    from backbeat.runtime.reduce.reducer import Reducer
+    from backbeat.runtime.ddp.reducer import Reducer
 
 
 def make_report(reducer: Reducer) -> Report:

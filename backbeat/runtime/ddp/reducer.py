@@ -23,19 +23,22 @@ from backbeat.errors import AgreedError, CommunicationError, InputError, first_l
 from backbeat.model import Plan
 from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
+from backbeat.runtime.ddp.comm_hooks import Hook, HookExchange
+from backbeat.runtime.ddp.settings import WrapperSettings
 from backbeat.runtime.memory.budget import BudgetCheck
 from backbeat.runtime.reduce.bucket import BucketMemory
-from backbeat.runtime.reduce.comm_hooks import Hook
+from backbeat.runtime.reduce.context import ReducerContext
+from backbeat.runtime.reduce.exchange import Exchange
 from backbeat.runtime.reduce.managed_parameters import ManagedParameters
-from backbeat.runtime.reduce.partition import Partition, first_partition, stock_partition, with_newcomers
+from backbeat.runtime.reduce.partition import Partition, with_newcomers
 from backbeat.runtime.reduce.peers import Peers
 from backbeat.runtime.reduce.runner import StepRunner
-from backbeat.runtime.reduce.settings import WrapperSettings
 from backbeat.runtime.reduce.timing import Recorder
+from backbeat.runtime.running_plans import plan_of, runs
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
-    from backbeat.runtime.reduce.tuner import Tuner
+    from backbeat.runtime.ddp.tuner import Tuner
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -115,26 +118,46 @@ class Reducer:
                 f"parameter {name!r} has sparse gradients, which {communicators.backend} cannot sum: "
                 "use sparse=False, or the gloo backend"
             )
-        self.ready_order_known = settings.plan is not None or settings.find_unused
+        choices = settings.buckets
+        self.ready_order_known = choices.plan is not None or choices.find_unused
         """False until stock DDP's first buckets have been formed again in ready order; True from the start with a plan
         or `find_unused_parameters`."""
-        self.first_partition = partition = first_partition(settings, managed, communicators)
+        self.first_partition = partition = choices.first(managed, communicators)
         # Before ranks agree: afterwards each has made its own.
         peers = Peers(communicators)
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
-        self._runner = runner = StepRunner(managed, communicators, partition, settings, peers, self.after_step)
+        self._runner = runner = StepRunner(
+            managed,
+            communicators,
+            partition,
+            make_exchange=self._make_exchange,
+            reduce_dtype=settings.reduce_dtype,
+            strict=settings.strict,
+            skip_unused=settings.skip_unused,
+            peers=peers,
+            after_step=self.after_step,
+        )
+        self.note_plan(choices.plan)
         self.recorder = Recorder(self.device)
         self.tuner: Tuner | None = None
         if settings.strategy is not None:
-            from backbeat.runtime.reduce.tuner import Tuner
+            from backbeat.runtime.ddp.tuner import Tuner
 
             self.tuner = Tuner(self, settings.strategy)
         # The first steps are timed: for the ready order, for the tuner, for the report.
         self.time_steps(True)
-        if self._comm_hook is not None:
-            runner.set_comm_hook(*self._comm_hook)
         return runner
+
+    def _make_exchange(self, context: ReducerContext) -> Exchange:
+        """What sends the buckets: a hook of the user's, compression, or all-reduce."""
+        if self._comm_hook is not None:
+            return HookExchange(context, *self._comm_hook)
+        plan = self.settings.buckets.plan
+        if plan is None or not plan.compressed:
+            return Exchange(context)
+        on_host = plan.memory is not None and plan.memory.residuals == "host"
+        return CompressedExchange(context, self.settings.compression, host=on_host)
 
     def move_to(self, process_group: ProcessGroup) -> None:
         """Go on with another set of ranks, and with buckets as in the first step."""
@@ -154,17 +177,24 @@ class Reducer:
     @property
     def running_plan(self) -> Plan | None:
         """The plan whose buckets run now, if they are a plan's."""
-        return self.tuner.running.plan if self.tuner is not None else self.settings.plan
+        return plan_of(self.managed.module)
+
+    def note_plan(self, plan: Plan | None) -> None:
+        """The buckets that run from now on are this plan's, or no plan's."""
+        if self.managed.module is not None:
+            runs(self.managed.module, plan)
 
     @property
     def follows_ready_order(self) -> bool:
         """The buckets are stock DDP's, formed again in ready order."""
-        return self.ready_order_known and self.settings.plan is None and not self.settings.find_unused
+        choices = self.settings.buckets
+        return self.ready_order_known and choices.plan is None and not choices.find_unused
 
     @property
     def compressed(self) -> bool:
         """Some buckets of the plan travel compressed."""
-        return self.settings.plan is not None and self.settings.plan.compressed
+        plan = self.settings.buckets.plan
+        return plan is not None and plan.compressed
 
     @property
     def buckets(self) -> Sequence[BucketMemory]:
@@ -260,7 +290,7 @@ class Reducer:
         arrived = sorted(steps[-1].ready_s, key=lambda index: steps[-1].ready_s[index]) if steps else []
         order = self.ranks.from_rank_0(arrived)
         missing = sorted(set(range(len(self.managed.names))) - set(order), reverse=True)
-        self.switch(stock_partition([*order, *missing], self.settings, self.managed, self.communicators))
+        self.switch(self.settings.buckets.stock([*order, *missing], self.managed, self.communicators))
         self.ready_order_known = True
 
     def _add_unfrozen(self) -> None:
@@ -357,9 +387,9 @@ class Reducer:
                 "a communication hook reduces whole buckets, and this plan compresses some: leave the hook out, or run "
                 "a plan without compression"
             )
-        if self._runner is not None:
-            self._runner.set_comm_hook(state, hook)
         self._comm_hook = (state, hook)
+        if self._runner is not None:
+            self._runner.exchange_by(self._make_exchange)
 
     def remove_hooks(self) -> None:
         if self._runner is not None:
