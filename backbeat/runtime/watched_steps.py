@@ -24,7 +24,7 @@ from backbeat.runtime.reduce.timing import Recorder, median
 from backbeat.runtime.running_plans import plan_of
 from backbeat.runtime.torch_internals import TorchDDP, find_tensors, queue_callback
 from backbeat.runtime.weak_call import WeakCall
-from backbeat.simulate.schedule import covered_s
+from backbeat.steps.schedule import covered_s
 
 if TYPE_CHECKING:
     from backbeat.model import Plan

@@ -23,6 +23,7 @@ from backbeat.runtime.memory.activations import Handle
 from backbeat.runtime.memory.budget import BudgetCheck, apply_memory, budget_check_of, ends_with
 from backbeat.runtime.reduce.managed_parameters import claim
 from backbeat.runtime.reduce.partition import check_fits
+from backbeat.runtime.running_plans import runs
 from backbeat.runtime.torch_internals import FIRST_BUCKET_BYTES, TORCH_SIGNATURE, TorchDDP, disable_dynamo
 
 logger = logging.getLogger("backbeat.runtime")
@@ -84,6 +85,7 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
             spread=(count, settings.reduce_dtype) if count > 1 or settings.reduce_dtype is not None else None,
         )
         self._spread_buckets()
+        runs(module, plan)
         # Last: a wrapper that was refused must leave the model as it was.
         self.stock.memory = apply_memory(self, module, memory)
         self.stock.budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)

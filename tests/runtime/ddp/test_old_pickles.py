@@ -13,5 +13,5 @@ from backbeat.errors import InputError
 def test_an_old_pickle_is_refused_with_a_line(where: str) -> None:
     module, name = where.split(".")
     pickled = f"cbackbeat.runtime.reduce.{module}\n{name}\n.".encode()
-    with pytest.raises(InputError, match="pickled by an earlier version.*state_dict"):
+    with pytest.raises(InputError, match=r"pickled by an earlier version.*state_dict"):
         pickle.loads(pickled)
