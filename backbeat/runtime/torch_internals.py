@@ -33,12 +33,5 @@ queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engin
 """Inside a backward: to be called when its graph is done."""
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """As `no_grad`, whose object costs as much as a short wait."""
-
-
-def engine_will_run(node: Any) -> bool:
-    """Whether the backward that this thread runs comes to this node."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        # Torch's answer where `torch.autograd.grad` was asked for this very leaf: its gradient is handed out, not kept.
-        return False
+will_engine_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the backward that this thread runs comes to this node."""

@@ -21,8 +21,8 @@ from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import AgreedError, CommunicationError, InputError, first_line
 from backbeat.model import Plan
-from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
+from backbeat.runtime.compressed.owed import Residuals
 from backbeat.runtime.ddp.comm_hooks import Hook, HookExchange
 from backbeat.runtime.ddp.settings import WrapperSettings
 from backbeat.runtime.memory.budget import BudgetCheck

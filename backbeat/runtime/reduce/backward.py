@@ -13,7 +13,7 @@ from typing import Any
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from backbeat.runtime.torch_internals import NO_TASK, engine_will_run, graph_task, queue_callback
+from backbeat.runtime.torch_internals import NO_TASK, graph_task, queue_callback, will_engine_execute
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -106,16 +106,24 @@ class GraphReach:
 
     def announced(self, parameters: Sequence[Parameter]) -> bool:
         """An output was reached: whether the backward ends in our parameters."""
-        if self._hidden or (self._leaf is not None and engine_will_run(self._leaf)):
+        if self._hidden or (self._leaf is not None and _will_execute(self._leaf)):
             self.forwarded = False
             return True
         for parameter in parameters:
             if parameter.requires_grad:
                 node = get_gradient_edge(parameter).node
-                if engine_will_run(node):
+                if _will_execute(node):
                     # Finding a parameter's node costs more than a launch: the first that tells is asked first again.
                     self._leaf = node
                     self.forwarded = False
                     return True
         self._passed = True
+        return False
+
+
+def _will_execute(leaf: Any) -> bool:
+    try:
+        return bool(will_engine_execute(leaf))
+    except RuntimeError:
+        # Torch's answer where `torch.autograd.grad` was asked for this very leaf: its gradient is handed out, not kept.
         return False

@@ -340,21 +340,20 @@ class BucketSet:
                 self.bucket_of[member] = index
         self.formats = [(p.dtype, p.shape, p.device) for p in parameters]
         """What each parameter was when its bucket was made."""
-        # Buckets of another kind have no slice ahead of their sums.
-        plain = all(type(bucket) is BucketBuffer for bucket in buckets)
+        self.plain = all(type(bucket) is BucketBuffer for bucket in buckets)
+        """Every gradient has a slice of a buffer ahead of its sum."""
         self._pairs = (
-            [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.views, strict=True)] if plain else []
+            [pair for one in buckets for pair in zip(one.parameters, one.views, strict=True)] if self.plain else []
         )
-        in_place = plain and all(bucket.reduce_dtype is None for bucket in buckets)
+        in_place = self.plain and all(bucket.reduce_dtype is None for bucket in buckets)
         last = {bucket.spec.communicator: index for index, bucket in enumerate(buckets)}
         self.ends = sorted(last.values()) if in_place else []
         """The last bucket of each communicator, where there is nothing to do for a bucket but to wait for its sum."""
 
-    def place_gradients(self) -> bool:
-        """Make every gradient its slice of the buffers though sums are still on their way; False where not possible."""
+    def place_gradients(self) -> None:
+        """Of plain buckets: make every gradient its slice, though sums are still on their way."""
         for parameter, view in self._pairs:
             parameter.grad = view
-        return bool(self._pairs)
 
     def expected_members(self, counts: Sequence[int]) -> list[int]:
         """How many members of each bucket are expected at all."""

@@ -154,7 +154,9 @@ class Sender:
         own = step.own_status
         assert own is not None  # the last bucket has left
         # Most likely all will be well. This takes as long as the last bucket's thread needs to wake up.
-        placed = own.regular and context.bucket_set.place_gradients()
+        placed = own.regular and context.bucket_set.plain
+        if placed:
+            context.bucket_set.place_gradients()
         numbers = self.wait()
         try:
             summed = self._status.read(numbers, own, step.number)
@@ -178,7 +180,7 @@ class Sender:
         for sent in step.in_flight:
             with self._span("wait", sent.bucket_index) if profiled else _nothing:
                 message = receive(sent)
-            if message is not sent.bucket.travels or sent is step.in_flight[-1]:
+            if message is not sent.bucket.travels or sent.bucket.status_length:
                 numbers = sent.bucket.take_sum(message)
         if step.status_in_flight is not None:
             index, _, numbers, work = step.status_in_flight

@@ -250,8 +250,9 @@ class StepRunner:
             self._break_off()
         self._backward.begin(self._graph_done)
         self.step.open(sync=sync, root=graph_task(), report_each=context.recorder is not None)
-        # In the open step: if this raises, the step counts as broken off, here and for the others.
-        self.read_step_before()
+        if self.status.unread:
+            # In the open step: if this raises, the step counts as broken off, here and for the others.
+            self.read_step_before()
         if context.recorder is not None:
             context.recorder.begin(self.step.number, sync=sync)
 

@@ -18,6 +18,7 @@ gradient. The error that names the cause follows with the next backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,29 +33,24 @@ DEFER_ON = {"cuda"}
 """Kinds of device whose status messages are read when the next step opens."""
 
 
-class StatusOffsets(NamedTuple):
+@dataclass(slots=True)
+class StatusOffsets:
     """Where each number stands."""
 
     buckets: int
     ranks: int
     parameters: int
     faults: int = 0
+    stamps_at: int = field(init=False)
+    faults_at: int = field(init=False)
+    used_at: int = field(init=False)
+    length: int = field(init=False)
 
-    @property
-    def length(self) -> int:
-        return self.used_at + self.parameters
-
-    @property
-    def stamps_at(self) -> int:
-        return 1 + self.buckets
-
-    @property
-    def faults_at(self) -> int:
-        return self.stamps_at + self.ranks
-
-    @property
-    def used_at(self) -> int:
-        return self.faults_at + self.faults
+    def __post_init__(self) -> None:
+        self.stamps_at = 1 + self.buckets
+        self.faults_at = self.stamps_at + self.ranks
+        self.used_at = self.faults_at + self.faults
+        self.length = self.used_at + self.parameters
 
 
 class SummedStatus(NamedTuple):
@@ -100,6 +96,8 @@ class StatusMessage:
         self.expects_regular = False
         """As far as is known, every parameter arrived once on every rank in the step before, and nothing has changed
         since. A status that was put off counts as regular until it is read."""
+        self.unread = False
+        """The status of the step before was put off."""
         self._reads_at_once = False
         self._deferred: _DeferredReader | None = None
 
@@ -171,6 +169,7 @@ class StatusMessage:
         """What the ranks said; None for a regular step, or if that is to be read when the next step opens."""
         if self._deferred is not None and own.regular and self.defers():
             self._deferred.put_off(numbers, step)
+            self.unread = True
             return None
         summed = self.read_now(numbers, step)
         if summed is not None and summed.late and self.defers() and summed.irregular < self._ranks:
@@ -213,6 +212,7 @@ class StatusMessage:
     def read_step_before(self) -> None:
         """Read the status of the step before, where it was put off; raises where that step has failed."""
         found = self._deferred.take() if self._deferred is not None else None
+        self.unread = False
         if found is None:
             return
         step, numbers = found

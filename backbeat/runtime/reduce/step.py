@@ -93,8 +93,8 @@ class Step:
     def __init__(self, arrivals: Arrivals) -> None:
         self.arrivals = arrivals
         self.state = StepState.IDLE
-        self.idle = True
-        """The state is IDLE."""
+        self.idle, self.broken = True, False
+        """The state is IDLE; it is BROKEN."""
         self.contributes_nothing = False
         """This rank has nothing to add to the sums: it has no data, or its backward raised."""
         self.number = 0
@@ -114,10 +114,6 @@ class Step:
         """Buckets that took their gradients one by one. Of the others every member was used, which `_used` does not say
         yet."""
         self._removed = False
-
-    @property
-    def broken(self) -> bool:
-        return self.state is StepState.BROKEN
 
     def open(self, *, sync: bool, absent: bool = False, root: int = -1, report_each: bool = False) -> None:
         """A backward begins. Called when autograd reaches an output of the wrapper, or the first gradient of a loss
@@ -213,8 +209,8 @@ class Step:
     def _enter(self, state: StepState) -> None:
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"step {self.number} cannot go from {self.state.name} to {state.name}")
-        self.state, self.idle = state, state is StepState.IDLE
-        self.contributes_nothing = self.absent or state is StepState.BROKEN
+        self.state, self.idle, self.broken = state, state is StepState.IDLE, state is StepState.BROKEN
+        self.contributes_nothing = self.absent or self.broken
 
 
 class Arrivals:

@@ -14,7 +14,8 @@ from backbeat.cost.message import sent_elements
 from backbeat.model.plan import Compression
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
-from backbeat.runtime.compressed.residual import add_all, drop_infinite
+from backbeat.runtime.compressed.residual import add_all
+from backbeat.runtime.compressed.stores import drop_infinite
 from backbeat.runtime.compressed.topk import TopK, largest
 from backbeat.steps.compressed_cost import kept_bytes
 
