@@ -37,13 +37,12 @@ from backbeat.cost.operators import Product
 from backbeat.cost.protocols import NicLatency
 from backbeat.errors import BackbeatError
 from backbeat.importers.bandwidth_table import load_table
-from backbeat.layouts import Conventions, Layout, Transformer, layer_work
+from backbeat.layouts import Layout, Transformer, layer_work
 from backbeat.layouts.architectures import BUNDLED as MODELS
-from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.model import CollectiveTimes, Fabric, Network, Plan, Profile
+from backbeat.model.framework import FRAMEWORKS, Framework
 from backbeat.model.network import WorkersRow
-from backbeat.model.reduction import REDUCTIONS, Reduction
 from backbeat.model.specification import Specification, reached_inside, typical_hop_s
 from backbeat.steps.predict import predict
 from validation import blocks
@@ -160,11 +159,11 @@ class Asker:
         found = layouts.predict(
             self.model(case.model or ""), network, layout, accelerator=case.accelerator, gpus=case.gpus,
             global_batch=case.global_batch, sequence=case.sequence, precision=case.precision,
-            framework=self.conventions(case.framework or "megatron"), compute_factor=factor,
+            framework=self.framework(case.framework or "megatron"), compute_factor=factor,
             family="closed-form" if quick else "events", band=not quick,
         )  # fmt: skip
         low, high = found.band_s or (None, None)
-        reserve = self.conventions(case.framework or "megatron").reserve_bytes
+        reserve = self.framework(case.framework or "megatron").reserve_bytes
         return Answer(
             seconds=found.step_s, low_s=low, high_s=high, memory_bytes=found.memory.total - reserve, fits=found.fits,
             computing=sum(found.breakdown.parts[name] for name in COMPUTE) / found.step_s,
@@ -189,13 +188,13 @@ class Asker:
             return Answer(seconds=profile.single_s, low_s=profile.single_s, high_s=profile.single_s, computing=1.0)
         there, accumulation = network.at(workers=case.gpus), case.accumulation
         if case.framework is not None and case.plan is None:
-            found = bb.predict(profile, there, framework=self.reduction(case.framework), accumulation=accumulation)
+            found = bb.predict(profile, there, framework=self.framework(case.framework), accumulation=accumulation)
         elif case.plan is None and case.recompute != "full":
             found = bb.predict(profile, there, case.strategy, accumulation=accumulation)
         else:
             plan = recomputed(bb.plan(profile, there, case.strategy)) if case.plan is None else case.plan
             plan = plan if isinstance(plan, Plan) else self.plan(plan, profile, case.gpus)
-            reduction = None if case.framework is None else self.reduction(case.framework)
+            reduction = None if case.framework is None else self.framework(case.framework)
             found = predict(profile, there, plan, accumulation=accumulation, reduction=reduction)
         band = found.network_band
         quiet, busy = (band.quiet_s, band.busy_s) if band is not None else (found.iteration_s,) * 2
@@ -246,20 +245,16 @@ class Asker:
             raise CaseError(f"{self.table.name}: {name!r} is not among its {kind}, nor bundled: {', '.join(known)}")
         return known[name]
 
-    def conventions(self, name: str) -> Conventions:
-        told = dict(self.table.frameworks.get(name, {}))
-        base = self._bundled("frameworks", told.pop("of", name), CONVENTIONS)
-        try:
-            return replace(base, **told)
-        except TypeError as error:
-            raise CaseError(f"{self.table.name}: framework {name!r}: {error}") from None
-
-    def reduction(self, name: str) -> Reduction:
+    def framework(self, name: str) -> Framework:
+        """By all of its fields, or by those that differ from a bundled one's."""
         told = dict(self.table.frameworks.get(name, {}))
         if not told:
-            return self._bundled("frameworks", name, REDUCTIONS)
-        base = self._bundled("frameworks", told.pop("of"), REDUCTIONS) if "of" in told else Reduction(name=name)
-        return msgspec.convert({**msgspec.to_builtins(base), **told}, Reduction)
+            return self._bundled("frameworks", name, FRAMEWORKS)
+        base = self._bundled("frameworks", told.pop("of"), FRAMEWORKS) if "of" in told else Framework(name=name)
+        try:
+            return msgspec.convert({**msgspec.to_builtins(base), "name": name, **told}, Framework)
+        except msgspec.ValidationError as error:
+            raise CaseError(f"{self.table.name}: framework {name!r}: {error}") from None
 
     def network(self, named: Any) -> Network:
         if isinstance(named, Mapping):

@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import _find_tensors
 
-from backbeat.model.reduction import DDP_FIRST_BUCKET_BYTES
+from backbeat.model.framework import DDP_FIRST_BUCKET_BYTES
 
 # Typed as Any throughout: torch's own wrapper has no annotations.
 TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
