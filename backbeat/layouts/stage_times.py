@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from backbeat.cost.collectives import Collective
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Work
-from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PartSeconds, seconds_of
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
 from backbeat.model.slowdown import together_s
 
@@ -180,7 +181,7 @@ class StageTimer:
     model: Transformer
     layout: Layout
     job: Job
-    cluster: GpuCluster
+    cluster: Cluster
     operators: OperatorModel
     conventions: Framework
     imbalance: float = 1.0
@@ -233,10 +234,10 @@ class StageTimer:
         )
         return StageTimes(sum(forward) + first, back, sum(weights), parts)
 
-    def _ends(self, work: LayerWork, forward_kind: LayoutCollective, backward_kind: LayoutCollective) -> StageTimes:
+    def _ends(self, work: LayerWork, forward_kind: Collective, backward_kind: Collective) -> StageTimes:
         """Embedding and head: each with the collective that its sharded vocabulary takes, in either direction."""
         forward, inputs, weights = self.computed(work)
-        kinds: tuple[LayoutCollective, LayoutCollective] = ("all_reduce", "all_reduce")
+        kinds: tuple[Collective, Collective] = ("all_reduce", "all_reduce")
         if self.layout.shards_sequence:
             kinds = (forward_kind, backward_kind)
         tensor = [self._group(kind) for kind in kinds]
@@ -260,7 +261,7 @@ class StageTimer:
         attention = found.attention / self.conventions.attention_share
         return found._replace(attention=attention).times(self.compute_factor)
 
-    def _group(self, kind: LayoutCollective) -> float:
+    def _group(self, kind: Collective) -> float:
         """An activation among the ranks that share a layer's matrices."""
         return self.cluster.waited_s(kind, self.builder.activation_bytes, self.layout.tp)
 

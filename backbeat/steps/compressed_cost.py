@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from backbeat.cost import Curve, MessageTimes
 from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model import Compression, Network, Plan, Profile
-from backbeat.steps.sharded_cost import half_curve
+from backbeat.model.cluster import Cluster
 
 ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
 """Where a profile has not measured it: about what a core of a CPU takes. A GPU takes far less: 0.006 ns a byte and
@@ -53,7 +53,7 @@ class CompressedCost:
 
     @cached_property
     def gather(self) -> Curve:
-        return half_curve(self.network, "all_gather")
+        return Cluster.of(self.network).curve("all_gather")
 
     def time(self, sizes: ArrayLike, compression: Compression) -> NDArray[np.float64]:
         """Of buckets of these bytes, all compressed alike."""

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
 from backbeat.model import Framework, Network, Plan, Profile
+from backbeat.model.cluster import Cluster
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.slowdown import least_s
 from backbeat.steps.bucket_travel import BucketTravel
 from backbeat.steps.iteration import BucketRun, Iteration, StepTimes, exposed_breakdown, least_end_s
 from backbeat.steps.schedule import Schedule, capped, running_sums
-from backbeat.steps.sharded_cost import half_curve
 
 
 def framework_iteration(
@@ -74,7 +74,7 @@ def framework_iteration(
 
 def _cost(network: Network, reduction: Framework) -> LinkCost:
     if reduction.collective == "reduce_scatter":
-        return LinkCost(half_curve(network, "reduce_scatter"))
+        return LinkCost(Cluster.of(network).curve("reduce_scatter"))
     return network.cost
 
 
@@ -132,7 +132,7 @@ def gather_parts(profile: Profile, network: Network, reduction: Framework) -> li
         ends = capped(sizes.tolist(), [float(cap)])
     sums, computed = running_sums(sizes).tolist(), running_sums(_forward_s(profile)).tolist()
     bounds = list(pairwise([0, *ends]))
-    curve = half_curve(network, "all_gather")
+    curve = Cluster.of(network).curve("all_gather")
     parts = [(sums[last] - sums[first], computed[last] - computed[first]) for first, last in bounds]
     return [(float(curve.time(size)), forward_s, size) for size, forward_s in parts]
 

@@ -15,7 +15,7 @@ from backbeat.cost.stragglers import LEAST_SAMPLES, Straggling, straggling
 from backbeat.errors import InputError
 from backbeat.model import Framework, Network, Plan, Profile
 from backbeat.model.checks import whole
-from backbeat.model.network import HALVES
+from backbeat.model.network_rows import HALVES
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of

@@ -18,6 +18,7 @@ from backbeat import api
 from backbeat.cost import LinkCost
 from backbeat.engine import run
 from backbeat.model import Bucket, Compression, Framework, Network, Plan, Profile
+from backbeat.model.cluster import Cluster
 from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketGraph, BucketStep, bucket_graph, link_of
@@ -27,7 +28,6 @@ from backbeat.steps.framework_step import framework_iteration, gather_parts
 from backbeat.steps.fusion import contended
 from backbeat.steps.iteration import BucketRun, bucket_iteration, exposed_breakdown
 from backbeat.steps.schedule import Flow, Schedule, one_by_one
-from backbeat.steps.sharded_cost import half_curve
 from tests.problems import affine, make_profile, networks, profiles
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}
@@ -171,7 +171,7 @@ def framework_graph(
     schedule, _ = Schedule.of_plan(profile, plan)
     cost = network.cost
     if reduction.collective == "reduce_scatter":
-        cost = LinkCost(half_curve(network, "reduce_scatter"))
+        cost = LinkCost(Cluster.of(network).curve("reduce_scatter"))
     return bucket_graph(
         BucketStep(
             schedule=schedule,
