@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from backbeat.cost import MessageTimes
+from backbeat.cost.collectives import Collective
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic
 from backbeat.engine import run
 from backbeat.engine.graph import check_size
-from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.layout import Layout
 from backbeat.layouts.rank_parameters import (
     GradientBucket,
@@ -35,6 +35,7 @@ from backbeat.layouts.stage_layers import StageLayers
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.layouts.transformer import Transformer
 from backbeat.layouts.unit_passes import UnitPasses, UnitRunner, UnitTraffic
+from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
 from backbeat.steps.bucket_graph import COMPUTE, BucketStep, bucket_graph
 from backbeat.steps.schedule import Schedule, one_by_one
@@ -148,7 +149,7 @@ class ReplicaTimer:
 
     model: Transformer
     layout: Layout
-    cluster: GpuCluster
+    cluster: Cluster
     operators: OperatorModel
     conventions: Framework
 
@@ -244,7 +245,7 @@ class ReplicaTimer:
         return [sorted(messages, key=lambda each: each.ready) for messages in by_link.values()]
 
     def _travel_s(
-        self, kind: LayoutCollective, width: int, group: tuple[int, int], buckets: Sequence[GradientBucket]
+        self, kind: Collective, width: int, group: tuple[int, int], buckets: Sequence[GradientBucket]
     ) -> dict[float, float]:
         """By elements: most buckets are alike."""
         return {
@@ -279,7 +280,7 @@ class ReplicaTimer:
         copied = self.operators.seconds(Traffic("pointwise", 3 * 2 * 2 * dense, 2))
         return 2 * self.operators.host.view_s * launches + copied if replicas > 1 else 0.0
 
-    def _unit_s(self, kind: LayoutCollective, unit: RankParameters, width: int) -> float:
+    def _unit_s(self, kind: Collective, unit: RankParameters, width: int) -> float:
         groups = (self.layout.dense_group, self.layout.expert_group)
         return sum(
             self.cluster.collective_s(kind, elements * width, *group)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from backbeat.steps.host import period_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.engine import Graph
+from backbeat.steps.host import period_of
 from backbeat.steps.piece_graph import PiecePass
 
 seconds = st.floats(0.0, 5.0)
