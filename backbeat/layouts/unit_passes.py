@@ -30,7 +30,7 @@ from backbeat.steps.sharded_units import ModelPiece, ModelPieces, ShardedChain
 from backbeat.steps.unit_graph import Call, UnitStep, UnitSteps, calls
 
 _FREE = Curve.affine(0.0, 0.0)
-_SENT = ("wait", "reduce_scatter")
+_GATHERED, _SENT = ("all_gather", "copy_out"), ("wait", "reduce_scatter")
 
 
 class UnitTraffic(NamedTuple):
@@ -78,12 +78,11 @@ class UnitRunner:
     def passes(self) -> UnitPasses:
         whole = sum(self.pieces, StageTimes())
         chain = self._chain()
-        first, steady = self._micro_batches(chain)
+        first = calls(chain)[:-1]
+        steady = [call for call in first if self.zero == 3 or call.event not in _GATHERED]
         forward = _forward(steady)
         backward = steady[len(forward) :]
-        gather_s = 0.0
-        if self.zero == 2:
-            gather_s = self._run(chain, _forward(first)).end_s - self._run(chain, forward).end_s
+        gather_s = self._run(chain, _forward(first)).end_s - whole.forward_s if self.zero == 2 else 0.0
         runs = [self._run(chain, steady if not self.piped else forward)]
         forward_s, weight_s = runs[0].forward_s, whole.weight_s
         back_s = runs[0].end_s - forward_s
@@ -120,13 +119,6 @@ class UnitRunner:
             reshard_after_backward=self.zero == 3,
         )
         return ShardedChain.of(ModelPieces(tuple(named)), sharding)
-
-    def _micro_batches(self, chain: ShardedChain) -> tuple[list[Call], list[Call]]:
-        """Of the first of a step, and of those after it."""
-        every = calls(chain, 2 if self.zero == 2 else 1)
-        end = 1 + next(index for index, call in enumerate(every) if call.event == "end")
-        first = every[:end]
-        return first, every[end:-1] or first
 
     def _run(self, chain: ShardedChain, issued: Sequence[Call]) -> _UnitRun:
         cost = TrafficCost(
