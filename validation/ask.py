@@ -39,6 +39,7 @@ from backbeat.errors import BackbeatError
 from backbeat.importers.bandwidth_table import load_table
 from backbeat.layouts import Conventions, Layout, Transformer, layer_work
 from backbeat.layouts.architectures import BUNDLED as MODELS
+from backbeat.layouts.cluster import cluster_of
 from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.model import CollectiveTimes, Fabric, Network, Plan, Profile
@@ -222,6 +223,11 @@ class Asker:
         return blocks.attention_factor(told, peaks, _operators(gpu, "bf16"), gpu)
 
     def _collective(self, case: Case, network: Network) -> Answer:
+        """All-to-alls and sends are those of layouts: a network has none."""
+        if case.collective in ("all_to_all", "send"):
+            cluster = cluster_of(network, case.accelerator)
+            ask = cluster.exchange_s if case.collective == "all_to_all" else cluster.send_s
+            return Answer(seconds=ask(case.bytes, case.gpus, 1))
         there = network.at(workers=case.gpus)
         times = getattr(there, case.collective or "", None)
         if times is None:

@@ -87,9 +87,9 @@ class Case:
     n: int = 0
     k: int = 0
     collective: str | None = None
-    """Of the kind collective: all_reduce, all_gather, reduce_scatter, all_to_all."""
+    """Of the kind collective: all_reduce, all_gather, reduce_scatter, all_to_all, send."""
     bytes: int = 0
-    """Of the whole message."""
+    """Of the whole message; of an all-to-all what each rank sends."""
 
     gpus: int = 1
     accelerator: str = ""
