@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -37,9 +38,8 @@ from backbeat.cost.operators import Product
 from backbeat.cost.protocols import NicLatency
 from backbeat.errors import BackbeatError
 from backbeat.importers.bandwidth_table import load_table
-from backbeat.layouts import Conventions, Layout, Transformer, layer_work
+from backbeat.layouts import Conventions, Layout, Transformer, cluster, layer_work
 from backbeat.layouts.architectures import BUNDLED as MODELS
-from backbeat.layouts.cluster import cluster_of
 from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.model import CollectiveTimes, Fabric, Network, Plan, Profile
@@ -225,11 +225,10 @@ class Asker:
     def _collective(self, case: Case, network: Network) -> Answer:
         """All-to-alls and sends are those of layouts: a network has none."""
         if case.collective in ("all_to_all", "send"):
-            cluster = cluster_of(network, case.accelerator)
-            ask = cluster.exchange_s if case.collective == "all_to_all" else cluster.send_s
+            there = cluster.cluster_of(network, case.accelerator)
+            ask = there.exchange_s if case.collective == "all_to_all" else there.send_s
             return Answer(seconds=ask(case.bytes, case.gpus, 1))
-        there = network.at(workers=case.gpus)
-        times = getattr(there, case.collective or "", None)
+        times = getattr(network.at(workers=case.gpus), case.collective or "", None)
         if times is None:
             raise CannotAsk(f"a network has no {case.collective}")
         return Answer(seconds=float(times.curve.time(case.bytes)))
@@ -252,9 +251,15 @@ class Asker:
             raise CaseError(f"{self.table.name}: {name!r} is not among its {kind}, nor bundled: {', '.join(known)}")
         return known[name]
 
+    def based_on(self, name: str | None) -> str:
+        """The bundled framework whose constants it has."""
+        return str(self.table.frameworks.get(name, {}).get("of", name))
+
     def conventions(self, name: str) -> Conventions:
         told = dict(self.table.frameworks.get(name, {}))
         base = self._bundled("frameworks", told.pop("of", name), CONVENTIONS)
+        held = {key.partition(".")[2]: value for key, value in HELD.items() if key.partition(".")[0] == base.name}
+        base = replace(base, **held)
         try:
             return replace(base, **told)
         except TypeError as error:
@@ -378,23 +383,23 @@ def _operators(
     return operator_model(accelerator, precision, gbps=gbps, launch_overhead=launch_overhead)
 
 
-SHARES = "SUSTAINED"
-"""The name of a constant: the shares of their short-burst rates that products and attention of a GPU sustain."""
-
-
-def shares_of(accelerator: str) -> tuple[float, float]:
-    return layer_work.SUSTAINED.get(accelerator_named(accelerator).name, layer_work._ELSEWHERE)
+HELD: dict[str, Any] = {}
+"""Fields of frameworks that answers have otherwise while they are held."""
 
 
 @contextmanager
-def sustaining(accelerator: str, shares: tuple[float, float] | None) -> Iterator[None]:
-    """Answers with other shares of this GPU; with None, those of a GPU that nobody has seen."""
-    name = accelerator_named(accelerator).name
-    before = layer_work.SUSTAINED.get(name)
-    layer_work.SUSTAINED[name] = layer_work._ELSEWHERE if shares is None else shares
-    try:
+def holding(values: Mapping[str, Any]) -> Iterator[None]:
+    """Answers with other constants: of a GPU (`SUSTAINED h100`; None for that of GPUs that nobody has seen), of a
+    framework (`nanotron.unfused`), or of the small collectives of layouts (`waits`)."""
+    with contextlib.ExitStack() as stack:
+        for name, value in values.items():
+            if name == "waits":
+                for attribute, seconds in zip(("CALL_S", "RANK_S"), value, strict=True):
+                    stack.enter_context(mock.patch.object(cluster, attribute, seconds))
+            elif " " in name:
+                gpu = accelerator_named(name.split()[1]).name
+                shares = layer_work._ELSEWHERE if value is None else value
+                stack.enter_context(mock.patch.dict(layer_work.SUSTAINED, {gpu: shares}))
+            else:
+                stack.enter_context(mock.patch.dict(HELD, {name: value}))
         yield
-    finally:
-        layer_work.SUSTAINED.pop(name)
-        if before is not None:
-            layer_work.SUSTAINED[name] = before

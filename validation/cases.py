@@ -110,9 +110,9 @@ class Case:
     """ran or failed. Where memory was not the cause of the failure, leave the row out."""
     repeat: float | None = field(default=None, repr=False)
     """How far repeats of this very measurement lie apart, as a share: the instrument's own noise."""
-    informs: bool = True
-    """Whether its error may widen a range: false where it helped to choose a constant that is not chosen again without
-    it."""
+    informs_nothing: str | None = None
+    """Why its error may widen no range: it helped to make a rule that is not chosen again without it, or what it
+    measures is no range's."""
     unasked: str | None = None
     """Why it cannot be asked, where the table knows: a chip, a precision, a way that backbeat does not have."""
     source: str = ""
@@ -169,7 +169,7 @@ _WAY = (
     "recompute", "schedule", "sequence_parallel", "accumulation", "network",
 )  # fmt: skip
 _MEASURED = ("seconds", "memory_bytes", "status", "repeat")
-_NOT_RUN = (*_MEASURED, "informs", "table", "id", "identity", "split", "unasked", "source")
+_NOT_RUN = (*_MEASURED, "informs_nothing", "table", "id", "identity", "split", "unasked", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ class Table:
     noise: float | None = None
     """Of rows that state no repeat, as the source or its repeated rows show it."""
     chose: Mapping[str, str] = field(default_factory=dict)
-    """Constants that its development rows helped to choose: name, and how."""
+    """Constants that its development rows helped to choose, and how; `held_out.py` chooses them again."""
     margin: float | None = None
     """Added to either side of a range that holds the network's load alone."""
     adapted: bool = False

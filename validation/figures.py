@@ -86,7 +86,9 @@ def noise_of(table: Table, rows: Sequence[Case]) -> float | None:
     groups: dict[str, list[float]] = defaultdict(list)
     for case in rows:
         if case.seconds is not None and case.status == "ran":
-            groups[f"{case.job} {case.way} {case.parallelism} {case.m} {case.n} {case.k} {case.bytes}"].append(case.seconds)
+            groups[f"{case.job} {case.way} {case.parallelism} {case.m} {case.n} {case.k} {case.bytes}"].append(
+                case.seconds
+            )
     stated = [case.repeat for case in rows if case.repeat is not None]
     return measures.share_of(stated, 0.5) if stated else table.noise or measures.noise(list(groups.values()))
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(HERE.parent))
 from validation import cases, docs, measures, peers, show  # noqa: E402
 from validation.cases import CaseError  # noqa: E402
 from validation.figures import CELLS, Judged, by_cell, by_table  # noqa: E402
-from validation.held_out import checked, held_out  # noqa: E402
+from validation.held_out import checked, held_out, left_out  # noqa: E402
 from validation.run import Run, Runner  # noqa: E402
 
 RECORD, LOG = HERE / "record.json", HERE / "reported.log"
@@ -90,7 +90,7 @@ def judge(asked: argparse.Namespace) -> None:
     elif writes:
         write_own(run, found)
         RECORD.write_text(json.dumps({**stamp(), **record}, indent=1) + "\n")
-        CHECKED.write_text(by_line({**stamp(), "rows": checked(informing)}))
+        CHECKED.write_text(by_line({**stamp(), "informs nothing": left_out(run), "rows": checked(informing)}))
     stale = docs.stale()
     print("\n".join(stale) or "docs agree with what is committed")
     print(f"{len(found)} answers in {time.monotonic() - began:.0f} s")

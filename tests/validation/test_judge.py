@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from backbeat.layouts.cluster import cluster_of
 from validation import docs, figures, judge, measures, run, show
 from validation.ask import Answer, Asker, CannotAsk
 from validation.cases import FOLDER, Case, Table
@@ -68,7 +69,7 @@ def test_a_layout_is_asked_and_computation_scales_it() -> None:
         ({"shard": 4}, "no flag"),
         ({"tp": 3}, "3"),
         ({"accelerator": "tpu-v5p"}, "no accelerator known"),
-        ({"kind": "collective", "collective": "all_to_all"}, "all_to_all"),
+        ({"kind": "collective", "collective": "broadcast"}, "no broadcast"),
     ],
 )
 def test_what_cannot_be_asked_says_why(fields: dict[str, Any], word: str) -> None:
@@ -76,12 +77,20 @@ def test_what_cannot_be_asked_says_why(fields: dict[str, Any], word: str) -> Non
         Asker(TABLE).ask(Case(**{**LAYOUT, **fields}), "shape")
 
 
+def test_an_all_to_all_takes_what_layouts_with_experts_say() -> None:
+    case = Case(**LAYOUT, kind="collective", collective="all_to_all", bytes=2**20)
+    there = cluster_of("dgx-h100", "h100")
+    assert Asker(TABLE).ask(case, "profile").seconds == there.exchange_s(2**20, 8)
+    send = Asker(TABLE).ask(replace(case, collective="send"), "profile")
+    assert send.seconds == there.send_s(2**20, 8, 1)
+
+
 def test_the_run_that_scales_others_is_not_judged_by_it() -> None:
     case = Case(**LAYOUT, id="a", seconds=1.0)
     asker = Asker(TABLE)
-    assert run._asked(asker, case, "shape, own run", [(case, 1.5)]) is None
-    assert run._asked(asker, case, "shape, own run", []) is None
-    assert run._asked(asker, replace(case, id="b"), "shape, own run", [(case, 1.5)]) is not None
+    assert run.asked(asker, case, "shape, own run", [(case, 1.5)]) is None
+    assert run.asked(asker, case, "shape, own run", []) is None
+    assert run.asked(asker, replace(case, id="b"), "shape, own run", [(case, 1.5)]) is not None
 
 
 def test_computation_comes_from_the_run_that_is_most_alike() -> None:
