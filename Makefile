@@ -20,7 +20,7 @@ demo: $(CORE)
 
 # The loop while working: the linters, and the tests of the core. They need neither torch nor ranks, and the searches
 # of memory and sharded plans, which take longest, are left to `make test`.
-QUICK  := model cost simulate planners
+QUICK  := model cost engine steps planners
 check: lint
 	$(PYTEST) $(SPREAD) -m "not long" --ignore-glob='*/test_memory_*' --ignore-glob='*/test_sharded*' tests/test_units.py tests/test_layers.py tests/cli \
 	  $(QUICK:%=tests/%) $(QUICK:%=backbeat/%)

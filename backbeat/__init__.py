@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from backbeat.api import plan, predict
     from backbeat.errors import BackbeatError, InputError
     from backbeat.model import Network, Plan, Prediction, Profile, Reduction
-    from backbeat.simulate.batch import strong_scaling
+    from backbeat.model.batches import strong_scaling
 
 __version__ = "0.1.0"
 
@@ -26,7 +26,7 @@ _HOME = {
     "Reduction": "backbeat.model",
     "plan": "backbeat.api",
     "predict": "backbeat.api",
-    "strong_scaling": "backbeat.simulate.batch",
+    "strong_scaling": "backbeat.model.batches",
 }
 
 __all__ = [

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, PlanPrediction, Prediction, Profile, Reduction
+from backbeat.model.batches import strong_scaling
 from backbeat.model.reduction import reduction_named
 from backbeat.planners import is_sharded, propose
 from backbeat.planners.baselines import framework_plan
-from backbeat.simulate.batch import strong_scaling
-from backbeat.simulate.predict import predict as simulated
+from backbeat.steps.predict import predict as simulated
 
 
 def plan(

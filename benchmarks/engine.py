@@ -1,5 +1,5 @@
 """What a step takes as a graph of operations, built and run; against the recursion of one communicator, and
-the simulator of pipelines.
+pipelines against their middle simulated once.
 
     python -m benchmarks.engine
 
@@ -16,16 +16,15 @@ from functools import partial
 from backbeat import plan
 from backbeat.cost import LinkCost
 from backbeat.engine import Graph, run
-from backbeat.layouts.pipeline import _simulated, run_pipeline
+from backbeat.layouts.pipeline import run_pipeline
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Network, Profile
-from backbeat.simulate.bucket_travel import one_by_one
-from backbeat.simulate.contention import slowdown_of
-from backbeat.simulate.host_lane import device_alone
-from backbeat.simulate.schedule import Schedule
-from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_units import chain_of
+from backbeat.model.profile import device_alone
+from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketStep, bucket_graph, link_of
+from backbeat.steps.schedule import Schedule, one_by_one
+from backbeat.steps.sharded_cost import ShardedCost
+from backbeat.steps.sharded_units import chain_of
 from backbeat.steps.stage_graph import ChunkTimes, stage_graph
 from backbeat.steps.unit_graph import UnitStep, unit_graph
 from benchmarks.harness import machine
@@ -120,10 +119,8 @@ def stages() -> None:
             return stage_graph(schedule, count, micro_batches, whole, 0.01).graph
 
         name = f"{schedule}, {count} stages, {micro_batches} micro-batches"
-        whole_step = partial(_simulated, schedule, count, micro_batches, times, 0.01, "direction")  # type: ignore[arg-type]
-        compared(name, whole_step, build)
         middle = partial(run_pipeline, schedule, count, micro_batches, times, 0.01, listed=False)  # type: ignore[arg-type]
-        compared("  against its middle simulated once", middle, build)
+        compared(name, middle, build)
 
 
 if __name__ == "__main__":

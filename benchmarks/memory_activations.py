@@ -30,7 +30,7 @@ from backbeat.measure.model.chain import BlockCall
 from backbeat.model import MemoryPlan, Plan, Profile, Segment
 from backbeat.model.files import write
 from backbeat.runtime.memory import apply, find_blocks, observe
-from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.steps.memory_timeline import memory_timeline
 from backbeat.zoo import models
 
 BATCH = {"resnet152": 256, "bert_large": 64}

@@ -86,7 +86,7 @@ def work(options: argparse.Namespace) -> None:
     from backbeat.model import Plan
     from backbeat.model.files import decode, encode
     from backbeat.runtime import DistributedDataParallel
-    from backbeat.simulate.predict import predict
+    from backbeat.steps.predict import predict
 
     enter(options.namespace)
     torch.set_num_threads(1)

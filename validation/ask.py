@@ -46,7 +46,7 @@ from backbeat.model import CollectiveTimes, Fabric, Network, Plan, Profile
 from backbeat.model.network import WorkersRow
 from backbeat.model.reduction import REDUCTIONS, Reduction
 from backbeat.model.specification import Specification, reached_inside, typical_hop_s
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from validation import blocks
 from validation.cases import Case, CaseError, Table
 from validation.replays import SIMPLER, once, plan_of, profile_of, recomputed

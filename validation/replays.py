@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from backbeat.model import Gradient, MemoryPlan, Network, Plan, Profile, Segment
-from backbeat.model.batches import join
+from backbeat.model.batches import at_batch, join
 from backbeat.planners import Draft
-from backbeat.simulate.batch import at_batch
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 
 Made = TypeVar("Made")
 _MADE: dict[int, tuple[Mapping[str, Any], Any]] = {}

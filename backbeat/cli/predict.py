@@ -27,7 +27,7 @@ from backbeat.report.words import numbers
 from backbeat.report.words.answer import above_linear, caveats, knee_sentence, limit_of, memory_line, unmeasured
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import decide, sharding_sentences, stock_name
-from backbeat.simulate.predict import knee
+from backbeat.steps.predict import knee
 from backbeat.units import SCREEN, counted, format_bytes, parse_price, parse_workers
 
 _SAMPLES = 1_000_000

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backbeat.errors import InputError
-from backbeat.simulate.schedule import busy_periods
+from backbeat.steps.schedule import busy_periods
 
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = ("torch::autograd::AccumulateGrad", "AccumulateGrad")

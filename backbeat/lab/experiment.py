@@ -24,7 +24,7 @@ from backbeat.lab.setting import Setting, check_requirements
 from backbeat.measure.network.case import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.network import WorkersRow
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 
 T = TypeVar("T")
 SPARE_S = 90.0

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from backbeat.layouts.layout import Layout
 from backbeat.layouts.stage_times import StageLayers, StageTimes
 from backbeat.model import Plan, Profile
-from backbeat.simulate.schedule import Schedule
-from backbeat.simulate.sharded_units import ModelPiece, ModelPieces
+from backbeat.steps.schedule import Schedule
+from backbeat.steps.sharded_units import ModelPiece, ModelPieces
 
 FEWEST_ITERATIONS = 6
 MOST_ITERATIONS = 60

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from backbeat.lab.jobs import LayoutJob, ShardedJob, TransferJob
 from backbeat.layouts.stage_times import StageLayers, StageTimes
 from backbeat.runtime import fully_shard
-from backbeat.simulate.sharded_units import ModelPiece
+from backbeat.steps.sharded_units import ModelPiece
 
 Compute = Callable[[float], None]
 """Takes this many seconds on the device."""

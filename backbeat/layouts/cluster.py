@@ -22,10 +22,9 @@ from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
 from backbeat.model.profile import ComputeShares
-from backbeat.model.slowdown import Slowdown
+from backbeat.model.slowdown import Slowdown, slowdown_on
 from backbeat.model.topology import Load
-from backbeat.simulate.contention import slowdown_on
-from backbeat.simulate.sharded_cost import half_curve
+from backbeat.steps.sharded_cost import half_curve
 
 CALL_S, RANK_S = 25e-6, 8.5e-6
 """What a small collective takes inside a node that a layer waits for: at least, and for each further rank. All-reduces

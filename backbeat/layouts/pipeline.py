@@ -1,7 +1,6 @@
 """Pipeline schedules, as events and in closed form.
 
-A stage does what its program says (`stage_programs`). A transfer starts when both of its ends have posted it and their
-streams are free, so that schedules differ in how many of their sends a step waits for.
+Events are those of `steps/stage_graph.py`, run by the engine.
 
 Closed forms, for p stages, m micro-batches and stages of equal time t = F + B and no sends:
 GPipe and 1F1B (m + p - 1)·t; interleaved with v chunks m·t + (p - 1)·t/v; zero-bubble (m + p - 1)·(t - W) +
@@ -11,20 +10,22 @@ max(1, m - p + 1)·W, where W is the weights' part of B and takes no longer than
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from backbeat.errors import BackbeatError
+from backbeat.engine import run
+from backbeat.engine.graph import MOST_OPS, check_size
 from backbeat.layouts.stage_times import StageTimes
-from backbeat.steps.stage_programs import Operation, PipelineSchedule, Streams, Transfer, programs
+from backbeat.steps.stage_graph import ChunkTimes, stage_graph
+from backbeat.steps.stage_programs import Operation, PipelineSchedule, Streams
 
 _SIMULATED_ROUNDS = 6
 """Of as many micro-batches as stages, at first."""
+_OPS = 4
+"""Of a graph for each operation, at most: transfers are ops, too."""
 _SAME = 1e-9
 """Of the time of a period: what rounding may make of equal ones."""
 
@@ -74,10 +75,13 @@ def run_pipeline(
     """
     simulated = partial(_simulated, schedule, stages, times=times, send_s=send_s, streams=streams, late_s=late_s)
     rounds = _SIMULATED_ROUNDS
-    while rounds < count // stages and schedule != "gpipe" and stages > 1:
+    # Under GPipe transfers pile up for stages that are slower, so that ends may come at another pace.
+    whole = schedule == "gpipe" and _OPS * count * stages <= MOST_OPS
+    while rounds < count // stages and not whole:
         first_count = rounds * stages + count % stages
         short = simulated(first_count)
-        period = _period(short.performed, stages, first_count, by_rounds=schedule == "interleaved")
+        last = 2 * _OPS * len(short.performed) > MOST_OPS
+        period = _period(short.performed, schedule, stages, first_count, settled=not last)
         if period is not None:
             periods, more = divmod(count - first_count, period.size)
             return _repeated(simulated(first_count + more) if more else short, period, periods, listed=listed)
@@ -90,35 +94,49 @@ class _Period(NamedTuple):
 
     first: int
     size: int
-    seconds: float
-    """From one period to the next."""
+    seconds: Mapping[str, Sequence[float]]
+    """From one period to the next, by kind of operation and stage."""
+    backward_later: bool
+    """All of backward follows all of forward (GPipe), and moves by what forward takes longer."""
+
+    def later_s(self, kind: str, stage: int, number: int, periods: int) -> float:
+        """By how much an operation moves that stands behind so many of all additional periods."""
+        before = periods * max(self.seconds["F"]) if self.backward_later and kind != "F" else 0.0
+        return before + number * self.seconds[kind][stage]
 
 
-def _period(performed: Sequence[Performed], stages: int, count: int, *, by_rounds: bool) -> _Period | None:
-    """The period that a step of `count` micro-batches has settled into by its middle; None where it has not.
+def _period(
+    performed: Sequence[Performed], schedule: PipelineSchedule, stages: int, count: int, *, settled: bool
+) -> _Period | None:
+    """The period that a step of `count` micro-batches has settled into by its middle; None where it has not, unless
+    it need not be `settled`: then it is the mean of a round.
 
     After the first micro-batches every stage does the same again and again, later by the same time. How many
     micro-batches one period has depends on schedule and streams. Often it is one, so that a round of as many as there
     are stages repeats, too. Transfers that wait for each other in a queue have periods of their own: of two
     micro-batches, say, which on three stages repeat only after two rounds. Interleaved steps take micro-batches by
-    rounds, and whole rounds repeat.
+    rounds, and whole rounds repeat. Under GPipe forward and backward repeat apart, and each stage at a pace of its own.
     """
-    starts: list[dict[int, float]] = [{} for _ in range(stages)]
+    apart = schedule == "gpipe"
+    starts: dict[str, list[dict[int, float]]] = {kind: [{} for _ in range(stages)] for kind in ("FB" if apart else "F")}
     for each in performed:
-        if each.operation.kind == "F" and each.operation.chunk == 0:
-            starts[each.stage][each.operation.micro_batch] = each.start_s
+        if each.operation.kind in starts and each.operation.chunk == 0:
+            starts[each.operation.kind][each.stage][each.operation.micro_batch] = each.start_s
     first = count // stages // 2 * stages
     # A round first: where it repeats, a step of any length ends as a short one does.
-    step = stages if by_rounds else 1
+    step = stages if schedule == "interleaved" else 1
     for size in (stages, *range(step, (count - first) // 2 + 1, step)):
-        # The slowest stage sets the pace; others may still be ahead of it.
-        seconds = max(own[first + size] - own[first] for own in starts)
-        if all(
+        paces = {kind: [own[first + size] - own[first] for own in every] for kind, every in starts.items()}
+        if not apart:
+            # The slowest stage sets the pace; others may still be ahead of it.
+            paces = dict.fromkeys("FBW", [max(paces["F"])] * stages)
+        if not settled or all(
             math.isclose(own[micro + size] - own[micro], seconds, rel_tol=_SAME)
-            for own in starts
+            for kind, every in starts.items()
+            for own, seconds in zip(every, paces[kind], strict=True)
             for micro in range(first, count - size)
         ):
-            return _Period(first, size, seconds)
+            return _Period(first, size, paces, apart)
     return None
 
 
@@ -126,15 +144,17 @@ def _repeated(short: PipelineRun, period: _Period, periods: int, *, listed: bool
     """The step with so many more periods in the middle."""
     performed: list[Performed] = []
     for each in short.performed if listed else ():
-        micro = each.operation.micro_batch - period.first
-        later = range(periods + 1) if 0 <= micro < period.size else (0,) if micro < 0 else (periods,)
+        kind, micro, chunk = each.operation
+        inside = micro - period.first
+        later = range(periods + 1) if 0 <= inside < period.size else (0,) if inside < 0 else (periods,)
         for number in later:
-            operation = each.operation._replace(micro_batch=each.operation.micro_batch + number * period.size)
-            shift_s = number * period.seconds
+            operation = Operation(kind, micro + number * period.size, chunk)
+            shift_s = period.later_s(kind, each.stage, number, periods)
             performed.append(Performed(each.stage, operation, each.start_s + shift_s, each.end_s + shift_s))
-    ends, last = (
-        tuple(moment + periods * period.seconds for moment in moments)
-        for moments in (short.end_s, short.last_backward_s)
+    slowest = max(range(len(short.end_s)), key=lambda stage: period.seconds["B"][stage])
+    ends = tuple(moment + period.later_s("B", slowest, periods, periods) for moment in short.end_s)
+    last = tuple(
+        moment + period.later_s("B", stage, periods, periods) for stage, moment in enumerate(short.last_backward_s)
     )
     return PipelineRun(ends, last, tuple(sorted(performed, key=lambda each: each.start_s)))
 
@@ -148,199 +168,17 @@ def _simulated(
     streams: Streams,
     late_s: float | None = None,
 ) -> PipelineRun:
-    split = schedule == "zero-bubble" and stages > 1
-    seconds = [
-        {"F": each.forward_s, "B": each.input_s if split else each.backward_s, "W": each.weight_s} for each in times
+    chunks = [ChunkTimes(each.forward_s, each.input_s, each.weight_s) for each in times]
+    made = stage_graph(schedule, stages, count, chunks, send_s, streams, late_s)
+    check_size(made.graph)
+    found = run(made.graph)
+    performed = [
+        Performed(stage, operation, found.starts[op], found.ends[op])
+        for stage, own in enumerate(made.ops)
+        for operation, op in own.items()
     ]
-    transfers = _Transfers(stages, send_s, streams, late_s)
-    acts = programs(schedule, stages, count, len(times) // stages, early=streams == "direction")
-    left = [deque(each) for each in acts]
-    free = [0.0] * stages
-    waiting: set[int] = set()
-    performed: list[Performed] = []
-    stages_free = [(0.0, stage) for stage in range(stages)]
-    while stages_free or transfers.next_s < float("inf"):
-        if not stages_free or transfers.next_s <= stages_free[0][0]:
-            now = transfers.next_s
-            for stage in transfers.finish() & waiting:
-                waiting.remove(stage)
-                heapq.heappush(stages_free, (now, stage))
-            continue
-        now, stage = heapq.heappop(stages_free)
-        free[stage] = now
-        # Time stands still while a stage posts; what it computes makes it free later.
-        while left[stage] and free[stage] == now:
-            verb, what = left[stage][0]
-            if isinstance(what, Operation):
-                free[stage] += seconds[what.chunk * stages + stage][what.kind]
-                performed.append(Performed(stage, what, now, free[stage]))
-            elif verb == "post":
-                transfers.post(stage, what, now)
-            elif not transfers.done.issuperset((one, stage) for one in what):
-                waiting.add(stage)
-                break
-            left[stage].popleft()
-        if left[stage] and stage not in waiting:
-            heapq.heappush(stages_free, (free[stage], stage))
-    if any(left):
-        raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
-    # Of several chunks the one that comes first: the others' gradients become complete one after the other.
-    last = {each.stage: each.start_s for each in reversed(performed) if each.operation[:2] == ("B", count - 1)}
-    return PipelineRun(tuple(free), tuple(last[stage] for stage in range(stages)), tuple(performed))
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Transfers that one end has posted together, and that run together."""
-
-    queue: Hashable
-    left: list[Transfer]
-    """What is still to come."""
-
-
-class _Transfers:
-    """Sends and receives on their way.
-
-    A transfer starts when its batch is the first in the queues of both ends. Where receivers have buffers, its sender's
-    queue is enough, and the sender is done when all but `late_s` has arrived. What leaves a stage at the same time
-    shares its NIC, and so does what comes in; only `direction` has a NIC for each.
-    """
-
-    def __init__(self, stages: int, send_s: float, streams: Streams, late_s: float | None) -> None:
-        self._stages, self._send_s, self._streams = stages, send_s, streams
-        self._buffers = late_s is not None
-        self._late_s = min(late_s or 0.0, send_s)
-        self._queues: defaultdict[Hashable, deque[_Batch]] = defaultdict(deque)
-        self._posted: defaultdict[Transfer, dict[int, _Batch]] = defaultdict(dict)
-        """By the ends that have posted it and are not done with it."""
-        self._left_s: dict[Transfer, float] = {}
-        """What each that has started would still take alone."""
-        self._received: set[Transfer] = set()
-        """Those of them whose receiver is ready."""
-        self._unheard: dict[Transfer, Transfer] = {}
-        """Receives of which the sender does not know yet, and what the receiver sends it before it tells."""
-        self._stops: dict[Transfer, tuple[float, float]] = {}
-        """What is left of each when something next changes with it, and how soon that is."""
-        self._now = 0.0
-        self.next_s = float("inf")
-        """When something next changes."""
-        self.done: set[tuple[Transfer, int]] = set()
-        """Transfers, each with an end that is done with it."""
-
-    def post(self, stage: int, transfers: tuple[Transfer, ...], now: float) -> None:
-        batches: dict[Hashable, _Batch] = {}
-        for transfer in transfers:
-            queue = self._queue(transfer, stage)
-            batch = batches.setdefault(queue, _Batch(queue, []))
-            batch.left.append(transfer)
-            self._posted[transfer][stage] = batch
-        for queue, batch in batches.items():
-            self._queues[queue].append(batch)
-            if self._streams == "connection":
-                self._tell(batch, stage)
-            self._start(batch, now)
-        if self._now == now:
-            self._look_ahead()
-
-    def finish(self) -> set[int]:
-        """Let what is next happen; the stages that are done with a transfer."""
-        self._move(self.next_s)
-        touched: set[int] = set()
-        for transfer in self._stops:
-            origin, to = self._ends(transfer)
-            if self._left_s[transfer] <= self._late_s and origin in self._posted[transfer]:
-                self._release(transfer, origin)
-                touched.add(origin)
-            if self._left_s[transfer] <= 0 and transfer in self._received:
-                self._release(transfer, to)
-                touched.add(to)
-                self._received.remove(transfer)
-                del self._left_s[transfer], self._posted[transfer]
-                self._hear(transfer)
-        self._look_ahead()
-        return touched
-
-    def _ends(self, transfer: Transfer) -> tuple[int, int]:
-        to = transfer[2] % self._stages
-        return (to + (-1 if transfer[0] == "F" else 1)) % self._stages, to
-
-    def _queue(self, transfer: Transfer, stage: int) -> Hashable:
-        if self._streams == "rank":
-            return stage
-        origin, to = self._ends(transfer)
-        peer = origin if stage == to else to
-        return (stage, peer) if self._streams == "pair" else (stage, peer, stage == to)
-
-    def _start(self, batch: _Batch, now: float) -> None:
-        """What is first at both ends; at its sender's alone where a buffer takes it."""
-        for transfer in batch.left:
-            sends, receives = (self._reached(transfer, end) for end in self._ends(transfer))
-            if sends and (receives or self._buffers) and transfer not in self._unheard:
-                if now > self._now:
-                    self._move(now)
-                self._left_s.setdefault(transfer, self._send_s)
-                if receives:
-                    self._received.add(transfer)
-
-    def _reached(self, transfer: Transfer, end: int) -> bool:
-        """Whether an end has come to it in its queue."""
-        batch = self._posted[transfer].get(end)
-        return (transfer, end) in self.done if batch is None else self._queues[batch.queue][0] is batch
-
-    def _release(self, transfer: Transfer, end: int) -> None:
-        """An end is done with it, and comes to what it has posted next."""
-        self.done.add((transfer, end))
-        batch = self._posted[transfer].pop(end)
-        batch.left.remove(transfer)
-        queue = self._queues[batch.queue]
-        if not batch.left:
-            queue.popleft()
-            if queue:
-                self._start(queue[0], self._now)
-
-    def _tell(self, batch: _Batch, stage: int) -> None:
-        """A receiver tells the sender that it is ready, behind what it is sending to it."""
-        for transfer in batch.left:
-            origin, to = self._ends(transfer)
-            before = [one for one in self._left_s if self._ends(one) == (to, origin)]
-            if stage == to and before:
-                self._unheard[transfer] = before[0]
-
-    def _hear(self, done: Transfer) -> None:
-        for transfer in [one for one, before in self._unheard.items() if before == done]:
-            del self._unheard[transfer]
-            for batch in tuple(self._posted[transfer].values()):
-                self._start(batch, self._now)
-
-    def _stop_s(self, transfer: Transfer) -> float | None:
-        """What is left when its sender is done or when it has arrived; None where it waits for its receiver."""
-        if self._ends(transfer)[0] in self._posted[transfer]:
-            return min(self._left_s[transfer], self._late_s)
-        return 0.0 if transfer in self._received else None
-
-    def _move(self, now: float) -> None:
-        for transfer, (stop_s, soon_s) in self._stops.items():
-            if now >= self._now + soon_s:
-                self._left_s[transfer] = stop_s
-            else:
-                self._left_s[transfer] -= (self._left_s[transfer] - stop_s) * (now - self._now) / soon_s
-        self._now = now
-
-    def _look_ahead(self) -> None:
-        stops = {one: stop_s for one in self._left_s if (stop_s := self._stop_s(one)) is not None}
-        slowed = self._slowed([one for one, stop_s in stops.items() if self._left_s[one] > stop_s])
-        self._stops = {
-            one: (stop_s, (self._left_s[one] - stop_s) * slowed.get(one, 1)) for one, stop_s in stops.items()
-        }
-        self.next_s = self._now + min((soon_s for _, soon_s in self._stops.values()), default=float("inf"))
-
-    def _slowed(self, moving: list[Transfer]) -> dict[Transfer, int]:
-        """How many share the busier of the two NICs that each crosses."""
-        if self._streams == "direction":
-            return {}
-        ends = {transfer: self._ends(transfer) for transfer in moving}
-        out, into = (Counter(each) for each in zip(*ends.values(), strict=True)) if ends else (Counter(), Counter())
-        return {transfer: max(out[origin], into[to]) for transfer, (origin, to) in ends.items()}
+    performed.sort(key=lambda each: each.start_s)
+    return PipelineRun(made.ends(found), made.last_backward(found), tuple(performed))
 
 
 def closed_form(

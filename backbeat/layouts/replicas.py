@@ -27,8 +27,8 @@ from backbeat.layouts.sharded_stage import units_added
 from backbeat.layouts.stage_times import Added, StageLayers, StageTimes
 from backbeat.layouts.transformer import Transformer, weights
 from backbeat.model.reduction import Reduction
-from backbeat.simulate.contention import least_s
-from backbeat.simulate.schedule import capped
+from backbeat.model.slowdown import least_s
+from backbeat.steps.schedule import capped
 
 _UPDATE_BYTES = 34
 """Moved for each parameter that Adam updates: its gradient (read for the norm as well), master copy and two moments in

@@ -1,7 +1,7 @@
 """What units add to the passes of a stage that shards them over replicas (ZeRO 2 and 3).
 
 A unit is the embedding, a layer or the head. Their collectives take turns on one link, in the order in which FSDP2
-issues them (`simulate/sharded_calls.py`): a unit is gathered once the one before it computes, and scattered once its
+issues them (`steps/sharded_calls.py`): a unit is gathered once the one before it computes, and scattered once its
 own backward is done; that waits until the scatter before has let go of its input. The order is fixed, so every moment
 is the latest of others, later by a time that is given: no pass becomes longer because something takes less time, nor
 shorter because a stage has one unit more.

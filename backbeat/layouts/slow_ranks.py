@@ -12,10 +12,10 @@ import math
 import statistics
 from collections.abc import Mapping
 
+from backbeat.cost.stragglers import Straggling, straggling
 from backbeat.errors import InputError
 from backbeat.layouts.layout import Layout
 from backbeat.layouts.measured_block import MeasuredBlock
-from backbeat.simulate.stragglers import Straggling, straggling
 
 
 def check_stragglers(stragglers: Mapping[int, float], gpus: int, per_node: int) -> None:

@@ -17,7 +17,7 @@ from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PartSeconds, seconds_of
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.transformer import Transformer
-from backbeat.simulate.contention import together_s
+from backbeat.model.slowdown import together_s
 
 
 @dataclass(frozen=True, slots=True)

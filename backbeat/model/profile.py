@@ -342,3 +342,11 @@ class Profile(Document, frozen=True, kw_only=True):
     def analytic(self) -> bool:
         """Computed from shapes and peak rates rather than measured."""
         return isinstance(self.source, Source) and self.source.method == "analytic"
+
+
+def device_alone(profile: Profile) -> Profile:
+    """The profile with the device's own times, without the waiting for the host that a launch-bound iteration holds."""
+    own_s, whole = profile.device_s, profile.forward_s + profile.backward_s
+    if own_s is None:
+        return profile
+    return replace(profile.slower(own_s / whole) if own_s < whole else profile, device_s=None)

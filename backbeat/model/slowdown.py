@@ -1,21 +1,32 @@
-"""How much longer computation takes beside communication: in a network's file, and as data of an accelerator."""
+"""How much longer computation takes beside communication: in a network's file, as data of an accelerator, and which of
+them holds for a profile on a network.
+
+NCCL's kernels take multiprocessors and memory bandwidth away from whatever runs beside them, from a message's launch to
+its end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Meta
 
+from backbeat.cost.accelerators import Accelerator, accelerator
+from backbeat.cost.collectives import traffic
 from backbeat.model.checks import Checked
-from backbeat.model.files import Document, Source
-from backbeat.model.profile import ComputeShares
+from backbeat.model.files import ZOO, Document, Source
+from backbeat.model.profile import ComputeShares, Profile
+
+if TYPE_CHECKING:
+    from backbeat.model.network import Network
 
 Transport = Literal["nvlink", "nvls", "infiniband", "efa", "sockets"]
 Factor = Annotated[float, Meta(ge=1)]
 WORK_KINDS = ("matmul", "attention", "memory")
+EMULATED = ZOO / "accelerators" / "h200-contention.json"
+_WORTH_SAYING = 1.005
 
 RING_MEMORY = 3.0
 """Bytes of a GPU's own memory that a ring all-reduce moves for each byte on its bus: it reads the gradient and what
@@ -131,3 +142,82 @@ class SlowdownCurve(NamedTuple):
         steepness = (self.factors[-1] - self.factors[-2]) / (self.sm_shares[-1] - self.sm_shares[-2])
         base = float(np.interp(sm_share, self.sm_shares, self.factors)) + beyond * steepness
         return base + self.per_memory * memory_share
+
+
+def least_s(compute_s: float, in_flight_s: float, slowdown: float) -> float:
+    """What computation takes at least with messages in flight that long: it cannot avoid them."""
+    return compute_s + (1 - 1 / slowdown) * in_flight_s
+
+
+def together_s(compute_s: float, in_flight_s: float, slowdown: float = 1.0) -> float:
+    """Computation and one message, or messages without a pause, that start together: until both are done.
+
+    3 s of each, computation beside messages taking twice as long: after 3 s half of it is left.
+
+    >>> together_s(3.0, 3.0, 2.0), together_s(3.0, 3.0), together_s(1.0, 3.0, 2.0)
+    (4.5, 3.0, 3.0)
+    """
+    return max(in_flight_s, least_s(compute_s, in_flight_s, slowdown))
+
+
+class ComputeSlowdown(NamedTuple):
+    """Computation beside communication."""
+
+    factor: float = 1.0
+    """How many times as long it takes."""
+    notes: tuple[str, ...] = ()
+
+
+def slowdown_of(profile: Profile, network: Network, *, sharded: bool = False) -> ComputeSlowdown:
+    """How much longer this profile's computation takes while this network carries its gradients, or, under a `sharded`
+    plan, its all-gathers and reduce-scatters.
+
+    What the network's file measured comes first. Otherwise it is the emulation on an H200, for the transport's channels
+    and the network's bandwidth; on other accelerators by the shares of multiprocessors and memory bandwidth that these
+    take there, which is an assumption. It is 1 where the network does not name a transport or the profile's device is
+    no accelerator of the table.
+    """
+    found = slowdown_on(network, accelerator(profile.device), sharded=sharded)
+    if found is None:
+        return ComputeSlowdown()
+    factor = found[0].of(profile.compute_shares)
+    note = f"computation takes {factor:.2f} times as long beside communication ({found[1]})"
+    return ComputeSlowdown(factor, (note,) if factor >= _WORTH_SAYING else ())
+
+
+def slowdown_on(network: Network, device: Accelerator | None, *, sharded: bool = False) -> tuple[Slowdown, str] | None:
+    """The slowdown of each kind of work on such a device beside this network's collectives, and where it is from; None
+    where nobody knows."""
+    if network.workers == 1:
+        return None
+    measured = network.slowdown
+    if sharded and network.sharded is not None and network.sharded.slowdown is not None:
+        measured = network.sharded.slowdown
+    if measured is not None:
+        return measured, "as measured on this cluster"
+    transport = _transport(network)
+    if transport is None or device is None:
+        return None
+    data = emulated()
+    channels = CHANNELS[transport]
+    slope = network.cost.isolated.link_s_per_byte
+    bus = traffic("all_reduce", "ring", network.workers) / slope if slope > 0 else 0.0
+    moved = min(channels.memory * bus / device.bytes_per_s, 1.0)
+    same = device.name == data.accelerator
+    where = f"emulated on an {data.accelerator}" + ("" if same else f", scaled to the {device.name} by assumption")
+    return data.slowdown(min(channels.sms / device.multiprocessors, 1.0), moved), f"{where} for {transport}"
+
+
+def _transport(network: Network) -> Transport | None:
+    """Of all workers in one node, where others are joined by a network, NVLink is taken to carry their messages."""
+    topology = network.topology
+    if topology.transport is None or network.nodes > 1 or topology.gpus_per_node == 1:
+        return topology.transport
+    if topology.transport == "nvls" or "nvls" in (topology.algorithm, topology.inside_algorithm):
+        return "nvls"
+    return "nvlink"
+
+
+@lru_cache(maxsize=1)
+def emulated() -> Contention:
+    return Contention.load(EMULATED)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Network, Plan, Profile
+from backbeat.model.profile import device_alone
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import asc_wfbp, ddp, horovod, mg_wfbp, single, wfbp
 from backbeat.planners.best import best
@@ -19,8 +20,8 @@ from backbeat.planners.memory_plan import plan_within_memory
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
-from backbeat.simulate.host_lane import HostLane, device_alone
-from backbeat.simulate.predict import predict
+from backbeat.steps.host_lane import HostLane
+from backbeat.steps.predict import predict
 from backbeat.units import format_bytes
 
 __all__ = [

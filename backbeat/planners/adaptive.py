@@ -19,7 +19,7 @@ from backbeat.cost import LinkCost
 from backbeat.model import Network, Profile
 from backbeat.model.reduction import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.simulate.schedule import capped, running_sums
+from backbeat.steps.schedule import capped, running_sums
 from backbeat.units import format_bytes
 
 _EXACT_GRADIENTS = 1000

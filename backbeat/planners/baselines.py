@@ -7,10 +7,10 @@ from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.plan import DynamicFusion
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.reduction import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
+from backbeat.model.slowdown import slowdown_of
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.simulate.bucket_travel import fuse_beside
-from backbeat.simulate.contention import slowdown_of
-from backbeat.simulate.schedule import capped
+from backbeat.steps.fusion import fuse_beside
+from backbeat.steps.schedule import capped
 
 
 def wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:

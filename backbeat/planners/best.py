@@ -19,14 +19,14 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
 from backbeat.cost import LinkCost
+from backbeat.cost.bound import communication_bound
 from backbeat.model import Network, Profile
+from backbeat.model.slowdown import slowdown_of
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import asc_wfbp, ddp, mg_wfbp, single, wfbp
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.merge_buckets import iteration_s, simplified
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
-from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.contention import slowdown_of
 
 SIMPLER_WITHIN = 0.01
 """Of two plans whose predicted iterations differ by no more than this share, the simpler is taken."""
@@ -66,7 +66,7 @@ def _without_contention(profile: Profile, network: Network, options: StrategyOpt
     deadline = time.monotonic() + options.budget_s if options.budget_s is not None else float("inf")
     search = _Search(profile, cost, deadline)
     one = search.score(Draft(best_ends(profile, cost)))
-    floor = communication_bound(profile, cost, most)
+    floor = communication_bound(profile.ready, profile.sizes, cost, most)
     candidates, fastest = [one], floor
     # Several communicators are worth trying only if they could gain enough.
     if iteration_s(profile, one[0]) > iteration_s(profile, floor) * (1 + SIMPLER_WITHIN):

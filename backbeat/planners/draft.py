@@ -11,8 +11,8 @@ from backbeat.cost import LinkCost
 from backbeat.model import Profile
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
 from backbeat.model.sharding import ShardedDtype
-from backbeat.simulate.bucket_travel import BucketTravel
-from backbeat.simulate.schedule import Schedule
+from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

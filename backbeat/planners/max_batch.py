@@ -9,14 +9,13 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
-from backbeat.model.batches import same_blocks
+from backbeat.model.batches import at_batch, same_blocks
+from backbeat.model.blocks import BlockRanges
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch, reserve_for, too_small, usable
-from backbeat.simulate.actions import BlockRanges
-from backbeat.simulate.batch import at_batch
-from backbeat.simulate.memory_timeline import Chain
-from backbeat.simulate.predict import predict
-from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.steps.memory_timeline import Chain
+from backbeat.steps.predict import predict
+from backbeat.steps.resident_memory import ResidentMemory
 
 _STEP = 8
 """Larger batches are multiples of this, as devices like them."""

@@ -1,6 +1,6 @@
 """The plan with the least peak of device memory, exactly, by a programme over the chain.
 
-Memory is counted in the order in which work is issued (`simulate/memory_timeline`), so a peak depends on sizes alone,
+Memory is counted in the order in which work is issued (`steps/memory_timeline`), so a peak depends on sizes alone,
 never on times. Blocks are taken in the order of forward. Later ranges need to know little of those before them:
 
 - the bytes that these hold on the device until backward, but for the tensor that enters the next range;
@@ -19,9 +19,9 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
+from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
 from backbeat.planners.memory_moves import one_by_one, recompute_needs
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
-from backbeat.simulate.memory_timeline import Chain
+from backbeat.steps.memory_timeline import Chain
 
 _DROPPED = RECOMPUTE
 """What a recomputed block does with its output: it is gone unless the next block keeps it."""
@@ -70,7 +70,7 @@ class LeastPeak:
     """The programme over one chain. A room is what a peak may have beyond what is always there (`Chain.base`).
 
     >>> from backbeat.model import Profile
-    >>> from backbeat.simulate.resident_memory import ResidentMemory
+    >>> from backbeat.steps.resident_memory import ResidentMemory
     >>> profile = Profile.load("gpt2-b8-bf16-h200")
     >>> chain = Chain(profile, ResidentMemory.of(profile))
     >>> programme = LeastPeak(chain)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
-from backbeat.simulate.memory_timeline import Chain
-from backbeat.simulate.schedule import running_sums
+from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
+from backbeat.steps.memory_timeline import Chain
+from backbeat.steps.schedule import running_sums
 
 _FRONT = 128
 """Pairs kept for each block by `Segmenter`; a longer front is thinned."""

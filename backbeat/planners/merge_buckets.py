@@ -27,8 +27,7 @@ from backbeat.cost import LinkCost
 from backbeat.model import Profile
 from backbeat.model.reduction import DDP_BUCKET_BYTES
 from backbeat.planners.draft import Draft
-from backbeat.simulate.bucket_travel import one_by_one
-from backbeat.simulate.schedule import running_sums
+from backbeat.steps.schedule import one_by_one, running_sums
 
 SLOWER = 1.25
 """Times as long as predicted."""

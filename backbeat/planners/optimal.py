@@ -29,7 +29,7 @@ from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.merge_buckets import Conditions, latest_end, merged, possible_costs
-from backbeat.simulate.schedule import running_sums
+from backbeat.steps.schedule import running_sums
 
 Finishes = Callable[[int, NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 

@@ -22,14 +22,14 @@ from backbeat.model import Network, Profile, Sharding
 from backbeat.model.blocks import MemoryPlan, Segment
 from backbeat.model.plan import Plan
 from backbeat.model.sharding import Mesh, ShardedDtype, ShardUnit
+from backbeat.model.slowdown import slowdown_of
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
-from backbeat.simulate.contention import slowdown_of
-from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_memory import sharded_memory
-from backbeat.simulate.sharded_step import run_step
-from backbeat.simulate.sharded_units import ModelPieces, ShardedChain, padded
+from backbeat.steps.sharded_cost import ShardedCost
+from backbeat.steps.sharded_memory import sharded_memory
+from backbeat.steps.sharded_step import run_step
+from backbeat.steps.sharded_units import ModelPieces, ShardedChain, padded
 
 Between = Literal["reshard", "whole", "last"]
 """What units do between micro-batches: see `ShardChoice.accumulate`."""

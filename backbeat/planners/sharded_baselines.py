@@ -10,7 +10,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.sharding import Mesh, ShardedDtype, Sharding, ShardUnit
 from backbeat.planners.draft import StrategyOptions
-from backbeat.simulate.sharded_units import ModelPieces, repeated
+from backbeat.steps.sharded_units import ModelPieces, repeated
 
 
 def fsdp(profile: Profile, network: Network, options: StrategyOptions) -> Plan:

@@ -18,7 +18,7 @@ from backbeat.importers.trace_facts import Transfer, arrays, collect, union
 from backbeat.model import Network, Plan, Profile, Span
 from backbeat.model import files as model_files
 from backbeat.planners.draft import Draft
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from backbeat.units import first_to_last
 
 _JOIN_S = 20e-6

@@ -12,6 +12,7 @@ from typing import Any
 from backbeat import api
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
+from backbeat.model.batches import strong_scaling
 from backbeat.planners import is_sharded
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.chrome_trace import TracedIteration
@@ -19,9 +20,8 @@ from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective,
 from backbeat.report.measured import Measured
 from backbeat.report.study_row import Compared, DeviceFit, Question, StudyRow, by_whole_batch, device_fit, study_row
 from backbeat.report.words.numbers import fastest
-from backbeat.simulate.batch import strong_scaling
-from backbeat.simulate.predict import predict
-from backbeat.simulate.sharded_units import ModelPieces, repeated
+from backbeat.steps.predict import predict
+from backbeat.steps.sharded_units import ModelPieces, repeated
 from backbeat.units import parse_workers
 
 STOCK, PLANNED = "ddp", "best"

@@ -15,13 +15,13 @@ from backbeat import api
 from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Memory, MemoryPlan, Network, Plan, Prediction, Profile, Reduction
+from backbeat.model.batches import extrapolates, strong_scaling, with_sibling
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.planners.max_batch import largest_batch, with_blocks
-from backbeat.simulate.batch import extrapolates, strong_scaling, with_sibling
-from backbeat.simulate.memory_timeline import memory_timeline
-from backbeat.simulate.predict import predict
-from backbeat.simulate.resident_memory import ResidentMemory
-from backbeat.simulate.sharded_memory import sharded_memory
+from backbeat.steps.memory_timeline import memory_timeline
+from backbeat.steps.predict import predict
+from backbeat.steps.resident_memory import ResidentMemory
+from backbeat.steps.sharded_memory import sharded_memory
 from backbeat.units import format_bytes
 
 Compared = Mapping[str, Any] | Plan | Reduction

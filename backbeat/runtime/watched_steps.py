@@ -26,7 +26,7 @@ from backbeat.runtime.reduce.stock_wrapper import StockDistributedDataParallel
 from backbeat.runtime.reduce.timing import Recorder, median
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 from backbeat.runtime.weak_call import WeakCall
-from backbeat.simulate.schedule import covered_s
+from backbeat.steps.schedule import covered_s
 
 if TYPE_CHECKING:
     from backbeat.model import Plan

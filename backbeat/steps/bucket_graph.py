@@ -24,9 +24,8 @@ from backbeat.cost import LinkCost, MessageTimes
 from backbeat.engine import Graph, GraphTimes, SharedLink
 from backbeat.engine.graph import NO_OP
 from backbeat.model.reduction import Overlap
-from backbeat.simulate.contention import ComputeClock
-from backbeat.simulate.schedule import Flow, Schedule
 from backbeat.steps.host_issue import HostIssue, IssuedWork
+from backbeat.steps.schedule import ComputeClock, Flow, Schedule
 
 COMPUTE = ("compute",)
 HOST = ("host",)

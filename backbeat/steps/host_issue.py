@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from backbeat.simulate.host_lane import COLLECTIVE_S, GRADIENT_S
+from backbeat.steps.host_lane import COLLECTIVE_S, GRADIENT_S
 from backbeat.steps.model_chain import ModelChain
 
 

@@ -13,9 +13,9 @@ from typing import Literal
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Profile
-from backbeat.model.profile import ComputeShares
-from backbeat.simulate.host_lane import HostLane, device_alone
-from backbeat.simulate.sharded_units import ModelPiece, ModelPieces, innermost, owning_module
+from backbeat.model.profile import ComputeShares, device_alone
+from backbeat.steps.host_lane import HostLane
+from backbeat.steps.sharded_units import ModelPiece, ModelPieces, innermost, owning_module
 
 Dimension = Literal["tensor", "context", "expert"]
 Pass = Literal["forward", "backward"]

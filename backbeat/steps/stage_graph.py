@@ -4,17 +4,20 @@ A transfer starts when both of its ends have posted it and come to it, so that s
 sends a step waits for. An end comes to what it posted together once it is done with what it posted before in the same
 queue: one for each neighbour and direction, for each neighbour, or for all (`Streams`). Where receivers have buffers, a
 transfer starts when its sender comes to it; all but what is left then arrives, and the sender is done.
+
+On one *connection* a stage tells its neighbour that it is ready to receive behind what it has to send there. Of two
+that swap, one's word is already on its way: the gradient goes first, then the activation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from backbeat.engine import Graph, GraphTimes
 from backbeat.engine.graph import Label
-from backbeat.steps.stage_programs import Operation, PipelineSchedule, Transfer, programs
+from backbeat.steps.stage_programs import Operation, PipelineSchedule, Streams, Transfer, programs
 
 
 class ChunkTimes(NamedTuple):
@@ -54,7 +57,7 @@ def stage_graph(
     count: int,
     chunks: Sequence[ChunkTimes],
     send_s: float,
-    streams: Literal["direction", "pair", "rank"] = "direction",
+    streams: Streams = "direction",
     late_s: float | None = None,
 ) -> StageGraph:
     """`count` micro-batches. `chunks` are in the order of layers: chunk c of stage s is c·stages + s. `late_s` is what
@@ -119,9 +122,13 @@ class _StageBuilding:
             origin = (to + (-1 if transfer[0] == "F" else 1)) % self.stages
             peer = origin if stage == to else to
             queue: Hashable = stage if self.streams == "rank" else (stage, peer)
-            if self.streams == "direction":
+            if self.streams in ("direction", "connection"):
                 queue = stage, peer, stage == to
             waits = (*after, *self.queues.get(queue, ()))
+            if self.streams == "connection" and stage == to:
+                # Of what leaves with it, only an activation waits for a gradient.
+                leaving = batches if transfer[0] == "F" else {}
+                waits += (*self.queues.get((stage, peer, False), ()), *leaving.get((stage, peer, False), ()))
             done = self._end(transfer, origin, to, waits, sends=stage == origin)
             self.done[transfer, stage] = done
             batches.setdefault(queue, []).append(done)

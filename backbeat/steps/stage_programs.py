@@ -16,7 +16,7 @@ Streams = Literal["direction", "connection", "pair", "rank"]
 
 `direction`: those to one neighbour, and those from it, each on a NIC of its own, with receives posted early: nothing
 holds up what is ready, which meets published rows of Megatron's best. The others are torch's, and share a NIC.
-`connection`: the same, but a stage tells its neighbour that it is ready to receive behind what it is sending to it, so
+`connection`: the same, but a stage tells its neighbour that it is ready to receive behind what it has to send to it, so
 that a swap takes two sends (gloo). `pair`: all with one neighbour (NCCL in torch 2.13). `rank`: all (NCCL before)."""
 
 

@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 
 from backbeat.engine import Graph
 from backbeat.engine.graph import Lane
-from backbeat.simulate.sharded_calls import Call, calls
-from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_units import ShardedChain
 from backbeat.steps.bucket_graph import COMPUTE, link_of
+from backbeat.steps.sharded_calls import Call, calls
+from backbeat.steps.sharded_cost import ShardedCost
+from backbeat.steps.sharded_units import ShardedChain
 
 _COPY_IN: tuple[Lane, ...] = ("copy in",)
 _GATHER, _SCATTER, _REPLICATE = ((("communicator", number),) for number in range(3))

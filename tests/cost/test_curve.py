@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from backbeat.cost.curve import Curve, relative_line
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network
-from backbeat.simulate.bucket_travel import BucketTravel
-from backbeat.simulate.schedule import Schedule
+from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.schedule import Schedule
 from tests.problems import affine, curve, networks
-from tests.simulate.test_bucket_travel import by_engine, recursion
+from tests.steps.test_bucket_travel import by_engine, recursion
 
 SIZES = np.array([0, 1, 100, 1024, 5000, 2**20, 3 * 2**20, 2**30], dtype=float)
 

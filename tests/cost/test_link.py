@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from backbeat.cost import Batch, Curve, LinkCost
 from backbeat.model import ConcurrencyPoint
-from backbeat.simulate.bucket_travel import BucketTravel
-from backbeat.simulate.schedule import Schedule
+from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.schedule import Schedule
 from tests.problems import affine, curve
 
 MEGABYTE = 10**6

@@ -16,7 +16,7 @@ from backbeat.importers.kineto import load
 from backbeat.model import Gradient, Network, Profile
 from backbeat.planners import propose
 from backbeat.report.measured import read_trace
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from tests.problems import make_profile
 
 GLOO = Path(__file__).parent / "fsdp2-gloo-2.13.json.gz"

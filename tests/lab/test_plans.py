@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from backbeat.errors import InputError
 from backbeat.lab import plans
 from backbeat.planners import Draft
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from tests.lab.cases import network, profile
 
 

@@ -19,8 +19,8 @@ from backbeat.layouts.replicas import (
     rank_parameters,
 )
 from backbeat.layouts.stage_times import StageLayers, split_layers
-from backbeat.simulate.contention import contended
-from backbeat.simulate.schedule import Flow
+from backbeat.steps.fusion import contended
+from backbeat.steps.schedule import Flow
 
 MODELS = st.sampled_from(["llama-3.2-1b", "llama-3-8b", "gpt3-13b", "mixtral-8x7b", "deepseek-v3"])
 

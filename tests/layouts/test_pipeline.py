@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.layouts.pipeline import _simulated, _Transfers, closed_form, run_pipeline
+from backbeat.engine import run
+from backbeat.layouts.pipeline import _simulated, closed_form, run_pipeline
 from backbeat.layouts.stage_times import StageTimes
+from backbeat.steps.stage_graph import _StageBuilding
 from backbeat.steps.stage_programs import in_flight, order
 
 seconds = st.floats(0.1, 5.0)
@@ -128,7 +130,7 @@ def test_every_schedule_keeps_order_and_does_all_work(
 @given(
     st.sampled_from([("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)]),
     st.sampled_from(["direction", "connection", "pair", "rank"]),
-    st.lists(st.tuples(seconds, seconds, seconds), min_size=2, max_size=4),
+    st.lists(st.tuples(seconds, seconds, seconds), min_size=1, max_size=4),
     st.tuples(st.integers(8, 14), st.integers(0, 1)),
     st.tuples(st.floats(0, 3), st.sampled_from([None, 0.0, 0.5])),
 )
@@ -136,7 +138,7 @@ def test_every_schedule_keeps_order_and_does_all_work(
 def test_the_middle_of_a_long_step_is_simulated_once(
     schedule: Any, streams: Any, shapes: list[Any], length: tuple[int, int], sends: tuple[float, float | None]
 ) -> None:
-    name, chunks = schedule
+    name, chunks = schedule if len(shapes) > 1 else ("1f1b", 1)
     times, stages = [StageTimes(*shape) for shape in shapes] * chunks, len(shapes)
     count = length[0] * stages + (length[1] if chunks == 1 else 0)
     send, late = sends[0], None if sends[1] is None else sends[0] * sends[1]
@@ -218,12 +220,15 @@ def test_an_activation_and_a_gradient_that_leave_at_once_share_a_nic() -> None:
 def test_what_leaves_the_stage_in_the_middle_at_once_or_comes_to_it_shares_its_nic(
     streams: Any, takes: float, activation: Any, gradient: Any
 ) -> None:
-    moving = _Transfers(3, 1.0, streams, None)
+    moving = _StageBuilding(3, 1.0, streams, None)
     for stage in range(3):
-        its_own = tuple(one for one in (activation, gradient) if stage in moving._ends(one))
-        moving.post(stage, its_own, 0.0)
-    assert moving.next_s == takes
-    assert moving.finish() == {0, 1, 2}
+        its_own = tuple(one for one in (activation, gradient) if stage in ends_of(one))
+        moving.post(stage, its_own, ())
+    assert run(moving.graph).ends == [takes, takes]
+
+
+def ends_of(transfer: Any) -> tuple[int, int]:
+    return transfer[2] % 3, (transfer[2] + (-1 if transfer[0] == "F" else 1)) % 3
 
 
 def test_unequal_stages_wait_for_the_slowest() -> None:
@@ -267,3 +272,10 @@ def test_stages_that_compute_less_end_no_later(data: st.DataObject) -> None:
 
     shared = 1 if streams == "direction" else 2
     assert ends(fast, send) <= ends(slow, shared * send) * (1 + 1e-9)
+
+
+def test_a_step_too_long_to_be_simulated_whole_takes_what_its_middle_takes() -> None:
+    times = [StageTimes(1.0 + 0.1 * stage, 1.0, 1.0) for stage in range(4)]
+    for schedule in ("gpipe", "1f1b"):
+        few, many = (run_pipeline(schedule, 4, count, times, 0.1, listed=False).seconds for count in (1000, 41000))  # type: ignore[arg-type]
+        assert many - few == pytest.approx(40000 * (3.3 + (0.2 if schedule == "gpipe" else 0)), rel=0.1)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat import layouts
+from backbeat.cost.stragglers import straggling
 from backbeat.layouts import Layout
 from backbeat.layouts.conventions import conventions_named
 from backbeat.layouts.measured_block import MeasuredBlock
 from backbeat.layouts.slow_ranks import slow_pipelines, step_wait
 from backbeat.model import Gradient
 from backbeat.model.slowdown import Slowdown
-from backbeat.simulate.stragglers import straggling
 
 H100 = {each: replace(layouts.cluster_of("dgx-h100"), contention=each) for each in (False, True)}
 """Shared, so that each of its collectives is looked up once."""

@@ -12,7 +12,7 @@ import pytest
 import backbeat as bb
 import backbeat.model.schemas
 from backbeat.model import Bucket, Mesh, ShardUnit
-from backbeat.simulate.schedule import Schedule
+from backbeat.steps.schedule import Schedule
 from tests.problems import put
 
 PLAN: dict[str, Any] = {

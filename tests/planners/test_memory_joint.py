@@ -10,7 +10,7 @@ import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.planners.compressed_or_dense import SMALL_BYTES
-from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.steps.memory_timeline import memory_timeline
 from tests.chains import chains, resnet152
 from tests.problems import affine, make_profile, networks, profiles
 

@@ -18,7 +18,7 @@ from backbeat.planners.baselines import merge_sweep
 from backbeat.planners.best import SIMPLER_WITHIN, _neighbours
 from backbeat.planners.draft import Draft
 from backbeat.planners.merge_buckets import simplified
-from backbeat.simulate.schedule import capped
+from backbeat.steps.schedule import capped
 from tests.problems import affine, curve, every_partition, make_profile, networks, profiles
 
 MIB = 2**20

@@ -18,7 +18,7 @@ from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.shard_problem import ShardChoice, ShardProblem
 from backbeat.planners.shard_search import ShardSearch, _neighbours
 from backbeat.planners.unit_programme import unit_ends
-from backbeat.simulate.sharded_memory import sharded_memory
+from backbeat.steps.sharded_memory import sharded_memory
 from tests.problems import affine, curve, make_profile
 
 MB = 10**6

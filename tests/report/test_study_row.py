@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backbeat as bb
+from backbeat.model.batches import at_batch, with_sibling
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.report.study_row import Compared, Question, study_row
-from backbeat.simulate.batch import at_batch, with_sibling
 
 BATCH_8, BATCH_1 = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Profile.load("llama-8b-b1-bf16-adamw-h200")
 NETWORK = bb.Network.load("nvlink-ib400").at(workers=16)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from backbeat.model import Block, Gradient, Memory, MemoryPlan, Plan, Profile, Segment
-from backbeat.simulate.sharded_memory import sharded_memory
+from backbeat.steps.sharded_memory import sharded_memory
 from tests.sharded_problems import sharded_plan
 
 WIDTH, SAMPLES, SHARDS, BLOCKS = 256, 4, 8, 4

@@ -30,7 +30,7 @@ from backbeat.runtime.integrations.watching import lightning_watch, scalars, wat
 from backbeat.runtime.reduce.timing import TimedStep
 from backbeat.runtime.watch import Watch, _over_ranks
 from backbeat.runtime.watched_steps import HookedSteps, RankFigures, _figures, _promised
-from backbeat.simulate.schedule import covered_s
+from backbeat.steps.schedule import covered_s
 from tests.forks import Fork, torchrun
 
 JOB = """

@@ -19,14 +19,15 @@ from backbeat.cost import LinkCost
 from backbeat.engine import run
 from backbeat.model import Bucket, Compression, Network, Plan, Profile, Reduction
 from backbeat.model.reduction import REDUCTIONS
-from backbeat.simulate.bucket_travel import BucketTravel, one_by_one
-from backbeat.simulate.compressed_cost import CompressedCost, compress_s
-from backbeat.simulate.contention import contended, slowdown_of
-from backbeat.simulate.framework_step import framework_iteration, gather_parts
-from backbeat.simulate.iteration import BucketRun, bucket_iteration, exposed_breakdown
-from backbeat.simulate.schedule import Flow, Schedule
-from backbeat.simulate.sharded_cost import half_curve
+from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketGraph, BucketStep, bucket_graph, link_of
+from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.compressed_cost import CompressedCost, compress_s
+from backbeat.steps.framework_step import framework_iteration, gather_parts
+from backbeat.steps.fusion import contended
+from backbeat.steps.iteration import BucketRun, bucket_iteration, exposed_breakdown
+from backbeat.steps.schedule import Flow, Schedule, one_by_one
+from backbeat.steps.sharded_cost import half_curve
 from tests.problems import affine, make_profile, networks, profiles
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}

@@ -9,12 +9,13 @@ from msgspec.structs import replace
 
 from backbeat.engine import run
 from backbeat.model import Network, Profile
-from backbeat.simulate.host_lane import HostLane, device_alone, done_s
-from backbeat.simulate.schedule import Schedule
+from backbeat.model.profile import device_alone
 from backbeat.steps.bucket_graph import BucketStep, BucketSteps, bucket_graph, link_of
 from backbeat.steps.host_issue import HostIssue, IssuedWork, host_issue
+from backbeat.steps.host_lane import HostLane, done_s
 from backbeat.steps.model_chain import ModelChain
 from backbeat.steps.period import period_of
+from backbeat.steps.schedule import Schedule
 from tests.chains import chains
 from tests.problems import affine, networks
 

@@ -13,9 +13,9 @@ from backbeat.layouts.replicas import rank_parameters
 from backbeat.layouts.stage_times import StageTimes, split_layers
 from backbeat.layouts.transformer_chain import chain_of_layers
 from backbeat.model import Network, Profile
-from backbeat.simulate.host_lane import device_alone
-from backbeat.simulate.sharded_units import ShardedChain, chain_of
+from backbeat.model.profile import device_alone
 from backbeat.steps.model_chain import ModelChain
+from backbeat.steps.sharded_units import ShardedChain, chain_of
 from tests.chains import chains
 from tests.problems import profiles
 

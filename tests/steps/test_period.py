@@ -10,13 +10,14 @@ from backbeat import api
 from backbeat.engine import Graph, run
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
-from backbeat.simulate.contention import slowdown_of
-from backbeat.simulate.host_lane import HostLane, device_alone, done_s
-from backbeat.simulate.schedule import Schedule
-from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_units import chain_of
+from backbeat.model.profile import device_alone
+from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketStep, BucketSteps, bucket_graph, link_of
+from backbeat.steps.host_lane import HostLane, done_s
 from backbeat.steps.period import MOST_STEPS, period_of
+from backbeat.steps.schedule import Schedule
+from backbeat.steps.sharded_cost import ShardedCost
+from backbeat.steps.sharded_units import chain_of
 from backbeat.steps.unit_graph import UnitStep, UnitSteps, unit_graph
 from tests.chains import chains
 from tests.problems import networks

@@ -7,10 +7,10 @@ import pytest
 from backbeat import api
 from backbeat.engine import run
 from backbeat.model import Network, Profile
-from backbeat.simulate.contention import slowdown_of
-from backbeat.simulate.host_lane import device_alone
-from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_units import ShardedChain, chain_of
+from backbeat.model.profile import device_alone
+from backbeat.model.slowdown import slowdown_of
+from backbeat.steps.sharded_cost import ShardedCost
+from backbeat.steps.sharded_units import ShardedChain, chain_of
 from backbeat.steps.unit_graph import UnitGraph, UnitStep, unit_graph
 
 

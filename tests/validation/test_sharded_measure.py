@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="the lab needs torch")
 
 from backbeat.errors import InputError
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from tests.lab.cases import network
 from validation import cases
 from validation.ask import Asker

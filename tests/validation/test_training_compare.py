@@ -20,7 +20,7 @@ import torch
 from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.model import Profile
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from tests.lab.cases import network, profile
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "validation" / "training"

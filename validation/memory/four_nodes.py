@@ -45,11 +45,10 @@ from backbeat.lab.jobs import ROUNDS, per_round
 from backbeat.lab.plans import PlanChoice
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
-from backbeat.model.batches import join
+from backbeat.model.batches import at_batch, join
 from backbeat.model.files import write
 from backbeat.planners.max_batch import GrownBatch, growth
-from backbeat.simulate.batch import at_batch
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_duration, parse_rate
 
 T = TypeVar("T")

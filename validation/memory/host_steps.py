@@ -39,7 +39,7 @@ from backbeat.model import MemoryPlan, Profile, Segment
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
-from backbeat.simulate.host_lane import HostLane
+from backbeat.steps.host_lane import HostLane
 
 WAYS = ("plain", "wrapped", "recompute", "fetch", "offload", "torch's checkpointing")
 

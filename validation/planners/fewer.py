@@ -30,7 +30,7 @@ from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import bundled, write
 from backbeat.planners.draft import Draft
 from backbeat.planners.optimal import best_ends
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
 WORKERS = (8, 64, 512)

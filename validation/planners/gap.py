@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 
 import backbeat as bb
+from backbeat.cost.bound import communication_bound
 from backbeat.model.files import bundled
 from backbeat.planners.draft import Draft
-from backbeat.simulate.bound import communication_bound
 
 STRATEGIES = ("wfbp", "single", "ddp", "horovod", "mg-wfbp", "asc-wfbp", "adaptive", "optimal", "best")
 WORKERS = (8, 64, 512)
@@ -99,7 +99,7 @@ def lab() -> None:
             for strategy in ("best", "optimal"):
                 result = bb.predict(profile, network, strategy)
                 lower = result.bound_s - _iteration(
-                    profile, communication_bound(profile, network.cost, result.communicators)
+                    profile, communication_bound(profile.ready, profile.sizes, network.cost, result.communicators)
                 )
                 plain = lower + _iteration(profile, plain_bound(profile, network, result.communicators))
                 rows[strategy].append(result.gap)
@@ -107,7 +107,9 @@ def lab() -> None:
                 worst.append((result.gap, f"{strategy}, {model}, {name}, {workers} workers"))
             small = cut(profile)
             fastest = _iteration(small, min(every_end(small, network)))
-            few["fastest"].append(fastest / _iteration(small, communication_bound(small, network.cost, 2)) - 1)
+            few["fastest"].append(
+                fastest / _iteration(small, communication_bound(small.ready, small.sizes, network.cost, 2)) - 1
+            )
             few["fastest, plain bound"].append(fastest / _iteration(small, plain_bound(small, network, 2)) - 1)
             made = bb.plan(small, network, "best", communicators=2)
             few["best over fastest"].append(bb.predict(small, network, made).iteration_s / fastest - 1)

@@ -18,7 +18,7 @@ from backbeat.model import Network, Profile
 from backbeat.model.files import bundled
 from backbeat.planners.baselines import merge_sweep
 from backbeat.planners.optimal import ends_by_queues
-from backbeat.simulate.bucket_travel import one_by_one
+from backbeat.steps.schedule import one_by_one
 from validation.published.figures import HERE, affine_network, figures, provenance, save, table
 from validation.published.shapes import analytic_profile
 from validation.published.training import SPREADS

@@ -9,8 +9,8 @@ import numpy as np
 
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.model import ConcurrencyPoint, Network
-from backbeat.simulate.bucket_travel import BucketTravel
-from backbeat.simulate.schedule import Schedule
+from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.schedule import Schedule
 from validation.published.figures import affine_network, figures, series
 
 MIB = 2**20

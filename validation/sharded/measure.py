@@ -43,7 +43,7 @@ from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model import Gradient, Network, Plan, Profile, Sharding, ShardUnit
 from backbeat.model.files import encode, write
 from backbeat.planners import STRATEGIES
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from backbeat.units import format_seconds, parse_duration, parse_rate
 
 SCHEMA = "backbeat.validation.sharded/1"

@@ -33,7 +33,7 @@ import backbeat as bb
 from backbeat.measure import profile as measure
 from backbeat.measure.model.training_step import autocast, release
 from backbeat.model import MemoryPlan, Plan, Profile, Segment
-from backbeat.simulate.sharded_memory import sharded_memory
+from backbeat.steps.sharded_memory import sharded_memory
 from backbeat.zoo import models
 
 CASES = (

@@ -31,7 +31,7 @@ from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.model.files import encode, write
 from backbeat.planners import STRATEGIES
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from backbeat.units import format_bytes, parse_duration
 
 MODELS = "backbeat.zoo.models:gpt2=4,backbeat.zoo.models:bert_base=16,backbeat.zoo.models:vit_b=32"

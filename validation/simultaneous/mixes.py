@@ -23,8 +23,8 @@ from backbeat.lab.jobs import Message, ReplayJob, turns
 from backbeat.lab.plans import parse_plans
 from backbeat.lab.setting import Setting
 from backbeat.model import Network
-from backbeat.simulate.bucket_travel import BucketTravel
-from backbeat.simulate.schedule import Schedule
+from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.schedule import Schedule
 from backbeat.units import parse_rate
 
 KIB, MIB = 2**10, 2**20

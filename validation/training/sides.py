@@ -46,7 +46,7 @@ from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.parallel import parallelize as verb
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.trials import ExampleStep
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 
 OPTIMIZER = "adamw"
 WARM_UP = 3

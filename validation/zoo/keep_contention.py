@@ -15,8 +15,7 @@ from statistics import median
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import ComputeShares, Source
-from backbeat.model.slowdown import RING_MEMORY, WORK_KINDS, Contention, EmulatedSlowdown
-from backbeat.simulate.contention import EMULATED
+from backbeat.model.slowdown import EMULATED, RING_MEMORY, WORK_KINDS, Contention, EmulatedSlowdown
 
 RAW = Path(__file__).with_name("h200-contention.json")
 

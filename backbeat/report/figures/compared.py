@@ -13,7 +13,7 @@ from backbeat.report.figures.canvas import COLOURS, Drawing, axis, bar, dots, dr
 from backbeat.report.measured import Measured
 from backbeat.report.study import chosen
 from backbeat.report.study_row import StudyRow
-from backbeat.simulate.sharded_memory import MemoryLevel
+from backbeat.steps.sharded_memory import MemoryLevel
 from backbeat.units import format_bytes, format_seconds
 
 PARTS = {

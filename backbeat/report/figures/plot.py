@@ -15,7 +15,7 @@ from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import COLOURS, GREY, shade
 from backbeat.report.figures.scaling_curve import Scaling, draw_scaling
 from backbeat.report.figures.timeline import Timeline, size_scale
-from backbeat.simulate.predict import knee
+from backbeat.steps.predict import knee
 from backbeat.units import format_seconds, printable
 
 IMAGES = (".png", ".svg", ".pdf")

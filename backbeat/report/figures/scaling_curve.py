@@ -11,7 +11,7 @@ from backbeat.model import Prediction
 from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import COLOURS, Drawing, axis, curve, dots, drawn, translucent
 from backbeat.report.words.numbers import format_number, load_range
-from backbeat.simulate.predict import knee
+from backbeat.steps.predict import knee
 from backbeat.units import format_seconds
 
 

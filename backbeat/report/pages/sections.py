@@ -14,7 +14,7 @@ from backbeat.report.study import STOCK, Study
 from backbeat.report.words.answer import knee_sentence
 from backbeat.report.words.decision import sharding_headline, sharding_sentences
 from backbeat.report.words.numbers import format_number, gpu_hours, over_bound, scaling_range
-from backbeat.simulate.sharded_memory import memory_levels
+from backbeat.steps.sharded_memory import memory_levels
 from backbeat.units import format_bytes, format_seconds
 
 _MOST_ROWS = 1000

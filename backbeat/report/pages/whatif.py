@@ -17,6 +17,7 @@ from backbeat.cost.collectives import COLLECTIVES
 from backbeat.cost.curve import stretched
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network, Profile
+from backbeat.model.batches import at_batch, with_sibling
 from backbeat.model.files import bundled
 from backbeat.planners import is_sharded, propose
 from backbeat.report.figures.compared import draw_exposed, draw_memory_use, draw_shardings, draw_step_memory
@@ -30,7 +31,6 @@ from backbeat.report.words.answer import answer
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import sharding_headline, sharding_sentences
 from backbeat.report.words.numbers import format_number
-from backbeat.simulate.batch import at_batch, with_sibling
 from backbeat.units import format_bytes, format_rate, format_seconds
 
 MOST_GRADIENTS = 20_000

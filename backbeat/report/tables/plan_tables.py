@@ -13,9 +13,9 @@ from backbeat.model import MemoryPlan, Plan, Prediction, Profile, Segment
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.report.figures.compared import SHARDED_KINDS
 from backbeat.report.tables.terminal_table import WINNER, fitted_table, table_of
-from backbeat.simulate.memory_timeline import MemoryTimeline
-from backbeat.simulate.sharded_memory import MemoryLevel
-from backbeat.simulate.sharded_units import ROOT, chain_of
+from backbeat.steps.memory_timeline import MemoryTimeline
+from backbeat.steps.sharded_memory import MemoryLevel
+from backbeat.steps.sharded_units import ROOT, chain_of
 from backbeat.units import counted, first_to_last, format_bytes, format_seconds, printable
 
 _MOST_NAME = 34

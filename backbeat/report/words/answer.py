@@ -24,7 +24,7 @@ from backbeat.report.words.decision import (
     stock_name,
 )
 from backbeat.report.words.numbers import SAME, figures_line, format_number, gpu_hours, lowered, over_bound
-from backbeat.simulate.predict import knee
+from backbeat.steps.predict import knee
 from backbeat.units import format_bytes, format_seconds
 
 _WORTH_SAYING = 1e-3

@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 from backbeat.errors import InputError
 from backbeat.measure.model.chain import version_of
 from backbeat.measure.model.memory_by_kind import storage_key, storage_size
-from backbeat.simulate.memory_timeline import AHEAD
+from backbeat.steps.memory_timeline import AHEAD
 
 SMALLEST_BYTES = 64 * 1024
 """Smaller tensors stay on the device: moving one costs more than it frees."""

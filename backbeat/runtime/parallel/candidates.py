@@ -14,7 +14,7 @@ from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Network, Plan, PlanPrediction, Profile
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import BUDGETED
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 from backbeat.units import counted
 
 SHARDED_KINDS = ("units", "copies")

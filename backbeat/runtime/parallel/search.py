@@ -16,6 +16,7 @@ from torch import nn
 from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
+from backbeat.cost.stragglers import between_ranks
 from backbeat.errors import InputError
 from backbeat.measure.model.inputs import MeasureOptions, samples_in
 from backbeat.measure.model.profiler import measure
@@ -36,7 +37,6 @@ from backbeat.runtime.parallel.preserve import copy_of, preserved_state, room_fo
 from backbeat.runtime.parallel.request import ParallelRequest
 from backbeat.runtime.parallel.step_slowdown import measure_step_slowdown
 from backbeat.runtime.parallel.trials import LEAST_STEPS, Trials, affordable, take_turns, try_plan
-from backbeat.simulate.stragglers import between_ranks
 
 CALIBRATE_SHARE, SLOWDOWN_SHARE, HOST_SHARE, PROFILE_SHARE = 0.12, 0.06, 0.012, 0.2
 """Of the budget; trials have the rest."""

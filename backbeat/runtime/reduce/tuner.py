@@ -31,7 +31,7 @@ from backbeat.runtime.parallel.candidates import unit_strategies
 from backbeat.runtime.reduce.partition import Partition, plan_partition
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.timing import TimedStep, median
-from backbeat.simulate.predict import predict
+from backbeat.steps.predict import predict
 
 logger = logging.getLogger("backbeat.runtime")
 

@@ -25,7 +25,7 @@ from backbeat.report.figures.timeline import draw_timeline, timeline
 from backbeat.report.measured import Measured
 from backbeat.report.notebook import prediction_figure
 from backbeat.report.study import buckets_of, curve_workers, study
-from backbeat.simulate.predict import knee
+from backbeat.steps.predict import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 

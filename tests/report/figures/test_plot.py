@@ -18,7 +18,7 @@ from backbeat.model import Topology
 from backbeat.report.figures import plot
 from backbeat.report.figures.scaling_curve import Scaling
 from backbeat.report.study import study
-from backbeat.simulate.predict import knee
+from backbeat.steps.predict import knee
 from tests.problems import affine, make_profile
 from tests.report.hostile import MARKUP, hostile_network, hostile_profile
 

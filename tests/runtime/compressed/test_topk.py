@@ -16,7 +16,7 @@ from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.residual import add_all, drop_infinite
 from backbeat.runtime.compressed.topk import TopK, largest
-from backbeat.simulate.compressed_cost import kept_bytes
+from backbeat.steps.compressed_cost import kept_bytes
 
 NUMEL = 24 * 17 + 9 + 12 * 3 * 3 * 3 + 31
 seeds = st.integers(0, 10_000)

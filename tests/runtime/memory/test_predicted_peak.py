@@ -10,7 +10,7 @@ from backbeat.measure import profile
 from backbeat.measure.model.chain_costs import BackwardBlockHooks
 from backbeat.model import MemoryPlan, Profile, Segment
 from backbeat.runtime.memory import apply, find_blocks
-from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.steps.memory_timeline import memory_timeline
 from tests.block_models import SmallResNet, loss_of
 
 CHAIN = [*(f"layer1.{index}" for index in range(3)), *(f"layer2.{index}" for index in range(3))]

@@ -14,6 +14,7 @@ from test_candidates import candidate
 from torch import nn
 
 import backbeat as bb
+from backbeat.cost.stragglers import between_ranks
 from backbeat.measure.model.profiler import profile
 from backbeat.measure.network import calibration
 from backbeat.model import Profile
@@ -23,7 +24,6 @@ from backbeat.runtime.parallel.preserve import copy_of, room_for, without_origin
 from backbeat.runtime.parallel.request import ParallelRequest
 from backbeat.runtime.parallel.search import ParallelSearch
 from backbeat.runtime.parallel.trials import ExampleStep, take_turns, try_plan
-from backbeat.simulate.stragglers import between_ranks
 from tests.problems import make_profile
 
 ALONE: Any = SimpleNamespace(size=2, from_rank_0=lambda value: value, communicators=SimpleNamespace(backend="gloo"))

@@ -1,0 +1,178 @@
+"""A plan against a profile, reduced to arrays: its buckets, when they travel, and how far computation is meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from backbeat.cost import MessageTimes
+from backbeat.model import Plan, Profile
+from backbeat.model.plan import Bucket
+
+
+def running_sums(sizes: ArrayLike) -> NDArray[np.float64]:
+    """What comes before each, and all of it at the end.
+
+    >>> running_sums([3, 4]).tolist()
+    [0.0, 3.0, 7.0]
+    """
+    return np.concatenate([[0.0], np.cumsum(sizes)])
+
+
+def capped(sizes: list[float], caps: list[float], sums: NDArray[np.float64] | None = None) -> list[int]:
+    """Buckets that close once they have *reached* their cap; the last cap holds for all that follow.
+
+    `sums` may be given where the caller has them: the sizes' running totals, from 0.
+
+    >>> capped([3, 3, 3, 3, 3], [2, 6])
+    [1, 3, 5]
+    """
+    totals = running_sums(sizes) if sums is None else sums
+    count = len(sizes)
+    ends: list[int] = []
+    end = 0
+    while end < count:
+        cap = caps[min(len(ends), len(caps) - 1)]
+        reached = int(np.searchsorted(totals, totals[end] + cap))
+        end = min(max(reached, end + 1), count)
+        ends.append(end)
+    return ends
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Buckets in launch order."""
+
+    ready: NDArray[np.float64]
+    """When the last gradient of each bucket is ready, after backward starts."""
+    sizes: NDArray[np.float64]
+    """Bytes of each bucket."""
+    communicators: Sequence[int]
+    """Communicator of each bucket."""
+
+    @classmethod
+    def of_ends(cls, profile: Profile, ends: Sequence[int], communicators: Sequence[int] | None = None) -> Schedule:
+        """Consecutive buckets in ready order, given by where each ends (the index after its last gradient)."""
+        sums = running_sums(profile.sizes)
+        stops = np.asarray(ends, dtype=np.intp)
+        starts = np.concatenate([[0], stops[:-1]])
+        return cls(profile.ready[stops - 1], sums[stops] - sums[starts], communicators or [0] * len(stops))
+
+    @classmethod
+    def of_plan(cls, profile: Profile, plan: Plan) -> tuple[Schedule, list[Bucket]]:
+        """The plan's buckets, and one of what it does not name, which training splits at 25 MiB; as arrays, and as they
+        are."""
+        plan.need_buckets("this schedule")
+        plan.check(profile)
+        buckets, index_of = list(plan.buckets), profile.index
+        if missing := plan.missing(profile):
+            buckets.append(Bucket(gradients=tuple(missing), communicator=0))
+        members = [[index_of[name] for name in bucket.gradients] for bucket in buckets]
+        return cls.of_members(profile, members, [bucket.communicator for bucket in buckets]), buckets
+
+    @classmethod
+    def of_members(cls, profile: Profile, members: Sequence[Sequence[int]], communicators: Sequence[int]) -> Schedule:
+        """Buckets of the gradients with these indices."""
+        # Plain lists: most buckets are small, and a numpy call costs more than adding a few numbers.
+        ready, sizes = profile.ready.tolist(), profile.sizes.tolist()
+        return cls(
+            np.array([ready[max(indices)] for indices in members]),
+            np.array([sum([sizes[index] for index in indices]) for indices in members]),
+            communicators,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """When each bucket starts on its communicator, reaches the link, and is done, after backward starts."""
+
+    starts: NDArray[np.float64]
+    on_link: NDArray[np.float64]
+    finishes: NDArray[np.float64]
+
+    @property
+    def end_s(self) -> float:
+        return float(self.finishes.max())
+
+
+def one_by_one(ready: NDArray[np.float64], times: MessageTimes) -> Flow:
+    """Messages that take these times, on one communicator: F_k = max(R_k, F_(k-1)) + T(M_k); where back-to-back times
+    were measured, max(R_k + T, F_(k-1) + T_busy).
+
+    Two buckets of 1 MB, ready at 0 and 1 ms, each taking 1 ms + 1 ns/byte: the second waits for the first.
+
+    >>> from backbeat.cost import Curve, LinkCost
+    >>> cost = LinkCost(Curve.affine(1e-3, 1e-9))
+    >>> one_by_one(np.array([0.0, 1e-3]), cost.times(np.array([1e6, 1e6]))).finishes.tolist()
+    [0.002, 0.004]
+    """
+    starts: list[float] = []
+    finishes: list[float] = []
+    free = -np.inf
+    for moment, alone, busy in zip(ready.tolist(), times.alone.tolist(), times.busy.tolist(), strict=True):
+        starts.append(max(moment, free))
+        free = max(moment + alone, free + busy)
+        finishes.append(free)
+    begun, ends = np.array(starts), np.array(finishes)
+    # A head start on an idle link is no message sent before it was there.
+    return Flow(begun, np.maximum(ends - times.transfer, begun), ends)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeClock:
+    """How far computation is at any time: a line through corners, of full speed after the last."""
+
+    done: NDArray[np.float64]
+    """Seconds of undisturbed computation at each corner."""
+    at: NDArray[np.float64]
+    """When that is reached."""
+
+    def when(self, done_s: ArrayLike) -> NDArray[np.float64]:
+        """When this much computation is done, if none of it waits."""
+        return self._along(np.asarray(done_s, dtype=np.float64), self.done, self.at)
+
+    def done_by(self, at_s: ArrayLike) -> NDArray[np.float64]:
+        """How much computation can be done by then."""
+        return self._along(np.asarray(at_s, dtype=np.float64), self.at, self.done)
+
+    @staticmethod
+    def _along(
+        values: NDArray[np.float64], known: NDArray[np.float64], other: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        beyond = other[-1] + (values - known[-1])
+        return np.where(values >= known[-1], beyond, np.interp(values, known, other))
+
+
+UNDISTURBED = ComputeClock(np.zeros(1), np.zeros(1))
+
+
+def busy_periods(starts: Iterable[float], ends: Iterable[float]) -> list[tuple[float, float]]:
+    """Where at least one of these intervals is: when each period begins and ends.
+
+    >>> busy_periods([0.0, 3.0, 1.0], [2.0, 4.0, 2.5])
+    [(0.0, 2.5), (3.0, 4.0)]
+    """
+    periods: list[tuple[float, float]] = []
+    for start, end in sorted(zip(starts, ends, strict=True)):
+        if periods and start <= periods[-1][1]:
+            periods[-1] = (periods[-1][0], max(float(end), periods[-1][1]))
+        else:
+            periods.append((float(start), float(end)))
+    return periods
+
+
+def covered_s(starts: Iterable[float], ends: Iterable[float], after: float) -> float:
+    """Length of the union of these intervals, after a moment.
+
+    >>> covered_s([0.0, 2.0, 3.0], [1.5, 4.0, 5.0], after=1.0)
+    3.5
+    """
+    total, reached = 0.0, after
+    for start, stop in sorted((max(start, after), stop) for start, stop in zip(starts, ends, strict=True)):
+        if stop > reached:
+            total += stop - max(start, reached)
+            reached = stop
+    return total

@@ -1,0 +1,184 @@
+"""Computation beside communication: exact, causal, and nothing changes where nothing slows down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.cost import LinkCost
+from backbeat.cost.bound import communication_bound
+from backbeat.cost.curve import Curve
+from backbeat.model import Network, Plan, Profile
+from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.iteration import bucket_iteration
+from backbeat.steps.schedule import UNDISTURBED, ComputeClock, Flow, Schedule, busy_periods
+from tests.cost.test_bound import measured_costs
+from tests.problems import affine, make_profile, networks, profiles
+
+ROUNDING = 1e-9
+slowdowns = st.sampled_from([1.02, 1.15, 1.5, 2.0, 5.0, 100.0])
+STRATEGIES = ("ddp", "wfbp", "single", "horovod", "optimal")
+
+
+def ends_of(profile: Profile, every: int) -> list[int]:
+    count = len(profile.gradients)
+    return sorted({*range(every, count, every), count})
+
+
+def by_hand(schedule: Schedule, cost: LinkCost, slowdown: float) -> tuple[list[float], float, float]:
+    """One communicator, one message after the other, computation followed as it goes: (finishes, time, done)."""
+    finishes: list[float] = []
+    corners = [(0.0, 0.0)]
+
+    def moment(done_s: float) -> float:
+        for (at, done), (later_at, later) in pairwise(corners):
+            if done_s <= later:
+                return at + (done_s - done) * ((later_at - at) / (later - done) if later > done else 0.0)
+        return corners[-1][0] + (done_s - corners[-1][1])
+
+    free = -np.inf
+    for done_s, size in zip(schedule.ready.tolist(), schedule.sizes.tolist(), strict=True):
+        ready = moment(done_s)
+        start = max(ready, free)
+        free = max(ready + float(cost.time(size)), free + float(cost.busy_time(size)))
+        at, done = corners[-1]
+        # Alone until the message starts, beside it until it is done.
+        corners.append((start, done + (start - at)))
+        corners.append((free, corners[-1][1] + (free - start) / slowdown))
+        finishes.append(free)
+    return finishes, *corners[-1]
+
+
+@settings(max_examples=150)
+@given(profiles(), measured_costs() | networks().map(lambda network: network.cost), slowdowns, st.integers(1, 6))
+def test_one_communicator_is_the_recursion_followed_by_hand(
+    profile: Profile, cost: LinkCost, slowdown: float, every: int
+) -> None:
+    schedule = Schedule.of_ends(profile, ends_of(profile, every))
+    finishes, at, done = by_hand(schedule, cost, slowdown)
+    # Backward lasts until the last message is done.
+    flow, clock = BucketTravel(schedule, done).at(cost, slowdown)
+    assert flow.finishes.tolist() == pytest.approx(finishes, rel=1e-9, abs=1e-12)
+    assert float(clock.when(done)) == pytest.approx(at, rel=1e-9, abs=1e-12)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=8))
+def test_busy_periods_are_when_any_message_is_in_flight(messages: list[tuple[int, int]]) -> None:
+    """Whatever the order: on several communicators a later bucket may leave first."""
+    starts, lengths = (np.array(one, dtype=np.float64) for one in zip(*messages, strict=True))
+    periods = busy_periods(starts, starts + lengths)
+    assert all(end < after for (_, end), (after, _) in pairwise(periods))
+
+    def within(spans: Sequence[tuple[float, float]], at: float) -> bool:
+        return any(begin < at < end for begin, end in spans)
+
+    moments, alone = np.arange(0, 26, 0.5) + 0.25, [(start, start + length) for start, length in messages]
+    assert [within(periods, at) for at in moments] == [within(alone, at) for at in moments]
+
+
+def test_messages_that_only_cost_time_in_a_row_are_followed_to_the_end() -> None:
+    ready, free, queued = np.array([0.0, 0.0, 1e-4, 2e-4, 3e-4, 4e-4]), Curve.affine(0.0, 0.0), Curve.affine(2e-3, 0.0)
+    cost = LinkCost(free, queued, {})
+    flow, _ = BucketTravel(Schedule(ready, np.full(6, 4.0), [0] * 6), 5e-4).at(cost, 100.0)
+    assert flow.finishes.tolist() == pytest.approx([0.0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2])
+
+
+@settings(max_examples=60)
+@given(profiles(), networks(), st.sampled_from(STRATEGIES), st.integers(1, 3))
+def test_nothing_changes_where_nothing_slows_down(
+    profile: Profile, network: Network, strategy: str, communicators: int
+) -> None:
+    plan = _plan(profile, network, strategy, communicators)
+    found = bucket_iteration(profile, network, plan, 1e-3, 1.0)
+    assert found == bucket_iteration(profile, network, plan, 1e-3)
+    assert found.breakdown.contention_s == 0
+    assert float(UNDISTURBED.when(profile.backward_s)) == profile.backward_s
+
+
+@settings(max_examples=60)
+@given(profiles(), measured_costs(), slowdowns, slowdowns, st.integers(1, 6))
+def test_a_larger_slowdown_never_ends_earlier_on_one_communicator(
+    profile: Profile, cost: LinkCost, one: float, two: float, every: int
+) -> None:
+    schedule = Schedule.of_ends(profile, ends_of(profile, every))
+    travel = BucketTravel(schedule, profile.backward_s)
+    ends = [_end(profile, *travel.at(cost, slowdown)) for slowdown in sorted((1.0, one, two))]
+    assert ends[0] <= ends[1] * (1 + ROUNDING) <= ends[2] * (1 + ROUNDING) ** 2
+
+
+@settings(max_examples=60)
+@given(profiles(most=12), networks(), slowdowns, st.sampled_from(STRATEGIES), st.integers(1, 3))
+def test_overlap_never_costs_more_than_it_saves_and_the_bound_holds(
+    profile: Profile, network: Network, slowdown: float, strategy: str, communicators: int
+) -> None:
+    plan = _plan(profile, network, strategy, communicators)
+    found = bucket_iteration(profile, network, plan, 0.0, slowdown)
+    assert found.bound_s <= found.steady_s * (1 + ROUNDING)
+    parts = found.breakdown
+    exposed = found.steady_s - profile.forward_s - profile.backward_s - profile.update_s
+    assert parts.latency_s + parts.bandwidth_s + parts.waiting_s + parts.contention_s == pytest.approx(
+        exposed, abs=1e-9
+    )
+    assert parts.contention_s >= 0
+    if plan.dynamic is None:
+        # Either something travels or computation runs at full speed: all messages after backward are the worst case.
+        busy = sum(span.end_s - span.start_s for span in found.timeline if span.lane.startswith("communicator"))
+        assert found.steady_s <= (profile.forward_s + profile.backward_s + profile.update_s + busy) * (1 + ROUNDING)
+
+
+@settings(max_examples=60)
+@given(profiles(most=9), measured_costs(), slowdowns, st.integers(1, 4))
+def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown: float, communicators: int) -> None:
+    bound = communication_bound(profile.ready, profile.sizes, cost, communicators)
+    for every in (1, 2, 3):
+        ends = ends_of(profile, every)
+        schedule = Schedule.of_ends(profile, ends, [index % communicators for index in range(len(ends))])
+        assert bound <= BucketTravel(schedule, profile.backward_s).at(cost, slowdown)[0].end_s * (1 + ROUNDING)
+
+
+@settings(max_examples=30)
+@given(profiles(most=12), networks(), slowdowns)
+def test_compressed_iterations_slow_down_too(profile: Profile, network: Network, slowdown: float) -> None:
+    compute = profile.forward_s + profile.backward_s + profile.update_s
+    plan = bb.plan(profile, network, "compressed", density=0.1)
+    alone, found = (bucket_iteration(profile, network, plan, 0.0, factor) for factor in (1.0, slowdown))
+    assert found.steady_s >= alone.steady_s * (1 - ROUNDING)
+    assert found.bound_s <= found.steady_s * (1 + ROUNDING)
+    parts = found.breakdown
+    total = parts.latency_s + parts.bandwidth_s + parts.waiting_s + parts.contention_s
+    assert total == pytest.approx(found.steady_s - compute, abs=1e-9)
+
+
+def test_two_messages_by_hand() -> None:
+    """Backward of 4 s, gradients ready at 1 and 2 s, messages of 1 s each, computation beside them half as fast: the
+    first travels from 1 to 2 s, the second is ready after another half second, and backward ends at 5 s."""
+    profile = make_profile([1, 1], [1.0, 2.0], backward=4.0)
+    network = affine(1.0, 0.0)
+    found = bucket_iteration(profile, network, bb.plan(profile, network, "wfbp"), 0.0, 2.0)
+    sent = [(span.start_s, span.end_s) for span in found.timeline if span.lane == "communicator 0"]
+    assert sent == [(1.0, 2.0), (2.5, 3.5)]
+    assert found.steady_s == 5.0
+    assert found.breakdown.contention_s == 1.0
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=8), st.floats(0, 50))
+def test_a_clock_reads_both_ways(lengths: list[float], value: float) -> None:
+    corners = np.cumsum(lengths)
+    clock = ComputeClock(corners, 2 * corners)
+    assert float(clock.done_by(clock.when(value + corners[0]))) == pytest.approx(value + corners[0])
+
+
+def _end(profile: Profile, flow: Flow, clock: ComputeClock) -> float:
+    return max(flow.end_s, float(clock.when(profile.backward_s)))
+
+
+def _plan(profile: Profile, network: Network, strategy: str, communicators: int) -> Plan:
+    if strategy in ("horovod", "optimal"):
+        return bb.plan(profile, network, strategy)
+    return bb.plan(profile, network, strategy, communicators=communicators)
