@@ -49,7 +49,7 @@ from backbeat.model.specification import Specification, reached_inside, typical_
 from backbeat.steps.predict import predict
 from validation import blocks
 from validation.cases import Case, CaseError, Table
-from validation.replays import SIMPLER, once, plan_of, profile_of, recomputed
+from validation.replays import SIMPLER, once, plan_of, profile_of, treated
 
 MEASURED_MARGIN, ANALYTIC_MARGIN = 0.05, 0.15
 """Added to either side of a network's range: runs repeat no better, and analytic computation is known no better."""
@@ -194,8 +194,11 @@ class Asker:
         elif case.plan is None and case.recompute != "full":
             found = bb.predict(profile, there, case.strategy, accumulation=accumulation)
         else:
-            plan = recomputed(bb.plan(profile, there, case.strategy)) if case.plan is None else case.plan
-            plan = plan if isinstance(plan, Plan) else self.plan(plan, profile, case.gpus)
+            segments = case.plan.get("segments") if isinstance(case.plan, Mapping) else None
+            if case.plan is None or segments is not None:
+                plan = treated(bb.plan(profile, there, case.strategy), segments)
+            else:
+                plan = self.plan(case.plan, profile, case.gpus)
             reduction = None if case.framework is None else self.reduction(case.framework)
             found = predict(profile, there, plan, accumulation=accumulation, reduction=reduction)
         band = found.network_band

@@ -78,6 +78,7 @@ IN_ORDER = {
     "8 nodes, 25 Gbit/s": "lab/nccl-8n-25.0gbit/4/",
 }
 """Settings and their sessions with packets in order."""
+GLOO = "lab/gloo-2n-200mbit in order/"
 
 
 def step_lines() -> Iterator[tuple[str, Callable[[], str]]]:
@@ -87,6 +88,18 @@ def step_lines() -> Iterator[tuple[str, Callable[[], str]]]:
             yield f"| two communicators, NCCL, {setting} |", replayed(CALIBRATED, part, several=True, p95=False)
     fewer = replayed("profile, fewer nodes", IN_ORDER["8 nodes, 10 Gbit/s"])
     yield "| 8 nodes from a calibration on 4, NCCL, 10 Gbit/s |", fewer
+    yield "| buckets, gloo, 2 nodes, 200 Mbit/s |", replayed(CALIBRATED, GLOO, p95=False)
+
+
+def left_out_lines() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Of sizes that a calibration left out."""
+    for setting, part in {**{f"NCCL, {name}": part for name, part in IN_ORDER.items()}, "gloo, 2 nodes": GLOO}.items():
+
+        def text(part: str = part) -> str:
+            n, middle, _, worst = off([row.error for row in rows("left_out_sizes") if row.case.id.startswith(part)])
+            return f" {n} | {middle:.1f} % | {whole(worst)} |"
+
+        yield f"| {setting} |", text
 
 
 def sharded(part: str, p95: bool = True) -> Callable[[], str]:
@@ -202,8 +215,31 @@ def plans_of_nodes() -> str:
     return f" by {told[0]} at 10 Gbit/s, and by {told[1]} at 1 Gbit/s,"
 
 
+def times_in_budgets() -> str:
+    """By model and kind of bucket, of plans that a budget chose."""
+    found = {}
+    for name, part in {
+        "conv": "resnet152/",
+        "dense": "bert_large/dense",
+        "compressed": "bert_large/compressed",
+    }.items():
+        errors = [row.error for row in rows("memory") if f"/{part}" in row.case.id and "uniform" not in row.case.id]
+        least, *_, most = sorted((abs(one) for one in errors if one is not None))
+        found[name] = f"−{100 * least:.0f} to −{100 * most:.0f} %"
+    return f" {found['conv']} | dense {found['dense']}, compressed {found['compressed']}: host-bound |"
+
+
+def treated_blocks() -> str:
+    """The least and the greatest, with the wrapper's row as it was predicted then."""
+    least, *_, most = sorted(row.error or 0.0 for row in rows("memory") if row.case.id.startswith("host-steps/"))
+    return f" −{-100 * least:.0f} to +{100 * most:.0f} %."
+
+
 def memory_lines() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "| error of the predicted peak |", peaks_in_budgets
+    yield "| error of the predicted time, table `memory` |", times_in_budgets
+    section = "../../validation/memory/README.md#where-the-host-is-the-limit"
+    yield f"With these, [in another session]({section}), its errors were", treated_blocks
     yield "Both memory plans are predicted too long:", plans_of_nodes
 
 
@@ -252,6 +288,12 @@ def readme_training() -> str:
 
 def predictor_lines() -> Iterator[tuple[str, Callable[[], str]]]:
     """On the same cases; what an answer costs was timed once, on 2 virtual CPUs, 2026-11-16."""
+
+    def number() -> str:
+        return f" {len(replays(CALIBRATED, 'lab/') + replays(CALIBRATED, 'lab/', several=True))} cases of the lab:"
+
+    yield "Each [predictor](predictors.md) on the same", number
+    yield "| the lab itself |", repeats
     named = {
         "closed form": ("closed form", "0.06 ms"),
         "events, messages alone": ("isolated times", "1.1 ms"),
@@ -265,6 +307,12 @@ def predictor_lines() -> Iterator[tuple[str, Callable[[], str]]]:
             return f" {middle:.1f} % | {high:.0f} % | {worst:.0f} % | {cost} |"
 
         yield f"| {start} |", text
+
+
+def repeats() -> str:
+    found = [row.case.repeat or 0.0 for row in rows("lab") if (row.route, row.case.id[:4]) == (CALIBRATED, "lab/")]
+    within = sum(one <= REPEATS_WITHIN for one in found) / len(found)
+    return f" {100 * within:.0f} % of cases repeat within 2 % | | {100 * max(found):.0f} % apart | 1 to 2 s, and root |"
 
 
 def readme_sharded() -> str:
@@ -282,6 +330,7 @@ def lines() -> Iterator[tuple[str, str, Callable[[], str]]]:
     """Page, how the line begins, and the rest of it."""
     for found in (
         step_lines(),
+        left_out_lines(),
         sharded_lines(),
         predictor_lines(),
         training_lines(),
