@@ -35,20 +35,17 @@ from backbeat import layouts
 from backbeat.cost.accelerators import accelerator_named
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.cost.operators import Product
-from backbeat.cost.protocols import NicLatency
 from backbeat.errors import BackbeatError
-from backbeat.importers.bandwidth_table import load_table
 from backbeat.layouts import Conventions, Layout, Transformer, cluster, layer_work
 from backbeat.layouts.architectures import BUNDLED as MODELS
 from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.layouts.layout_prediction import COMPUTE
-from backbeat.model import CollectiveTimes, Fabric, Network, Plan, Profile
-from backbeat.model.network import WorkersRow
+from backbeat.model import Network, Plan, Profile
 from backbeat.model.reduction import REDUCTIONS, Reduction
-from backbeat.model.specification import Specification, reached_inside, typical_hop_s
 from backbeat.steps.predict import predict
-from validation import blocks
-from validation.cases import Case, CaseError, Table
+from validation import blocks, specified
+from validation.case import Case
+from validation.cases import CaseError, Table
 from validation.replays import SIMPLER, once, plan_of, profile_of, treated
 
 MEASURED_MARGIN, ANALYTIC_MARGIN = 0.05, 0.15
@@ -280,7 +277,7 @@ class Asker:
             return once(named, lambda: msgspec.convert(named, Network))
         told = self.table.networks.get(named)
         if told is not None:
-            return _network(named, msgspec.json.encode(told), self._folders)
+            return specified.network(named, msgspec.json.encode(told), self._folders)
         path = self.table.folder / str(named)
         return Network.load(path if path.is_file() else named)
 
@@ -316,51 +313,6 @@ def _model(name: str, told: bytes) -> Transformer:
         return msgspec.convert({**base, "name": name, **fields}, Transformer)
     except (KeyError, msgspec.ValidationError) as error:
         raise CaseError(f"model {name!r}: {error}") from None
-
-
-@lru_cache
-def _network(name: str, told: bytes, folders: tuple[Path, ...]) -> Network:
-    """By a data sheet, or a published table of bandwidths."""
-    fields = msgspec.json.decode(told)
-    try:
-        return _specified(name, fields, folders)
-    except (msgspec.ValidationError, TypeError) as error:
-        raise CaseError(f"network {name!r}: {error}") from None
-
-
-def _specified(name: str, fields: dict[str, Any], folders: tuple[Path, ...]) -> Network:
-    if "bandwidths" in fields:
-        path = next((one / fields["bandwidths"] for one in folders if (one / fields["bandwidths"]).exists()), None)
-        if path is None:
-            raise CannotAsk(f"{fields['bandwidths']} is kept elsewhere: give --truth FOLDER")
-        return load_table(path, gpus_per_node=fields["gpus_per_node"])
-    nodes, rings = fields.pop("nodes", [1, 2, 4, 8, 16, 32, 64]), fields.pop("rings", False)
-    if "inside_line" in fields:
-        line, nvls = fields.pop("inside_line"), fields.get("nvls", False)
-        fields["inside"] = reached_inside(line, fields["gpus_per_node"], nvls=nvls)
-    hop_s = typical_hop_s(fields.get("transport"))
-    if "fabric" in fields:
-        fields["fabric"] = msgspec.convert(fields["fabric"], Fabric)
-    made = Specification(latency=NicLatency.of(hop_s), **fields).network(name, nodes)
-    return _ringed(made, fields["gpus_per_node"]) if rings else made
-
-
-def _ringed(network: Network, per_node: int) -> Network:
-    """NCCL before 2.12 reduced large messages in rings on any number of nodes: 2(N - 1)/N bytes a byte cross the
-    NICs."""
-
-    def row(one: Network | WorkersRow) -> Network | WorkersRow:
-        if one.workers <= per_node:
-            return one
-        nodes, curve = one.workers // per_node, one.all_reduce.curve
-        more = ((one.workers - 1) / one.workers) / ((nodes - 1) / nodes)
-        line = CollectiveTimes(alpha_s=curve.at(0.0), beta_s_per_byte=curve.link_s_per_byte * more)
-        return msgspec.structs.replace(one, all_reduce=line)
-
-    rows = [row(one) for one in (network, *network.rows)]
-    return msgspec.structs.replace(
-        network, all_reduce=rows[0].all_reduce, rows=tuple(one for one in rows[1:] if isinstance(one, WorkersRow))
-    )
 
 
 def slower(profile: Profile, by: float) -> Profile:

@@ -10,7 +10,8 @@ from typing import Any
 
 from validation import measures
 from validation.ask import Answer
-from validation.cases import Case, Table
+from validation.case import Case
+from validation.cases import Table
 
 CELLS: dict[str, Callable[[Case], str]] = {
     "parallelism": lambda case: case.parallelism,

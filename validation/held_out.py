@@ -20,7 +20,7 @@ from typing import Any
 
 from validation import measures
 from validation.ask import CannotAsk, holding
-from validation.cases import Case
+from validation.case import Case
 from validation.figures import Judged
 from validation.replays import SIMPLER
 from validation.run import SCALING, Run, Runner, asked, asker, calibrated, needs_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median
@@ -16,8 +16,6 @@ from validation.tables.own import records
 
 Times = Mapping[str, float]
 HERE = Path(__file__).resolve().parent
-RESULTS = "docs/explanation/results.md"
-AUTO = '`parallelize(plan="auto")` trained [six models](docs/explanation/results.md#training)'
 LINKS = ("5.00", "10.0", "25.0")
 
 
@@ -82,15 +80,18 @@ def sharded(over: str) -> str:
 
 def auto(link: str) -> str:
     found = trained(link)
-    faster = [min(one["ddp"], one.get("tuned", one["ddp"])) / one["auto"] for one in found]
-    told = (ratios(found, "ddp", "auto"), faster, ratios(found, "fsdp2", "auto"))
+    told = (ratios(found, "ddp", "auto"), list(map(over_faster, found)), ratios(found, "fsdp2", "auto"))
     return f" {len(found)} | {' | '.join(map(spread, told))} |"
 
 
 def readme_auto() -> str:
     """Of all models on all links: over the faster of stock and tuned DDP."""
-    every = tuple(one for link in LINKS for one in trained(link))
-    return f" {spread([min(one['ddp'], one.get('tuned', one['ddp'])) / one['auto'] for one in every])} times as fast as the"
+    every = [over_faster(one) for link in LINKS for one in trained(link)]
+    return f" {spread(every)} times as fast as the"
+
+
+def over_faster(sides: Times) -> float:
+    return min(sides["ddp"], sides.get("tuned", sides["ddp"])) / sides["auto"]
 
 
 def equal_dtype() -> str:
@@ -100,20 +101,20 @@ def equal_dtype() -> str:
 
 def to_loss() -> str:
     """The time of all steps, over the faster of stock and tuned DDP, and over FSDP2's tutorial."""
-    found = [
-        {one["side"]: one["training_s"] for one in kept(path)["table"]}
-        for path in sorted((HERE / "training/nccl/to_loss").glob("*.json"))
-    ]
-    tuned = [min(one["ddp"], one["tuned"]) / one["auto"] for one in found]
-    return f" {spread(tuned)} times as fast as tuned DDP, and {spread([one['fsdp2'] / one['auto'] for one in found])} times as"
+    found = tuple(took(path) for path in (HERE / "training/nccl/to_loss").iterdir())
+    over_fsdp2 = spread(ratios(found, "fsdp2", "auto"))
+    return f" {spread(list(map(over_faster, found)))} times as fast as tuned DDP, and {over_fsdp2} times as"
+
+
+def took(path: Path) -> Times:
+    return {one["side"]: one["training_s"] for one in kept(path)["table"]}
 
 
 def drop_in() -> str:
     """Its first 500 steps over stock DDP's, in three jobs."""
     found = []
     for path in (*(HERE / "training/nccl/drop_in-500").iterdir(), *(HERE / "training/gloo/drop_in").iterdir()):
-        took = {one["side"]: one["training_s"] for one in kept(path)["table"]}
-        found.append(100 * (took["drop_in"] / took["ddp"] - 1))
+        found.append(100 * (took(path)["drop_in"] / took(path)["ddp"] - 1))
     return f" {-min(found):.1f} % less to {max(found):.1f} % more time than stock DDP for its first 500"
 
 
@@ -183,7 +184,21 @@ def kept(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-QUOTED: Mapping[str, Callable[[], str]] = {
+LABS = "4 nodes, 16 Gbit/s; 8 nodes, 5 Gbit/s"
+RESULTS: Mapping[str, Callable[[], str]] = {
+    **{f"| {float(link):.0f} Gbit/s |": partial(auto, link) for link in LINKS},
+    **{
+        f"| `optimal`, in the lab | 8 nodes, {link} Gbit/s |": partial(optimal, f"8 nodes, {link} Gbit/s")
+        for link in (10, 25)
+    },
+    **{
+        f"| `best`, two communicators, in the lab{star} | 4 nodes, {link} Gbit/s |": partial(
+            best, f"4 nodes, {link} Gbit/s"
+        )
+        for star, link in (("", 25), ("*", 10))
+    },
+    f"| `sharded`, against torch's default units | {LABS} |": partial(sharded, "fsdp"),
+    f"| `sharded`, against these without resharding | {LABS} |": partial(sharded, "zero2"),
     "gather parameters in bf16, and stock DDP sends fp32 gradients. At equal dtype units are": equal_dtype,
     "**To the same loss**, with a data loader, `auto` is": to_loss,
     '**`DistributedDataParallel(model, plan="auto")`** takes': drop_in,
@@ -197,23 +212,7 @@ QUOTED: Mapping[str, Callable[[], str]] = {
     "| ASC-WFBP's step times |": asc_wfbp,
     "| MG-WFBP's efficiencies on K80s |": on_k80s,
 }
-"""Of collectors whose cases are no table."""
-
-
-def lines() -> Iterator[tuple[str, str, Callable[[], str]]]:
-    """Page, how the line begins, and the rest of it."""
-    yield "README.md", AUTO, readme_auto
-    for start, text in QUOTED.items():
-        yield RESULTS, start, text
-    for link in LINKS:
-        yield RESULTS, f"| {float(link):.0f} Gbit/s |", lambda link=link: auto(link)  # type: ignore[misc]
-    for link in ("10", "25"):
-        setting = f"8 nodes, {link} Gbit/s"
-        yield RESULTS, f"| `optimal`, in the lab | {setting} |", lambda setting=setting: optimal(setting)  # type: ignore[misc]
-    for star, link in (("", "25"), ("*", "10")):
-        setting = f"4 nodes, {link} Gbit/s"
-        start = f"| `best`, two communicators, in the lab{star} | {setting} |"
-        yield RESULTS, start, lambda setting=setting: best(setting)  # type: ignore[misc]
-    labs = "4 nodes, 16 Gbit/s; 8 nodes, 5 Gbit/s"
-    yield RESULTS, f"| `sharded`, against torch's default units | {labs} |", lambda: sharded("fsdp")
-    yield RESULTS, f"| `sharded`, against these without resharding | {labs} |", lambda: sharded("zero2")
+README: Mapping[str, Callable[[], str]] = {
+    '`parallelize(plan="auto")` trained [six models](docs/explanation/results.md#training)': readme_auto
+}
+"""How a line begins, and the rest of it."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from validation import peers
 from validation.ask import OWN, Answer, Asker, CannotAsk
-from validation.cases import Case, Table
+from validation.case import Case
+from validation.cases import Table
 from validation.figures import Judged
 
 SOME = 16

@@ -12,7 +12,8 @@ import pytest
 from backbeat.layouts import cluster, layer_work
 from validation import cases, held_out
 from validation.ask import Answer, Asker, holding
-from validation.cases import Case, Table
+from validation.case import Case
+from validation.cases import Table
 from validation.figures import Judged
 
 CHECKED = Path(__file__).resolve().parents[2] / "backbeat" / "zoo" / "checked.json"

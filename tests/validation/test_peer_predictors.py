@@ -9,7 +9,8 @@ import pytest
 
 from validation import peers, run
 from validation.ask import Asker, CannotAsk
-from validation.cases import Case, Table
+from validation.case import Case
+from validation.cases import Table
 
 TABLE = Table(name="t", title="", source="", licence="", rows="", routes=("shape",))
 CASE = Case(

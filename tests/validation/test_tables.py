@@ -8,7 +8,7 @@ import pytest
 
 from validation import blocks, cases
 from validation.ask import Asker
-from validation.cases import Case
+from validation.case import Case
 from validation.tables import identities
 from validation.tables.bigscience_a100_layouts import layers_of
 from validation.tables.megatron_papers import seconds

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from validation.cases import Case
+from validation.case import Case
 
 NAMES = {"calculon": "calculon", "llm-analysis": "llm_analysis", "simumax": "simumax"}
 """Of each peer: its adapter here. They were tried with calculon-ai/calculon @ caa4b11, cli99/llm-analysis @ d841e40 and

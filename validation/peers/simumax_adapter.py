@@ -18,7 +18,7 @@ from simumax.core.config import ModelConfig, StrategyConfig, SystemConfig
 from simumax.core.perf_llm import PerfLLM
 
 from validation.ask import Answer, CannotAsk
-from validation.cases import Case
+from validation.case import Case
 from validation.peers import unasked
 
 SYSTEMS = {"b200": "b200_bf16_ceperm"}
