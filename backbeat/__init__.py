@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from backbeat.api import plan, predict
     from backbeat.errors import BackbeatError, InputError
-    from backbeat.model import Network, Plan, Prediction, Profile, Reduction
+    from backbeat.model import Framework, Network, Plan, Prediction, Profile
     from backbeat.model.batches import strong_scaling
 
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ _HOME = {
     "Plan": "backbeat.model",
     "Prediction": "backbeat.model",
     "Profile": "backbeat.model",
-    "Reduction": "backbeat.model",
+    "Framework": "backbeat.model",
     "plan": "backbeat.api",
     "predict": "backbeat.api",
     "strong_scaling": "backbeat.model.batches",
@@ -31,12 +31,12 @@ _HOME = {
 
 __all__ = [
     "BackbeatError",
+    "Framework",
     "InputError",
     "Network",
     "Plan",
     "Prediction",
     "Profile",
-    "Reduction",
     "plan",
     "predict",
     "strong_scaling",

@@ -7,9 +7,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, PlanPrediction, Prediction, Profile, Reduction
+from backbeat.model import Framework, Network, Plan, PlanPrediction, Prediction, Profile
 from backbeat.model.batches import strong_scaling
-from backbeat.model.reduction import reduction_named
+from backbeat.model.framework import framework_named
 from backbeat.planners import is_sharded, propose
 from backbeat.planners.baselines import framework_plan
 from backbeat.steps.predict import predict as simulated
@@ -50,7 +50,9 @@ def predict(
     network: Network,
     plan: Plan | str | None = None,
     *,
-    framework: Reduction | str | None = None,
+    framework: Framework | str | None = None,
+    overlap: str | None = None,
+    zero: int | None = None,
     accumulation: int | None = None,
     broadcast_buffers: bool = True,
     reduce_dtype: str | None = None,
@@ -60,7 +62,8 @@ def predict(
     """How long one iteration takes on the network's workers under the plan, or under the named strategy's, and why.
 
     In place of a plan, `framework` names what the job runs today ("nanotron", "megatron", … in
-    `backbeat.model.reduction.REDUCTIONS`) or says it as a `Reduction`: dtype, buckets, overlap, sharded update.
+    `backbeat.model.framework.FRAMEWORKS`) or says it as a `Framework`: dtype, buckets, overlap, sharded update. With it
+    go `overlap` ("none" or "dp") and the stage of `zero` that it runs, where these are not its own.
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. With `reduce_dtype`
     ("bf16" or "fp16") fp32 gradients are sent in two bytes each. Where the plan says what is kept of activations,
@@ -82,9 +85,17 @@ def predict(
         if plan is not None or reduce_dtype is not None or choices:
             raise InputError(
                 "framework says buckets and dtype itself: leave plan, reduce_dtype and a strategy's choices out, or "
-                "change them in a Reduction"
+                "change them in a Framework"
             )
-        reduction = reduction_named(framework)
+        reduction = framework_named(framework, overlap=overlap, zero=zero)
+        if reduction.zero > 1 and reduction.way is None:
+            raise InputError(
+                f"zero is {reduction.zero}: {reduction.name} is predicted with 0 and 1; beyond, ask for fsdp or zero2"
+            )
+        plan = reduction.way
+    elif overlap is not None or zero is not None:
+        raise InputError("overlap and zero say how a framework runs: give framework=, or leave them out")
+    if framework is not None and plan is None:
         return simulated(
             reduction.sent(profile),
             network,

@@ -36,12 +36,11 @@ from backbeat.cost.accelerators import accelerator_named
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.cost.operators import Product
 from backbeat.errors import BackbeatError
-from backbeat.layouts import Conventions, Layout, Transformer, cluster, layer_work
+from backbeat.layouts import Layout, Transformer, cluster, layer_work
 from backbeat.layouts.architectures import BUNDLED as MODELS
-from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.model import Network, Plan, Profile
-from backbeat.model.reduction import REDUCTIONS, Reduction
+from backbeat.model.framework import FRAMEWORKS, Framework
 from backbeat.steps.predict import predict
 from validation import blocks, specified
 from validation.case import Case
@@ -158,11 +157,11 @@ class Asker:
         found = layouts.predict(
             self.model(case.model or ""), network, layout, accelerator=case.accelerator, gpus=case.gpus,
             global_batch=case.global_batch, sequence=case.sequence, precision=case.precision,
-            framework=self.conventions(case.framework or "megatron"), compute_factor=factor,
+            framework=self.framework(case.framework or "megatron"), compute_factor=factor,
             family="closed-form" if quick else "events", band=not quick,
         )  # fmt: skip
         low, high = found.band_s or (None, None)
-        reserve = self.conventions(case.framework or "megatron").reserve_bytes
+        reserve = self.framework(case.framework or "megatron").reserve_bytes
         return Answer(
             seconds=found.step_s, low_s=low, high_s=high, memory_bytes=found.memory.total - reserve, fits=found.fits,
             computing=sum(found.breakdown.parts[name] for name in COMPUTE) / found.step_s,
@@ -187,7 +186,7 @@ class Asker:
             return Answer(seconds=profile.single_s, low_s=profile.single_s, high_s=profile.single_s, computing=1.0)
         there, accumulation = network.at(workers=case.gpus), case.accumulation
         if case.framework is not None and case.plan is None:
-            found = bb.predict(profile, there, framework=self.reduction(case.framework), accumulation=accumulation)
+            found = bb.predict(profile, there, framework=self.framework(case.framework), accumulation=accumulation)
         elif case.plan is None and case.recompute != "full":
             found = bb.predict(profile, there, case.strategy, accumulation=accumulation)
         else:
@@ -196,7 +195,7 @@ class Asker:
                 plan = treated(bb.plan(profile, there, case.strategy), segments)
             else:
                 plan = self.plan(case.plan, profile, case.gpus)
-            reduction = None if case.framework is None else self.reduction(case.framework)
+            reduction = None if case.framework is None else self.framework(case.framework)
             found = predict(profile, there, plan, accumulation=accumulation, reduction=reduction)
         band = found.network_band
         quiet, busy = (band.quiet_s, band.busy_s) if band is not None else (found.iteration_s,) * 2
@@ -251,26 +250,22 @@ class Asker:
             raise CaseError(f"{self.table.name}: {name!r} is not among its {kind}, nor bundled: {', '.join(known)}")
         return known[name]
 
-    def based_on(self, name: str | None) -> str:
-        """The bundled framework whose constants it has."""
-        return str(self.table.frameworks.get(name, {}).get("of", name))
+    def based_on(self, name: str) -> tuple[str, str]:
+        """A framework's own name, and that of the bundled one whose fields it has."""
+        return name, str(self.table.frameworks.get(name, {}).get("of", name))
 
-    def conventions(self, name: str) -> Conventions:
+    def framework(self, name: str) -> Framework:
+        """By all of its fields, or by those that differ from a bundled one's."""
         told = dict(self.table.frameworks.get(name, {}))
-        base = self._bundled("frameworks", told.pop("of", name), CONVENTIONS)
-        held = {key.partition(".")[2]: value for key, value in HELD.items() if key.partition(".")[0] == base.name}
-        base = replace(base, **held)
+        held = {field: value for (of, field), value in HELD.items() if of in self.based_on(name)}
+        if not told and not held:
+            return self._bundled("frameworks", name, FRAMEWORKS)
+        told = {**(told or {"of": name}), **held}
+        base = self._bundled("frameworks", told.pop("of"), FRAMEWORKS) if "of" in told else Framework(name=name)
         try:
-            return replace(base, **told)
-        except TypeError as error:
+            return msgspec.convert({**msgspec.to_builtins(base), "name": name, **told}, Framework)
+        except msgspec.ValidationError as error:
             raise CaseError(f"{self.table.name}: framework {name!r}: {error}") from None
-
-    def reduction(self, name: str) -> Reduction:
-        told = dict(self.table.frameworks.get(name, {}))
-        if not told:
-            return self._bundled("frameworks", name, REDUCTIONS)
-        base = self._bundled("frameworks", told.pop("of"), REDUCTIONS) if "of" in told else Reduction(name=name)
-        return msgspec.convert({**msgspec.to_builtins(base), **told}, Reduction)
 
     def network(self, named: Any) -> Network:
         if isinstance(named, Mapping):
@@ -338,7 +333,7 @@ def _operators(
     return operator_model(accelerator, precision, gbps=gbps, launch_overhead=launch_overhead)
 
 
-HELD: dict[str, Any] = {}
+HELD: dict[tuple[str, str], Any] = {}
 """Fields of frameworks that answers have otherwise while they are held."""
 
 
@@ -356,5 +351,6 @@ def holding(values: Mapping[str, Any]) -> Iterator[None]:
                 shares = layer_work._ELSEWHERE if value is None else value
                 stack.enter_context(mock.patch.dict(layer_work.SUSTAINED, {gpu: shares}))
             else:
-                stack.enter_context(mock.patch.dict(HELD, {name: value}))
+                framework, _, field = name.partition(".")
+                stack.enter_context(mock.patch.dict(HELD, {(framework, field): value}))
         yield

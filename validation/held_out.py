@@ -55,7 +55,7 @@ CONSTANTS = {
     "waits": Constant(without={"vTrain's A100s": (23e-6, 9.1e-6), "SimuMax's B200": (34e-6, 7.1e-6)}),
 }
 """By name, before the GPU that it is of (`SUSTAINED h100`) or behind the framework (`nanotron.unfused`). Nobody having
-measured, a GPU has the share of those that nobody has seen, a framework what `Conventions` has by default, and stages
+measured, a GPU has the share of those that nobody has seen, a framework what `Framework` has by default, and stages
 send as torch does on NCCL. `waits` are layouts' small collectives."""
 
 
@@ -71,7 +71,8 @@ def concerns(name: str, case: Case) -> bool:
     if " " in name:
         return case.accelerator == name.split()[1]
     framework, _, told = name.partition(".")
-    return asker(case.table).based_on(case.framework) == framework and (told != "streams" or case.pp > 1)
+    known = asker(case.table).based_on(case.framework or "")
+    return framework in known and (told != "streams" or case.pp > 1)
 
 
 def kin(family: str) -> str:

@@ -14,8 +14,8 @@ from backbeat.cli.arguments import load_network
 from backbeat.cli.output import check_page, print_answer, print_json, write_page
 from backbeat.errors import InputError
 from backbeat.layouts import LayoutPrediction, transformer
-from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.model import Network
+from backbeat.model.framework import LAYOUT_FRAMEWORKS, Framework, framework_named
 from backbeat.report.pages.layout_page import layout_content, layout_report
 from backbeat.report.tables import layout_tables as tables
 from backbeat.report.words import layout_answer as words
@@ -39,7 +39,9 @@ def layout(
     ] = None,
     accelerator: Annotated[str | None, typer.Option(help="The GPUs, like h100. Default: the network's own.")] = None,
     precision: Annotated[str, typer.Option(help="Of the matrix products: bf16, fp16 or fp8.")] = "bf16",
-    framework: Annotated[str, typer.Option(help=f"Whose overlap and kernels: {', '.join(CONVENTIONS)}.")] = "megatron",
+    framework: Annotated[str, typer.Option(help=f"Whose habits: {', '.join(LAYOUT_FRAMEWORKS)}.")] = "megatron",
+    overlap: options.Overlap = None,
+    dispatcher: Annotated[str | None, typer.Option(help="Of tokens to experts: alltoall or deepep.")] = None,
     zero: Annotated[str, typer.Option(help="ZeRO stages to try, comma-separated.")] = "1",
     imbalance: Annotated[
         float, typer.Option(help="Tokens of the busiest expert rank over the average.", min=1.0)
@@ -70,11 +72,14 @@ def layout(
     if output is not None:
         check_page(output)
     network = load_network(cluster, across, nics_per_node)
+    habits = framework_named(framework, layouts=True, overlap=overlap, dispatcher=dispatcher)
     job: dict[str, Any] = {
         "global_batch": global_batch,
         "sequence": sequence,
         "precision": precision,
         "framework": framework,
+        "overlap": overlap,
+        "dispatcher": dispatcher,
         "accelerator": accelerator,
         "imbalance": imbalance,
         "compute_factor": compute_factor,
@@ -93,7 +98,7 @@ def layout(
             return
         if output is None:
             drawn = layouts.predict(model, network, found.layout, **{**job, "global_batch": tables.drawn_batch(found)})
-            _show(model, found, drawn, framework)
+            _show(model, found, drawn, habits)
         else:
             _write(output, model, network, {found.gpus: [found]}, job)
         return
@@ -121,7 +126,7 @@ def layout(
         print_answer(
             words.layout_answer(best),
             *(words.compared(best, shown) if several else ()),
-            _flags(model, best, framework),
+            _flags(model, best, habits),
         )
 
 
@@ -162,14 +167,14 @@ def _write(
     write_page(output, page, "fewer numbers of GPUs or a smaller --most")
 
 
-def _flags(model: str, found: LayoutPrediction, framework: str) -> str | None:
+def _flags(model: str, found: LayoutPrediction, framework: Framework) -> str | None:
     flags = megatron_flags(transformer(model), found.layout, found.job, framework)
     if not flags:
         return why_no_flags(found.layout, framework)
     return f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}"
 
 
-def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framework: str) -> None:
+def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framework: Framework) -> None:
     count = drawn.job.global_batch // (drawn.layout.dp * drawn.layout.micro_batch)
     spread = None
     if found.spread_s is not None:

@@ -9,7 +9,7 @@ import typer
 
 from backbeat import model
 from backbeat.model.files import bundled
-from backbeat.model.reduction import REDUCTIONS
+from backbeat.model.framework import FRAMEWORKS
 from backbeat.planners import STRATEGIES
 
 
@@ -51,9 +51,13 @@ Frameworks = Annotated[
     list[str] | None,
     typer.Option(
         "--framework",
-        help=f"What the job runs today, comma-separated, of {', '.join(REDUCTIONS)}.",
-        autocompletion=_completed(lambda: REDUCTIONS),
+        help=f"What the job runs today, comma-separated, of {', '.join(FRAMEWORKS)}.",
+        autocompletion=_completed(lambda: FRAMEWORKS),
     ),
+]
+Overlap = Annotated[
+    str | None,
+    typer.Option(help="What hides behind computation: none, dp or dp+tp. Default: what the framework hides."),
 ]
 Accumulation = Annotated[int | None, typer.Option(help="Micro-batches per iteration.")]
 Communicators = Annotated[int | None, typer.Option(help="Communicators to use (for best: at most).")]

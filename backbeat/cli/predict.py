@@ -15,7 +15,7 @@ from backbeat.cli.arguments import load_network, plan_options, size, split
 from backbeat.cli.output import console, print_answer, print_json, say
 from backbeat.errors import InputError
 from backbeat.model import Plan, Profile
-from backbeat.model.reduction import reduction_named
+from backbeat.model.framework import framework_named
 from backbeat.planners import BUCKETED, BUDGETED, whole_groups
 from backbeat.report.figures import plot as plots
 from backbeat.report.figures.scaling_curve import Scaling
@@ -42,6 +42,10 @@ def predict(
     ] = None,
     strategy: options.Strategies = None,
     framework: options.Frameworks = None,
+    overlap: options.Overlap = None,
+    zero: Annotated[
+        int | None, typer.Option(help="ZeRO stage of --framework. Default: what it shards by itself.", min=0, max=3)
+    ] = None,
     plan: options.PlanFiles = None,
     accumulation: options.Accumulation = None,
     global_batch: Annotated[
@@ -71,7 +75,9 @@ def predict(
     memory_bytes = size("--memory", memory) if memory is not None else None
     bucket_bytes = size("--bucket", bucket, "MB") if bucket is not None else None
     named = list(dict.fromkeys(split(strategy)))
-    frameworks = {name: reduction_named(name) for name in split(framework)}
+    frameworks = {name: framework_named(name, overlap=overlap, zero=zero) for name in split(framework)}
+    if not frameworks and (overlap is not None or zero is not None):
+        raise InputError("--overlap and --zero say how a framework runs: name it with --framework, or leave them out")
     if bucket is not None and named and BUCKETED.isdisjoint(named):
         raise InputError(f"--bucket is for ddp and horovod, not {', '.join(named)}: name one of them, or leave it out")
     offered: list[str] = []

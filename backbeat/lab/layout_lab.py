@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -24,14 +24,13 @@ from backbeat.lab.jobs import LayoutJob, TransferJob, TransferKind
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
-from backbeat.layouts.conventions import conventions_named
 from backbeat.layouts.layout import Job, Layout, check_layout
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
 from backbeat.layouts.stage_times import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
-from backbeat.steps.stage_programs import Streams
+from backbeat.model.framework import Streams, framework_named
 
 FRAMEWORK = "torchtitan"
 """What torch's pipelining and DTensor do is what it does."""
@@ -93,7 +92,7 @@ class LayoutCase:
         times = CollectiveTimes(alpha_s=0.0, beta_s_per_byte=8 / setting.rate_bits)
         network = Network(name=setting.name, workers=setting.ranks, all_reduce=times)
         cluster = LabCluster(network, self.accelerator, links=links)
-        conventions = replace(conventions_named(FRAMEWORK), streams=links.streams)
+        conventions = framework_named(FRAMEWORK, streams=links.streams)
         return LayoutPredictor(
             model=self.model, cluster=cluster, job=self.job, conventions=conventions, compute_factor=self.dilation
         )

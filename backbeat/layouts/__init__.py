@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import GpuCluster, cluster_of
-from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import search
 from backbeat.layouts.predict_layout import predict
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.framework import Framework
 
 __all__ = [
-    "Conventions",
+    "Framework",
     "GpuCluster",
     "Job",
     "Layout",

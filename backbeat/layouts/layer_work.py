@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of
-from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.transformer import Linear, Transformer
+from backbeat.model.framework import Framework
 
 FAMILIES = ("matmul", "attention", "memory")
 
@@ -98,7 +98,7 @@ class LayerBuilder:
     """Puts the operators of a layer together, for one model, layout and job."""
 
     def __init__(
-        self, model: Transformer, layout: Layout, job: Job, conventions: Conventions, imbalance: float = 1.0
+        self, model: Transformer, layout: Layout, job: Job, conventions: Framework, imbalance: float = 1.0
     ) -> None:
         self.model, self.layout, self.job, self.conventions = model, layout, job, conventions
         self.imbalance = imbalance

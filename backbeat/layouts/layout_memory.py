@@ -12,11 +12,11 @@ from itertools import pairwise
 
 import msgspec
 
-from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.replicas import rank_parameters, unit_parameters
 from backbeat.layouts.stage_times import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.framework import Framework
 from backbeat.steps.stage_programs import in_flight
 
 _WEIGHT_BYTES = 2
@@ -43,7 +43,7 @@ class MemoryByKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layout_memory(
-    model: Transformer, layout: Layout, job: Job, conventions: Conventions, imbalance: float = 1.0
+    model: Transformer, layout: Layout, job: Job, conventions: Framework, imbalance: float = 1.0
 ) -> MemoryByKind:
     """What a GPU of the fullest stage holds."""
     layers, pp = LayerMemory(model, layout, job, conventions, imbalance), layout.pp
@@ -106,9 +106,9 @@ class LayerMemory:
     """What one layer has of one micro-batch.
 
     >>> from backbeat.layouts.architectures import transformer
-    >>> from backbeat.layouts.conventions import conventions_named
+    >>> from backbeat.model.framework import framework_named
     >>> from backbeat.layouts.layout import Job, Layout
-    >>> gpt, flash = transformer("gpt3-175b"), conventions_named("megatron")
+    >>> gpt, flash = transformer("gpt3-175b"), framework_named("megatron")
     >>> layer = LayerMemory(gpt, Layout(tp=8), Job(global_batch=1, sequence=2048), flash)
     >>> round(layer.kept(sparse=False) / (2048 * 12288), 2)
     4.25
@@ -117,7 +117,7 @@ class LayerMemory:
     model: Transformer
     layout: Layout
     job: Job
-    conventions: Conventions
+    conventions: Framework
     imbalance: float = 1.0
 
     def kept(self, *, sparse: bool) -> float:

@@ -19,8 +19,9 @@ from typing import NamedTuple
 from backbeat.engine import run
 from backbeat.engine.graph import MOST_OPS, check_size
 from backbeat.layouts.stage_times import StageTimes
+from backbeat.model.framework import Streams
 from backbeat.steps.stage_graph import ChunkTimes, stage_graph
-from backbeat.steps.stage_programs import Operation, PipelineSchedule, Streams
+from backbeat.steps.stage_programs import Operation, PipelineSchedule
 
 _SIMULATED_ROUNDS = 6
 """Of as many micro-batches as stages, at first."""

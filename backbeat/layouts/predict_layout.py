@@ -14,7 +14,6 @@ from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import GpuCluster, cluster_of
-from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layer_work import PartSeconds
 from backbeat.layouts.layout import Job, Layout, check_layout, job_of
 from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
@@ -27,6 +26,7 @@ from backbeat.layouts.stage_times import StageLayers, StageTimer, StageTimes, sp
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network, Profile
 from backbeat.model.files import checked
+from backbeat.model.framework import Framework, framework_named
 from backbeat.model.prediction import Span
 
 ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]
@@ -42,7 +42,11 @@ _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 class PredictorOptions(TypedDict, total=False):
     """What `predict` and `search` take beside the job; `predictor_of` has the defaults."""
 
-    framework: str | Conventions
+    framework: str | Framework
+    overlap: str | None
+    """What hides behind computation: none, dp or dp+tp. By default what the framework hides."""
+    dispatcher: str | None
+    """Of tokens to experts: alltoall or deepep."""
     accelerator: str | None
     imbalance: float
     """The busiest expert rank's tokens over the average's."""
@@ -103,7 +107,9 @@ def predictor_of(
     cluster: ClusterInput,
     job: Job,
     *,
-    framework: str | Conventions = "megatron",
+    framework: str | Framework = "megatron",
+    overlap: str | None = None,
+    dispatcher: str | None = None,
     accelerator: str | None = None,
     imbalance: float = 1.0,
     compute_factor: float = 1.0,
@@ -121,7 +127,7 @@ def predictor_of(
         model=transformer(model),
         cluster=there,
         job=job,
-        conventions=conventions_named(framework),
+        conventions=framework_named(framework, layouts=True, overlap=overlap, dispatcher=dispatcher),
         imbalance=imbalance,
         compute_factor=compute_factor,
         stragglers=stragglers or {},
@@ -139,7 +145,7 @@ class LayoutPredictor:
     model: Transformer
     cluster: GpuCluster
     job: Job
-    conventions: Conventions
+    conventions: Framework
     imbalance: float = 1.0
     compute_factor: float = 1.0
     """Given by the caller; a measured block has a factor of its own on top."""

@@ -21,12 +21,11 @@ from typing import NamedTuple
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
-from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Layout
 from backbeat.layouts.sharded_stage import units_added
 from backbeat.layouts.stage_times import Added, StageLayers, StageTimes
 from backbeat.layouts.transformer import Transformer, weights
-from backbeat.model.reduction import Reduction
+from backbeat.model.framework import Framework
 from backbeat.model.slowdown import least_s
 from backbeat.steps.schedule import capped
 
@@ -207,11 +206,11 @@ class ReplicaTimer:
     layout: Layout
     cluster: GpuCluster
     operators: OperatorModel
-    conventions: Conventions
+    conventions: Framework
 
     @property
-    def reduction(self) -> Reduction:
-        return self.conventions.reduction(self.layout.zero)
+    def reduction(self) -> Framework:
+        return self.conventions.staged(self.layout.zero)
 
     def sharded_passes(self, pieces: Sequence[tuple[StageTimes, int]], stage: StageLayers) -> StageTimes:
         """A chunk's passes, from what it runs, where each micro-batch gathers parameters (ZeRO 3) and scatters
@@ -223,7 +222,7 @@ class ReplicaTimer:
             return times
         units = unit_parameters(self.model, layout, stage)
         gathers = [self._unit_s("all_gather", unit, 2) if zero == 3 else 0.0 for unit in units]
-        scatters = [self._unit_s("reduce_scatter", unit, self.conventions.reduced_bytes(zero)) for unit in units]
+        scatters = [self._unit_s("reduce_scatter", unit, self.reduction.reduced_bytes) for unit in units]
         each = [one for one, count in pieces for _ in range(count)]
         slowdown, none = self._slowdown(times), [0.0] * len(units)
         forward = units_added([one.forward_s for one in each], gathers, none, slowdown)
@@ -261,7 +260,7 @@ class ReplicaTimer:
         slowdown = self._slowdown(passes)
         if zero < 2:
             reduce = self._reduce(chunks, held.expert, window_s, slowdown)
-        if zero in (1, 2) and self.reduction.gather_dtype is not None:
+        if zero in (1, 2):
             gather = self._gather(chunks, held, passes.forward_s, slowdown)
         return ReplicaTimes(reduce.plus(self._tied(chunks)), self.update_s(held), gather)
 
@@ -271,7 +270,7 @@ class ReplicaTimer:
         """Groups of ranks, and what travels in each."""
         found = []
         for group, dense in ((self.layout.dense_group, True), (self.layout.expert_group, False)):
-            most = None if cap is None else max(cap, self.reduction.bucket_elements_per_worker * group[0])
+            most = None if cap is None else self.reduction.cap(cap, group[0])
             made = (
                 dense_buckets(self.model, self.layout.tp, tuple(chunks), most) if dense else equal_buckets(expert, most)
             )
@@ -282,18 +281,15 @@ class ReplicaTimer:
     def _reduce(self, chunks: Sequence[StageLayers], expert: float, window_s: float, slowdown: float) -> Added:
         """Gradients of experts and all others travel in groups of their own. Groups that cross the same link take turns
         on it, in the order in which buckets are complete; beside each other they share one backward pass."""
-        kind, width = self.reduction.collective, self.conventions.reduced_bytes(self.layout.zero)
-        cap = self.reduction.bucket_elements
-        if cap is None and self.reduction.bucket_bytes:
-            cap = self.reduction.bucket_bytes[-1] // 2
+        kind, width = self.reduction.collective, self.reduction.reduced_bytes
         by_link: defaultdict[bool, list[GradientMessage]] = defaultdict(list)
-        for group, buckets in self._buckets(chunks, expert, cap):
+        for group, buckets in self._buckets(chunks, expert, self.reduction.layout_cap):
             travel_s = {size: self.cluster.collective_s(kind, width * size, *group) for size, _ in set(buckets)}
             by_link[self.cluster.inside(*group)] += [
                 GradientMessage(travel_s[each.elements], each.ready) for each in buckets
             ]
         links = [sorted(messages, key=lambda each: each.ready) for messages in by_link.values()]
-        if self.reduction.overlap == "none":
+        if self.reduction.overlapped == "none":
             return Added(sum(each.travel_s for messages in links for each in messages))
         found = [overlapped_with_backward(messages, window_s, slowdown) for messages in links]
         return max(found, key=lambda each: each.total_s, default=Added())
@@ -303,7 +299,7 @@ class ReplicaTimer:
         ends = [chunk for chunk in chunks if chunk.first or chunk.last]
         if not self.model.tied or self.layout.pp == 1 or not ends or (ends[0].first and ends[-1].last):
             return 0.0
-        size = self.conventions.reduced_bytes(self.layout.zero) * self.model.head.parameters / self.layout.tp
+        size = self.reduction.reduced_bytes * self.model.head.parameters / self.layout.tp
         # Of two ranks each sends as much as it has: one half to add up, the other half added up.
         return self.cluster.send_s(size, 2, self.layout.stage_gpus * (self.layout.pp - 1))
 
@@ -314,7 +310,7 @@ class ReplicaTimer:
             total, first = total + sum(each), max(first, each[-1])
         if self.conventions.copies_slices:
             total += self._slices_s(chunks, held.dense)
-        if not self.reduction.gather_overlap:
+        if not self.reduction.hides_gathers:
             return Added(total)
         # Forward starts with the first bucket, backward's last; the others travel beside it.
         return Added.overlapped(forward_s, total - first, slowdown).plus(first)

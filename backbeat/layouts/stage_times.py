@@ -13,10 +13,10 @@ from typing import NamedTuple
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Work
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
-from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PartSeconds, seconds_of
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.framework import Framework
 from backbeat.model.slowdown import together_s
 
 
@@ -182,7 +182,7 @@ class StageTimer:
     job: Job
     cluster: GpuCluster
     operators: OperatorModel
-    conventions: Conventions
+    conventions: Framework
     imbalance: float = 1.0
     compute_factor: float = 1.0
 
@@ -269,7 +269,7 @@ class StageTimer:
         same around a dense MLP."""
         # Experts take each rank's own tokens; only an MLP that all tokens take is shared.
         pairs = 1 if sparse and not self.model.shared_ffn else 2
-        overlap = self.conventions.tensor_overlap
+        overlap = self.conventions.hides_tensor
         slowdown = self.cluster.slowdown(self.layout.tp, matmul=1.0)
         if self.layout.sequence_parallel:
             gather, scatter = pairs * self._group("all_gather"), pairs * self._group("reduce_scatter")
@@ -312,7 +312,7 @@ class StageTimer:
     def _launched_s(self, sparse: bool, *, backward: bool) -> float:
         """Of a layer's overlapped collectives, what the host takes to launch them: it submits them as it does
         operators. Those that all wait for have it in their own time (`waited_s`)."""
-        overlap, tp = self.conventions.tensor_overlap, self.layout.tp
+        overlap, tp = self.conventions.hides_tensor, self.layout.tp
         calls = 0
         if tp > 1 and (overlap == "all" or (overlap == "backward" and backward)):
             pairs = 1 if sparse and not self.model.shared_ffn else 2
@@ -337,7 +337,7 @@ class StageTimer:
     def dispatched_bytes(self) -> float:
         """Tokens to their experts, or back."""
         ep, copies = self.layout.ep, float(self.model.experts_per_token)
-        if self.conventions.sends_once:
+        if self.conventions.dispatcher == "deepep":
             copies = ep * (1 - (1 - 1 / ep) ** copies)
         rows = self.builder.tokens / self.layout.tp * copies * self.imbalance
         return 2 * rows * self.model.hidden

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
 from backbeat.model import Profile
-from backbeat.model.reduction import DDP_BUCKET_BYTES
+from backbeat.model.framework import DDP_BUCKET_BYTES
 from backbeat.planners.draft import Draft
 from backbeat.steps.schedule import one_by_one, running_sums
 

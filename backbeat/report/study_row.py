@@ -14,7 +14,7 @@ import msgspec
 from backbeat import api
 from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
-from backbeat.model import Memory, MemoryPlan, Network, Plan, Prediction, Profile, Reduction
+from backbeat.model import Framework, Memory, MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.batches import extrapolates, strong_scaling, with_sibling
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.planners.max_batch import largest_batch, with_blocks
@@ -24,7 +24,7 @@ from backbeat.steps.resident_memory import ResidentMemory
 from backbeat.steps.sharded_memory import sharded_memory
 from backbeat.units import format_bytes
 
-Compared = Mapping[str, Any] | Plan | Reduction
+Compared = Mapping[str, Any] | Plan | Framework
 """What to compare: a `strategy` with its choices, proposed anew at each number of workers; a plan, followed as it is;
 or what a framework does."""
 
@@ -143,7 +143,9 @@ class StudyRow:
 def study_row(label: str, schedule: Compared, profile: Profile, network: Network, question: Question) -> StudyRow:
     """One schedule on the network's workers."""
     accumulation = question.accumulation
-    if isinstance(schedule, Reduction):
+    if isinstance(schedule, Framework) and schedule.way is not None:
+        schedule = {"strategy": schedule.way}
+    if isinstance(schedule, Framework):
         plan = None
         prediction = api.predict(profile, network, framework=schedule, accumulation=accumulation)
 

@@ -23,7 +23,7 @@ import numpy as np
 from backbeat.cost import LinkCost, MessageTimes
 from backbeat.engine import Graph, GraphTimes, SharedLink
 from backbeat.engine.graph import NO_OP
-from backbeat.model.reduction import Overlap
+from backbeat.model.framework import OverlappedPasses
 from backbeat.steps.host_issue import HostIssue, IssuedWork
 from backbeat.steps.schedule import ComputeClock, Flow, Schedule
 
@@ -49,7 +49,7 @@ class BucketStep:
     compress_s: Sequence[float] | None = None
     """Compressing each bucket, on the compute stream, once it is ready."""
     micro_batches: int = 1
-    overlap: Overlap = "last"
+    overlap: OverlappedPasses = "last"
     """Which backward passes messages overlap with."""
     before_s: float = 0.0
     """What is sent before forward, such as module buffers."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
-from backbeat.model import Network, Plan, Profile, Reduction
+from backbeat.model import Framework, Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.slowdown import least_s
@@ -24,15 +24,15 @@ from backbeat.steps.sharded_cost import half_curve
 
 
 def framework_iteration(
-    profile: Profile, network: Network, plan: Plan, reduction: Reduction, micro_batches: int, slowdown: float = 1.0
+    profile: Profile, network: Network, plan: Plan, reduction: Framework, micro_batches: int, slowdown: float = 1.0
 ) -> Iteration:
     """The plan's buckets, reduced as the framework does it. The profile's gradients are as large as they travel."""
     schedule, buckets = Schedule.of_plan(profile, plan)
-    hides = reduction.overlap != "none"
+    hides = reduction.overlapped != "none"
     sent = schedule if hides else replace(schedule, ready=np.full_like(schedule.ready, profile.backward_s))
     travel = BucketTravel(sent, profile.backward_s)
     # With "every" each micro-batch ends as the last does; otherwise those before it only compute.
-    repeats = micro_batches if reduction.overlap == "every" else 1
+    repeats = micro_batches if reduction.overlapped == "every" else 1
     update = reduction.updated_s(profile.update_s, network.workers)
     before = (micro_batches - repeats) * (profile.forward_s + profile.backward_s)
 
@@ -72,7 +72,7 @@ def framework_iteration(
     )
 
 
-def _cost(network: Network, reduction: Reduction) -> LinkCost:
+def _cost(network: Network, reduction: Framework) -> LinkCost:
     if reduction.collective == "reduce_scatter":
         return LinkCost(half_curve(network, "reduce_scatter"))
     return network.cost
@@ -91,15 +91,15 @@ class GatheredForward:
     spans: tuple[Span, ...]
 
 
-def gather_before(profile: Profile, network: Network, reduction: Reduction, slowdown: float) -> GatheredForward:
+def gather_before(profile: Profile, network: Network, reduction: Framework, slowdown: float) -> GatheredForward:
     """Gather what the last update sharded, before forward or behind it."""
-    if reduction.gather_dtype is None:
+    if not reduction.zero:
         return GatheredForward(0.0, profile.forward_s, 0.0, 0.0, ())
     rows = gather_parts(profile, network, reduction)
     times, parts = [seconds for seconds, _, _ in rows], [(size, compute) for _, compute, size in rows]
     starts: list[float] = []
     now = contention = 0.0
-    if reduction.gather_overlap:
+    if reduction.hides_gathers:
         # Forward enters a bucket once it is there; the next one is gathered from then on.
         starts.append(0.0)
         now = begun = times[0]
@@ -120,15 +120,15 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
     return GatheredForward(begun, now, now - profile.forward_s - contention, contention, spans)
 
 
-def gather_parts(profile: Profile, network: Network, reduction: Reduction) -> list[tuple[float, float, float]]:
+def gather_parts(profile: Profile, network: Network, reduction: Framework) -> list[tuple[float, float, float]]:
     """Of each message: what it takes, the forward that needs it, and its bytes."""
-    if reduction.gather_dtype is None:
+    if not reduction.zero:
         return []
-    width = DTYPE_BYTES[reduction.gather_dtype] / DTYPE_BYTES[profile.gradient_dtype]
-    sizes = profile.sizes[::-1] * width
+    width = DTYPE_BYTES[reduction.gather_dtype or profile.gradient_dtype]
+    sizes = profile.sizes[::-1] * (width / DTYPE_BYTES[profile.gradient_dtype])
     ends = [len(sizes)]
     if reduction.gather_elements is not None:
-        cap = DTYPE_BYTES[reduction.gather_dtype] * reduction.cap(reduction.gather_elements, network.workers)
+        cap = width * reduction.cap(reduction.gather_elements, network.workers)
         ends = capped(sizes.tolist(), [float(cap)])
     sums, computed = running_sums(sizes).tolist(), running_sums(_forward_s(profile)).tolist()
     bounds = list(pairwise([0, *ends]))

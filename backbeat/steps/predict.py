@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from backbeat.cost.collectives import traffic
 from backbeat.cost.stragglers import LEAST_SAMPLES, Straggling, straggling
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Profile, Reduction
+from backbeat.model import Framework, Network, Plan, Profile
 from backbeat.model.checks import whole
 from backbeat.model.network import HALVES
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
@@ -49,7 +49,7 @@ def predict(
     *,
     accumulation: int | None = None,
     broadcast_buffers: bool = True,
-    reduction: Reduction | None = None,
+    reduction: Framework | None = None,
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, and why.
 
@@ -172,7 +172,7 @@ def _compute_s(profile: Profile, micro_batches: int) -> float:
     return passes + profile.forward_s + profile.backward_s + profile.update_s
 
 
-def _step(worker: _Worker, network: Network, plan: Plan, reduction: Reduction | None, slowdown: float) -> Iteration:
+def _step(worker: _Worker, network: Network, plan: Plan, reduction: Framework | None, slowdown: float) -> Iteration:
     """The simulation that such a plan needs."""
     if network.workers == 1:
         return alone(worker.profile, plan, worker.before_s)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from backbeat.engine import Graph, GraphTimes
 from backbeat.engine.graph import Label
-from backbeat.steps.stage_programs import Operation, PipelineSchedule, Streams, Transfer, programs
+from backbeat.model.framework import Streams
+from backbeat.steps.stage_programs import Operation, PipelineSchedule, Transfer, programs
 
 
 class ChunkTimes(NamedTuple):

@@ -11,13 +11,6 @@ from collections import deque
 from typing import Literal, NamedTuple
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-Streams = Literal["direction", "connection", "pair", "rank"]
-"""Which transfers of a stage run one after the other, in the order they were posted.
-
-`direction`: those to one neighbour, and those from it, each on a NIC of its own, with receives posted early: nothing
-holds up what is ready, which meets published rows of Megatron's best. The others are torch's, and share a NIC.
-`connection`: the same, but a stage tells its neighbour that it is ready to receive behind what it has to send to it, so
-that a swap takes two sends (gloo). `pair`: all with one neighbour (NCCL in torch 2.13). `rank`: all (NCCL before)."""
 
 
 class Operation(NamedTuple):

@@ -174,7 +174,7 @@ def test_numbers_of_workers_without_whole_groups_of_shards_are_left_out(tmp_path
 
 def test_a_strategy_left_out_at_a_number_of_workers_has_no_cell_there() -> None:
     job = ("llama-1b-b4-bf16-adamw-h200", "dgx-h100", "--workers", "4,16")
-    lines = run("predict", *job, "--framework", "torch-ddp", "--strategy", "hsdp:8").splitlines()
+    lines = run("predict", *job, "--framework", "torch", "--strategy", "hsdp:8").splitlines()
     assert [line.split()[2] for line in lines if line.startswith((" 4*", "  4*", " 16*"))] == ["–", "91.4%"]
 
 
@@ -509,19 +509,19 @@ def test_more_links_a_node_carry_more(tmp_path: Path) -> None:
 
 
 def test_what_the_job_runs_today_stands_beside_stock_ddp_and_the_plan() -> None:
-    words = ("predict", LLAMA, "nvlink-ib400", "--workers", "8,64", "--framework", "nanotron,deepspeed-zero1")
+    words = ("predict", LLAMA, "nvlink-ib400", "--workers", "8,64", "--framework", "nanotron,deepspeed")
     text = run(*words)
-    for word in ("nanotron", "deepspeed-", "planned", "gain", "limited by"):
+    for word in ("nanotron", "deepspeed", "planned", "gain", "limited by"):
         assert word in text
     assert max(map(len, text.splitlines()[:-4])) <= 80
     assert not [line for line in text.splitlines() if line != line.rstrip()]
     assert "DDP   " not in text
     data = json.loads(run(*words, "--strategy", "ddp", "--json"))
-    assert [row["strategy"] for row in data["rows"]] == ["nanotron", "deepspeed-zero1", "ddp"] * 2
+    assert [row["strategy"] for row in data["rows"]] == ["nanotron", "deepspeed", "ddp"] * 2
     found = bb.predict(Profile.load(LLAMA), Network.load("nvlink-ib400").at(workers=64), framework="nanotron")
     assert data["rows"][3]["iteration_s"] == pytest.approx(found.iteration_s)
     # Eight GPUs and more share the optimizer's state, and the fp32 gradients are what travels.
-    whole = json.loads(run(*words[:-1], "torch-ddp", "--json"))["rows"][0]["memory"]
+    whole = json.loads(run(*words[:-1], "torch", "--json"))["rows"][0]["memory"]
     assert whole["peak_bytes"] > data["rows"][0]["memory"]["peak_bytes"]
 
 
@@ -533,10 +533,10 @@ def test_the_plan_is_compared_with_what_the_job_runs_today() -> None:
     assert re.search("Run stock DDP, [0-9.]+% faster than nanotron; a plan gains nothing more.", text)
     text = joined(run("predict", LLAMA, "nvlink-ib400", "-n", "256", "--framework", "nanotron", "-s", "ddp"))
     assert re.search("Run stock DDP, [0-9.]+% faster than nanotron. ", text)
-    text = joined(run("predict", LLAMA, "aws-p5", "-n", "64", "--framework", "megatron-distributed-optimizer"))
-    assert "Keep megatron-distributed-optimizer: the plan is not 1 % faster." in text
-    text = joined(run("predict", LLAMA, "aws-p5", "-n", "64", "--framework", "nanotron,deepspeed-zero1", "-s", "ddp"))
-    assert re.search("Run deepspeed-zero1, [0-9.]+% faster than nanotron.", text)
+    text = joined(run("predict", LLAMA, "aws-p5", "-n", "64", "--framework", "megatron", "--zero", "1"))
+    assert "Keep megatron: the plan is not 1 % faster." in text
+    text = joined(run("predict", LLAMA, "aws-p5", "-n", "64", "--framework", "nanotron,deepspeed", "-s", "ddp"))
+    assert re.search("Run deepspeed, [0-9.]+% faster than nanotron.", text)
 
 
 def test_a_framework_that_alone_fits_is_kept() -> None:
@@ -645,7 +645,7 @@ def test_stock_ddp_is_kept_for_want_of_what_was_asked_not_of_all_plans() -> None
 
 
 def test_what_does_not_fit_is_not_advised() -> None:
-    text = run("predict", LLAMA, "aws-p5en", "-n", "64", "--framework", "megatron,deepspeed-zero1")
+    text = run("predict", LLAMA, "aws-p5en", "-n", "64", "--framework", "megatron,deepspeed")
     assert "stock DDP alone" not in text
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model.batches import join
-from backbeat.model.reduction import REDUCTIONS
+from backbeat.model.framework import FRAMEWORKS
 from backbeat.planners import STRATEGIES
 from tests.cli.terminal import WIDE, answer, run
 from tests.problems import make_profile
@@ -175,7 +175,7 @@ def test_version_zoo_and_completion() -> None:
 def test_help_names_every_strategy_and_framework() -> None:
     text = " ".join(run("predict", "--help").stdout.split())
     assert ", ".join(STRATEGIES) in text
-    assert ", ".join(REDUCTIONS) in text.replace("- ", "-")
+    assert ", ".join(FRAMEWORKS) in text.replace("- ", "-")
 
 
 def test_demo_tells_the_whole_story(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import backbeat as bb
 from backbeat import layouts
 from backbeat.model import Network, Profile
+from backbeat.model.framework import framework_named
 from tests.golden.core import digest, parts_of, spans_of
 
 UNIT_COLUMNS = ["iteration_s", "exposed_s", "bound_s", "single_s", "parts", "peak_bytes", "units", "timeline"]
@@ -27,6 +28,7 @@ UNITS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("sharded", {}),
 )
 _JOB: dict[str, Any] = {"global_batch": 128, "sequence": 4096}
+_OLD: dict[str, Any] = {"overlap": "none", "flash_attention": False, "loss_bytes": (26, 12)}
 LAYOUTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     *(("llama-3-8b", "dgx-h100", f"dp=8,zero={zero}", {"contention": True}) for zero in range(4)),
     *(
@@ -46,6 +48,16 @@ LAYOUTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("deepseek-v3", "dgx-b200", "dp=16,tp=2,pp=4,ep=16,full,zero=2", {"framework": "megatron-deepep"}),
     ("qwen3-235b-a22b", "dgx-h100", "dp=16,tp=4,ep=64,zero=3", {}),
 )
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "megatron-tp-overlap": {"overlap": "dp+tp"},
+    "megatron-no-overlap": {"overlap": "none"},
+    "megatron-deepep": {"overlap": "dp+tp", "dispatcher": "deepep"},
+    "megatron-2021": {"framework": framework_named("megatron", **_OLD)},
+    "megatron-deepspeed": {"framework": framework_named("megatron", **_OLD, pass_s=8e-3)},
+}
+"""What frameworks of these names do beside Megatron's defaults."""
 
 
 def unit_rows() -> Iterator[tuple[str, list[Any]]]:
@@ -74,7 +86,9 @@ def unit_rows() -> Iterator[tuple[str, list[Any]]]:
 
 def layout_rows() -> Iterator[tuple[str, list[Any]]]:
     for model, cluster, layout, options in LAYOUTS:
-        found = layouts.predict(model, cluster, layout, **_JOB, **options)
+        named = options.get("framework")
+        asked = {**options, "framework": "megatron", **ASKED[named]} if named in ASKED else options
+        found = layouts.predict(model, cluster, layout, **_JOB, **asked)
         yield (
             " ".join([model, cluster, layout, *(f"{k}={v}" for k, v in options.items())]),
             [

@@ -15,7 +15,6 @@ from backbeat import layouts
 from backbeat.cost.operator_model import operator_model
 from backbeat.cost.operators import Attention, Product, Traffic, family_of
 from backbeat.layouts import GpuCluster, Layout
-from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layer_work import LayerBuilder
 from backbeat.layouts.layout import Job
 from backbeat.layouts.layout_memory import LayerMemory
@@ -23,7 +22,7 @@ from backbeat.layouts.predict_layout import predictor_of
 from backbeat.layouts.replicas import rank_parameters, unit_parameters
 from backbeat.layouts.stage_times import StageTimer, StageTimes, split_layers
 from backbeat.layouts.transformer import Transformer
-from backbeat.model.reduction import REDUCTIONS, Reduction
+from backbeat.model.framework import FRAMEWORKS, Framework, framework_named
 
 H100, SLOW = layouts.cluster_of("dgx-h100"), layouts.cluster_of("10gbe", "h100")
 S, H = 4096, 1024
@@ -40,18 +39,21 @@ MIXED = Transformer(
     name="mixed", layers=6, hidden=H, heads=8, ffn=4096, vocab=32000, experts=8, experts_per_token=2, expert_ffn=512,
     dense_layers=1, dense_at=(2, 4), window=512, windowed=(0, 1, 3, 4), norms=4,
 )  # fmt: skip
-APART = replace(conventions_named("megatron-no-overlap"), name="apart", tensor_overlap="none")
+APART = framework_named("megatron", name="apart", overlap="none", tensor_overlap="none")
 """Nothing overlaps, so that every collective shows."""
+SCORES = framework_named("megatron", overlap="none", flash_attention=False, loss_bytes=(26, 12))
 
 
 @pytest.mark.parametrize("model", [MODEL, EXPERTS, LATENT, MIXED], ids=lambda model: model.name)
-@pytest.mark.parametrize("framework", ["megatron", "megatron-2021"])
+@pytest.mark.parametrize("framework", ["megatron", SCORES], ids=["flash", "scores"])
 @pytest.mark.parametrize("fields", [{}, {"tp": 4}, {"tp": 2, "cp": 2, "micro_batch": 2}, {"tp": 4, "ep": 8, "dp": 8}])
-def test_ranks_do_the_arithmetic_that_mfu_counts(model: Transformer, framework: str, fields: dict[str, int]) -> None:
+def test_ranks_do_the_arithmetic_that_mfu_counts(
+    model: Transformer, framework: Framework | str, fields: dict[str, int]
+) -> None:
     """Flash kernels do half of attention in forward, where the mask hides the rest, and five products to two in
     backward."""
     layout, job = Layout(**fields), Job(global_batch=64, sequence=S)
-    builder = LayerBuilder(model, layout, job, conventions_named(framework))
+    builder = LayerBuilder(model, layout, job, framework_named(framework))
     stage = [*(builder.layer(sparse=place in model.sparse_layers) for place in range(model.layers)), builder.head()]
     ranks = layout.tp * layout.cp
     products = attention = 0.0
@@ -79,14 +81,14 @@ def test_a_window_leaves_the_products_of_what_it_shows(width: int, chunked: bool
     model = msgspec.structs.replace(MODEL, window=width, windowed=(0, 1), chunked=chunked, causal=causal)
     seen = sum(min(place % width if chunked else place, width - 1) + 1 for place in range(S))
     every = S * (S + 1) / 2 if causal else S * S
-    for cp, framework in ((1, "megatron"), (2, "megatron"), (1, "megatron-2021")):
+    for cp, framework in ((1, "megatron"), (2, "megatron"), (1, SCORES)):
         layout, job = Layout(cp=cp), Job(global_batch=1, sequence=S)
-        builder = LayerBuilder(model, layout, job, conventions_named(framework))
+        builder = LayerBuilder(model, layout, job, framework_named(framework))
         whole, narrow = (
             [one for one in builder.layer(sparse=False, windowed=each).forward if isinstance(one, Attention)]
             for each in (False, True)
         )
-        if framework == "megatron-2021":
+        if framework == SCORES:
             assert not whole
             assert not narrow
             continue
@@ -173,7 +175,7 @@ def test_ranks_hold_the_models_parameters(name: str | Transformer, fields: dict[
     assert layout.tp * dense == pytest.approx(own + copies - left, rel=1e-12)
 
 
-def step(model: Transformer, conventions: Conventions | str, **fields: Any) -> layouts.LayoutPrediction:
+def step(model: Transformer, conventions: Framework | str, **fields: Any) -> layouts.LayoutPrediction:
     return layouts.predict(model, H100, framework=conventions, global_batch=16, sequence=S, band=False, **fields)
 
 
@@ -191,14 +193,14 @@ def test_tensor_parallelism_gathers_and_scatters_around_attention_and_mlp(recomp
     # Backward gathers what forward had gathered once more, unless it was kept.
     again = step(MODEL, APART, **fields).breakdown.tensor
     assert again == pytest.approx(8 * (4 * (twice * layer + layer + 2 * gather) + ends))
-    kept = step(MODEL, replace(APART, gathers_again=False), **fields).breakdown.tensor
+    kept = step(MODEL, framework_named(APART, gathers_again=False), **fields).breakdown.tensor
     assert kept == pytest.approx(8 * (4 * (twice * layer + layer) + ends))
     whole = step(MODEL, APART, sequence_parallel=False, **fields).breakdown.tensor
     assert whole == pytest.approx(8 * (4 * (twice + 1) * 2 * reduce + 4 * reduce))
     # Tokens that go to experts are each rank's own: only attention and the MLP of all tokens are shared.
     lone = msgspec.structs.replace(EXPERTS, shared_ffn=0)
     for model, pairs in ((EXPERTS, 2), (lone, 1)):
-        found = step(model, replace(APART, gathers_again=False), **fields).breakdown.tensor
+        found = step(model, framework_named(APART, gathers_again=False), **fields).breakdown.tensor
         assert found == pytest.approx(8 * ((2 * 1 + pairs * 3) * (twice + 1) * (gather + scatter) + ends))
 
 
@@ -207,7 +209,8 @@ def test_megatron_hides_what_backward_may_and_slices_hide_nearly_all() -> None:
     wide = msgspec.structs.replace(MODEL, hidden=8 * H, heads=64, ffn=8 * 4096)
 
     def exposed(overlap: Any, **fields: Any) -> float:
-        return step(wide, replace(APART, tensor_overlap=overlap), dp=2, tp=2, **fields).breakdown.tensor / 8
+        hidden = {"overlap": "dp+tp"} if overlap == "all" else {"tensor_overlap": overlap}
+        return step(wide, framework_named(APART, **hidden), dp=2, tp=2, **fields).breakdown.tensor / 8
 
     gather, scatter, reduce = (group(kind, 8 * S) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
     both = gather + scatter
@@ -225,12 +228,12 @@ def test_tokens_travel_to_their_experts_and_back_in_both_directions() -> None:
         found = step(EXPERTS, APART, imbalance=1.25, recompute=recompute, **fields).breakdown.expert
         assert found == pytest.approx(4 * 3 * directions * 2 * H100.exchange_s(2 * 1.25 * rows * H, 8))
     # Three experts of a token are on 8 · (1 - (7/8)³) ranks.
-    once = step(EXPERTS, replace(APART, sends_once=True), **fields).breakdown.expert
+    once = step(EXPERTS, framework_named(APART, dispatcher="deepep"), **fields).breakdown.expert
     assert once == pytest.approx(4 * 3 * 4 * H100.exchange_s(2 * S / 2 * 8 * (1 - (7 / 8) ** 3) * H, 8))
 
 
 def test_context_parallelism_swaps_sequence_for_heads() -> None:
-    swapped = step(MODEL, replace(APART, context_exchange="all-to-all"), dp=2, cp=2, tp=2).breakdown.context
+    swapped = step(MODEL, framework_named(APART, context_exchange="all-to-all"), dp=2, cp=2, tp=2).breakdown.context
     # Of a rank's half of the tokens: queries and what becomes of them, keys and values; half of the heads.
     widths = (2 * 8 + 2 * 4) * 128 / 2
     assert swapped == pytest.approx(8 * 4 * 2 * H100.exchange_s(2 * S / 2 * widths, 2, 2))
@@ -247,7 +250,7 @@ def test_keys_and_values_go_round_while_attention_works(tp: int, key_heads: int)
 
 def test_slices_hide_behind_as_many_products() -> None:
     """On a slow network: those of forward, and twice as many in backward."""
-    conventions = replace(APART, tensor_overlap="all")
+    conventions = framework_named(APART, overlap="dp+tp")
     job = Job(global_batch=16, sequence=S)
     timer = StageTimer(MODEL, Layout(tp=2), job, SLOW, operator_model("h100", "bf16"), conventions)
     products = timer._seconds(timer.builder.layer(sparse=False).forward).matmul
@@ -260,12 +263,12 @@ def test_computation_takes_longer_for_as_long_as_something_travels_beside_it() -
     """A share 1 - 1/slowdown of that time: of slices all but the first, of a ring all."""
     busy = replace(H100, contention=True)
     wide = msgspec.structs.replace(MODEL, hidden=8 * H, heads=64, ffn=8 * 4096)
-    fields: dict[str, Any] = {"global_batch": 16, "sequence": S, "band": False, "contention": True}
-    sliced = replace(APART, tensor_overlap="all")
-    found = layouts.predict(wide, busy, framework=sliced, dp=2, tp=2, **fields).breakdown.contention
+    fields: dict[str, Any] = {"sequence": S, "band": False, "contention": True}
+    sliced = framework_named(APART, overlap="dp+tp")
+    found = layouts.predict(wide, busy, framework=sliced, tp=2, global_batch=8, **fields).breakdown.contention
     both = 2 * (group("all_gather", 8 * S) + group("reduce_scatter", 8 * S))
     assert found == pytest.approx(8 * 4 * 2 * (1 - 1 / busy.slowdown(2, matmul=1.0)) * both / 2)
-    found = layouts.predict(MODEL, busy, framework=APART, dp=2, cp=2, **fields).breakdown.contention
+    found = layouts.predict(MODEL, busy, framework=APART, dp=2, cp=2, global_batch=16, **fields).breakdown.contention
     send = busy.send_s(2 * S / 2 * 2 * 4 * 128, 2, 1)
     assert found == pytest.approx(8 * 4 * (1 + 2) * (1 - 1 / busy.slowdown(2, attention=1.0)) * send)
     assert 1 < busy.slowdown(2, attention=1.0) != busy.slowdown(2, matmul=1.0) > 1
@@ -343,48 +346,55 @@ def test_every_pass_gathers_parameters_and_scatters_gradients_a_unit_at_a_time()
     assert two.update == three.update
 
 
+KERNELS = (
+    *("gathers_again", "attention_share", "gradient_bytes", "accumulate_bytes", "unfused", "loss_bytes", "kept_bytes"),
+    *("copies_slices", "stages_by_cost", "interleaves"),
+)
+
+
 @pytest.mark.parametrize(
     ("name", "zero", "gpus", "cap"),
     [
-        ("megatron-distributed-optimizer", 1, 8, 40e6),
-        ("megatron-distributed-optimizer", 1, 64, 64e6),
+        ("megatron", 1, 8, 40e6),
+        ("megatron", 1, 64, 64e6),
         ("nanotron", 1, 8, 25 * 2**20 / 2),
-        ("torch-ddp", 0, 8, 25 * 2**20 / 2),
+        ("torch", 0, 8, 25 * 2**20 / 2),
     ],
 )
 def test_buckets_are_as_large_as_the_framework_makes_them(name: str, zero: int, gpus: int, cap: float) -> None:
     model, layout = msgspec.structs.replace(MODEL, layers=12), Layout(dp=gpus, zero=zero)
     held = parameters(model, layout).dense
     buckets = round(held / cap)
-    late = msgspec.structs.replace(REDUCTIONS[name], overlap="none", gather_overlap=False)
+    same = {field: getattr(FRAMEWORKS["megatron"], field) for field in KERNELS}
+    late = framework_named(name, **same, overlap="none", buckets_to_overlap=False, tensor_overlap="none")
+    behind = framework_named(late, overlap="dp", gather_overlap=False)
 
-    def predicted(reduction: Reduction) -> Any:
-        conventions = replace(APART, replicated=reduction, sharded=reduction)
+    def predicted(framework: Framework) -> Any:
         return layouts.predict(
-            model, SLOW, layout, framework=conventions, global_batch=64, sequence=S, band=False
+            model, SLOW, layout, framework=framework, global_batch=64, sequence=S, band=False
         ).breakdown
 
     found = predicted(late)
     width = {"fp32": 4, None: 2}[late.reduce_dtype]
-    each = SLOW.collective_s(late.collective, width * held / buckets, gpus)
+    each = SLOW.collective_s(late.staged(zero).collective, width * held / buckets, gpus)
     # They end with whole parameters.
     assert found.reduce == pytest.approx(buckets * each, rel=0.01)
     gathers = round(held / max(40e6, 1e6 * gpus)) if late.gather_elements else 1
     gather = SLOW.collective_s("all_gather", 2 * held / gathers, gpus)
     assert found.gather == pytest.approx(gathers * gather if zero else 0.0, rel=0.01)
     # Behind a backward pass, which takes about two thirds of computation, all but the share of one bucket hides.
-    window = found.reduce - predicted(msgspec.structs.replace(late, overlap="last")).reduce
+    window = found.reduce - predicted(behind).reduce
     backward = window / (1 - 1 / buckets) / (found.matmul + found.attention + found.memory) * (64 / gpus)
     assert 0.5 < backward < 0.75
-    if late.gather_elements:
+    if late.gather_elements and zero:
         # The first bucket is waited for, the others travel beside forward.
-        hidden = found.gather - predicted(msgspec.structs.replace(late, gather_overlap=True)).gather
+        ahead = framework_named(behind, gather_overlap=True)
+        hidden = found.gather - predicted(ahead).gather
         forward = hidden / (found.matmul + found.attention + found.memory) * (64 / gpus)
         assert 0.25 < forward < 0.4
         # On a fast network they all hide; the first ends with the embedding, a parameter as large as a bucket.
-        quick = replace(APART, sharded=msgspec.structs.replace(late, gather_overlap=True))
         first = H100.collective_s("all_gather", 2 * held / round(held / 40e6), 8)
-        assert first < step(model, quick, dp=8).breakdown.gather < 2 * first
+        assert first < step(model, ahead, dp=8).breakdown.gather < 2 * first
 
 
 @settings(max_examples=25, deadline=None)
@@ -395,10 +405,12 @@ def test_buckets_are_as_large_as_the_framework_makes_them(name: str, zero: int, 
     st.sampled_from([1, 4]),
     st.integers(0, 3),
     st.sampled_from(["none", "selective", "full"]),
-    st.sampled_from(["megatron", "megatron-deepep", "megatron-deepspeed", "nanotron"]),
+    st.sampled_from(
+        ["megatron", framework_named("megatron", overlap="dp+tp", dispatcher="deepep"), SCORES, "nanotron"]
+    ),
 )
 def test_parts_of_experts_steps_add_up(
-    tp: int, pp: int, cp: int, ep: int, zero: int, recompute: str, framework: str
+    tp: int, pp: int, cp: int, ep: int, zero: int, recompute: str, framework: Framework | str
 ) -> None:
     fields: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "recompute": recompute}
     found = step(EXPERTS, framework, dp=4, imbalance=1.2, **fields)
@@ -421,8 +433,7 @@ def test_stages_do_together_what_one_does(model: Transformer) -> None:
 
 def test_what_is_computed_again_takes_as_long_as_at_first() -> None:
     """All of forward, about a third of the arithmetic; or attention, which without flash kernels is part of it."""
-    scores = conventions_named("megatron-2021")
-    none, selective, full = (step(MODEL, scores, dp=2, recompute=each) for each in ("none", "selective", "full"))
+    none, selective, full = (step(MODEL, SCORES, dp=2, recompute=each) for each in ("none", "selective", "full"))
     for found in (selective, full):
         assert found.step_s - none.step_s == pytest.approx(found.breakdown.recompute)
     computed = none.breakdown.matmul + none.breakdown.memory
@@ -434,8 +445,7 @@ def test_a_framework_may_cost_every_pass_something() -> None:
     """8 ms a micro-batch, of whichever part of a stage."""
     for fields in ({"dp": 2}, {"dp": 2, "pp": 2, "chunks": 2}):
         found, bare = (
-            step(MODEL, replace(conventions_named("megatron-deepspeed"), pass_s=pass_s), **fields).breakdown
-            for pass_s in (8e-3, 0.0)
+            step(MODEL, framework_named(SCORES, pass_s=pass_s), **fields).breakdown for pass_s in (8e-3, 0.0)
         )
         assert found.host - bare.host == pytest.approx(8 * 8e-3)
 

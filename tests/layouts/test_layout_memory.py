@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.layout_memory import LayerMemory, MemoryByKind, layout_memory
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.framework import Framework, framework_named
 
-FLASH, SCORES = conventions_named("megatron"), conventions_named("megatron-2021")
+FLASH, SCORES = framework_named("megatron"), framework_named("megatron", flash_attention=False, loss_bytes=(26, 12))
 S, B, H, A = 1024, 2, 512, 8
 JOB = Job(global_batch=1024, sequence=S)
 GPT = Transformer(
@@ -24,7 +24,7 @@ EXPERTS = Transformer(
 )  # fmt: skip
 
 
-def kept(model: Transformer, conventions: Conventions, *, sparse: bool = False, **fields: Any) -> float:
+def kept(model: Transformer, conventions: Framework, *, sparse: bool = False, **fields: Any) -> float:
     """Bytes that a layer keeps of each token of a micro-batch."""
     layout = Layout(micro_batch=B, **fields)
     return LayerMemory(model, layout, JOB, conventions).kept(sparse=sparse) / (S * B)
@@ -65,7 +65,7 @@ def test_latent_attention_keeps_what_it_squeezes() -> None:
     assert kept(latent, FLASH) - kept(plain, FLASH) == 2 * (2 * 96 + 2 * 32)
 
 
-def held(model: Transformer, layout: Layout, conventions: Conventions = FLASH) -> MemoryByKind:
+def held(model: Transformer, layout: Layout, conventions: Framework = FLASH) -> MemoryByKind:
     return layout_memory(model, layout, JOB, conventions)
 
 
@@ -133,9 +133,9 @@ def test_a_stage_of_dense_layers_and_experts_holds_both() -> None:
 
 def test_stages_behind_a_large_head_hold_nothing() -> None:
     """nanotron gives the first stage three layers, the second one and the head, and the other two none."""
-    found = held(LLAMA, Layout(pp=4, zero=3), conventions_named("nanotron"))
+    found = held(LLAMA, Layout(pp=4, zero=3), framework_named("nanotron"))
     second = 2 * H * H + 2 * H * H // 4 + 3 * H * 1536 + 2 * H + 32000 * H
     assert found.weights == 2 * second
     assert found.buffers == 0
     # Of two replicas each lacks half of what it gathers: of parameters, and of gradients, in 16 and in 32 bits.
-    assert held(LLAMA, Layout(dp=2, pp=4, zero=3), conventions_named("nanotron")).buffers == (2 + 6) * second / 2
+    assert held(LLAMA, Layout(dp=2, pp=4, zero=3), framework_named("nanotron")).buffers == (2 + 6) * second / 2

@@ -17,6 +17,7 @@ from backbeat import layouts
 from backbeat.layouts import Layout
 from backbeat.layouts.layout_prediction import StepBreakdown
 from backbeat.model import Fabric, Gradient, LoadBand
+from backbeat.model.framework import framework_named
 from backbeat.model.specification import Specification
 from backbeat.model.topology import Load
 from tests.problems import affine
@@ -143,7 +144,7 @@ def test_parts_add_up_to_the_step_and_families_agree(tp: int, pp: int, micro: in
 
 @pytest.mark.parametrize("text", ["dp=2", "dp=2,pp=4", "dp=2,pp=2,vp=2", "dp=2,pp=4,schedule=zero-bubble"])
 def test_the_timeline_shows_every_pass_and_what_follows(text: str) -> None:
-    found = layouts.predict("llama-3-8b", "dgx-h100", text, framework="megatron-no-overlap", **JOB)
+    found = layouts.predict("llama-3-8b", "dgx-h100", text, overlap="none", **JOB)
     layout = found.layout
     computing = [span for span in found.timeline if span.name.split()[0] in ("forward", "backward", "weight")]
     # What stages do nothing in, until the last has done its passes.
@@ -174,9 +175,10 @@ def test_memory_falls_with_sharding_and_recomputation() -> None:
             for value in ((1, 4), (4096, 8192))[field == "sequence"]
         )
         assert kinds(**small).activations < kinds(**large).activations
+    scores = framework_named("megatron", flash_attention=False)
     for first, second in (("none", "selective"), ("selective", "full")):
-        less = kinds(recompute=second, framework="megatron-2021", pp=2)
-        assert kinds(recompute=first, framework="megatron-2021", pp=2).activations > less.activations
+        less = kinds(recompute=second, framework=scores, pp=2)
+        assert kinds(recompute=first, framework=scores, pp=2).activations > less.activations
     assert kinds(tp=4).total < kinds(tp=2).total < kinds().total
     assert kinds(tp=4, sequence_parallel=False).activations > kinds(tp=4).activations
     assert kinds(pp=4, schedule="gpipe").activations > kinds(pp=4).activations
@@ -299,7 +301,7 @@ def test_fp8_and_overlap_are_faster_and_json_holds_the_answer() -> None:
     fields: dict[str, Any] = {**JOB, "dp": 2, "tp": 8, "pp": 2}
     plain = layouts.predict("llama-3-70b", "dgx-h100", **fields)
     assert layouts.predict("llama-3-70b", "dgx-h100", precision="fp8", **fields).step_s < plain.step_s
-    assert layouts.predict("llama-3-70b", "dgx-h100", framework="megatron-tp-overlap", **fields).step_s < plain.step_s
+    assert layouts.predict("llama-3-70b", "dgx-h100", overlap="dp+tp", **fields).step_s < plain.step_s
     assert layouts.predict("llama-3-70b", "dgx-h100", framework="nanotron", **fields).step_s > plain.step_s
     flops = layouts.transformer("llama-3-70b").flops_per_token(4096) * 64 * 4096
     assert plain.mfu == pytest.approx(flops / (plain.step_s * 32 * 989.4e12), rel=1e-3)

@@ -11,7 +11,6 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from backbeat import layouts
-from backbeat.layouts.conventions import conventions_named
 from backbeat.layouts.layout import Job, Layout, impossible
 from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
 from backbeat.layouts.layout_prediction import Family
@@ -20,10 +19,12 @@ from backbeat.layouts.stage_times import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network
 from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.framework import Framework, framework_named
 from backbeat.model.topology import Topology
 
 SAME = 1 + 1e-9
-FRAMEWORKS = st.sampled_from(["megatron", "megatron-no-overlap", "megatron-tp-overlap", "deepspeed", "torchtitan"])
+NO_OVERLAP, TP_OVERLAP = (framework_named("megatron", overlap=overlap) for overlap in ("none", "dp+tp"))
+FRAMEWORKS = st.sampled_from(["megatron", NO_OVERLAP, TP_OVERLAP, "deepspeed", "torchtitan"])
 """Those that give every stage as many layers: with one layer more for each, none has fewer than before."""
 FAMILIES: st.SearchStrategy[Family] = st.sampled_from(["events", "closed-form"])
 FEW = settings(max_examples=40)
@@ -88,8 +89,8 @@ def step_s(model: Transformer | str, network: Network | str, layout: Layout, job
     return layouts.predict(model, network, layout, **size, **options).step_s
 
 
-def memory_of(model: Transformer, layout: Layout, job: Job, framework: str) -> MemoryByKind:
-    return layout_memory(model, layout, job, conventions_named(framework))
+def memory_of(model: Transformer, layout: Layout, job: Job, framework: Framework | str) -> MemoryByKind:
+    return layout_memory(model, layout, job, framework_named(framework))
 
 
 ONE_LAYER = (small(16), Layout(dp=8, pp=16), Job(global_batch=128, sequence=2048))
@@ -100,7 +101,9 @@ ALONE = (small(16), Layout(pp=16), Job(global_batch=128, sequence=2048))
 @given(cases(), FRAMEWORKS)
 @example(ONE_LAYER, "torchtitan")
 @example(ALONE, "torchtitan")
-def test_what_is_sharded_further_takes_no_more_memory(case: tuple[Transformer, Layout, Job], framework: str) -> None:
+def test_what_is_sharded_further_takes_no_more_memory(
+    case: tuple[Transformer, Layout, Job], framework: Framework | str
+) -> None:
     model, layout, job = case
     found = [memory_of(model, msgspec.structs.replace(layout, zero=zero), job, framework).total for zero in range(4)]
     assert all(more <= less * SAME for less, more in itertools.pairwise(found)), found
@@ -109,13 +112,13 @@ def test_what_is_sharded_further_takes_no_more_memory(case: tuple[Transformer, L
 @FEW
 @given(cases(), FRAMEWORKS)
 @example(ONE_LAYER, "torchtitan")
-def test_no_more_is_gathered_than_there_is(case: tuple[Transformer, Layout, Job], framework: str) -> None:
+def test_no_more_is_gathered_than_there_is(case: tuple[Transformer, Layout, Job], framework: Framework | str) -> None:
     model, layout, job = case
     whole = max(
         sum(rank_parameters(model, layout, *split_layers(model, layout)[stage :: layout.pp]))
         for stage in range(layout.pp)
     )
-    each = 2 + conventions_named(framework).gradient_bytes
+    each = 2 + framework_named(framework).gradient_bytes
     found = memory_of(model, msgspec.structs.replace(layout, zero=3), job, framework)
     plain = memory_of(model, msgspec.structs.replace(layout, zero=0), job, framework)
     assert found.buffers - plain.buffers <= each * whole * SAME
@@ -125,7 +128,7 @@ def test_no_more_is_gathered_than_there_is(case: tuple[Transformer, Layout, Job]
 @given(cases(), FRAMEWORKS)
 @example((small(1), Layout(dp=8, zero=3), Job(global_batch=32, sequence=512)), "torchtitan")
 @example((small(3), Layout(dp=8, pp=3, zero=3), Job(global_batch=32, sequence=512)), "torchtitan")
-def test_more_layers_take_no_less_memory(case: tuple[Transformer, Layout, Job], framework: str) -> None:
+def test_more_layers_take_no_less_memory(case: tuple[Transformer, Layout, Job], framework: Framework | str) -> None:
     model, layout, job = case
     deeper = msgspec.structs.replace(model, layers=model.layers + layout.pp)
     assert memory_of(model, layout, job, framework).total <= memory_of(deeper, layout, job, framework).total * SAME
@@ -142,7 +145,10 @@ def test_more_layers_take_no_less_memory(case: tuple[Transformer, Layout, Job], 
     (1e-4, 1.5e-9, 1e-4, 1.5e-9, 1), "megatron", "events",
 )  # fmt: skip
 def test_more_layers_take_no_less_time(
-    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], framework: str, family: Family
+    case: tuple[Transformer, Layout, Job],
+    made: tuple[float, float, float, float, int],
+    framework: Framework | str,
+    family: Family,
 ) -> None:
     model, layout, job = case
     deeper = msgspec.structs.replace(model, layers=model.layers + layout.pp)
@@ -155,7 +161,9 @@ def test_more_layers_take_no_less_time(
 @FEW
 @given(cases(), FRAMEWORKS)
 @example((small(4), Layout(dp=2, pp=4, recompute="full"), Job(global_batch=2, sequence=4096)), "torchtitan")
-def test_what_is_recomputed_takes_no_more_memory(case: tuple[Transformer, Layout, Job], framework: str) -> None:
+def test_what_is_recomputed_takes_no_more_memory(
+    case: tuple[Transformer, Layout, Job], framework: Framework | str
+) -> None:
     model, layout, job = case
     none, full = (
         memory_of(model, msgspec.structs.replace(layout, recompute=each), job, framework) for each in ("none", "full")
@@ -195,7 +203,10 @@ ZERO_BUBBLE = Layout(dp=8, pp=4, tp=2, zero=3, schedule="zero-bubble")
 @FEW
 @given(cases(), networks(), FRAMEWORKS, FAMILIES)
 def test_slower_computation_takes_no_less_time(
-    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], framework: str, family: Family
+    case: tuple[Transformer, Layout, Job],
+    made: tuple[float, float, float, float, int],
+    framework: Framework | str,
+    family: Family,
 ) -> None:
     model, layout, job = case
     fast, same, slow = (
@@ -210,7 +221,7 @@ def test_slower_computation_takes_no_less_time(
 @pytest.mark.parametrize(
     ("name", "framework"), [("llama-3-8b", "torchtitan"), ("gpt3-6.7b", "torchtitan"), ("llama-3-8b", "megatron")]
 )
-def test_a_zero_bubble_is_no_longer_where_computation_is_faster(name: str, framework: str) -> None:
+def test_a_zero_bubble_is_no_longer_where_computation_is_faster(name: str, framework: Framework | str) -> None:
     job = Job(global_batch=32, sequence=2048)
     fast, same = (
         step_s(name, "dgx-h100", ZERO_BUBBLE, job, framework=framework, compute_factor=factor) for factor in (0.5, 1)
@@ -227,7 +238,7 @@ def test_a_zero_bubble_is_no_longer_where_computation_is_faster(name: str, frame
     ],
 )
 def test_one_backward_hides_what_experts_and_what_others_reduce(
-    name: str, network: str, framework: str, dp: int, ep: int
+    name: str, network: str, framework: Framework | str, dp: int, ep: int
 ) -> None:
     layout, job = Layout(dp=dp, ep=ep, zero=1), Job(global_batch=dp, sequence=4096)
     same, slow = (step_s(name, network, layout, job, framework=framework, compute_factor=factor) for factor in (1, 2))
@@ -237,7 +248,10 @@ def test_one_backward_hides_what_experts_and_what_others_reduce(
 @FEW
 @given(cases(), networks(), FRAMEWORKS, FAMILIES)
 def test_a_faster_network_takes_no_more_time(
-    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], framework: str, family: Family
+    case: tuple[Transformer, Layout, Job],
+    made: tuple[float, float, float, float, int],
+    framework: Framework | str,
+    family: Family,
 ) -> None:
     model, layout, job = case
     same, sooner, wider = (
@@ -248,8 +262,8 @@ def test_a_faster_network_takes_no_more_time(
 
 
 @pytest.mark.parametrize("network", ["aws-p5", "dgx-h100"])
-@pytest.mark.parametrize("framework", ["megatron", "megatron-tp-overlap"])
-def test_longer_sequences_take_no_less_time(network: str, framework: str) -> None:
+@pytest.mark.parametrize("framework", ["megatron", TP_OVERLAP], ids=["dp", "dp+tp"])
+def test_longer_sequences_take_no_less_time(network: str, framework: Framework | str) -> None:
     layout = Layout(dp=2, tp=4, zero=1)
     found = [
         step_s("gpt3-1.3b", network, layout, Job(global_batch=48, sequence=sequence), framework=framework)
@@ -261,7 +275,10 @@ def test_longer_sequences_take_no_less_time(network: str, framework: str) -> Non
 @FEW
 @given(cases(), networks(), FRAMEWORKS, FAMILIES)
 def test_twice_the_tokens_take_no_less_time_or_memory(
-    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], framework: str, family: Family
+    case: tuple[Transformer, Layout, Job],
+    made: tuple[float, float, float, float, int],
+    framework: Framework | str,
+    family: Family,
 ) -> None:
     model, layout, job = case
     longer = msgspec.structs.replace(job, sequence=2 * job.sequence)

@@ -15,10 +15,10 @@ import backbeat as bb
 from backbeat import layouts
 from backbeat.cost.stragglers import straggling
 from backbeat.layouts import Layout
-from backbeat.layouts.conventions import conventions_named
 from backbeat.layouts.measured_block import MeasuredBlock
 from backbeat.layouts.slow_ranks import slow_pipelines, step_wait
 from backbeat.model import Gradient
+from backbeat.model.framework import Framework, framework_named
 from backbeat.model.slowdown import Slowdown
 
 H100 = {each: replace(layouts.cluster_of("dgx-h100"), contention=each) for each in (False, True)}
@@ -44,13 +44,14 @@ def some_layouts(draw: st.DrawFn) -> Layout:
 
 
 FAMILIES = st.sampled_from(["events", "closed-form"])
-FRAMEWORKS = st.sampled_from(["megatron", "megatron-tp-overlap", "megatron-no-overlap", "nanotron", "torchtitan"])
+NO_OVERLAP, TP_OVERLAP = (framework_named("megatron", overlap=overlap) for overlap in ("none", "dp+tp"))
+FRAMEWORKS = st.sampled_from(["megatron", TP_OVERLAP, NO_OVERLAP, "nanotron", "torchtitan"])
 
 
 @settings(max_examples=30, deadline=None)
 @given(some_layouts(), FAMILIES, FRAMEWORKS, st.data(), st.floats(1.0, 3.0))
 def test_nothing_gets_faster_with_a_straggler(
-    layout: Layout, family: Any, framework: str, data: st.DataObject, slowdown: float
+    layout: Layout, family: Any, framework: Framework | str, data: st.DataObject, slowdown: float
 ) -> None:
     rank = data.draw(st.integers(0, layout.gpus - 1))
     fields: dict[str, Any] = {**JOB, "family": family, "framework": framework, "contention": True}
@@ -113,19 +114,14 @@ def test_stragglers_that_cannot_be_are_refused(stragglers: dict[int, float], why
         layouts.search("llama-3-8b", H100[False], gpus=8, stragglers=stragglers, global_batch=8, sequence=1024)
 
 
-ALONE = replace(
-    conventions_named("megatron-no-overlap"),
-    name="alone",
-    tensor_overlap="none",
-    context_exchange="all-to-all",
-)
+ALONE = framework_named(NO_OVERLAP, name="alone", tensor_overlap="none", context_exchange="all-to-all")
 """Nothing of its communication runs beside computation."""
 
 
 @settings(max_examples=30, deadline=None)
 @given(some_layouts(), FAMILIES, FRAMEWORKS)
 def test_contention_is_only_where_computation_and_communication_overlap(
-    layout: Layout, family: Any, framework: str
+    layout: Layout, family: Any, framework: Framework | str
 ) -> None:
     fields: dict[str, Any] = {**JOB, "family": family}
     off, on = (
@@ -135,7 +131,7 @@ def test_contention_is_only_where_computation_and_communication_overlap(
     assert off.breakdown.contention == 0
     assert on.step_s >= off.step_s * (1 - 1e-12)
     assert sum(on.breakdown.parts.values()) == pytest.approx(on.step_s, rel=1e-6)
-    if framework == "megatron-tp-overlap" and layout.tp > 1:
+    if framework == TP_OVERLAP and layout.tp > 1:
         assert on.breakdown.contention > 0
         assert any("beside communication" in note for note in on.notes)
     if layout.zero < 2:

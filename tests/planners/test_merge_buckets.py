@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
-from backbeat.model.reduction import DDP_BUCKET_BYTES
+from backbeat.model.framework import DDP_BUCKET_BYTES
 from backbeat.planners.draft import Draft
 from backbeat.planners.merge_buckets import SLOWER, Conditions, iteration_s, merged, possible_costs, simplified
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends

@@ -10,13 +10,22 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
-from backbeat.model import Memory, Network, Profile, Reduction
-from backbeat.model.reduction import REDUCTIONS
+from backbeat.model import Framework, Memory, Network, Profile
+from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.report.study_row import device_fit
 from backbeat.steps.framework_step import gather_before
 from tests.problems import affine, make_profile, networks, profiles
 
-frameworks = st.sampled_from(sorted(REDUCTIONS)).map(REDUCTIONS.__getitem__)
+DISTRIBUTED = framework_named("megatron", zero=1)
+frameworks = st.sampled_from(
+    [
+        *(one for one in FRAMEWORKS.values() if one.way is None),
+        framework_named("megatron", overlap="none"),
+        framework_named("torchtitan", zero=0),
+        framework_named("nanotron", zero=0),
+        DISTRIBUTED,
+    ]
+)
 slowdowns = st.sampled_from([None, {"matmul": 1.0}, {"matmul": 1.3}, {"matmul": 4.0}])
 
 
@@ -29,7 +38,7 @@ def ready(profile: Profile, update: float = 0.5e-3, **fields: object) -> Profile
 def test_torch_ddp_is_the_strategy_ddp(profile: Profile, network: Network, accumulation: int) -> None:
     profile = ready(profile, buffer_bytes=1000)
     known = bb.predict(profile, network, "ddp", accumulation=accumulation)
-    found = bb.predict(profile, network, framework="torch-ddp", accumulation=accumulation)
+    found = bb.predict(profile, network, framework="torch", accumulation=accumulation)
     assert found.iteration_s == pytest.approx(known.iteration_s, rel=1e-12)
     assert found.bound_s == pytest.approx(known.bound_s, rel=1e-12)
     for part in found.breakdown.__struct_fields__:
@@ -40,7 +49,7 @@ def test_torch_ddp_is_the_strategy_ddp(profile: Profile, network: Network, accum
 @settings(max_examples=120)
 @given(profiles(), networks(), frameworks, st.integers(1, 3), slowdowns, st.sampled_from(["fp32", "bf16"]))
 def test_parts_add_up_and_the_bound_holds(
-    profile: Profile, network: Network, reduction: Reduction, accumulation: int, slowdown: dict | None, dtype: str
+    profile: Profile, network: Network, reduction: Framework, accumulation: int, slowdown: dict | None, dtype: str
 ) -> None:
     measured = None if slowdown is None else bb.model.Slowdown(**slowdown)
     network = replace(network, slowdown=measured)
@@ -58,10 +67,10 @@ def test_every_micro_batch_pays_for_its_reduction() -> None:
     """On a slow link each backward waits for its own messages, or only the last one does."""
     profile = ready(make_profile([10**6, 10**6], [1e-3, 2e-3], forward=1e-3))
     network = affine(1e-4, 1e-8, workers=4)
-    last = REDUCTIONS["torch-ddp"]
-    every = replace(last, name="every", overlap="every")
+    last = FRAMEWORKS["torch"]
+    every = replace(last, name="every", reduces_every=True)
 
-    def added_s(reduction: Reduction) -> float:
+    def added_s(reduction: Framework) -> float:
         one, two = (bb.predict(profile, network, framework=reduction, accumulation=count) for count in (1, 2))
         return two.iteration_s - one.iteration_s
 
@@ -75,10 +84,10 @@ def test_every_micro_batch_pays_for_its_reduction() -> None:
 @given(profiles(), networks(), st.integers(1, 3))
 def test_less_overlap_never_helps(profile: Profile, network: Network, accumulation: int) -> None:
     profile = ready(profile)
-    whole = Reduction(name="one", bucket_bytes=(10**5,))
+    whole = Framework(name="one", bucket_bytes=(10**5,))
     last, every, none = (
-        bb.predict(profile, network, framework=replace(whole, overlap=overlap), accumulation=accumulation).iteration_s
-        for overlap in ("last", "every", "none")
+        bb.predict(profile, network, framework=each, accumulation=accumulation).iteration_s
+        for each in (whole, replace(whole, reduces_every=True), replace(whole, overlap="none"))
     )
     assert last <= every * (1 + 1e-9)
     if network.cost.busy is None:
@@ -88,11 +97,11 @@ def test_less_overlap_never_helps(profile: Profile, network: Network, accumulati
 def test_what_travels_has_the_reduce_dtype() -> None:
     """bf16 gradients of 1000 elements, accumulated and reduced in fp32: 4000 bytes."""
     profile = make_profile([2000], [1.0], gradient_dtype="bf16")
-    found = bb.predict(profile, affine(0.0, 1e-3), framework=Reduction(name="mine", reduce_dtype="fp32"))
+    found = bb.predict(profile, affine(0.0, 1e-3), framework=Framework(name="mine", reduce_dtype="fp32"))
     assert found.exposed_s == pytest.approx(4.0)
     autocast = make_profile([4000], [1.0])
-    assert Reduction(name="mine", reduce_dtype="bf16").sent(autocast).total_bytes == 2000
-    assert Reduction(name="mine", reduce_dtype="fp32").sent(autocast) is autocast
+    assert Framework(name="mine", reduce_dtype="bf16").sent(autocast).total_bytes == 2000
+    assert Framework(name="mine", reduce_dtype="fp32").sent(autocast) is autocast
 
 
 def test_caps_grow_with_the_workers() -> None:
@@ -107,13 +116,13 @@ def test_a_sharded_step_by_hand() -> None:
     byte: 4 s for each layer. Gathered in bf16 at half of that: 2000 bytes in 1 s each."""
     profile = replace(make_profile([4000, 4000], [1.0, 2.0], forward=2.0), update_s=4.0)
     network = affine(0.0, 1e-3, workers=4)
-    waits = Reduction(name="waits", bucket_bytes=(1,), sharded_update=True, gather_dtype="bf16", overlap="none")
+    waits = Framework(name="waits", bucket_bytes=(1,), zero=1, gather_dtype="bf16", overlap="none")
     found = bb.predict(profile, network, framework=waits)
     # 2 s of gathers, forward, backward, 8 s of all-reduces, a quarter of the update.
     assert found.iteration_s == pytest.approx(2 + 2 + 2 + 8 + 1)
     assert found.breakdown.gather_s == pytest.approx(2.0)
     assert found.breakdown.sharding_s == pytest.approx(-3.0)
-    scatters = replace(waits, collective="reduce_scatter", overlap="last")
+    scatters = replace(waits, scatters=True, overlap="dp")
     # The scatters take 2 s each, from 1 to 5 s after backward began.
     assert bb.predict(profile, network, framework=scatters).iteration_s == pytest.approx(2 + 2 + 5 + 1)
     behind = replace(scatters, gather_overlap=True, gather_elements=1)
@@ -130,7 +139,7 @@ def test_a_sharded_step_by_hand() -> None:
 def test_measured_halves_are_used() -> None:
     profile = make_profile([4000], [1.0])
     network = affine(0.0, 1e-3, workers=4, all_gather=affine(0.0, 5e-3).all_reduce)
-    mine = Reduction(name="mine", sharded_update=True, gather_dtype="fp32")
+    mine = Framework(name="mine", zero=1)
     assert gather_before(profile, network, mine, 1.0).stalled_s == pytest.approx(20.0)
 
 
@@ -138,11 +147,11 @@ def test_zero1_holds_its_share_of_the_optimizer() -> None:
     memory = Memory(parameter_bytes=100, gradient_bytes=100, optimizer_bytes=800, steady_bytes=1000, peak_bytes=1500)
     profile = make_profile([100], [1.0], memory=memory)
     profile = replace(profile, device="NVIDIA H200")
-    stock, sharded = (device_fit(REDUCTIONS[name].on_device(profile, 8)) for name in ("torch-ddp", "nanotron"))
+    stock, sharded = (device_fit(FRAMEWORKS[name].on_device(profile, 8)) for name in ("torch", "nanotron"))
     assert stock is not None
     assert sharded is not None
     assert stock.peak_bytes - sharded.peak_bytes == 700
-    double = REDUCTIONS["megatron"].on_device(replace(profile, gradient_dtype="bf16"), 8)
+    double = FRAMEWORKS["megatron"].on_device(replace(profile, gradient_dtype="bf16"), 8)
     assert double.memory is not None
     assert double.memory.steady_bytes == 1000 + 200
 
@@ -156,21 +165,18 @@ def test_one_worker_computes_alone() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"sharded_update": True}, "gather_dtype"),
-        ({"gather_dtype": "bf16"}, "sharded_update"),
-        ({"collective": "reduce_scatter"}, "sharded_update"),
+        ({"zero": 4}, "zero"),
+        ({"overlap": "last"}, "none, dp, dp"),
+        ({"dispatcher": "nccl"}, "alltoall, deepep"),
         ({"bucket_bytes": (1,), "bucket_elements": 1}, "exclude"),
         ({"bucket_bytes": (0,)}, "bucket_bytes"),
         ({"update_kept": 2.0}, "update_kept"),
-        (
-            {"collective": "reduce_scatter", "sharded_update": True, "gather_dtype": "bf16", "overlap": "every"},
-            "ZeRO-2",
-        ),
+        ({"scatters": True, "zero": 1, "reduces_every": True}, "ZeRO-2"),
     ],
 )
 def test_what_no_framework_does_is_refused(fields: dict, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        Reduction(name="mine", **fields)
+        Framework(name="mine", **fields)
 
 
 def test_a_framework_stands_in_place_of_a_plan() -> None:
@@ -185,7 +191,38 @@ def test_a_framework_stands_in_place_of_a_plan() -> None:
         bb.predict(profile, network)
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize(("framework", "way"), [("torchtitan", "fsdp"), ("horovod", "horovod")])
+def test_a_framework_with_a_way_of_its_own_is_that_way(framework: str, way: str) -> None:
+    profile, network = Profile.load("resnet50-b64-bf16-h200"), Network.load("10gbe").at(workers=16)
+    assert bb.predict(profile, network, framework=framework) == bb.predict(profile, network, way)
+    whole = bb.predict(profile, network, framework="torchtitan", zero=0)
+    assert whole.iteration_s == bb.predict(profile, network, framework="torch").iteration_s
+
+
+@pytest.mark.parametrize(
+    ("framework", "words"),
+    [
+        ("megatron-no-overlap", "megatron with overlap none"),
+        ("nanotron-zero0", "nanotron with zero 0"),
+        ("torch-ddp", "say torch$"),
+    ],
+)
+def test_earlier_names_say_the_new_way(framework: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        bb.predict(make_profile([4000], [1.0]), affine(0.0, 1e-3), framework=framework)
+
+
+def test_overlap_and_zero_go_with_a_framework_that_has_them() -> None:
+    profile, network = make_profile([4000], [1.0]), affine(0.0, 1e-3)
+    with pytest.raises(InputError, match="give framework="):
+        bb.predict(profile, network, "ddp", overlap="none")
+    with pytest.raises(InputError, match="ask for fsdp or zero2"):
+        bb.predict(profile, network, framework="megatron", zero=2)
+    late = bb.predict(profile, network, framework="megatron", overlap="none")
+    assert late.exposed_s >= bb.predict(profile, network, framework="megatron").exposed_s
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_what_is_predicted_of_a_framework_can_be_written_down(name: str) -> None:
     profile, network = Profile.load("resnet50-b64-bf16-h200"), Network.load("10gbe").at(workers=16)
     found = bb.predict(profile, network, framework=name)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, Source, Topology, WorkersRow
 from backbeat.model.batches import at_batch, join
-from backbeat.model.reduction import REDUCTIONS
+from backbeat.model.framework import FRAMEWORKS
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.steps.predict import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
@@ -292,7 +292,7 @@ def test_the_edges_of_a_band_are_what_is_predicted_there(way: str, accumulation:
         assert seconds == pytest.approx(edge(there.iteration_s, found.iteration_s), rel=1e-9)
 
 
-@pytest.mark.parametrize("framework", sorted(REDUCTIONS))
+@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
 def test_the_edges_of_a_frameworks_band_are_what_is_predicted_there(framework: str) -> None:
     profile = bb.Profile.load("bert-base-b64-bf16-adamw-h200")
     network = bb.Network.load("aws-p5en").at(workers=64)

@@ -63,14 +63,14 @@ def test_rows_that_made_a_rule_inform_no_range() -> None:
 
 def test_other_constants_hold_while_they_are_asked_with() -> None:
     asker = Asker(Table(name="t", title="", source="", licence="", rows="", routes=()))
-    before = layer_work.SUSTAINED["H100"], asker.conventions("nanotron").unfused, cluster.CALL_S
+    before = layer_work.SUSTAINED["H100"], asker.framework("nanotron").unfused, cluster.CALL_S
     with holding({H100: (0.5, 0.5), "nanotron.unfused": 1.0, "waits": (1e-6, 2e-6)}):
         assert layer_work.SUSTAINED["H100"] == (0.5, 0.5)
-        assert asker.conventions("nanotron").unfused == 1.0
+        assert asker.framework("nanotron").unfused == 1.0
         assert (cluster.CALL_S, cluster.RANK_S) == (1e-6, 2e-6)
     with holding({H100: None}):
         assert layer_work.SUSTAINED["H100"] == layer_work._ELSEWHERE
-    assert (layer_work.SUSTAINED["H100"], asker.conventions("nanotron").unfused, cluster.CALL_S) == before
+    assert (layer_work.SUSTAINED["H100"], asker.framework("nanotron").unfused, cluster.CALL_S) == before
 
 
 def test_what_was_compared_is_told_by_cell() -> None:

@@ -49,7 +49,7 @@ def _case(
         "profile": f"../../training/{folder}/profiles/{file.name}",
         "strategy": side["side"],
         "plan": plan,
-        "framework": "torch-ddp" if plan and plan["strategy"] == "ddp" else None,
+        "framework": "torch" if plan and plan["strategy"] == "ddp" else None,
         "zero": 3 if plan and plan.get("sharding") else 0,
         "own_network": named(case["network"]),
         "seconds": median(turns),

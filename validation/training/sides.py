@@ -39,7 +39,7 @@ from backbeat.measure.model.profiler import measure as measure_profile
 from backbeat.measure.model.training_step import Training, release
 from backbeat.model import Mesh, Network, Plan, Prediction, Profile, Sharding, ShardUnit
 from backbeat.model.files import decode, encode
-from backbeat.model.reduction import REDUCTIONS
+from backbeat.model.framework import FRAMEWORKS
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.runtime import parallelize
 from backbeat.runtime.memory.activations import apply as apply_memory
@@ -408,7 +408,7 @@ def _steps(seconds: float, step_s: float) -> int:
 
 def predict_side(profile: Profile, network: Network, plan: Plan) -> Prediction:
     """`ddp` and `tuned` are torch's own DDP, which adds nothing to a step that backbeat's wrapper does."""
-    return predict(profile, network, plan, reduction=REDUCTIONS["torch-ddp"] if plan.strategy == "ddp" else None)
+    return predict(profile, network, plan, reduction=FRAMEWORKS["torch"] if plan.strategy == "ddp" else None)
 
 
 def _case(side: Side, turns: list[float], profile: Profile, network: Network) -> dict[str, Any]:

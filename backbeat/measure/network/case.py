@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from backbeat.cost.collectives import COLLECTIVES, Collective
-from backbeat.model.reduction import DDP_BUCKET_BYTES
+from backbeat.model.framework import DDP_BUCKET_BYTES
 from backbeat.units import doubling, format_bytes
 
 

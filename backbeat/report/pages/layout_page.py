@@ -14,10 +14,10 @@ from backbeat import layouts
 from backbeat.errors import InputError, nearest
 from backbeat.layouts import LayoutPrediction
 from backbeat.layouts.architectures import BUNDLED as MODELS
-from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.layouts.layout import Precision
 from backbeat.model import Network
 from backbeat.model.files import bundled
+from backbeat.model.framework import LAYOUT_FRAMEWORKS, Overlap
 from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.report.pages.report_page import rendered, script_json
 from backbeat.report.pages.sections import Cell
@@ -27,6 +27,7 @@ from backbeat.report.words.layout_answer import limit_line, nothing_fits
 from backbeat.units import format_bytes, format_seconds
 
 _GPUS, _BATCH, _TOKENS = Meta(ge=1, le=2048), Meta(ge=1, le=65536), Meta(ge=128, le=1 << 20)
+_AS_IT_HAS = "the framework's"
 HEADINGS = ("rank", "layout", "step", "tokens/s/GPU", "least", "most", "MFU", "memory", "bubble", "limited by")
 
 
@@ -38,6 +39,7 @@ class LayoutState(Controls, frozen=True, kw_only=True):
     sequence: Annotated[int, _TOKENS] = 8192
     precision: str = "bf16"
     framework: str = "megatron"
+    overlap: str = _AS_IT_HAS
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> Self:
@@ -51,6 +53,7 @@ class LayoutState(Controls, frozen=True, kw_only=True):
 def respond_layouts(state: LayoutState, network: Network) -> dict[str, Any]:
     """What the tab shows for a state."""
     job = {name: getattr(state, name) for name in ("global_batch", "sequence", "precision", "framework")}
+    job["overlap"] = None if state.overlap == _AS_IT_HAS else state.overlap
     found = layouts.search(state.model, network, gpus=state.gpus, **job)
     return layout_content(state.model, network, state.gpus, found, job)
 
@@ -102,7 +105,8 @@ def layout_tab() -> str:
         "global_batch": ("Global batch, sequences", (_BATCH.ge, _BATCH.le)),
         "sequence": ("Sequence, tokens", (_TOKENS.ge, _TOKENS.le)),
         "precision": ("Precision", list(get_args(Precision))),
-        "framework": ("Framework", list(CONVENTIONS)),
+        "framework": ("Framework", list(LAYOUT_FRAMEWORKS)),
+        "overlap": ("Overlap", [_AS_IT_HAS, *get_args(Overlap)]),
     }
     state = to_builtins(LayoutState())
     parts = {"controls": controls, "state": state, "data": script_json(state)}

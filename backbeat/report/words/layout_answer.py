@@ -20,7 +20,7 @@ HELP = {
     "graphs.",
     "recompute": "Recomputation, which memory forces: more GPUs, more stages{shard} help.",
     "tensor": "Collectives of tensor parallelism: a smaller tp helps where memory allows, or hiding them behind the "
-    "products (framework megatron-tp-overlap).",
+    "products (overlap dp+tp).",
     "context": "The ring of keys and values: a smaller cp helps.",
     "expert": "All-to-alls between experts: an ep inside one node helps.",
     "contention": "Communication, which takes multiprocessors and memory bandwidth from the computation beside it: "
@@ -39,7 +39,8 @@ def nothing_fits(
     model: Any, network: Network, gpus: int, job: Mapping[str, Any], zero: Sequence[int] = (1,)
 ) -> tuple[LayoutPrediction | None, str]:
     """The layout that takes least, and what to do, where none fits. `job` is as `layouts.search` takes it."""
-    known = {name: job[name] for name in ("framework", "accelerator", "imbalance") if name in job}
+    names = ("framework", "overlap", "dispatcher", "accelerator", "imbalance")
+    known = {name: job[name] for name in names if name in job}
     asked = job_of(job["global_batch"], job["sequence"], job["precision"])
     predictor = predictor_of(model, network, asked, **known)
     least, sharded = (least_memory(predictor, gpus, stages) for stages in (zero, (3,)))

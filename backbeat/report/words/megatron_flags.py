@@ -7,11 +7,10 @@ from itertools import groupby
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.stage_times import split_layers
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.framework import Framework
 from backbeat.report.tables.terminal_table import folded
 
 _FLAG_COLUMNS = 76
-_OVERLAPS = ("megatron", "megatron-tp-overlap")
-_FRAMEWORKS = (*_OVERLAPS, "megatron-no-overlap")
 _PRECISION = {"bf16": ["--bf16"], "fp16": ["--fp16"], "fp8": ["--bf16", "--fp8-format hybrid"]}
 _RECOMPUTE = {
     "none": [],
@@ -20,15 +19,16 @@ _RECOMPUTE = {
 }
 
 
-def megatron_flags(model: Transformer, layout: Layout, job: Job, framework: str) -> list[str]:
+def megatron_flags(model: Transformer, layout: Layout, job: Job, framework: Framework) -> list[str]:
     """What runs the layout; empty where the framework is another, or Megatron-LM has no such schedule or sharding.
 
     >>> from backbeat.layouts.architectures import transformer
+    >>> from backbeat.model.framework import framework_named
     >>> layout, job = Layout(dp=2, tp=4), Job(global_batch=64, sequence=4096)
-    >>> megatron_flags(transformer("llama-3-8b"), layout, job, "megatron-no-overlap")[:2]
+    >>> megatron_flags(transformer("llama-3-8b"), layout, job, framework_named("megatron"))[:2]
     ['--tensor-model-parallel-size 4', '--sequence-parallel']
     """
-    if framework not in _FRAMEWORKS or why_no_flags(layout, framework) is not None:
+    if framework.name != "megatron" or why_no_flags(layout, framework) is not None:
         return []
     stages = layout.pp * layout.chunks
     uneven = model.layers % stages > 0
@@ -53,16 +53,16 @@ def megatron_flags(model: Transformer, layout: Layout, job: Job, framework: str)
     flags += [f"--seq-length {job.sequence}", *_PRECISION[job.precision]]
     if layout.zero == 1:
         flags.append("--use-distributed-optimizer")
-    if framework in _OVERLAPS:
+    if framework.overlapped != "none":
         flags += ["--overlap-grad-reduce", *(["--overlap-param-gather"] if layout.zero == 1 else [])]
-    if framework == "megatron-tp-overlap" and layout.shards_sequence:
+    if framework.hides_tensor == "all" and layout.shards_sequence:
         flags.append("--tp-comm-overlap")
     return flags + _RECOMPUTE[layout.recompute]
 
 
-def why_no_flags(layout: Layout, framework: str) -> str | None:
+def why_no_flags(layout: Layout, framework: Framework) -> str | None:
     """Of a layout for Megatron-LM that its flags cannot say: why."""
-    if framework not in _FRAMEWORKS:
+    if framework.name != "megatron":
         return None
     if layout.zero > 1:
         return f"No flags of Megatron-LM: they are known for zero=0 and 1, not {layout.zero}."

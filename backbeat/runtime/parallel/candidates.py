@@ -12,7 +12,7 @@ import torch
 from backbeat.api import plan as make_plan
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Network, Plan, PlanPrediction, Profile
-from backbeat.model.reduction import REDUCTIONS
+from backbeat.model.framework import FRAMEWORKS
 from backbeat.planners import BUDGETED
 from backbeat.steps.predict import predict
 from backbeat.units import counted
@@ -21,7 +21,7 @@ SHARDED_KINDS = ("units", "copies")
 """Units of one sharded copy of the model, and of several: HSDP."""
 KINDS = ("stock", "buckets", *SHARDED_KINDS, "compressed")
 """From the simplest to the one that changes most."""
-STOCK_REDUCTION = REDUCTIONS["torch-ddp"]
+STOCK_FRAMEWORK = FRAMEWORKS["torch"]
 UNITS = ("zero2", "hsdp", "fsdp", "sharded")
 
 
@@ -145,6 +145,6 @@ def _fits(candidate: Candidate, memory_bytes: int | None) -> bool:
 
 def _as_stock(candidate: Candidate, profile: Profile, network: Network) -> Candidate:
     """Stock DDP runs without a memory plan, and without what the wrapper adds to a step: its status message."""
-    found = predict(profile, network, candidate.plan, reduction=STOCK_REDUCTION)
+    found = predict(profile, network, candidate.plan, reduction=STOCK_FRAMEWORK)
     predicted = PlanPrediction.of(found, network.name)
     return Candidate(kind="stock", plan=msgspec.structs.replace(candidate.plan, memory=None, predicted=predicted))

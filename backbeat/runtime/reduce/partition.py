@@ -12,8 +12,8 @@ import torch.distributed as dist
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError, nearest
 from backbeat.model import Plan
+from backbeat.model.framework import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.model.plan import Compression
-from backbeat.model.reduction import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.runtime.reduce.managed_parameters import ManagedParameters
 from backbeat.runtime.reduce.settings import WrapperSettings
 
