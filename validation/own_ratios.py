@@ -155,7 +155,7 @@ def top_k() -> str:
 def worse_than_exact() -> str:
     random = kept(HERE / "published/greedy_vs_optimal.json")["rows"][0]
     share = 100 * random["strictly_worse"]
-    return f" {share:.0f} % of {random['cases']:,} random cases. `python"
+    return f" {share:.0f} % of {random['cases']:,} random cases."
 
 
 def other_numbers() -> str:
