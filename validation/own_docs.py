@@ -268,7 +268,6 @@ def readme_zoo() -> str:
     return f" {middle:.1f} % | {worst:.1f} % at worst |"
 
 
-HOST = "../../validation/memory/README.md#where-the-host-is-the-limit"
 SESSIONS = {**{f"NCCL, {setting}": part for setting, part in IN_ORDER.items()}, "gloo, 2 nodes": GLOO}
 RESULTS: Mapping[str, Callable[[], str]] = {
     **{f"| buckets, NCCL, {name} |": line(FULL, replays, CALIBRATED, part) for name, part in IN_ORDER.items()},
@@ -294,7 +293,7 @@ RESULTS: Mapping[str, Callable[[], str]] = {
     "| gloo, 200 Mbit/s |": partial(layouts, "gloo"),
     "| error of the predicted peak |": peaks_in_budgets,
     "| error of the predicted time, table `memory` |": times_in_budgets,
-    f"With these, [in another session]({HOST}), its errors were": treated_blocks,
+    "With these, [in another session][host], its errors were": treated_blocks,
     "Both memory plans are predicted too long:": plans_of_nodes,
     **{f"| {group} |": line("n median worst", computed, group) for group in WHOLE},
 }  # fmt: skip
