@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from backbeat.engine.graph import NO_OP, Graph
-from backbeat.engine.in_order import GraphTimes
+from backbeat.engine.graph import NO_OP, Graph, GraphTimes
 
 
 class HeldBytes(NamedTuple):
@@ -50,6 +49,12 @@ def held_over_time(graph: Graph, times: GraphTimes, resident: Mapping[str, float
         else:
             levels.append(level)
     return levels or [HeldBytes(0.0, dict(held), NO_OP)]
+
+
+def issue_times(count: int) -> GraphTimes:
+    """Ops one after the other in the order of issue, as a host's allocator counts what they hold."""
+    starts = [float(number) for number in range(count)]
+    return GraphTimes(starts, starts, [start + 1 for start in starts])
 
 
 def peak_held(graph: Graph, times: GraphTimes, resident: Mapping[str, float] | None = None) -> HeldBytes:

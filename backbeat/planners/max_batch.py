@@ -11,11 +11,11 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.batches import at_batch, same_blocks
 from backbeat.model.blocks import BlockRanges
+from backbeat.model.resident import ResidentMemory
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch, reserve_for, too_small, usable
 from backbeat.steps.memory_timeline import Chain
 from backbeat.steps.predict import predict
-from backbeat.steps.resident_memory import ResidentMemory
 
 _STEP = 8
 """Larger batches are multiples of this, as devices like them."""

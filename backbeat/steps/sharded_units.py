@@ -18,9 +18,9 @@ import numpy as np
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile, Sharding
 from backbeat.model.blocks import FETCH, RECOMPUTE, ranges_of
+from backbeat.model.resident import ResidentMemory
 from backbeat.model.sharding import enclosing
 from backbeat.steps.memory_timeline import Chain
-from backbeat.steps.resident_memory import ResidentMemory
 
 ROOT = -1
 """The root's index, after the units."""

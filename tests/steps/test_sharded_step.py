@@ -16,7 +16,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.cost.accelerators import accelerator_named
 from backbeat.engine.events import run_events
-from backbeat.engine.in_order import run_in_order
+from backbeat.engine.run import run_in_order
 from backbeat.model import (
     Block,
     CollectiveTimes,
