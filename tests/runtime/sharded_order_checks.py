@@ -1,6 +1,6 @@
 """What torch's `fully_shard` calls, in order, and what its all-gathers wait for, as predicted: a check a rule.
 
-The order is that of `steps.sharded_calls.calls`, the waits are those of `run_step`. A torch that changes its
+The order is that of `unit_graph.calls`, the waits are those of `run_step`. A torch that changes its
 schedule fails the check of the rule that it changed.
 """
 
