@@ -119,16 +119,15 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
     for number, call in enumerate(found):
         buffers.add(number, call)
     levels = held_over_time(buffers.closed(), issue_times(len(found)))
+    totals = [level.total for level in levels]
     moments: list[Moment] = []
-    most = now = levels[0]
-    following = 0
+    most = now = 0
     for number, call in enumerate(found):
-        while following < len(levels) and levels[following].start_s <= number:
-            now = levels[following]
-            following += 1
-            most = now if now.total > most.total else most
+        while now + 1 < len(levels) and levels[now + 1].start_s <= number:
+            now += 1
+            most = now if totals[now] > totals[most] else most
         if call.event in ("forward", "loss", "backward", "end"):
-            moments.append(Moment(call, Counter(most.by_kind), Counter(now.by_kind)))
+            moments.append(Moment(call, Counter(levels[most].by_kind), Counter(levels[now].by_kind)))
             most = now
     return moments
 

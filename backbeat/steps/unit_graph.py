@@ -46,8 +46,8 @@ from typing import Literal, NamedTuple
 
 from backbeat.engine import Graph
 from backbeat.engine.graph import Lane
-from backbeat.steps.bucket_graph import COMPUTE, HOST, link_of
-from backbeat.steps.host import HostIssue
+from backbeat.steps.bucket_graph import link_of
+from backbeat.steps.host import COMPUTE, HOST, HostIssue
 from backbeat.steps.sharded_cost import ShardedCost
 from backbeat.steps.sharded_units import ROOT, ShardedChain
 
