@@ -32,7 +32,7 @@ ALWAYS = (
     "tests.runtime.rank_process",
     "parallel_checks", "recipe_checks", "runtime_checks", "sharded_checks", "sharded_order_checks",
     "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.launcher.api",
-    "backbeat.cli.calibrate", "backbeat.planners", "backbeat.runtime.reduce.tuner",
+    "backbeat.cli.calibrate", "backbeat.planners", "backbeat.runtime.ddp.tuner",
 )  # fmt: skip
 
 

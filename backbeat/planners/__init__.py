@@ -26,7 +26,7 @@ from backbeat.units import format_bytes
 
 __all__ = [
     "BUCKETED", "BUDGETED", "FIXED_BUCKETS", "KNOWN_AS", "OTHERWISE_CALLED", "SEVERAL", "SHARDED", "STRATEGIES",
-    "Draft", "Strategy", "StrategyOptions", "is_sharded", "propose", "whole_groups",
+    "Draft", "Strategy", "StrategyOptions", "is_sharded", "propose", "unit_strategies", "whole_groups",
 ]  # fmt: skip
 
 
@@ -89,6 +89,12 @@ def is_sharded(strategy: str) -> bool:
     (True, False)
     """
     return strategy.partition(":")[0] in SHARDED
+
+
+def unit_strategies(network: Network) -> list[str]:
+    """Those that may be predicted for it where it is not said which, the ones planned quickest first."""
+    within = 1 < network.topology.gpus_per_node < network.workers
+    return [name for name in ("zero2", "hsdp", "fsdp", "sharded") if name != "hsdp" or within]
 
 
 def propose(profile: Profile, network: Network, strategy: str = "best", **choices: Any) -> Plan:

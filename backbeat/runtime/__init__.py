@@ -18,7 +18,7 @@ except ImportError as error:
 if not _distributed.is_available():
     raise MissingPartError("backbeat.runtime needs a PyTorch built with torch.distributed: install another build")
 
-from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+from backbeat.runtime.ddp.wrapper import DistributedDataParallel
 from backbeat.runtime.watch import Watch
 
 if TYPE_CHECKING:

@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
-from torch.nn.parallel.distributed import _find_tensors
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from backbeat.comm.clock import Mark, clock_for
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
-from backbeat.runtime.reduce.settings import TorchDDP
-from backbeat.runtime.reduce.stock_wrapper import StockDistributedDataParallel
+from backbeat.runtime.ddp.wrapper import DistributedDataParallel
 from backbeat.runtime.reduce.timing import Recorder, median
-from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+from backbeat.runtime.running_plans import plan_of
+from backbeat.runtime.torch_internals import TorchDDP, find_tensors, queue_callback
 from backbeat.runtime.weak_call import WeakCall
 from backbeat.steps.schedule import covered_s
 
@@ -86,11 +84,10 @@ class WrapperSteps:
             timed += [one for one in reducer.recorder.history() if one.number > reducer.steps - STEPS_PER_SAMPLE]
             self._recorder.clear()
             self._sample(reducer.steps, _figures([one for one in timed if one.iteration_s is not None]))
-        context = reducer.runner.context
         # Where nobody else times it.
-        if _next_is_timed(reducer.steps, self._every) and context.recorder is None:
+        if _next_is_timed(reducer.steps, self._every) and reducer.runner.context.recorder is None:
             self._recorder.mark_step_end()
-            context.recorder = self._recorder
+            reducer.runner.time_steps(self._recorder)
 
     def predicted(self) -> dict[str, float | None]:
         """What the plan promised for this number of ranks."""
@@ -135,7 +132,8 @@ class HookedSteps:
         weakref.finalize(self, _unhook, self._hooks)
 
     def predicted(self) -> dict[str, float | None]:
-        return _promised(_plan_of(self._model()), self.communicators.size)
+        model = self._model()
+        return _promised(plan_of(model.module if isinstance(model, TorchDDP) else model), self.communicators.size)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         """At the end of each optimizer step, on every rank alike."""
@@ -199,26 +197,26 @@ class HookedSteps:
         self._on(_inputs(args, kwargs), self._open, "backward's end", module)
 
     def _after_unit(self, module: Any, args: Any, output: Any) -> None:
-        self._on(_find_tensors(output), self._open, "unit's backward", module)
+        self._on(find_tensors(output), self._open, "unit's backward", module)
 
     def _after_fsdp(self, module: Any, args: Any, output: Any) -> None:
-        self._on(_find_tensors(output), self._close, "unit's backward", module)
+        self._on(find_tensors(output), self._close, "unit's backward", module)
 
     def _forward_done(self, module: Any, args: Any, output: Any) -> None:
         self._opened.pop(("graph", id(module)), None)
-        self._on(_find_tensors(output), self._backward_begins, "graph", module)
+        self._on(find_tensors(output), self._backward_begins, "graph", module)
 
     def _backward_begins(self, kind: str, module: Any) -> None:
         if (kind, id(module)) not in self._opened:
             self._open(kind, module)
             done = WeakCall(self._graph_done)
             # Before torch's own, which waits for the last gradients.
-            Variable._execution_engine.queue_callback(lambda: done(kind, module))
+            queue_callback(lambda: done(kind, module))
 
     def _graph_done(self, kind: str, module: Any) -> None:
         self._open(kind, module)
         close = WeakCall(self._close)
-        Variable._execution_engine.queue_callback(lambda: close(kind, module))
+        queue_callback(lambda: close(kind, module))
 
     def _on(self, tensors: Any, call: Callable[[str, Any], None], kind: str, module: Any) -> None:
         """Call when the gradient of any of these is known."""
@@ -257,16 +255,6 @@ def _parallel_part(model: Any) -> Any:
     return found
 
 
-def _plan_of(model: Any) -> Plan | None:
-    if isinstance(model, StockDistributedDataParallel):
-        return model.stock.plan
-    if isinstance(model, TorchDDP):
-        return None
-    from backbeat.runtime.sharded.shard import plan_of
-
-    return plan_of(model)
-
-
 def _units(model: Any) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
@@ -287,7 +275,7 @@ def _group_of(model: Any) -> Any:
 
 
 def _inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return [*_find_tensors(args), *_find_tensors(kwargs)]
+    return [*find_tensors(args), *find_tensors(kwargs)]
 
 
 def _next_is_timed(steps: int, every: int) -> bool:

@@ -42,10 +42,10 @@ from backbeat.runtime import (
     load_full_state_dict,
     parallelize,
 )
+from backbeat.runtime.ddp import tuner as tuner_module
 from backbeat.runtime.parallel import choice, heartbeat, step_slowdown, trials
 from backbeat.runtime.parallel import parallelize as parallelize_module
 from backbeat.runtime.parallel import search as search_module
-from backbeat.runtime.reduce import tuner as tuner_module
 from backbeat.runtime.reduce.runner import StepRunner
 
 PACKAGE = Path(backbeat.__file__).parent
@@ -56,15 +56,15 @@ MORE = {"sums", "same_on_all_ranks", "calibrate", "all_gather_object", "broadcas
 """… and these functions."""
 
 SITES: dict[str, tuple[str, ...]] = {
-    "runtime/reduce/reducer:Reducer._agree agree": ("wrap", "ready", "thaw", "tune_later", "copied", "moved"),
-    "runtime/reduce/reducer:Reducer._form_in_ready_order from_rank_0": ("ready",),
-    "runtime/reduce/reducer:Reducer._take_in wait_for_all": ("thaw",),
-    "runtime/reduce/reducer:Reducer._load raise_on_all": ("load",),
-    "runtime/reduce/reducer:Reducer._load agree": ("load",),
-    "runtime/reduce/tuner:Tuner._means sums": ("tune", "tune_later"),
-    "runtime/reduce/tuner:Tuner._measure_network calibrate": ("tune_measured",),
-    "runtime/reduce/tuner:Tuner._plan_and_switch from_rank_0": ("tune",),
-    "runtime/reduce/tuner:Tuner._plan_and_switch document_from_rank_0": ("tune",),
+    "runtime/ddp/reducer:Reducer._agree agree": ("wrap", "ready", "thaw", "tune_later", "copied", "moved"),
+    "runtime/ddp/reducer:Reducer._form_in_ready_order from_rank_0": ("ready",),
+    "runtime/ddp/reducer:Reducer._take_in wait_for_all": ("thaw",),
+    "runtime/ddp/reducer:Reducer._load raise_on_all": ("load",),
+    "runtime/ddp/reducer:Reducer._load agree": ("load",),
+    "runtime/ddp/tuner:Tuner._means sums": ("tune", "tune_later"),
+    "runtime/ddp/tuner:Tuner._measure_network calibrate": ("tune_measured",),
+    "runtime/ddp/tuner:Tuner._plan_and_switch from_rank_0": ("tune",),
+    "runtime/ddp/tuner:Tuner._plan_and_switch document_from_rank_0": ("tune",),
     "runtime/watch:Watch._sample collect_on_rank_0": ("watch",),
     "runtime/sharded/shard:_compare agree": ("units",),
     "runtime/parallel/any_plan:load_full_state_dict broadcast_object_list": ("loaded",),
@@ -98,7 +98,7 @@ SITES: dict[str, tuple[str, ...]] = {
 
 
 CHANGES = {
-    "runtime/reduce/reducer:Reducer.switch install": ("ready",),
+    "runtime/ddp/reducer:Reducer.switch install": ("ready",),
     "runtime/reduce/runner:StepRunner.add_parameters install": ("thaw",),
 }
 """What follows an agreement, and may fail on a rank that has no memory left."""

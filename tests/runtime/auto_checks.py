@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 
 from backbeat.model import CollectiveTimes, Network
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.reduce import tuner as tuner_module
+from backbeat.runtime.ddp import tuner as tuner_module
 from backbeat.runtime.reduce.timing import TimedStep
 
 CHECKS, check = registry()

@@ -23,7 +23,6 @@ from rank_asserts import raises
 from scenario_rig import Context, mlp, registry
 from scenarios_graphs import Breakable, Twice
 from torch import nn
-from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from backbeat.errors import BrokenStepError, CommunicationError, NonFiniteError
@@ -79,14 +78,13 @@ def a_failed_step_that_autograd_lets_go_of_late(ctx: Context) -> None:
     if ctx.rank == 0:
         wrapped.module.fail_at = 1
     held: list[Any] = []
-    queue = Variable._execution_engine.queue_callback
+    queue = backward_module.queue_callback
 
     def queue_and_hold(callback: Any) -> None:
         held.extend([callback] * 4)
         queue(callback)
 
-    engine = SimpleNamespace(_execution_engine=SimpleNamespace(queue_callback=queue_and_hold))
-    with mock.patch.object(backward_module, "Variable", engine):
+    with mock.patch.object(backward_module, "queue_callback", queue_and_hold):
         raises((FloatingPointError, BrokenStepError), lambda: backward(ctx, wrapped, 2))
     wrapped.module.fail_at = None
     # Each time that the forward waits, one of those who hold on to the backward lets go.

@@ -220,7 +220,7 @@ def late_gradients_of_skipped_buckets_are_added(ctx: Context) -> None:
             for model in (oracle.replicas[0], *([wrapped] if ctx.rank == 0 else [])):
                 model.zero_grad()
         both(ctx, wrapped, oracle, lambda m, r, step=step: body(m, r, step), f"step {step}")
-    assert ctx.size == 1 or wrapped.reducer.runner.context.late_buckets
+    assert ctx.size == 1 or wrapped.reducer.runner.late_buckets
 
 
 @check

@@ -82,7 +82,7 @@ def test_lightning() -> None:
     out = run(str(EXAMPLES / "lightning_trainer.py"), "--devices", "2")
     assert len(set(sums(out))) == 1
     assert len(sums(out)) == 2, out
-    assert out.count("wrapper backbeat.runtime.reduce.wrapper") == 2, out
+    assert out.count("wrapper backbeat.runtime.ddp.wrapper") == 2, out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed")

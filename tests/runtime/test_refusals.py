@@ -14,8 +14,10 @@ from backbeat.errors import InputError
 from backbeat.model import Bucket, Gradient, Mesh, Plan, Profile, Sharding
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed import updates
+from backbeat.runtime.ddp.settings import bind, resolve_plan
+from backbeat.runtime.plain_model import check_model
 from backbeat.runtime.reduce.partition import reassign_communicators
-from backbeat.runtime.reduce.settings import TORCH_SIGNATURE, bind, check_model, resolve_plan
+from backbeat.runtime.torch_internals import TORCH_SIGNATURE
 
 
 def test_fsdp_is_refused_by_name() -> None:

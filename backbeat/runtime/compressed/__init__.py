@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from backbeat.runtime.reduce.settings import CompressionOptions
+from backbeat.runtime.compressed.compression_options import CompressionOptions
 
 __all__ = ["CompressionOptions"]

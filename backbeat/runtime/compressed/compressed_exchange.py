@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,17 +22,17 @@ import torch
 from backbeat.comm.machine import cuda
 from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
-from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.compressed.compression_options import CompressionOptions
 from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
-from backbeat.runtime.compressed.residual import Scratch, Store, make_stores
+from backbeat.runtime.compressed.owed import Residuals
+from backbeat.runtime.compressed.stores import Scratch, Store, make_stores
 from backbeat.runtime.compressed.topk import TopK
-from backbeat.runtime.compressed.updates import Updates, without_modes
+from backbeat.runtime.compressed.updates import Updates
 from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.exchange import Exchange
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
-from backbeat.runtime.reduce.settings import CompressionOptions
 from backbeat.runtime.reduce.status import StatusOffsets, SummedStatus, parse
 from backbeat.runtime.reduce.step import InFlight
 
@@ -60,7 +60,7 @@ class CompressedExchange(Exchange):
         """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
         if self.updates.running:
             return
-        arrived, parameters = self.context.step.arrivals.arrived_since_reduce, self.context.parameters
+        arrived, parameters = self.context.step.arrivals.arrived_since_reduce, self.context.managed.parameters
         if 1 in arrived and any(arrived[index] and one.grad is not None for index, one in enumerate(parameters)):
             raise InputError(
                 "step() after a backward under no_sync: the gradients are this rank's own, and replicas would part. "
@@ -69,7 +69,7 @@ class CompressedExchange(Exchange):
 
     def make_buckets(self, partition: Partition, status_length: int) -> list[BucketMemory]:
         # Refuses what cannot be, while the buckets there are go on as they were.
-        self._velocity = self.updates.corrects_momentum(self.context.parameters)
+        self._velocity = self.updates.corrects_momentum(self.context.managed.parameters)
         """Residuals have velocities beside them."""
         stores = make_stores(partition, self.context, host=self._host, velocity=self._velocity)
         self.residuals.take_from_buckets()
@@ -89,7 +89,7 @@ class CompressedExchange(Exchange):
             return self._plain_bucket(spec)
         bucket = CompressedBucket(
             spec,
-            self.context.parameters,
+            self.context.managed.parameters,
             compressor=TopK(spec.compression.density, graphs),
             store=store,
             dense=not self.updates.at_once,
@@ -100,8 +100,8 @@ class CompressedExchange(Exchange):
         return bucket
 
     def check_open(self) -> None:
-        if self.updates:
-            self.updates.check(self.context.names, self.context.parameters)
+        if self.updates.optimizers:
+            self.updates.check(self.context.managed.names, self.context.managed.parameters)
         elif self.options.momentum_correction:
             raise InputError(
                 "momentum_correction keeps the optimizer's momentum in its place: hand the optimizer over with "
@@ -117,7 +117,8 @@ class CompressedExchange(Exchange):
             self._collect(index)
             return sent
         with self._beside():
-            density = density_at(self.residuals.step, bucket.compressor.density, self.options.warmup_steps)
+            number = step.number + self.residuals.steps_before
+            density = density_at(number, bucket.compressor.density, self.options.warmup_steps)
             message = bucket.begin(scale=self.context.scale, density=density)
             at_once = self._queues and self._may_deliver(bucket)
             self._gather(bucket, message, at_once=at_once)
@@ -130,12 +131,9 @@ class CompressedExchange(Exchange):
     def add_to_status(self, message: torch.Tensor, offsets: StatusOffsets) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
         self._status = (offsets, message)
-        refused = [index for bucket in self._compressed for index in bucket.take_refused()]
         # They are found beside backward, where buckets are compressed.
         self._join()
-        faults = [fault for fault in (bucket.fault() for bucket in self._compressed) if fault is not None]
-        if refused:
-            faults.append(torch.tensor([max(refused) + 1.0], device=message.device))
+        faults = [fault for bucket in self._compressed for fault in bucket.faults()]
         if not faults or self.context.step.broken:
             return
         message[offsets.faults_at + self.context.communicators.rank].copy_(torch.cat(faults).amax())
@@ -145,11 +143,9 @@ class CompressedExchange(Exchange):
         if not isinstance(bucket, CompressedBucket):
             return super().receive(sent)
         decodes = not self.updates.at_once and not self.context.step.absent
-        if bucket.work is not None or (decodes and bucket.gathered is not None):
+        if bucket.away:
             with self._beside():
-                if bucket.work is not None:
-                    self.wait(sent.bucket_index, bucket.work)
-                    bucket.collective_done()
+                self.wait(sent.bucket_index, bucket.work)
                 if decodes:
                     bucket.decode()
         if bucket is self._compressed[-1]:
@@ -163,11 +159,9 @@ class CompressedExchange(Exchange):
         with self._beside():
             for bucket in self._compressed:
                 if self.context.step.absent:
-                    bucket.gathered = None
-                elif at_once:
+                    bucket.drop()
+                elif at_once and bucket.away:
                     self._apply(bucket, used)
-                if at_once:
-                    bucket.compressor.forget()
         self._join()
         if self.context.step.absent:
             return
@@ -181,14 +175,14 @@ class CompressedExchange(Exchange):
                 for index, parameter in zip(one.members, one.parameters, strict=True):
                     if not used[index]:
                         parameter.grad = unused_grads.get(index)
-        if self.updates and not at_once:
+        if self.updates.optimizers and not at_once:
             self._update_dense(self.context.bucket_set.buckets, used)
 
     def give_up(self) -> None:
         """The step failed: finish the updates, which other ranks have begun, or take back what was sent."""
         used: Sequence[bool] | None = None
         at_once = self.updates.at_once
-        if at_once and self._status is not None and any(bucket.gathered is not None for bucket in self._compressed):
+        if at_once and self._status is not None and any(bucket.away for bucket in self._compressed):
             offsets, numbers = self._status
             used = parse(offsets, numbers.cpu()).used
         with self._beside():
@@ -216,7 +210,7 @@ class CompressedExchange(Exchange):
         for index, bucket in found.items():
             if not self.context.step.contributes_nothing:
                 bucket.keep_late(index)
-            self.context.parameters[index].grad = None
+            self.context.managed.parameters[index].grad = None
         return found.keys()
 
     def _gather(self, bucket: CompressedBucket, message: torch.Tensor, *, at_once: bool) -> None:
@@ -224,23 +218,22 @@ class CompressedExchange(Exchange):
         that all buckets receive in the same buffer."""
         needed = message.numel() * self.context.communicators.size
         if not at_once:
-            bucket.result = message.new_empty(needed)
+            result = message.new_empty(needed)
         else:
             if self._receive_buffer is None or self._receive_buffer.numel() < needed:
                 self._receive_buffer = message.new_empty(needed)
-            bucket.result = self._receive_buffer[:needed]
-        bucket.work = self.context.communicators[bucket.spec.communicator].all_gather(bucket.result, message)
+            result = self._receive_buffer[:needed]
+        bucket.sent(self.context.communicators[bucket.spec.communicator].all_gather(result, message), result)
 
     def _may_deliver(self, bucket: CompressedBucket) -> bool:
         """A bucket may be updated while backward goes on only where this rank saw every member's gradient. Then some
         rank used each member, which is all that an update must know. A gradient that came late is in `.grad`, which an
         update would take for its own."""
         step = self.context.step
-        return bucket.whole and not step.absent and step.arrivals.late.isdisjoint(bucket.members)
+        return bucket.complete and not step.absent and step.arrivals.late.isdisjoint(bucket.members)
 
     def _deliver(self, index: int, bucket: CompressedBucket) -> None:
         self.wait(index, bucket.work)
-        bucket.collective_done()
         if self.updates.at_once:
             self._apply(bucket, None)
         else:
@@ -251,7 +244,7 @@ class CompressedExchange(Exchange):
         if self._queues:
             return
         for index, bucket in enumerate(self.context.bucket_set.buckets[: last + 1]):
-            if not isinstance(bucket, CompressedBucket) or bucket.work is None:
+            if not isinstance(bucket, CompressedBucket) or not bucket.away:
                 continue
             if self._may_deliver(bucket) and bucket.work.is_completed():
                 with self._beside():
@@ -293,6 +286,20 @@ class CompressedExchange(Exchange):
         """What follows on this stream sees what was done beside it."""
         if self._side is not None:
             cuda.current_stream(self.context.communicators.device).wait_stream(self._side)
+
+
+@contextmanager
+def without_modes(device_type: str) -> Iterator[None]:
+    """As `optimizer.step()` is mostly called: outside autograd, autocast and inference mode, whatever surrounds us.
+
+    State that is made for the first time inside inference mode could never be changed outside.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 def density_at(step: int, target: float, warmup_steps: int) -> float:

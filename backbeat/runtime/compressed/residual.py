@@ -1,166 +1,204 @@
-"""Residuals: what a rank has accumulated for a bucket and not sent yet, on the device or in host memory.
+"""Residuals: what a rank has accumulated for a bucket and not sent yet.
 
-One flat buffer is both gradient accumulator and residual. Momentum correction adds a velocity of the same size.
-
-Residuals in host memory come to the device around their own bucket. Buckets leave in a fixed order: while one is
-compressed, the next is copied in and the last is copied out, on a stream of their own. The device holds two buckets'
-worth, whatever the size of the model.
+The residual is accumulator and residual in one. What a gradient brings is added to it, and the gradient's own memory is
+free again; what the compressor sends is subtracted. It is never anybody's `.grad`. Momentum correction adds a velocity
+of the same size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
-from backbeat.comm.machine import cuda
 from backbeat.errors import InputError
-from backbeat.runtime.reduce.context import ReducerContext
-from backbeat.runtime.reduce.partition import BucketSpec, Partition
+from backbeat.runtime.compressed import topk
+from backbeat.runtime.compressed.stores import Residual, Scratch, Store, drop_infinite
+from backbeat.runtime.reduce.bucket import BucketMemory, views_of
+from backbeat.runtime.reduce.partition import BucketSpec
 
 Owed = tuple[torch.Tensor, torch.Tensor | None]
 """The residual and velocity of one parameter, shaped like it."""
 
 
-@dataclass(slots=True, eq=False)
-class Residual:
-    """The residual of one bucket. It is unscaled and never a `.grad`, and finite unless the step is failing."""
+class ResidualMemory(BucketMemory):
+    """A bucket whose gradients are added to a residual."""
 
-    values: torch.Tensor
-    velocity: torch.Tensor | None = None
+    def __init__(
+        self,
+        spec: BucketSpec,
+        parameters: Sequence[Parameter],
+        *,
+        store: Store,
+        momentum_of: Callable[[Any], tuple[float, float]] | None,
+        gathering: Scratch,
+    ) -> None:
+        """store: keeps the residual. momentum_of: where it keeps a velocity, a parameter's momentum and weight
+        decay."""
+        super().__init__(spec, parameters)
+        # Members keep these slices of every buffer, whatever memory format they are given later.
+        self._slices = [
+            torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+            for parameter in self.parameters
+        ]
+        self.dtype = store.dtype
+        self.store = store
+        self.momentum_of = momentum_of
+        self._views: tuple[Residual, list[torch.Tensor], list[torch.Tensor]] | None = None
+        """The residual while it is open, and the members' slices of it and of the velocity."""
+        self._positions = {index: position for position, index in enumerate(self.members)}
+        self._has_empty_members = any(not parameter.numel() for parameter in self.parameters)
+        self._refused: list[int] = []
+        """Indices of parameters whose gradients were not finite, and so were not added."""
+        self._gathered = gathering
+        gathering.reserve(self.numel, self.dtype)
+        self._known_views: dict[int, list[torch.Tensor]] = {}
+        self.touched = bytearray(len(self.members))
+        """Members that any rank has ever used, or whose residual has got anything."""
+        self.frozen: dict[int, Owed] = {}
+        """Residual and velocity of members that were frozen since."""
+
+    def _add(self, positions: Sequence[int], gradients: list[torch.Tensor], moving: Sequence[int] = ()) -> None:
+        """Add these members' gradients to the residual, and take them away.
+
+        Where there is a velocity, `moving` members take a step of theirs: momentum, weight decay and the gradient, and
+        then the residual gets the velocity. Once a step: what comes late is added to both as it is.
+        """
+        for position, gradient in zip(positions, gradients, strict=True):
+            if gradient.layout is not torch.strided:
+                raise InputError(
+                    f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}, and its bucket is compressed: "
+                    "make it dense (sparse=False), or leave the compression out of its bucket"
+                )
+            self.parameters[position].grad = None
+            self.touched[position] = 1
+        if self._has_empty_members:
+            # Torch finds no largest among no elements.
+            positions, moving = (
+                [position for position in chosen if self.parameters[position].numel()] for chosen in (positions, moving)
+            )
+            gradients = [gradient for gradient in gradients if gradient.numel()]
+        momentum_of, moving = self.momentum_of, moving if self.momentum_of is not None else ()
+        if not gradients and not moving:
+            return
+        residual, values, velocities = self._views or self._open_residual()
+        if momentum_of is not None and moving:
+            momenta = [momentum_of(self.parameters[position]) for position in moving]
+            decays = any(decay for _, decay in momenta) and self.parameters[0].dtype != self.dtype
+            room = _at(self._views_on(self._room()), moving) if decays else None
+            begin_step(_at(velocities, moving), [self.parameters[at].detach() for at in moving], momenta, room)
+        if residual.velocity is not None:
+            self._add_to(residual.velocity, velocities, positions, gradients)
+        if moving:
+            torch._foreach_add_(_at(values, moving), _at(velocities, moving))
+        else:
+            self._add_to(residual.values, values, positions, gradients)
+
+    def _add_to(
+        self, flat: torch.Tensor, views: list[torch.Tensor], positions: Sequence[int], gradients: list[torch.Tensor]
+    ) -> None:
+        """Add gradients of these members to their views of the residual or the velocity."""
+        if not gradients:
+            return
+        targets = _at(views, positions)
+        if self.device.type in topk.HOSTS:
+            faulty = accumulate(targets, gradients)
+            self._refused += [self.members[index] for index, bad in zip(positions, faulty, strict=True) if bad]
+            return
+        widened = None
+        if any(gradient.dtype != self.dtype for gradient in gradients):
+            room = self._room()
+            if len(gradients) < len(self.members):
+                room.zero_()
+            widened = (room, _at(self._views_on(room), positions))
+        add_all(flat, targets, gradients, widened)
+
+    def _freeze(self, position: int) -> None:
+        """A weight that must not move: what it is owed waits outside the bucket."""
+        _, values, velocities = self._open_residual()
+        velocity = velocities[position].clone() if velocities else None
+        self.frozen[position] = added((values[position].clone(), velocity), self.frozen.get(position))
+        values[position].zero_()
+        if velocities:
+            velocities[position].zero_()
+        self.touched[position] = 0
+
+    def keep_late(self, index: int) -> None:
+        """Add a gradient that comes after the bucket has left: it goes with the next step."""
+        position = self._positions[index]
+        gradient = self.parameters[position].grad
+        if gradient is not None:
+            self._add([position], [gradient])
+            self._close_residual()
+
+    def owed(self) -> dict[int, Owed]:
+        """What each member is owed, by its index."""
+        opened = self._views is not None
+        _, values, velocities = self._open_residual()
+        found = {self.members[position]: owed for position, owed in self.frozen.items()}
+        for position, index in enumerate(self.members):
+            if self.touched[position]:
+                copies = [one[position].clone() for one in (values, velocities) if one]
+                for copy in copies:
+                    drop_infinite(copy)
+                # Frozen, it may have got a late gradient since.
+                found[index] = added((copies[0], copies[1] if velocities else None), found.get(index))
+        if not opened:
+            self._close_residual()
+        return found
+
+    def add_owed(self, index: int, values: torch.Tensor, velocity: torch.Tensor | None) -> None:
+        """Add to a member's residual and velocity."""
+        position = self._positions[index]
+        _, residuals, velocities = self._open_residual()
+        residuals[position].add_(values.to(residuals[position]))
+        if velocity is not None and velocities:
+            velocities[position].add_(velocity.to(velocities[position]))
+        self.touched[position] = 1
+        self._close_residual()
+
+    def clear(self) -> None:
+        """Nothing is owed any more."""
+        residual = self._open_residual()[0]
+        residual.values.zero_()
+        if residual.velocity is not None:
+            residual.velocity.zero_()
+        self._close_residual()
+        self.touched = bytearray(len(self.members))
+        self.frozen = {}
 
     def clean(self) -> None:
-        """Set what is not finite to zero."""
-        for one in (self.values, self.velocity):
-            if one is not None:
-                drop_infinite(one)
+        """Drop what is not finite."""
+        self._open_residual()[0].clean()
+        self._close_residual()
 
+    def _open_residual(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
+        if self._views is None:
+            residual = self.store.open()
+            values = views_of(residual.values, self._slices)
+            velocities = [] if residual.velocity is None else views_of(residual.velocity, self._slices)
+            self._views = (residual, values, velocities)
+        return self._views
 
-class Store:
-    """Keeps a bucket's residual on the device."""
+    def _close_residual(self) -> None:
+        if self._views is not None and not self.store.stays:
+            self.store.close()
+            self._views = None
 
-    stays = True
-    """`close` does nothing: the residual is there at any time."""
+    def _room(self) -> torch.Tensor:
+        """For all members in the residual's format, shared by buckets that take turns."""
+        return self._gathered.buffer(self.dtype, self.device)[: self.numel]
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, velocity: bool) -> None:
-        self.dtype = dtype
-        self._residual = Residual(
-            torch.zeros(numel, dtype=dtype, device=device),
-            torch.zeros(numel, dtype=dtype, device=device) if velocity else None,
-        )
-
-    def open(self) -> Residual:
-        """The residual, to read and write until `close`."""
-        return self._residual
-
-    def close(self) -> None: ...
-
-
-class HostStore(Store):
-    """Keeps a bucket's residual, and the velocity after it, in host buffers that all buckets share."""
-
-    stays = False
-
-    def __init__(self, index: int, buffers: HostBuffers, *, parts: int) -> None:
-        self.dtype = buffers.dtype
-        self._index, self._buffers, self._parts = index, buffers, parts
-
-    def open(self) -> Residual:
-        values, *velocity = self._buffers.open(self._index).chunk(self._parts)
-        return Residual(values, velocity[0] if velocity else None)
-
-    def close(self) -> None:
-        self._buffers.close(self._index)
-
-
-class HostBuffers:
-    """Flat buffers in pinned memory, of which the device holds two at a time.
-
-    They are fastest opened and closed in order, 0, 1, …, 0, 1, …; any other order is right too, and waits for copies.
-    """
-
-    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self._sizes = list(sizes)
-        self.dtype = dtype
-        self._cuda = device.type == "cuda"
-        self._device = device
-        self._host = [torch.zeros(size, dtype=dtype, device="cpu", pin_memory=self._cuda) for size in sizes]
-        count = min(2, len(sizes))
-        self._staging = [torch.empty(max(sizes), dtype=dtype, device=device) for _ in range(count)]
-        self._loaded: list[int | None] = [None] * count
-        """Which buffer each staging buffer holds."""
-        self._ready: list[Any] = [cuda.Event() if self._cuda else None for _ in range(count)]
-        self._stream: Any = cuda.Stream(device) if self._cuda else None
-        self._next_slot = 0
-        self._open: dict[int, int] = {}
-        """Of the buffers that are open: which staging buffer each is in."""
-
-    def open(self, index: int) -> torch.Tensor:
-        """The buffer on the device, for the current stream."""
-        slot = self._next_slot % len(self._staging)
-        if index in self._loaded:
-            slot = self._loaded.index(index)
-        elif slot in self._open.values():
-            slot = (slot + 1) % len(self._staging)
-        self._next_slot = slot + 1
-        self._open[index] = slot
-        if self._loaded[slot] != index:
-            self._wait_for_current_stream()
-            self._load(slot, index)
-        if self._cuda:
-            cuda.current_stream(self._device).wait_event(self._ready[slot])
-        return self._staging[slot][: self._sizes[index]]
-
-    def close(self, index: int) -> None:
-        """Copy the buffer back, and load the one whose turn is after the next."""
-        slot = self._open.pop(index)
-        self._wait_for_current_stream()
-        with self._copying(slot):
-            self._host[index].copy_(self._staging[slot][: self._sizes[index]], non_blocking=True)
-        following = (index + len(self._staging)) % len(self._sizes)
-        # Never in two places: a second copy would be out of date once the first is written into.
-        if following not in self._loaded:
-            self._load(slot, following)
-
-    def _wait_for_current_stream(self) -> None:
-        if self._cuda:
-            self._stream.wait_stream(cuda.current_stream(self._device))
-
-    def _load(self, slot: int, index: int) -> None:
-        with self._copying(slot):
-            self._staging[slot][: self._sizes[index]].copy_(self._host[index], non_blocking=True)
-        self._loaded[slot] = index
-
-    @contextmanager
-    def _copying(self, slot: int) -> Iterator[None]:
-        """Copies in here run on the copy stream; `_ready` tells when they are done."""
-        if not self._cuda:
-            yield
-            return
-        with cuda.stream(self._stream):
-            yield
-            self._ready[slot].record()
-
-
-class Scratch:
-    """One temporary buffer per dtype, as large as the largest bucket; buckets use it in turn."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[torch.dtype, int] = {}
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
-
-    def reserve(self, numel: int, dtype: torch.dtype) -> None:
-        """Make the buffer at least this large."""
-        self._sizes[dtype] = max(numel, self._sizes.get(dtype, 0))
-
-    def buffer(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        found = self._buffers.get(dtype)
-        if found is None or found.numel() < self._sizes[dtype]:
-            found = self._buffers[dtype] = torch.empty(self._sizes[dtype], dtype=dtype, device=device)
+    def _views_on(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The members' slices of the memory that buckets share, which is mostly the same from step to step."""
+        found = self._known_views.get(flat.data_ptr())
+        if found is None:
+            if len(self._known_views) > 1:
+                self._known_views.clear()
+            found = self._known_views[flat.data_ptr()] = views_of(flat, self._slices)
         return found
 
 
@@ -222,41 +260,5 @@ def added(owed: Owed, more: Owed | None) -> Owed:
     return owed[0] + more[0], velocity
 
 
-def drop_infinite(values: torch.Tensor) -> None:
-    """Set what is not finite to zero."""
-    values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def make_stores(
-    partition: Partition, context: ReducerContext, *, host: bool, velocity: bool
-) -> dict[BucketSpec, Store]:
-    """Where the residual of each compressed bucket that has elements lives; on the host, buckets of a dtype share their
-    room on the device. Raises where a bucket cannot be compressed."""
-    kinds: dict[torch.dtype, dict[BucketSpec, int]] = {}
-    for spec in partition.buckets:
-        if spec.compression is None:
-            continue
-        for member in spec.members:
-            dtype = context.parameters[member].dtype
-            if not dtype.is_floating_point:
-                raise InputError(
-                    f"parameter {context.names[member]!r} is {dtype}, and its bucket is compressed: only "
-                    "real floating-point gradients can be; leave the compression out of its bucket"
-                )
-        numel = sum(context.parameters[member].numel() for member in spec.members)
-        if numel:
-            # 16-bit gradients are kept in fp32, since small ones would vanish in a 16-bit sum.
-            kinds.setdefault(torch.float32 if dtype.itemsize < 4 else dtype, {})[spec] = numel
-    found: dict[BucketSpec, Store] = {}
-    for dtype, numels in kinds.items():
-        if host:
-            parts = 2 if velocity else 1
-            sizes = [parts * numel for numel in numels.values()]
-            buffers = HostBuffers(sizes, dtype, context.communicators.device)
-            for index, spec in enumerate(numels):
-                found[spec] = HostStore(index, buffers, parts=parts)
-            continue
-        for spec, numel in numels.items():
-            device = context.parameters[spec.members[0]].device
-            found[spec] = Store(numel, dtype, device, velocity=velocity)
-    return found
+def _at(tensors: list[torch.Tensor], positions: Sequence[int]) -> list[torch.Tensor]:
+    return tensors if len(positions) == len(tensors) else [tensors[position] for position in positions]

@@ -7,10 +7,9 @@ clip by, and refuses a gradient scaler.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +43,9 @@ class Updates:
         """Gradients are clipped to this global norm before the updates, which wait for the last of them; None: not."""
         self.running = False
         """An update is under way: where a `step` calls another's, hooks on `step` hear of it."""
-        self._optimizers: list[Optimizer] = []
+        self.optimizers: list[Optimizer] = []
+        self.at_once = False
+        """Each bucket is updated as soon as it has arrived."""
         self._owners: dict[int, tuple[Optimizer, int]] = {}
         self._known: list[tuple[Any, ...]] = []
         """Which parameters each group of each optimizer had when owners were looked up, with what momentum correction
@@ -52,20 +53,12 @@ class Updates:
         self._shares: dict[tuple[int, ...], list[_Share]] = {}
         """Of parameters that were updated together: whose they are."""
 
-    def __bool__(self) -> bool:
-        return bool(self._optimizers)
-
-    @property
-    def at_once(self) -> bool:
-        """Each bucket is updated as soon as it has arrived."""
-        return bool(self._optimizers) and self.max_grad_norm is None
-
     def corrects_momentum(self, parameters: Iterable[Parameter]) -> bool:
         """Whether velocities are kept before the selection: some of these parameters have SGD's, or may get it, since
         no optimizer that was handed over holds them yet."""
-        held = set().union(*map(_held_by, self._optimizers))
+        held = set().union(*map(_held_by, self.optimizers))
         return self._momentum_correction and (
-            any(isinstance(one, torch.optim.SGD) for one in self._optimizers)
+            any(isinstance(one, torch.optim.SGD) for one in self.optimizers)
             or any(id(parameter) not in held for parameter in parameters)
         )
 
@@ -83,22 +76,22 @@ class Updates:
                     type(optimizer).__name__,
                 )
         mine = _held_by(optimizer)
-        remaining = [other for other in self._optimizers if not _held_by(other) <= mine]
+        remaining = [other for other in self.optimizers if not _held_by(other) <= mine]
         if remaining and max_grad_norm != self.max_grad_norm:
             raise InputError(
                 f"max_grad_norm is {max_grad_norm}, and {self.max_grad_norm} for {type(remaining[0]).__name__}: the "
                 "norm is that of all gradients; give every optimizer the same"
             )
-        if max_grad_norm is None and not (self._optimizers and self.max_grad_norm is None):
+        if max_grad_norm is None and not (self.optimizers and self.max_grad_norm is None):
             logger.warning(
                 "attach(max_grad_norm=None): gradients are not clipped. They are gone when backward ends, so that "
                 "torch.nn.utils.clip_grad_norm_ after it finds none and does nothing; give attach() the norm to clip%s",
                 ", without momentum_correction" if self._momentum_correction else "",
             )
-        self.max_grad_norm = max_grad_norm
-        if any(optimizer is other for other in self._optimizers):
+        self.max_grad_norm, self.at_once = max_grad_norm, max_grad_norm is None
+        if any(optimizer is other for other in self.optimizers):
             return
-        for other in self._optimizers:
+        for other in self.optimizers:
             common = mine & _held_by(other)
             if common:
                 # Two would update their common parameters twice in every step.
@@ -127,24 +120,24 @@ class Updates:
             return (args[0], checked, *args[2:]), kwargs
 
         optimizer.register_step_pre_hook(before_step)
-        self._optimizers = [*remaining, optimizer]
+        self.optimizers = [*remaining, optimizer]
         self._known = []
 
     def check(self, names: Sequence[str], parameters: Sequence[Parameter]) -> None:
         """Look up who updates what; every parameter must be somebody's."""
         known = [
             (group.get("nesterov"), group.get("dampening"), *map(id, group["params"]))
-            for one in self._optimizers
+            for one in self.optimizers
             for group in one.param_groups
         ]
         known.append(tuple(map(id, parameters)))
         if known == self._known:
             return
         if self._momentum_correction:
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 _check_momentum(optimizer)
         self._owners, self._shares = {}, {}
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
                     # The one handed over last.
@@ -168,7 +161,7 @@ class Updates:
         return float(group["momentum"]), float(-group["weight_decay"] if group["maximize"] else group["weight_decay"])
 
     def apply(self, parameters: Sequence[Parameter], *, without_momentum: bool = False) -> None:
-        """Update these, whose gradients are there, and take the gradients away; inside `without_modes`.
+        """Update these, whose gradients are there, and take the gradients away; called inside `without_modes`.
 
         without_momentum: what is there for SGD is momentum already, with weight decay in it.
         """
@@ -240,20 +233,6 @@ def check_optimizer(
         )
     if _held_by(optimizer).isdisjoint(map(id, parameters)):
         raise InputError("attach() got an optimizer that holds no parameter of this model: make it from them")
-
-
-@contextlib.contextmanager
-def without_modes(device_type: str) -> Iterator[None]:
-    """As `optimizer.step()` is mostly called: outside autograd, autocast and inference mode, whatever surrounds us.
-
-    State that is made for the first time inside inference mode could never be changed outside.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled(device_type):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
 
 
 def check_uncompressed(max_grad_norm: float | None) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from backbeat.runtime.reduce.settings import TorchDDP
-from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+from backbeat.runtime.ddp.wrapper import DistributedDataParallel
+from backbeat.runtime.torch_internals import TorchDDP
 
 
 @contextmanager

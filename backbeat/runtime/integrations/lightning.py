@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from backbeat.errors import InputError
 from backbeat.runtime.compressed.checkpoint import load_residuals, remove_residuals, residual_states, save_residuals
+from backbeat.runtime.ddp.settings import split_options
+from backbeat.runtime.ddp.wrapper import DistributedDataParallel
 from backbeat.runtime.integrations.watching import lightning_packages
 from backbeat.runtime.parallel.any_plan import load_full_state_dict, no_sync
-from backbeat.runtime.reduce.settings import split_options
-from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 
 from backbeat.errors import InputError
-from backbeat.runtime.reduce.settings import TorchDDP
 from backbeat.runtime.sharded.torch_fsdp import sends_gradients
+from backbeat.runtime.torch_internals import TorchDDP
 from backbeat.units import first_few
 
 

@@ -9,9 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from backbeat.errors import InputError
 from backbeat.model import Plan
+from backbeat.runtime.ddp.wrapper import DistributedDataParallel
+from backbeat.runtime.plain_model import check_model
 from backbeat.runtime.reduce.managed_parameters import check_free
-from backbeat.runtime.reduce.settings import TorchDDP, check_model
-from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+from backbeat.runtime.running_plans import runs
+from backbeat.runtime.torch_internals import TorchDDP
 
 
 def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -25,7 +27,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceM
         return DistributedDataParallel(model, plan=plan, process_group=group)
     unused = plan.made_for is not None and plan.made_for.unused
     wrapped: Any = DistributedDataParallel(model, reducer="ddp", process_group=group, find_unused_parameters=unused)
-    wrapped.stock.plan = plan
+    runs(model, plan)
     parallel: nn.Module = wrapped
     return parallel
 

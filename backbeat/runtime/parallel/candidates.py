@@ -13,7 +13,7 @@ from backbeat.api import plan as make_plan
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Network, Plan, PlanPrediction, Profile
 from backbeat.model.framework import FRAMEWORKS
-from backbeat.planners import BUDGETED
+from backbeat.planners import BUDGETED, unit_strategies
 from backbeat.steps.predict import predict
 from backbeat.units import counted
 
@@ -22,7 +22,6 @@ SHARDED_KINDS = ("units", "copies")
 KINDS = ("stock", "buckets", *SHARDED_KINDS, "compressed")
 """From the simplest to the one that changes most."""
 STOCK_FRAMEWORK = FRAMEWORKS["torch"]
-UNITS = ("zero2", "hsdp", "fsdp", "sharded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,12 +115,6 @@ def predicted_candidates(
     if stock is not None and planned is not None and stock.plan.buckets == planned.plan.buckets:
         best["buckets"] = None
     return [one for one in best.values() if one is not None]
-
-
-def unit_strategies(network: Network) -> list[str]:
-    """Those that may be predicted for it, the ones planned quickest first."""
-    within = 1 < network.topology.gpus_per_node < network.workers
-    return [strategy for strategy in UNITS if strategy != "hsdp" or within]
 
 
 def _release(version: str) -> str:

@@ -27,9 +27,9 @@ from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError, where_raised
 from backbeat.measure.model.training_step import Loss, Training, make_optimizer, release, scaler_for
 from backbeat.model import Plan
+from backbeat.runtime.ddp.wrapper import DistributedDataParallel
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.preserve import copy_of
-from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 if TYPE_CHECKING:
     from backbeat.runtime.parallel.candidates import Candidate

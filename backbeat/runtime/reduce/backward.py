@@ -10,18 +10,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from backbeat.runtime.weak_call import nothing
+from backbeat.runtime.torch_internals import NO_TASK, graph_task, queue_callback, will_engine_execute
 
 logger = logging.getLogger("backbeat.runtime")
 
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
-NO_TASK = -1
-"""What it says outside of a backward."""
+_gone: Callable[[], Any] = weakref.ref(set())
+"""Refers to nothing."""
 _LET_GO_S = 1.0
 """So long a thread of autograd's may take to let go of a backward that raised."""
 
@@ -34,7 +31,7 @@ class Backward:
     """
 
     def __init__(self) -> None:
-        self._token: Callable[[], Any] = nothing
+        self._token: Callable[[], Any] = _gone
         self._thread = threading.get_ident()
         """The thread that began it."""
 
@@ -47,13 +44,13 @@ class Backward:
         """Called inside a backward; `done` when its graph is."""
         # An object of its own, which lives as long as the engine holds it.
         callback = functools.partial(done)
-        Variable._execution_engine.queue_callback(callback)
+        queue_callback(callback)
         self._token = weakref.ref(callback)
         self._thread = threading.get_ident()
 
-    def forget(self) -> None:
-        """It is over, however it ended."""
-        self._token = nothing
+    def over(self) -> None:
+        """It has ended, however."""
+        self._token = _gone
 
     def ended(self) -> bool:
         """Whether it is over. On a GPU a thread of autograd's own runs it, and may hold on to it for a moment after
@@ -101,18 +98,16 @@ class GraphReach:
         self._passed = False
         self.forwarded = True
 
-    def note_announced(self) -> None:
-        """An output has announced a backward that ends in our parameters."""
-        self.forwarded = False
-
     def note_unannounced(self) -> bool:
         """A gradient arrived though no output announced it. Returns whether it may be of a forward of the wrapper's; it
         is of none where one rank takes gradients of the model inside by itself."""
         self._hidden = self._hidden or (self._passed and self.forwarded)
         return self.forwarded
 
-    def includes(self, parameters: Sequence[Parameter]) -> bool:
+    def announced(self, parameters: Sequence[Parameter]) -> bool:
+        """An output was reached: whether the backward ends in our parameters."""
         if self._hidden or (self._leaf is not None and _will_execute(self._leaf)):
+            self.forwarded = False
             return True
         for parameter in parameters:
             if parameter.requires_grad:
@@ -120,6 +115,7 @@ class GraphReach:
                 if _will_execute(node):
                     # Finding a parameter's node costs more than a launch: the first that tells is asked first again.
                     self._leaf = node
+                    self.forwarded = False
                     return True
         self._passed = True
         return False
@@ -127,7 +123,7 @@ class GraphReach:
 
 def _will_execute(leaf: Any) -> bool:
     try:
-        return bool(torch._C._will_engine_execute_node(leaf))
+        return bool(will_engine_execute(leaf))
     except RuntimeError:
         # Torch's answer where `torch.autograd.grad` was asked for this very leaf: its gradient is handed out, not kept.
         return False

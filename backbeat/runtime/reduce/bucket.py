@@ -21,6 +21,8 @@ class BucketMemory:
     """Whether the bucket sends only part of its gradients (`CompressedBucket`)."""
     sparse = False
     """Whether its gradients are sparse tensors (`SparseBucket`)."""
+    travels: torch.Tensor | None = None
+    """What is summed, where the sum is then in its place: there is nothing to take in."""
     dtype: torch.dtype
     """Of what is added up."""
     payload: torch.Tensor
@@ -58,8 +60,8 @@ class BucketMemory:
         tensor that will hold the sum, and the work."""
         raise NotImplementedError
 
-    def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
-        """Take the sum in; returns the status message, where it carries one."""
+    def take_sum(self, message: torch.Tensor) -> torch.Tensor | None:
+        """The sum is there: take it in; returns the status message, where it carries one."""
         return None
 
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
@@ -98,6 +100,7 @@ class BucketBuffer(BucketMemory):
         self.status_length = status_length
         held = self.numel + (status_length if self.reduce_dtype is None else 0)
         self.flat = torch.zeros(held, dtype=real, device=self.device)
+        self.travels = self.flat if self.reduce_dtype is None else None
         self.payload = self.flat[: self.numel]
         self.views = views_of(self.payload, self.parameters)
         self._pairs = list(zip(self.parameters, self.views, strict=True))
@@ -207,7 +210,7 @@ class BucketBuffer(BucketMemory):
             self._factor = torch.tensor(scale, dtype=self.dtype, device="cpu") if kept else scale
         return self._factor
 
-    def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
+    def take_sum(self, message: torch.Tensor) -> torch.Tensor | None:
         if message is self.flat:
             return self._tail_view
         if message is not self.payload:
@@ -307,7 +310,7 @@ class SparseBucket(BucketMemory):
             message = empty.coalesce()
         return message, communicator.all_reduce(message)
 
-    def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
+    def take_sum(self, message: torch.Tensor) -> torch.Tensor | None:
         self._sum = message
         return None
 
@@ -337,21 +340,20 @@ class BucketSet:
                 self.bucket_of[member] = index
         self.formats = [(p.dtype, p.shape, p.device) for p in parameters]
         """What each parameter was when its bucket was made."""
-        # Buckets of another kind have no slice ahead of their sums.
-        plain = all(type(bucket) is BucketBuffer for bucket in buckets)
+        self.plain = all(type(bucket) is BucketBuffer for bucket in buckets)
+        """Every gradient has a slice of a buffer ahead of its sum."""
         self._pairs = (
-            [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.views, strict=True)] if plain else []
+            [pair for one in buckets for pair in zip(one.parameters, one.views, strict=True)] if self.plain else []
         )
-        in_place = plain and all(bucket.reduce_dtype is None for bucket in buckets)
+        in_place = self.plain and all(bucket.reduce_dtype is None for bucket in buckets)
         last = {bucket.spec.communicator: index for index, bucket in enumerate(buckets)}
         self.ends = sorted(last.values()) if in_place else []
         """The last bucket of each communicator, where there is nothing to do for a bucket but to wait for its sum."""
 
-    def place_gradients(self) -> bool:
-        """Make every gradient its slice of the buffers though sums are still on their way; False where not possible."""
+    def place_gradients(self) -> None:
+        """Of plain buckets: make every gradient its slice, though sums are still on their way."""
         for parameter, view in self._pairs:
             parameter.grad = view
-        return bool(self._pairs)
 
     def expected_members(self, counts: Sequence[int]) -> list[int]:
         """How many members of each bucket are expected at all."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import Parameter
 
 from backbeat.comm.communicators import Communicators
-from backbeat.errors import CommunicationError, InputError, first_line
+from backbeat.errors import CommunicationError, InputError, first_line, named
 from backbeat.runtime.reduce.failures import Monitor
+from backbeat.runtime.reduce.managed_parameters import ManagedParameters
 from backbeat.runtime.reduce.step import Step
 from backbeat.runtime.reduce.timing import Recorder
 from backbeat.units import first_to_last, format_bytes
@@ -23,16 +23,12 @@ if TYPE_CHECKING:
 class ReducerContext:
     """Parameters, the buckets they travel in, the communicators, and where training stands."""
 
-    names: list[str]
-    parameters: list[Parameter]
-    """Both are the lists of `ManagedParameters`, which alone changes them."""
+    managed: ManagedParameters
     communicators: Communicators
     reduce_dtype: torch.dtype | None
     step: Step
     scale: float
     """Gradients are multiplied by it before the sum."""
-    late_buckets: int = 0
-    """Buckets that had to be reduced again because a gradient came late."""
     recorder: Recorder | None = None
     """Times the present step, where it is to be timed."""
     bucket_set: BucketSet = None  # type: ignore[assignment]  # there from the first partition on
@@ -44,14 +40,28 @@ class ReducerContext:
     """Why this rank takes part in nothing more, for the others' messages."""
     monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
 
-    def check_not_lost(self) -> None:
-        """Raise if a collective has been lost."""
-        if self.lost is not None:
-            raise self.lost
+    def average_over(self, ranks: float) -> None:
+        """Sums are divided by so many ranks from now on."""
+        self.scale = 1.0 / ranks
+
+    def lose(self, error: CommunicationError, gave_up: str = "") -> None:
+        """Nothing more comes of what this rank sends or waits for: whoever uses it next raises this."""
+        self.lost, self.gave_up = error, gave_up
+
+    def note_failure(self, error: BaseException) -> None:
+        """For the logging data."""
+        self.error = named(error)
+
+    def drop_gradients(self) -> None:
+        """Whatever they are, they are no means: none may be taken for one, nor add to the next."""
+        for parameter in self.managed.parameters:
+            parameter.grad = None
 
     def check_format(self, error: RuntimeError) -> None:
         """Where gradients and buffers do not go together: raise if a parameter was given another format since."""
-        for name, parameter, made in zip(self.names, self.parameters, self.bucket_set.formats, strict=True):
+        for name, parameter, made in zip(
+            self.managed.names, self.managed.parameters, self.bucket_set.formats, strict=True
+        ):
             found = (parameter.dtype, parameter.shape, parameter.device)
             if found != made:
                 now, then = (f"{dtype} {tuple(shape)} on {device}" for dtype, shape, device in (found, made))
@@ -68,7 +78,7 @@ class ReducerContext:
         bucket = self.bucket_set.buckets[index]
         return CommunicationError(
             f"rank {self.communicators.rank}: bucket {index} of {len(self.bucket_set.buckets)} "
-            f"(gradients {first_to_last([self.names[member] for member in bucket.members])}, "
+            f"(gradients {first_to_last([self.managed.names[member] for member in bucket.members])}, "
             f"{format_bytes(bucket.bytes)}) was not reduced in step {self.step.number if step is None else step}: "
             f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {said})"
         )

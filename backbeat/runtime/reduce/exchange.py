@@ -1,4 +1,4 @@
-"""Where buckets are sent, in the plan's order and from one place, and where their sums are waited for.
+"""Where buckets are sent, in the plan's order and from one place, waited for, checked and handed back.
 
 The `Sender` decides *when* a bucket leaves; an `Exchange` says what then happens: an all-reduce here, a communication
 hook in `comm_hooks`, compressed buckets in `compressed.compressed_exchange`. Its methods are called in this order, on
@@ -48,6 +48,8 @@ class Sender:
         self._status = status
         self.exchange = exchange
         self._skip_unused = skip_unused
+        self.late_buckets = 0
+        """Buckets that had to be reduced again because a gradient came late."""
         self._skipped: Set[int] = frozenset()
         """Buckets that no rank used in the step before: they leave only where the status says that some rank did now.
         The same on every rank."""
@@ -64,42 +66,42 @@ class Sender:
         with self._lock:
             arrivals, buckets = self._step.arrivals, self._context.bucket_set.buckets
             last = len(buckets) - 1
-            regular = self._status.regular
+            expected = self._status.expects_regular
             # In a hook gradients are mostly off and nobody profiles: two contexts would cost more than the rest.
             send = self._send_traced if torch.is_grad_enabled() or profiling() else self._send
             while arrivals.next_bucket < last and arrivals.missing[arrivals.next_bucket] <= 0:
                 # What comes late can be added to a dense sum, not to a sparse one.
-                if not regular and buckets[arrivals.next_bucket].sparse:
+                if not expected and buckets[arrivals.next_bucket].sparse:
                     return
-                send(arrivals.next_bucket, regular)
+                send(arrivals.next_bucket, expected)
 
     def send_rest(self) -> None:
         """Send everything that has not left; no more gradients come. Called with gradients off."""
         arrivals = self._step.arrivals
         # The last bucket of a regular step waited only for the step to end.
-        regular = self._status.regular and not self._step.contributes_nothing
+        expected = self._status.expects_regular and not self._step.contributes_nothing
         send = self._send_traced if profiling() else self._send
         with self._lock:
             while arrivals.next_bucket < len(self._context.bucket_set.buckets):
-                send(arrivals.next_bucket, regular and arrivals.missing[arrivals.next_bucket] <= 0)
+                send(arrivals.next_bucket, expected and arrivals.missing[arrivals.next_bucket] <= 0)
 
-    def _send_traced(self, index: int, whole: bool) -> None:
+    def _send_traced(self, index: int, complete: bool) -> None:
         """With gradients off, and with a span for a profiler that runs."""
         with torch.no_grad(), self._span("bucket", index):
-            self._send(index, whole)
+            self._send(index, complete)
 
-    def _send(self, index: int, whole: bool) -> None:
-        """Send one bucket. `whole`: every member is known to have arrived."""
+    def _send(self, index: int, complete: bool) -> None:
+        """Send one bucket. `complete`: every member is known to have arrived."""
         step, buckets = self._step, self._context.bucket_set.buckets
         bucket = buckets[index]
         if step.arrivals.streams is not None:
             step.arrivals.streams.join(index)
         try:
-            taken = None if whole and bucket.take_all() else bucket.pack(step)
+            if not (complete and bucket.take_all()):
+                step.add_taken(index, bucket.pack(step))
         except RuntimeError as error:
             self._context.check_format(error)
             raise
-        step.add_taken(bucket, taken)
         if bucket is buckets[-1]:
             self._launch_last(index, bucket)
         elif index in self._skipped:
@@ -137,6 +139,37 @@ class Sender:
         if context.recorder is not None:
             context.recorder.launched(index, sent.work)
 
+    def finish(self) -> bool:
+        """The graph is done: send the rest, wait for every bucket, check the step, and hand the gradients back. Returns
+        whether every parameter arrived once on every rank."""
+        step, context = self._step, self._context
+        try:
+            self.send_rest()
+        except BaseException:
+            # What has left is still being summed, in buffers that the next backward writes into.
+            for sent in step.in_flight:
+                with suppress(Exception):
+                    sent.work.wait()
+            raise
+        own = step.own_status
+        assert own is not None  # the last bucket has left
+        # Most likely all will be well. This takes as long as the last bucket's thread needs to wake up.
+        placed = own.regular and context.bucket_set.plain
+        if placed:
+            context.bucket_set.place_gradients()
+        numbers = self.wait()
+        try:
+            summed = self._status.read(numbers, own, step.number)
+        except BaseException:
+            self.exchange.give_up()
+            raise
+        if context.lost is not None:
+            raise context.lost
+        if summed is not None:
+            self._send_late(summed)
+        self.exchange.hand_back(summed, in_place=placed)
+        return summed is None
+
     def wait(self) -> torch.Tensor:
         """Wait for every bucket in turn; returns the summed status message."""
         numbers: torch.Tensor | None = None
@@ -147,30 +180,25 @@ class Sender:
         for sent in step.in_flight:
             with self._span("wait", sent.bucket_index) if profiled else _nothing:
                 message = receive(sent)
-            numbers = sent.bucket.arrived(message)
+            if message is not sent.bucket.travels or sent.bucket.status_length:
+                numbers = sent.bucket.take_sum(message)
         if step.status_in_flight is not None:
             index, _, numbers, work = step.status_in_flight
             self.exchange.wait(index, work)
         assert numbers is not None  # after the last bucket's gradients, or on their own
         return numbers
 
-    def let_arrive(self) -> None:
-        """Wait for what has left of a step that failed, however it ends."""
-        for sent in self._step.in_flight:
-            with suppress(Exception):
-                sent.work.wait()
-
-    def send_late(self, summed: SummedStatus) -> None:
+    def _send_late(self, summed: SummedStatus) -> None:
         """Send what the status asks for: buckets that were skipped and that some rank used, and gradients that came
         after their bucket had left, which are added to what arrived."""
         context = self._context
         for index in sorted(self._skipped):
             if index in summed.late or summed.uses(context.bucket_set.buckets[index].members):
                 self._launch(index, context.bucket_set.buckets[index], None)
-                context.bucket_set.buckets[index].arrived(self.exchange.receive(self._step.in_flight[-1]))
+                context.bucket_set.buckets[index].take_sum(self.exchange.receive(self._step.in_flight[-1]))
         for index in summed.late:
             bucket = context.bucket_set.buckets[index]
-            context.late_buckets += 1
+            self.late_buckets += 1
             message = bucket.late_message(self._step.arrivals.late, context.scale)
             work = context.communicators[bucket.spec.communicator].all_reduce(message)
             self.exchange.wait(index, work)
@@ -185,7 +213,7 @@ class Sender:
         if not profiling():
             return _nothing
         bucket = self._context.bucket_set.buckets[index]
-        first = self._context.names[bucket.members[0]]
+        first = self._context.managed.names[bucket.members[0]]
         return torch.profiler.record_function(
             f"backbeat::{what} {index} communicator {bucket.spec.communicator} {bucket.bytes} bytes {first}"
         )
@@ -196,6 +224,7 @@ class Exchange:
 
     def __init__(self, context: ReducerContext) -> None:
         self.context = context
+        self._wait_raises = context.communicators.wait_raises
 
     def make_buckets(self, partition: Partition, status_length: int) -> list[BucketMemory]:
         """The memory of a partition's buckets; the last one with room for a status message of this length."""
@@ -204,9 +233,9 @@ class Exchange:
 
     def _plain_bucket(self, spec: BucketSpec, status_length: int = 0) -> BucketMemory:
         if spec.sparse:
-            return SparseBucket(spec, self.context.parameters)
+            return SparseBucket(spec, self.context.managed.parameters)
         return BucketBuffer(
-            spec, self.context.parameters, reduce_dtype=self.context.reduce_dtype, status_length=status_length
+            spec, self.context.managed.parameters, reduce_dtype=self.context.reduce_dtype, status_length=status_length
         )
 
     def check_open(self) -> None:
@@ -233,7 +262,8 @@ class Exchange:
         """Sleep until the last bucket of every communicator has arrived; those before it then have, too. A thread that
         waits for each bucket in turn is woken for each. `receive` finds what went wrong."""
         in_flight, bucket_set = self.context.step.in_flight, self.context.bucket_set
-        if self.context.communicators.wait_raises and len(in_flight) == len(bucket_set.buckets):
+        # All have left, and none twice: `in_flight[index]` is bucket `index`.
+        if self._wait_raises and len(in_flight) == len(bucket_set.buckets):
             with suppress(RuntimeError):
                 for index in bucket_set.ends:
                     in_flight[index].work.wait()

@@ -22,12 +22,12 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
-from torch._C import _distributed_c10d
 
 from backbeat.comm.communicators import Communicators, abort
 from backbeat.comm.machine import host_name
 from backbeat.errors import do_not_answer, first_line
 from backbeat.runtime.reduce.peers import Ending, Peers, stop_watching
+from backbeat.runtime.torch_internals import Future, c10d
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
@@ -42,11 +42,9 @@ ANSWER_S = 4.0
 """Who asks waits this long for answers."""
 _LOOK_S = 0.1
 """And looks this often whether who has not answered has ended."""
-_c10d: Any = _distributed_c10d
-_future: Any = torch._C.Future
 IN_FLIGHT, DONE = "", "done"
-_NAMES = {int(value): str(name) for name, value in _c10d.WorkResult.__members__.items()}
-_GOOD = int(_c10d.WorkResult.SUCCESS)
+_NAMES = {int(value): str(name) for name, value in c10d.WorkResult.__members__.items()}
+_GOOD = int(c10d.WorkResult.SUCCESS)
 _KEPT = 3
 """Steps whose works are kept: the host reads the status of a step before it opens the one after the next, so that no
 bucket in flight is older."""
@@ -320,7 +318,7 @@ class LostCollectives:
     def __init__(self, context: ReducerContext) -> None:
         self._context = context
         self._steps: deque[_Sent] = deque(maxlen=_KEPT)
-        self._device = device = context.parameters[0].device
+        self._device = device = context.managed.parameters[0].device
         # Made once and recorded again and again: an event of its own for each step would cost the host more.
         self._events = cycle([torch.cuda.Event() for _ in range(_KEPT + 1)] if device.type == "cuda" else [None])
 
@@ -332,7 +330,7 @@ class LostCollectives:
             bucket.compressed or bucket.sparse for bucket in context.bucket_set.buckets
         )
         sent = [
-            (one.bucket_index, _future_result(one.work) if lean or isinstance(one.work, _future) else one.work)
+            (one.bucket_index, _future_result(one.work) if lean or isinstance(one.work, Future) else one.work)
             for one in in_flight
         ]
         event = next(self._events)
@@ -358,7 +356,7 @@ class LostCollectives:
         missing = ((sent.step, index) for sent in steps if (index := sent.first_missing()) is not None)
         # Where everything has arrived, the first bucket of the step to come.
         number, index = next(missing, (present.step + 1, 0))
-        context.lost = context.failure(index, f"the watchdog of torch found {why}", step=number)
+        context.lose(context.failure(index, f"the watchdog of torch found {why}", step=number))
         # Not by a logger alone, which may write anywhere: the process has a minute left.
         sys.stderr.write(f"backbeat: {context.lost}\n")
         sys.stderr.flush()
@@ -394,4 +392,4 @@ def _error_of(backend: Any) -> str:
         value = int(backend.get_error())
     except Exception:
         return ""
-    return "" if value == int(_c10d.ErrorType.SUCCESS) else str(_c10d.ErrorType(value).name)
+    return "" if value == int(c10d.ErrorType.SUCCESS) else str(c10d.ErrorType(value).name)

@@ -40,6 +40,11 @@ class ManagedParameters:
         self.frozen = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
         self._add_unfrozen()
 
+    @property
+    def module(self) -> Module | None:
+        """The model; None where it is gone."""
+        return self._module()
+
     def check_known(self, *, thoroughly: bool = False) -> None:
         """Refuse a trainable parameter that has taken the place of one that is managed, or come beside them and has a
         gradient. Unless `thoroughly`, only the former are looked for once all were known."""

@@ -7,17 +7,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError, nearest
 from backbeat.model import Plan
-from backbeat.model.framework import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
+from backbeat.model.framework import DDP_BUCKET_BYTES
 from backbeat.model.plan import Compression
 from backbeat.runtime.reduce.managed_parameters import ManagedParameters
-from backbeat.runtime.reduce.settings import WrapperSettings
-
-FIRST_BUCKET_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", DDP_FIRST_BUCKET_BYTES))
+from backbeat.runtime.torch_internals import FIRST_BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,35 +148,44 @@ def _split(members: Sequence[int], communicator: int, managed: ManagedParameters
     return [BucketSpec(members=tuple(indices), communicator=communicator) for indices in kinds.values()] + alone
 
 
-def first_partition(settings: WrapperSettings, managed: ManagedParameters, communicators: Communicators) -> Partition:
-    """The buckets of the first step."""
-    if settings.plan is not None:
-        # On the communicators that were asked for and can be had.
-        plan = settings.plan
-        count = communicators.allowed(settings.communicators or plan.communicators)
-        if settings.communicators is not None or count < plan.communicators:
-            plan = reassign_communicators(plan, count)
-        return plan_partition(plan, managed)
-    indices = range(len(managed.names))
-    if settings.find_unused:
-        # Stock DDP keeps these for good: filled in registration order and sent in reverse, the small one last.
-        found = stock_partition(indices, settings, managed, communicators)
-        return replace(found, buckets=tuple(reversed(found.buckets)))
-    return stock_partition(reversed(indices), settings, managed, communicators)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketChoices:
+    """What buckets are formed by."""
 
+    plan: Plan | None = None
+    communicators: int | None = None
+    """So many, where that was asked for."""
+    cap_bytes: int | None = None
+    """Of stock DDP's buckets, where it was chosen."""
+    find_unused: bool = False
+    """Stock DDP's first buckets stay for good: it looks for unused parameters in every step."""
 
-def stock_partition(
-    order: Iterable[int], settings: WrapperSettings, managed: ManagedParameters, communicators: Communicators
-) -> Partition:
-    """Stock DDP's buckets over parameters in this (ready) order: a small first one unless the cap was chosen."""
-    # Stock DDP on gloo is two communicators: its process group has two worker threads. A rank alone has nothing to
-    # overlap, and one thread that stays awake answers sooner than two that take turns.
-    count = settings.communicators or (2 if communicators.backend == "gloo" and communicators.size > 1 else 1)
-    count = communicators.allowed(count)
-    limits = [FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES] if settings.cap_bytes is None else [settings.cap_bytes]
-    specs: list[BucketSpec] = []
-    _fill(specs, order, managed, limits, count)
-    return Partition(buckets=tuple(specs), communicators=count, strategy="ddp")
+    def first(self, managed: ManagedParameters, opened: Communicators) -> Partition:
+        """The buckets of the first step."""
+        if self.plan is not None:
+            # On the communicators that were asked for and can be had.
+            plan = self.plan
+            count = opened.allowed(self.communicators or plan.communicators)
+            if self.communicators is not None or count < plan.communicators:
+                plan = reassign_communicators(plan, count)
+            return plan_partition(plan, managed)
+        indices = range(len(managed.names))
+        if self.find_unused:
+            # Filled in registration order and sent in reverse, the small one last.
+            found = self.stock(indices, managed, opened)
+            return replace(found, buckets=tuple(reversed(found.buckets)))
+        return self.stock(reversed(indices), managed, opened)
+
+    def stock(self, order: Iterable[int], managed: ManagedParameters, opened: Communicators) -> Partition:
+        """Stock DDP's buckets over parameters in this (ready) order: a small first one unless the cap was chosen."""
+        # Stock DDP on gloo is two communicators: its process group has two worker threads. A rank alone has nothing to
+        # overlap, and one thread that stays awake answers sooner than two that take turns.
+        count = self.communicators or (2 if opened.backend == "gloo" and opened.size > 1 else 1)
+        count = opened.allowed(count)
+        limits = [FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES] if self.cap_bytes is None else [self.cap_bytes]
+        specs: list[BucketSpec] = []
+        _fill(specs, order, managed, limits, count)
+        return Partition(buckets=tuple(specs), communicators=count, strategy="ddp")
 
 
 def reassign_communicators(plan: Plan, communicators: int) -> Plan:

@@ -15,30 +15,28 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from backbeat.comm.communicators import Communicators
-from backbeat.errors import named
-from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
-from backbeat.runtime.reduce.arrivals import Arrivals, GradientHooks, Streams
-from backbeat.runtime.reduce.backward import Backward, GraphReach, graph_task
+from backbeat.runtime.reduce.backward import Backward, GraphReach
 from backbeat.runtime.reduce.bucket import BucketSet
-from backbeat.runtime.reduce.comm_hooks import Hook, HookExchange
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.exchange import Exchange, Sender
 from backbeat.runtime.reduce.failures import LostCollectives, Monitor, RankState
+from backbeat.runtime.reduce.gradient_hooks import GradientHooks, Streams
 from backbeat.runtime.reduce.managed_parameters import ManagedParameters, claim, release
 from backbeat.runtime.reduce.partition import Partition
 from backbeat.runtime.reduce.peers import Peers
-from backbeat.runtime.reduce.settings import WrapperSettings
 from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets
-from backbeat.runtime.reduce.step import Step, StepState
-from backbeat.runtime.weak_call import WeakCall, nothing
+from backbeat.runtime.reduce.step import Arrivals, Step, StepState
+from backbeat.runtime.reduce.timing import Recorder
+from backbeat.runtime.torch_internals import graph_task, set_grad_enabled
 from backbeat.units import first_few
 
 logger = logging.getLogger("backbeat.runtime")
+
+MakeExchange = Callable[[ReducerContext], Exchange]
 
 
 class StepRunner:
@@ -50,40 +48,38 @@ class StepRunner:
         managed: ManagedParameters,
         communicators: Communicators,
         partition: Partition,
-        settings: WrapperSettings,
+        *,
+        make_exchange: MakeExchange,
+        reduce_dtype: torch.dtype | None,
+        strict: bool,
+        skip_unused: bool,
         peers: Peers,
+        after_step: Callable[[], None],
     ) -> None:
+        """strict: wait for the status of every step. skip_unused: a bucket that no rank used in the step before stays.
+        after_step: a method, called at the end of each synchronised step; held weakly.
+        """
         device = communicators.device
         self._arrivals = Arrivals(len(managed.names), Streams(device) if device.type == "cuda" else None)
         self.step = Step(self._arrivals)
         self.context = ReducerContext(
-            names=managed.names,
-            parameters=managed.parameters,
+            managed=managed,
             communicators=communicators,
-            reduce_dtype=settings.reduce_dtype,
+            reduce_dtype=reduce_dtype,
             step=self.step,
             scale=1.0 / communicators.size,
         )
-        self.after_step: Callable[[], None] = nothing
-        """What the reducer does at the end of a step, held weakly."""
-        self.unreached: Callable[[], None] = nothing
-        """What it does when a backward reaches an output and no parameter, held weakly too."""
-        self.status = StatusMessage(communicators.rank, communicators.size, strict=settings.strict)
-        exchange = Exchange(self.context)
-        if partition.compressed:
-            memory = settings.plan.memory if settings.plan is not None else None
-            on_host = memory is not None and memory.residuals == "host"
-            exchange = CompressedExchange(self.context, settings.compression, host=on_host)
-        self._sender = Sender(self.context, exchange, self.status, skip_unused=settings.skip_unused)
+        self._after_step = weakref.WeakMethod(after_step)
+        self.status = StatusMessage(communicators.rank, communicators.size, strict=strict)
+        self._sender = Sender(self.context, make_exchange(self.context), self.status, skip_unused=skip_unused)
         self._reach = GraphReach()
         self._default_sync = True
         self._warned_of_local = False
         self._backward = Backward()
-        self.weak_output_reached = WeakCall(self.output_reached)
         self.install(partition)
-        self._hooks = GradientHooks(self._arrivals, WeakCall(self._arrived), WeakCall(self._sender.send_ready))
-        self._hooks.extend(self.context.parameters, 0)
-        claim(self, self.context.names, self.context.parameters)
+        self._hooks = GradientHooks(self._arrivals, self._note_unusual, self._sender)
+        self._hooks.extend(managed.parameters, 0)
+        claim(self, managed.names, managed.parameters)
         weakref.finalize(self, self._hooks.remove)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
         look = None if self._lost is None else self._lost.look
@@ -96,6 +92,15 @@ class StepRunner:
     def exchange(self) -> Exchange:
         return self._sender.exchange
 
+    def time_steps(self, recorder: Recorder | None) -> None:
+        """Time the steps from the next one on; None: no more."""
+        self.context.recorder = recorder
+
+    @property
+    def late_buckets(self) -> int:
+        """Buckets that had to be reduced again because a gradient came late."""
+        return self._sender.late_buckets
+
     @property
     def forwarded(self) -> bool:
         """A forward has begun since the last step, or there was none."""
@@ -106,11 +111,12 @@ class StepRunner:
         # A status still on its way from the device is laid out for the partition before.
         self.read_step_before()
         context = self.context
-        offsets = StatusOffsets(len(partition.buckets), context.communicators.size, len(context.parameters))
+        managed = context.managed
+        offsets = StatusOffsets(len(partition.buckets), context.communicators.size, len(managed.parameters))
         buckets = self.exchange.make_buckets(partition, status_length=offsets.length)
-        context.bucket_set = BucketSet(partition, buckets, context.parameters)
+        context.bucket_set = BucketSet(partition, buckets, managed.parameters)
         self._arrivals.install(context.bucket_set)
-        self.status.install(context.bucket_set, context.names)
+        self.status.install(context.bucket_set, managed.names)
         self._sender.skip_none()
         context.bucket_set.move_all_into_buffers()
 
@@ -119,25 +125,26 @@ class StepRunner:
         try:
             self.status.read_step_before()
         except BaseException as error:
-            self.context.error = named(error)
+            self.context.note_failure(error)
             self.exchange.undo()
             raise
 
     def add_parameters(self, first: int, partition: Partition) -> None:
         """Parameters from this one on became trainable: run the partition that holds them."""
-        names, parameters = self.context.names[first:], self.context.parameters[first:]
+        names, parameters = self.context.managed.names[first:], self.context.managed.parameters[first:]
         self._arrivals.add(len(parameters))
-        self.status.regular = False
+        self.status.expect_irregular()
         self.install(partition)
         self._hooks.extend(parameters, first)
         claim(self, names, parameters)
 
-    def set_comm_hook(self, state: Any, hook: Hook) -> None:
-        self._sender.exchange = HookExchange(self.context, state, hook)
+    def exchange_by(self, make_exchange: MakeExchange) -> None:
+        """Send the same buckets in another way."""
+        self._sender.exchange = make_exchange(self.context)
 
     def remove_hooks(self) -> None:
         self._hooks.remove()
-        release(self, self.context.parameters)
+        release(self, self.context.managed.parameters)
         self.context.monitor.stop()
 
     def rank_state(self) -> RankState:
@@ -148,7 +155,8 @@ class StepRunner:
         waiting = ""
         if not step.idle and sent < len(buckets):
             outstanding = self._arrivals.outstanding
-            waiting = first_few([context.names[index] for index in buckets[sent].members if outstanding[index] > 0])
+            names = context.managed.names
+            waiting = first_few([names[index] for index in buckets[sent].members if outstanding[index] > 0])
         return RankState(
             step=step.number,
             in_backward=not step.idle,
@@ -167,15 +175,23 @@ class StepRunner:
         if not self.step.idle and self._backward.ended():
             self._break_off()
 
-    def output_reached(self, sync: bool) -> None:
-        """Called when autograd reaches an output of a forward that ran with or without synchronisation."""
+    def output_hook(self, sync: bool) -> Callable[[torch.Tensor], None]:
+        """For outputs of a forward that ran with or without synchronisation: backward begins there."""
+        held = weakref.ref(self)
+
+        def reached(_: torch.Tensor) -> None:
+            if (runner := held()) is not None:
+                runner._output_reached(sync)
+
+        return reached
+
+    def _output_reached(self, sync: bool) -> None:
         if not self._backward.running:
-            if self._reach.includes(self.context.parameters):
+            if self._reach.announced(self.context.managed.parameters):
                 self._hooks.restore()
-                self._reach.note_announced()
                 self._begin(sync)
             else:
-                self.unreached()
+                self.context.managed.check_known()
         elif sync and self.step.state is StepState.ACCUMULATING:
             recorder = self.context.recorder
             self.step.synchronise(report_each=recorder is not None)
@@ -185,14 +201,15 @@ class StepRunner:
     def run_absent(self) -> None:
         """One step of a rank that has run out of data: it sends nothing, but takes part."""
         self.forward_begins(sync=True)
-        self.context.check_not_lost()
+        if self.context.lost is not None:
+            raise self.context.lost
         if not self.step.idle:
             self._break_off()
         self.step.open(sync=True, absent=True)
         self.read_step_before()
         self._finish()
 
-    def _arrived(self, index: int) -> None:
+    def _note_unusual(self, index: int) -> None:
         """A gradient arrived, and something about it is not ordinary."""
         arrivals, recorder = self._arrivals, self.context.recorder
         arrivals.arrived_since_reduce[index] = 1
@@ -206,7 +223,7 @@ class StepRunner:
         bucket = arrivals.bucket_of[index]
         if arrivals.streams is not None:
             arrivals.streams.note(bucket)
-        if self.status.regular and graph_task() != arrivals.root:
+        if self.status.expects_regular and graph_task() != arrivals.root:
             arrivals.count_nested(index, bucket)
         elif arrivals.count(index, bucket):
             if self.step.state is StepState.ACCUMULATING:
@@ -226,20 +243,22 @@ class StepRunner:
 
     def _begin(self, sync: bool) -> None:
         context = self.context
-        context.check_not_lost()
-        self.exchange.check_open()
+        if context.lost is not None:
+            raise context.lost
+        self._sender.exchange.check_open()
         if not self.step.idle:
             self._break_off()
         self._backward.begin(self._graph_done)
         self.step.open(sync=sync, root=graph_task(), report_each=context.recorder is not None)
-        # In the open step: if this raises, the step counts as broken off, here and for the others.
-        self.read_step_before()
+        if self.status.unread:
+            # In the open step: if this raises, the step counts as broken off, here and for the others.
+            self.read_step_before()
         if context.recorder is not None:
             context.recorder.begin(self.step.number, sync=sync)
 
     def _graph_done(self) -> None:
         """Called by the engine when a backward is over."""
-        self._backward.forget()
+        self._backward.over()
         if self.step.state is StepState.ACCUMULATING:
             # Gradients of buckets that never became complete were not moved when they came.
             self.context.bucket_set.move_all_into_buffers()
@@ -252,52 +271,30 @@ class StepRunner:
     def _finish(self) -> None:
         step, context = self.step, self.context
         step.finish()
-        # As `no_grad`, whose object costs as much as a short wait.
         enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        placed = False
+        set_grad_enabled(False)
+        regular_everywhere: bool | None = None
         try:
-            try:
-                self._sender.send_rest()
-            except BaseException:
-                # What has left is still being summed, in buffers that the next backward writes into.
-                self._sender.let_arrive()
-                raise
-            if step.own_status is not None and step.own_status.regular:
-                # Most likely all will be well. This takes as long as the last bucket's thread needs to wake up.
-                placed = context.bucket_set.place_gradients()
-            numbers = self._sender.wait()
-            assert step.own_status is not None  # the last bucket has left
-            try:
-                summed = self.status.read(numbers, step.own_status, step.number)
-            except BaseException:
-                self.exchange.give_up()
-                raise
-            context.check_not_lost()
-            if summed is not None:
-                self._sender.send_late(summed)
-            self.exchange.hand_back(summed, in_place=placed)
-            self.status.regular = summed is None
-            step.learn(regular=summed is None)
+            regular_everywhere = self._sender.finish()
         except BaseException as error:
-            context.error = named(error)
-            self.status.regular = False
-            # Whatever they are, they are no means: none may be taken for one, nor add to the next.
-            for parameter in context.parameters:
-                parameter.grad = None
+            context.note_failure(error)
+            self.status.expect_irregular()
+            context.drop_gradients()
             if context.lost is not None and error is not context.lost:
                 raise context.lost from error
             if isinstance(error, RuntimeError):
                 context.check_format(error)
             raise
         finally:
-            torch._C._set_grad_enabled(enabled)
+            set_grad_enabled(enabled)
             if self._lost is not None:
                 self._lost.remember(step.in_flight, step.number)
-            step.close()
+            step.close(regular_everywhere=regular_everywhere)
         if context.recorder is not None:
             context.recorder.end()
-        self.after_step()
+        after_step = self._after_step()
+        if after_step is not None:
+            after_step()
 
     def _break_off(self) -> None:
         """Complete a step whose backward raised, so that the other ranks learn of it and nothing stays in flight."""
@@ -308,11 +305,10 @@ class StepRunner:
                 self._sender.send_rest()
                 # Reading it waits for the device.
                 self._sender.wait().cpu()
-            for parameter in context.parameters:
-                parameter.grad = None
+            context.drop_gradients()
         step.close()
-        self.status.regular = False
-        self._backward.forget()
+        self.status.expect_irregular()
+        self._backward.over()
         logger.warning(
             "an exception broke off the backward of step %d on rank %d", step.number, context.communicators.rank
         )

@@ -18,6 +18,7 @@ gradient. The error that names the cause follows with the next backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,29 +33,24 @@ DEFER_ON = {"cuda"}
 """Kinds of device whose status messages are read when the next step opens."""
 
 
-class StatusOffsets(NamedTuple):
+@dataclass(slots=True)
+class StatusOffsets:
     """Where each number stands."""
 
     buckets: int
     ranks: int
     parameters: int
     faults: int = 0
+    stamps_at: int = field(init=False)
+    faults_at: int = field(init=False)
+    used_at: int = field(init=False)
+    length: int = field(init=False)
 
-    @property
-    def length(self) -> int:
-        return self.used_at + self.parameters
-
-    @property
-    def stamps_at(self) -> int:
-        return 1 + self.buckets
-
-    @property
-    def faults_at(self) -> int:
-        return self.stamps_at + self.ranks
-
-    @property
-    def used_at(self) -> int:
-        return self.faults_at + self.faults
+    def __post_init__(self) -> None:
+        self.stamps_at = 1 + self.buckets
+        self.faults_at = self.stamps_at + self.ranks
+        self.used_at = self.faults_at + self.faults
+        self.length = self.used_at + self.parameters
 
 
 class SummedStatus(NamedTuple):
@@ -96,14 +92,26 @@ class StatusMessage:
     def __init__(self, rank: int, ranks: int, *, strict: bool) -> None:
         self._rank = rank
         self._ranks = ranks
-        self.strict = strict
-        """Never defer the reading; holds from the next partition on."""
-        self.regular = False
+        self._strict = strict
+        self.expects_regular = False
         """As far as is known, every parameter arrived once on every rank in the step before, and nothing has changed
         since. A status that was put off counts as regular until it is read."""
-        self.read_at_once = False
-        """True while something depends on the next step's status, so that it is read at once, on every rank alike."""
+        self.unread = False
+        """The status of the step before was put off."""
+        self._reads_at_once = False
         self._deferred: _DeferredReader | None = None
+
+    def never_defer(self, strict: bool) -> None:
+        """Every status is read at once, where `strict`; holds from the next partition on."""
+        self._strict = strict
+
+    def read_next_at_once(self, wanted: bool) -> None:
+        """Something depends on the next step's status; on every rank alike."""
+        self._reads_at_once = wanted
+
+    def expect_irregular(self) -> None:
+        """Something has changed: nothing is known of the next step."""
+        self.expects_regular = False
 
     def install(self, bucket_set: BucketSet, names: Sequence[str]) -> None:
         """Lay the numbers out for these buckets of parameters."""
@@ -115,7 +123,7 @@ class StatusMessage:
         self._device = last.device
         self._dtype = torch.float32 if compressed else last.reduce_dtype or last.dtype
         self._lay_out_regular(self.offsets)
-        defers = last.device.type in DEFER_ON and not self.strict and not any(b.sparse for b in buckets)
+        defers = last.device.type in DEFER_ON and not self._strict and not any(b.sparse for b in buckets)
         payloads = [bucket.payload for bucket in buckets]
         self._deferred = _DeferredReader(self.offsets, self._expected, payloads) if defers else None
         self._names = names
@@ -155,17 +163,19 @@ class StatusMessage:
     def defers(self) -> bool:
         """Whether a rank whose own step was regular goes on without waiting for the others' status. The same on every
         rank."""
-        return self._deferred is not None and self.regular and not self.read_at_once
+        return self._deferred is not None and self.expects_regular and not self._reads_at_once
 
     def read(self, numbers: torch.Tensor, own: RankStatus, step: int) -> SummedStatus | None:
         """What the ranks said; None for a regular step, or if that is to be read when the next step opens."""
         if self._deferred is not None and own.regular and self.defers():
             self._deferred.put_off(numbers, step)
+            self.unread = True
             return None
         summed = self.read_now(numbers, step)
         if summed is not None and summed.late and self.defers() and summed.irregular < self._ranks:
             # A rank that defers the reading does not know that it must reduce again.
             raise _came_late(summed, step)
+        self.expects_regular = summed is None
         return summed
 
     def read_now(self, numbers: torch.Tensor, step: int) -> SummedStatus | None:
@@ -202,14 +212,15 @@ class StatusMessage:
     def read_step_before(self) -> None:
         """Read the status of the step before, where it was put off; raises where that step has failed."""
         found = self._deferred.take() if self._deferred is not None else None
+        self.unread = False
         if found is None:
             return
         step, numbers = found
-        self.regular = False
+        self.expects_regular = False
         summed = self.read_now(numbers, step)
         if summed is not None and summed.late:
             raise _came_late(summed, step)
-        self.regular = summed is None or not summed.irregular
+        self.expects_regular = summed is None or not summed.irregular
 
 
 class _DeferredReader:

@@ -28,7 +28,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -46,17 +45,17 @@ from backbeat.errors import CommunicationError, InputError, first_line
 from backbeat.measure.model.chain import planned_module
 from backbeat.model import Plan, Sharding
 from backbeat.runtime.memory.forward_context import statistics_unchanged
-from backbeat.runtime.reduce.settings import TorchDDP, check_model
+from backbeat.runtime.plain_model import check_model
+from backbeat.runtime.running_plans import runs
 from backbeat.runtime.sharded.batchnorm import keep_statistics_dtype
 from backbeat.runtime.sharded.torch_fsdp import check_settings, mixed_precision, set_settings
+from backbeat.runtime.torch_internals import TorchDDP
 
 logger = logging.getLogger("backbeat.runtime")
 
 _BROADCAST_BYTES = 250 * 2**20
 """DDP's own."""
 _NAMES = ("replicate", "shard")
-_plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
-"""The plan of each model that is sharded here: a user's model carries nothing of ours."""
 
 
 def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: DeviceMesh | None = None) -> nn.Module:
@@ -98,13 +97,8 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
         if ahead := firsts[index + 1 : index + 1 + unit.prefetch]:
             firsts[index].set_modules_to_forward_prefetch(ahead)
     set_settings(model, sharding)
-    _plans[model] = loaded
+    runs(model, loaded)
     return model
-
-
-def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that the model was sharded by, which a `Watch` compares with; None where torch alone sharded it."""
-    return _plans.get(model)
 
 
 def _tell_loop(sharding: Sharding) -> None:

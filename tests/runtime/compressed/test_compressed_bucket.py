@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from backbeat.runtime.compressed import topk, updates
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
-from backbeat.runtime.compressed.residual import Scratch, Store
+from backbeat.runtime.compressed.stores import Scratch, Store
 from backbeat.runtime.compressed.topk import TopK
 from backbeat.runtime.compressed.updates import Updates
 from backbeat.runtime.reduce.partition import BucketSpec
@@ -41,7 +41,7 @@ def test_a_parameter_without_elements_adds_nothing(
         assert bucket.take_all()
         assert all(parameter.grad is None for parameter in parameters)
     assert torch.cat([value.reshape(-1) for value, _ in bucket.owed().values()]).tolist() == [1.0] * 7
-    assert bucket.take_refused() == []
+    assert bucket.faults() == []
 
 
 def test_a_frozen_member_that_gets_late_gradients_is_owed_all_of_them() -> None:

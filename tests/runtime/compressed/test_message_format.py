@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.runtime.compressed.message_format import format_of
+from backbeat.runtime.compressed.topk import format_of
 
 
 @given(

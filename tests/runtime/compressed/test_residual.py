@@ -6,7 +6,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from backbeat.runtime.compressed.residual import HostBuffers, accumulate, add_all, drop_infinite
+from backbeat.runtime.compressed.residual import accumulate, add_all
+from backbeat.runtime.compressed.stores import HostBuffers, drop_infinite
 
 
 def test_a_gradient_that_is_not_finite_is_not_added() -> None:

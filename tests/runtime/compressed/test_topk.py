@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backbeat.cost.message import kept_bytes, sent_elements
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
-from backbeat.runtime.compressed.residual import add_all, drop_infinite
+from backbeat.runtime.compressed.residual import add_all
+from backbeat.runtime.compressed.stores import drop_infinite
 from backbeat.runtime.compressed.topk import TopK, largest
 
 NUMEL = 24 * 17 + 9 + 12 * 3 * 3 * 3 + 31

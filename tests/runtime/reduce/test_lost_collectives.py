@@ -57,10 +57,11 @@ def context(works: list[Work], calls: list[str], reduce_dtype: torch.dtype | Non
         step=SimpleNamespace(number=7, in_flight=in_flight),
         reduce_dtype=reduce_dtype,
         lost=None,
-        parameters=[torch.zeros(1)],
+        managed=SimpleNamespace(parameters=[torch.zeros(1)]),
         bucket_set=SimpleNamespace(buckets=()),
         communicators=SimpleNamespace(backends=lambda: [Backend(calls, "first"), Backend(calls, "second")]),
     )
+    found.lose = lambda error: setattr(found, "lost", error)
     found.failure = lambda bucket, why, step: CommunicationError(f"bucket {bucket} in step {step}: {why}")
     return found
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.runtime.reduce.arrivals import Arrivals
-from backbeat.runtime.reduce.step import TRANSITIONS, InFlight, Step, StepState, TakenGradients
+from backbeat.runtime.reduce.step import TRANSITIONS, Arrivals, InFlight, Step, StepState, TakenGradients
 
 BUCKET_OF = [0, 0, 1, 2]
 """Four parameters in three buckets."""
@@ -97,8 +96,7 @@ class Rank:
         step.finish()
         self.note()
         self.send_rest()
-        step.learn(regular=step.own_status is not None and step.own_status.regular)
-        step.close()
+        step.close(regular_everywhere=step.own_status is not None and step.own_status.regular)
         self.note()
 
     def break_off(self) -> None:
@@ -122,7 +120,7 @@ class Rank:
             if step.contributes_nothing
             else [member for member in MEMBERS[index] if step.arrivals.arrived_since_reduce[member]]
         )
-        step.add_taken(bucket, TakenGradients(used=used))
+        step.add_taken(index, TakenGradients(used=used))
         if index == len(MEMBERS) - 1:
             self.told.append((step.number, step.set_own_status()))
         step.add_sent(InFlight(index, bucket, None, None))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from backbeat.runtime.reduce.arrivals import Streams
+from backbeat.runtime.reduce.gradient_hooks import Streams
 
 
 class Here:

@@ -21,7 +21,7 @@ from backbeat.runtime.reduce.partition import Partition
 from backbeat.runtime.reduce.timing import TimedStep
 
 if TYPE_CHECKING:
-    from backbeat.runtime.reduce.reducer import Reducer
+    from backbeat.runtime.ddp.reducer import Reducer
 
 _ENVIRONMENT: dict[str, tuple[str, ...]] = {
     "master_addr": ("MASTER_ADDR",),

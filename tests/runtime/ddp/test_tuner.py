@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 import backbeat as bb
-from backbeat.runtime.reduce import tuner as tuner_module
-from backbeat.runtime.reduce.tuner import Tuner
+from backbeat.runtime.ddp import tuner as tuner_module
+from backbeat.runtime.ddp.tuner import Tuner
 
 PROFILE = bb.Profile.load("gpt2-b8-bf16-h200")
 
@@ -82,7 +82,7 @@ def test_the_network_is_measured_for_a_small_share_of_the_first_steps(
         size=2, backend=backend, allowed=lambda count: min(count, limit), process_group=None, device=None
     )
     tuner._reducer = SimpleNamespace(communicators=communicators)
-    with mock.patch("backbeat.runtime.reduce.tuner.calibrate") as calibrate:
+    with mock.patch("backbeat.runtime.ddp.tuner.calibrate") as calibrate:
         tuner._measure_network(bb.Profile.load("gpt2-b8-bf16-h200"), iteration_s)
     assert calibrate.call_args.kwargs["budget_s"] == pytest.approx(budget_s)
     assert calibrate.call_args.kwargs["communicators"] == ((1,) if most == 1 else (1, most))

@@ -21,21 +21,24 @@ from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import AgreedError, CommunicationError, InputError, first_line
 from backbeat.model import Plan
-from backbeat.runtime.compressed.checkpoint import Residuals
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
+from backbeat.runtime.compressed.owed import Residuals
+from backbeat.runtime.ddp.comm_hooks import Hook, HookExchange
+from backbeat.runtime.ddp.settings import WrapperSettings
 from backbeat.runtime.memory.budget import BudgetCheck
 from backbeat.runtime.reduce.bucket import BucketMemory
-from backbeat.runtime.reduce.comm_hooks import Hook
+from backbeat.runtime.reduce.context import ReducerContext
+from backbeat.runtime.reduce.exchange import Exchange
 from backbeat.runtime.reduce.managed_parameters import ManagedParameters
-from backbeat.runtime.reduce.partition import Partition, first_partition, stock_partition, with_newcomers
+from backbeat.runtime.reduce.partition import Partition, with_newcomers
 from backbeat.runtime.reduce.peers import Peers
 from backbeat.runtime.reduce.runner import StepRunner
-from backbeat.runtime.reduce.settings import WrapperSettings
 from backbeat.runtime.reduce.timing import Recorder
+from backbeat.runtime.running_plans import plan_of, runs
 from backbeat.runtime.weak_call import WeakCall
 
 if TYPE_CHECKING:
-    from backbeat.runtime.reduce.tuner import Tuner
+    from backbeat.runtime.ddp.tuner import Tuner
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -115,28 +118,46 @@ class Reducer:
                 f"parameter {name!r} has sparse gradients, which {communicators.backend} cannot sum: "
                 "use sparse=False, or the gloo backend"
             )
-        self.ready_order_known = settings.plan is not None or settings.find_unused
+        choices = settings.buckets
+        self.ready_order_known = choices.plan is not None or choices.find_unused
         """False until stock DDP's first buckets have been formed again in ready order; True from the start with a plan
         or `find_unused_parameters`."""
-        self.first_partition = partition = first_partition(settings, managed, communicators)
+        self.first_partition = partition = choices.first(managed, communicators)
         # Before ranks agree: afterwards each has made its own.
         peers = Peers(communicators)
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
-        self._runner = runner = StepRunner(managed, communicators, partition, settings, peers)
-        runner.after_step = WeakCall(self.after_step)
-        runner.unreached = WeakCall(managed.check_known)
+        self._runner = runner = StepRunner(
+            managed,
+            communicators,
+            partition,
+            make_exchange=self._make_exchange,
+            reduce_dtype=settings.reduce_dtype,
+            strict=settings.strict,
+            skip_unused=settings.skip_unused,
+            peers=peers,
+            after_step=self.after_step,
+        )
+        self.note_plan(choices.plan)
         self.recorder = Recorder(self.device)
         self.tuner: Tuner | None = None
         if settings.strategy is not None:
-            from backbeat.runtime.reduce.tuner import Tuner
+            from backbeat.runtime.ddp.tuner import Tuner
 
             self.tuner = Tuner(self, settings.strategy)
         # The first steps are timed: for the ready order, for the tuner, for the report.
         self.time_steps(True)
-        if self._comm_hook is not None:
-            runner.set_comm_hook(*self._comm_hook)
         return runner
+
+    def _make_exchange(self, context: ReducerContext) -> Exchange:
+        """What sends the buckets: a hook of the user's, compression, or all-reduce."""
+        if self._comm_hook is not None:
+            return HookExchange(context, *self._comm_hook)
+        plan = self.settings.buckets.plan
+        if plan is None or not plan.compressed:
+            return Exchange(context)
+        on_host = plan.memory is not None and plan.memory.residuals == "host"
+        return CompressedExchange(context, self.settings.compression, host=on_host)
 
     def move_to(self, process_group: ProcessGroup) -> None:
         """Go on with another set of ranks, and with buckets as in the first step."""
@@ -156,17 +177,24 @@ class Reducer:
     @property
     def running_plan(self) -> Plan | None:
         """The plan whose buckets run now, if they are a plan's."""
-        return self.tuner.running.plan if self.tuner is not None else self.settings.plan
+        return plan_of(self.managed.module)
+
+    def note_plan(self, plan: Plan | None) -> None:
+        """The buckets that run from now on are this plan's, or no plan's."""
+        if self.managed.module is not None:
+            runs(self.managed.module, plan)
 
     @property
     def follows_ready_order(self) -> bool:
         """The buckets are stock DDP's, formed again in ready order."""
-        return self.ready_order_known and self.settings.plan is None and not self.settings.find_unused
+        choices = self.settings.buckets
+        return self.ready_order_known and choices.plan is None and not choices.find_unused
 
     @property
     def compressed(self) -> bool:
         """Some buckets of the plan travel compressed."""
-        return self.settings.plan is not None and self.settings.plan.compressed
+        plan = self.settings.buckets.plan
+        return plan is not None and plan.compressed
 
     @property
     def buckets(self) -> Sequence[BucketMemory]:
@@ -208,7 +236,7 @@ class Reducer:
         """At the end of each synchronised backward, on every rank alike: change the buckets, sample the times."""
         runner = self.runner
         timed = runner.context.recorder is not None
-        if timed or not runner.status.regular:
+        if timed or not runner.status.expects_regular:
             self.managed.check_known(thoroughly=timed)
         if not self.ready_order_known:
             self._form_in_ready_order()
@@ -217,7 +245,9 @@ class Reducer:
         else:
             following = runner.step.number + 1
             first, every = self.sampled
-            self.time_steps(following <= first or following % every == 0)
+            wanted = following <= first or following % every == 0
+            if wanted or timed:
+                self.time_steps(wanted)
         if self.budget_check is not None:
             self.budget_check.after_step()
         if self.watch is not None:
@@ -230,7 +260,7 @@ class Reducer:
         """Time the steps from the next one on, or stop it."""
         if timed and self.steps:
             self.recorder.mark_step_end()
-        self.runner.context.recorder = self.recorder if timed else None
+        self.runner.time_steps(self.recorder if timed else None)
 
     @together
     def _tune(self, tuner: Tuner) -> None:
@@ -260,7 +290,7 @@ class Reducer:
         arrived = sorted(steps[-1].ready_s, key=lambda index: steps[-1].ready_s[index]) if steps else []
         order = self.ranks.from_rank_0(arrived)
         missing = sorted(set(range(len(self.managed.names))) - set(order), reverse=True)
-        self.switch(stock_partition([*order, *missing], self.settings, self.managed, self.communicators))
+        self.switch(self.settings.buckets.stock([*order, *missing], self.managed, self.communicators))
         self.ready_order_known = True
 
     def _add_unfrozen(self) -> None:
@@ -310,10 +340,19 @@ class Reducer:
             "others may have gone on without it. Restart from the last checkpoint"
         )
         if self._runner is not None:
-            self._runner.context.lost, self._runner.context.gave_up = self.lost, why
+            self._runner.context.lose(self.lost, gave_up=why)
         if self.communicators.backend == "gloo" and (self._runner is None or self._runner.step.idle):
             # Whoever waits for this rank hears of it at once.
             self.communicators.close()
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
+        """Let compressed buckets update by this optimizer, which was checked."""
+        self.compressed_exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
+        # Updates that follow the last bucket wait to learn whether some rank has called the step off.
+        self.runner.status.never_defer(self.settings.strict or max_grad_norm is not None)
+        # Where each bucket is updated at once, decoded means need no buffers of their own.
+        with torch.no_grad():
+            self.runner.install(self.partition)
 
     @property
     def residuals(self) -> Residuals:
@@ -348,9 +387,9 @@ class Reducer:
                 "a communication hook reduces whole buckets, and this plan compresses some: leave the hook out, or run "
                 "a plan without compression"
             )
-        if self._runner is not None:
-            self._runner.set_comm_hook(state, hook)
         self._comm_hook = (state, hook)
+        if self._runner is not None:
+            self._runner.exchange_by(self._make_exchange)
 
     def remove_hooks(self) -> None:
         if self._runner is not None:

@@ -27,9 +27,9 @@ from backbeat.errors import AgreedError, BackbeatError, where_raised
 from backbeat.measure.network.calibration import calibrate
 from backbeat.measure.network.case import message_sizes
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
-from backbeat.runtime.parallel.candidates import unit_strategies
+from backbeat.planners import unit_strategies
+from backbeat.runtime.ddp.reducer import Reducer
 from backbeat.runtime.reduce.partition import Partition, plan_partition
-from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.timing import TimedStep, median
 from backbeat.steps.predict import predict
 
@@ -105,13 +105,13 @@ class Tuner:
         self._strategy = "best" if self._auto else strategy
         self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
         """As given; measured where it was not."""
-        self._communicators = reducer.settings.communicators
+        self._communicators = reducer.settings.buckets.communicators
         self._watch_every = WATCH_EVERY
         self._plans = 0
         self.state = TunerState.MEASURING
         self.history: list[str] = []
         self.running = MeasuredBuckets(partition=reducer.partition)
-        """What runs now."""
+        """What is known of the buckets that run now."""
         self._base = self._tried = self.running
         """What ran before the plan, and the plan while that is measured once more."""
         # By the number of the step, which ranks have in common, not by calls: a step may break off on some of them.
@@ -123,7 +123,7 @@ class Tuner:
 
     def restart(self, why: str) -> None:
         """Measure again: the graph or the world changed."""
-        self.running = MeasuredBuckets(partition=self._reducer.partition)
+        self._note(MeasuredBuckets(partition=self._reducer.partition))
         self._measure_again(why)
 
     def _measure_again(self, why: str) -> None:
@@ -138,7 +138,7 @@ class Tuner:
         if left >= MEASURED_STEPS or not measuring:
             reducer.recorder.clear()
         # A decision is taken by every rank or by none.
-        reducer.runner.status.read_at_once = left == 1
+        reducer.runner.status.read_next_at_once(left == 1)
         if left > 0:
             return
         # Ranks that have run out of data take part (`join`), and time nothing: their means would say nothing.
@@ -184,7 +184,7 @@ class Tuner:
         iteration = found.iteration_s or 0.0
         measures = self._auto and self._network is None
         if measures and self.state is TunerState.MEASURING and (more := self._too_early(iteration)) > 0:
-            self.running = found
+            self._note(found)
             self._say(
                 f"planning in {more} steps: measuring the network takes {self._pause_s(iteration):.1f} s, which is "
                 f"{TOLERANCE:.0%} of training by then"
@@ -240,7 +240,12 @@ class Tuner:
 
     def _switch(self, to: MeasuredBuckets) -> None:
         self._reducer.switch(to.partition)
-        self.running = to
+        self._note(to)
+
+    def _note(self, running: MeasuredBuckets) -> None:
+        """These are the buckets that run."""
+        self.running = running
+        self._reducer.note_plan(running.plan)
 
     @property
     def _base_words(self) -> str:
@@ -283,7 +288,8 @@ class Tuner:
     def _check_drift(self) -> None:
         """Measure again where exposed time has moved."""
         before = self.running.exposed_s or 0.0
-        self.running = found = self._measured(self.running.plan)
+        found = self._measured(self.running.plan)
+        self._note(found)
         exposed, iteration = found.exposed_s or 0.0, found.iteration_s or 0.0
         moved = abs(exposed - before)
         if moved > DRIFT * max(before, 1e-9) and moved > DRIFT_FLOOR * iteration:
@@ -294,7 +300,7 @@ class Tuner:
         self._begin(TunerState.WATCHING, self._watch_every)
 
     def _settle(self, why: str, on: MeasuredBuckets) -> None:
-        self.running = on
+        self._note(on)
         self._say(why)
         self._begin(TunerState.SETTLED)
         self._reducer.time_steps(False)

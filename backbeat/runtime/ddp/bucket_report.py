@@ -9,7 +9,7 @@ from backbeat.report.tables.bucket_table import BucketReport, Report
 from backbeat.runtime.reduce.timing import median
 
 if TYPE_CHECKING:
-    from backbeat.runtime.reduce.reducer import Reducer
+    from backbeat.runtime.ddp.reducer import Reducer
 
 
 def make_report(reducer: Reducer) -> Report:
@@ -53,7 +53,7 @@ def make_report(reducer: Reducer) -> Report:
         predicted_exposed_s=forecast.exposed_s,
         iteration_s=iteration if iteration is not None else median(found.iteration_s for found in timed),
         exposed_s=exposed if exposed is not None else (known.exposed_s if known is not None else None),
-        late_buckets=reducer.runner.context.late_buckets,
+        late_buckets=reducer.runner.late_buckets,
         history=tuple(tuner.history) if tuner is not None else (),
         notes=tuple(notes),
     )

@@ -10,34 +10,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
-from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
-from torch.nn.parallel.distributed import _find_tensors
 
 from backbeat.comm.communicators import profiling
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.report.tables.bucket_table import Report
 from backbeat.runtime.compressed import checkpoint
+from backbeat.runtime.compressed.compression_options import CompressionOptions
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
-from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
-from backbeat.runtime.reduce.bucket_report import make_report
-from backbeat.runtime.reduce.comm_hooks import builtin_hook
-from backbeat.runtime.reduce.logging_data import WrapperLogger
-from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES
-from backbeat.runtime.reduce.reducer import Reducer
-from backbeat.runtime.reduce.settings import (
-    TORCH_SIGNATURE,
-    CompressionOptions,
-    TorchDDP,
+from backbeat.runtime.ddp.bucket_report import make_report
+from backbeat.runtime.ddp.comm_hooks import builtin_hook
+from backbeat.runtime.ddp.logging_data import WrapperLogger
+from backbeat.runtime.ddp.reducer import Reducer
+from backbeat.runtime.ddp.settings import (
     bind,
     check_supported,
-    disable_dynamo,
     process_group_of,
     refuse_inside,
     settings_of,
 )
-from backbeat.runtime.reduce.stock_wrapper import StockDistributedDataParallel
+from backbeat.runtime.ddp.stock_wrapper import StockDistributedDataParallel
+from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
+from backbeat.runtime.torch_internals import (
+    FIRST_BUCKET_BYTES,
+    TORCH_SIGNATURE,
+    TorchDDP,
+    disable_dynamo,
+    find_tensors,
+    to_kwargs,
+)
 
 
 class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
@@ -122,7 +124,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self.reducer.build()
         sizes = [bucket.bytes for bucket in self.reducer.buckets]
         # torch.compile splits the graph where a bucket of this size would end, and refuses less than the first bucket.
-        cap = self.bucket_bytes_cap if settings.plan is None else sum(sizes) // len(sizes)
+        cap = self.bucket_bytes_cap if settings.buckets.plan is None else sum(sizes) // len(sizes)
         self.bucket_bytes_cap = max(FIRST_BUCKET_BYTES, cap)
         views = arguments.get("gradient_as_bucket_view", False)
         self.logger = WrapperLogger(self, bucket_cap_bytes=cap, gradient_as_bucket_view=views)
@@ -181,13 +183,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
                 f"parameter {sparse[0]!r} has sparse gradients, which torch cannot clip: attach(max_grad_norm=None), "
                 "or nn.Embedding(sparse=False)"
             )
-        runner = self.reducer.runner
-        self.reducer.compressed_exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
-        # Updates that follow the last bucket wait to learn whether some rank has called the step off.
-        runner.status.strict = self.reducer.settings.strict or max_grad_norm is not None
-        # Where each bucket is updated at once, decoded means need no buffers of their own.
-        with torch.no_grad():
-            runner.install(self.reducer.partition)
+        self.reducer.attach(optimizer, max_grad_norm=max_grad_norm)
 
     def residual_state_dict(self) -> dict[str, Any]:
         """What this rank has not sent yet, by parameter name; save it with
@@ -235,13 +231,13 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         work = Join.notify_join_context(self)
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
-            self.reducer.runner.context.scale = 1.0 / float(work.get_future().value()[0].item())
+            self.reducer.runner.context.average_over(float(work.get_future().value()[0].item()))
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self.device_ids:
-            moved, moved_kwargs = _to_kwargs(
+            moved, moved_kwargs = to_kwargs(
                 inputs,
                 kwargs,
                 torch.device(self.device_type, self.device_ids[0]),
@@ -261,12 +257,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if self.require_forward_param_sync != sync:
             # nn.Module.__setattr__ is slow.
             self.require_forward_param_sync = sync
-        output_reached = self.reducer.runner.weak_output_reached
-
-        def reached(_: torch.Tensor) -> None:
-            output_reached(sync)
-
-        for tensor in _find_tensors(output):
+        reached = self.reducer.runner.output_hook(sync)
+        for tensor in find_tensors(output):
             # A leaf (a parameter handed out as it is) outlives the graph: every forward would add a hook to it.
             if tensor.grad_fn is not None:
                 tensor.register_hook(reached)
@@ -363,4 +355,4 @@ class _AbsentRank(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         self._ddp._sync_final_model(is_last_joiner)
         reducer = self._ddp.reducer
-        reducer.runner.context.scale = 1.0 / reducer.communicators.size
+        reducer.runner.context.average_over(reducer.communicators.size)

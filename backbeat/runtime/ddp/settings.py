@@ -7,26 +7,25 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module
-from torch.nn.parameter import UninitializedParameter
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Profile
 from backbeat.model.checks import at_least
 from backbeat.planners import FIXED_BUCKETS, is_sharded
+from backbeat.runtime.compressed.compression_options import CompressionOptions, options_of
 from backbeat.runtime.memory.budget import budget_size, check_memory, within_budget
+from backbeat.runtime.plain_model import check_model
+from backbeat.runtime.reduce.partition import BucketChoices
+from backbeat.runtime.torch_internals import TORCH_SIGNATURE
 
 logger = logging.getLogger("backbeat.runtime")
 
-# Typed as Any throughout: torch's own wrapper has no annotations.
-TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
-disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
-TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
 UNSUPPORTED = {
     "mixed_precision": "use torch.autocast, or reducer='ddp'",
     "delay_all_reduce_named_params": "put these gradients in the plan's last bucket, or use reducer='ddp'",
@@ -38,58 +37,18 @@ REDUCE_DTYPES: dict[Any, torch.dtype] = {
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
-_SHARDED = {"FullyShardedDataParallel": "FSDP", "FSDPModule": "FSDP2"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompressionOptions:
-    """How training treats compressed buckets."""
-
-    momentum_correction: bool = False
-    """Each rank keeps the momentum of an attached SGD itself, weight decay in it, and selects from it; the optimizer
-    then applies neither."""
-    warmup_steps: int = 0
-    """Steps over which the density falls from 25 % to the plan's."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.momentum_correction, bool):
-            raise InputError(f"momentum_correction is {self.momentum_correction!r}: it must be True or False")
-        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
-            raise InputError(f"warmup_steps is {self.warmup_steps!r}: it must be a whole number, 0 or more")
-
-
-def options_of(given: CompressionOptions | Mapping[str, Any] | None) -> CompressionOptions:
-    """The options that a user gave, as an object, a mapping or not at all."""
-    if given is None:
-        return CompressionOptions()
-    if isinstance(given, CompressionOptions):
-        return given
-    if not isinstance(given, Mapping):
-        raise InputError(
-            f"compression is {given!r}: it must be a dict or backbeat.runtime.compressed.CompressionOptions"
-        )
-    known = [field.name for field in fields(CompressionOptions)]
-    for name in given:
-        if name not in known:
-            raise InputError(f"compression has {name!r}: it must be one of {', '.join(known)}")
-    return CompressionOptions(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperSettings:
     """What the user asked for, beyond torch's own arguments."""
 
-    plan: Plan | None
+    buckets: BucketChoices
     strategy: str | None
     """To plan with once the model is measured."""
     network: Network | str | os.PathLike[str] | None
-    communicators: int | None
     reduce_dtype: torch.dtype | None
     strict: bool
-    cap_bytes: int | None
-    """`bucket_cap_mb`, where it was given."""
-    find_unused: bool
-    """Stock DDP's first buckets for good: it looks for unused parameters in every step."""
     skip_unused: bool
     """`skip_all_reduce_unused_params`, where torch has it."""
     compression: CompressionOptions
@@ -141,14 +100,16 @@ def settings_of(
     planned_bytes = memory.budget_bytes if memory is not None else None
     cap_mb = arguments.get("bucket_cap_mb")
     settings = WrapperSettings(
-        plan=loaded,
+        buckets=BucketChoices(
+            plan=loaded,
+            communicators=communicators,
+            cap_bytes=None if cap_mb is None else int(cap_mb * 2**20),
+            find_unused=arguments.get("find_unused_parameters", False) and not arguments.get("static_graph", False),
+        ),
         strategy=strategy if loaded is None else None,
         network=network,
-        communicators=communicators,
         reduce_dtype=REDUCE_DTYPES[reduce_dtype] if reduce_dtype else None,
         strict=strict,
-        cap_bytes=None if cap_mb is None else int(cap_mb * 2**20),
-        find_unused=arguments.get("find_unused_parameters", False) and not arguments.get("static_graph", False),
         skip_unused=skip_unused,
         compression=options_of(compression),
         budget_bytes=planned_bytes if memory_budget is None else budget_size(memory_budget),
@@ -224,32 +185,6 @@ def check_supported(arguments: dict[str, Any]) -> None:
             raise InputError(f"{name}= is not supported by backbeat's reducer: {advice}")
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in arguments["module"].parameters()):
         raise InputError("the model updates parameters in backward: backbeat reduces gradients before the update")
-
-
-def check_model(module: Module) -> None:
-    """Refuse pipelines, sharded models, and parameters that have no shape yet."""
-    for base in type(module).__mro__:
-        if base.__module__.startswith("torch.distributed.pipelining") or base.__name__ in {"PipelineStage", "Pipe"}:
-            raise InputError(
-                f"the model is a pipeline ({type(module).__name__}): its schedule runs several backwards a step; "
-                "wrap each stage's submodule in torch's own DDP, as pipelining asks for"
-            )
-    for name, child in module.named_modules():
-        kind = next((_SHARDED[base.__name__] for base in type(child).__mro__ if base.__name__ in _SHARDED), None)
-        if kind:
-            raise InputError(
-                f"{f'module {name!r}' if name else 'the model'} is sharded by {kind} already: give the plain model, "
-                "once"
-            )
-    for name, parameter in module.named_parameters():
-        bases = type(parameter).__mro__
-        if any(base.__name__ == "DTensor" and "torch.distributed" in base.__module__ for base in bases):
-            raise InputError(
-                f"parameter {name!r} is a DTensor (tensor parallel or sharded): backbeat reduces plain tensors only; "
-                "wrap a model without DTensors"
-            )
-        if isinstance(parameter, UninitializedParameter):
-            raise InputError(f"parameter {name!r} is uninitialized: run one forward pass before wrapping the model")
 
 
 def refuse_inside(outer: Any, wrapper: Any) -> None:

@@ -13,19 +13,18 @@ from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.model import Plan
 from backbeat.runtime.compressed.updates import check_uncompressed
-from backbeat.runtime.memory.activations import Handle
-from backbeat.runtime.memory.budget import BudgetCheck, apply_memory, budget_check_of, ends_with
-from backbeat.runtime.reduce.managed_parameters import claim
-from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits
-from backbeat.runtime.reduce.settings import (
-    TORCH_SIGNATURE,
-    TorchDDP,
+from backbeat.runtime.ddp.settings import (
     bind,
-    disable_dynamo,
     refuse_inside,
     settings_of,
     split_options,
 )
+from backbeat.runtime.memory.activations import Handle
+from backbeat.runtime.memory.budget import BudgetCheck, apply_memory, budget_check_of, ends_with
+from backbeat.runtime.reduce.managed_parameters import claim
+from backbeat.runtime.reduce.partition import check_fits
+from backbeat.runtime.running_plans import runs
+from backbeat.runtime.torch_internals import FIRST_BUCKET_BYTES, TORCH_SIGNATURE, TorchDDP, disable_dynamo
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -41,8 +40,6 @@ class StockRun:
     memory: Handle | None = None
     """The memory plan in force on the model."""
     budget_check: BudgetCheck | None = None
-    plan: Plan | None = None
-    """What a `Watch` compares with: the prediction of `parallelize`, where it took stock DDP."""
 
 
 class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
@@ -62,7 +59,7 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         own, kwargs = split_options(kwargs)
         arguments = bind(module, args, kwargs)
         settings, memory = settings_of(module, arguments, **own)
-        plan = settings.plan
+        plan = settings.buckets.plan
         if settings.strategy is not None:
             raise InputError(
                 f"plan={settings.strategy!r} needs backbeat's reducer to measure and switch: give a Plan, or "
@@ -82,12 +79,13 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if plan is not None:
             # torch.compile splits the graph where such a bucket would end, and refuses less than the first bucket.
             self.bucket_bytes_cap = max(FIRST_BUCKET_BYTES, self.bucket_bytes_cap)
-        count = settings.communicators or (plan.communicators if plan is not None else 1)
+        count = settings.buckets.communicators or (plan.communicators if plan is not None else 1)
         self.stock = StockRun(
             frozen=[pair for pair in module.named_parameters() if pair[0] not in trained],
             spread=(count, settings.reduce_dtype) if count > 1 or settings.reduce_dtype is not None else None,
         )
         self._spread_buckets()
+        runs(module, plan)
         # Last: a wrapper that was refused must leave the model as it was.
         self.stock.memory = apply_memory(self, module, memory)
         self.stock.budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)
