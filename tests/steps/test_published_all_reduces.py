@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.bucket_graph import BucketTravel
 
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
