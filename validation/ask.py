@@ -42,7 +42,7 @@ from backbeat.layouts.architectures import BUNDLED as MODELS
 from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.model import CollectiveTimes, Fabric, Network, Plan, Profile
 from backbeat.model.framework import FRAMEWORKS, Framework
-from backbeat.model.network import WorkersRow
+from backbeat.model.network_rows import WorkersRow
 from backbeat.model.specification import Specification, reached_inside, typical_hop_s
 from backbeat.steps.predict import predict
 from validation import blocks
