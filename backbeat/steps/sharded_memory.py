@@ -44,8 +44,7 @@ from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.model.resident import ResidentMemory
 from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.memory_timeline import Chain, Phase, Tally
-from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_units import ROOT, ShardedChain, chain_of
+from backbeat.steps.sharded_units import ROOT, ShardedChain, ShardedCost, chain_of
 from backbeat.steps.unit_graph import Call, calls
 from backbeat.steps.unit_step import run_step
 

@@ -48,8 +48,7 @@ from backbeat.engine import Graph
 from backbeat.engine.graph import Lane
 from backbeat.steps.bucket_graph import link_of
 from backbeat.steps.host import COMPUTE, HOST, HostIssue
-from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_units import ROOT, ShardedChain
+from backbeat.steps.sharded_units import ROOT, ShardedChain, ShardedCost
 
 Event = Literal[
     "begin", "all_gather", "copy_out", "forward", "to_backward", "loss", "backward", "free", "wait", "reduce_scatter",

@@ -17,8 +17,7 @@ from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketStep, BucketSteps, bucket_graph, link_of
 from backbeat.steps.host import MOST_STEPS, HostIssue, IssuedWork, done_s, paced_s, period_of
 from backbeat.steps.schedule import Schedule
-from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_units import chain_of
+from backbeat.steps.sharded_units import ShardedCost, chain_of
 from backbeat.steps.unit_graph import UnitStep, UnitSteps, unit_graph
 from tests.chains import chains
 from tests.problems import networks
