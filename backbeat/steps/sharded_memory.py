@@ -37,7 +37,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from backbeat.engine import Graph
-from backbeat.engine.memory import held_over_time, issue_times
+from backbeat.engine.memory import HeldBytes, held_over_time, issue_times
 from backbeat.model import Block, MemoryPlan, Network, Plan, Profile
 from backbeat.model.blocks import ranges_of
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
@@ -126,9 +126,13 @@ def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list
             now += 1
             most = now if totals[now] > totals[most] else most
         if call.event in ("forward", "loss", "backward", "end"):
-            moments.append(Moment(call, Counter(levels[most].by_kind), Counter(levels[now].by_kind)))
+            moments.append(Moment(call, _whole(levels[most]), _whole(levels[now])))
             most = now
     return moments
+
+
+def _whole(level: HeldBytes) -> BytesByKind:
+    return Counter({kind: int(size) for kind, size in level.by_kind.items()})
 
 
 class _UnitBuffers:
