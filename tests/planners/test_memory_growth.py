@@ -11,6 +11,7 @@ from backbeat.api import plan
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.model.batches import at_batch, join
+from backbeat.model.resident import ResidentMemory
 from backbeat.planners.max_batch import largest_batch, largest_looked_at
 from backbeat.planners.memory_plan import usable
 from backbeat.steps.memory_timeline import memory_timeline
