@@ -119,13 +119,16 @@ class UnitRunner:
         )
         return ShardedChain.of(ModelPieces(tuple(named)), sharding)
 
-    def _run(self, chain: ShardedChain, issued: Sequence[Call]) -> _UnitRun:
-        cost = TrafficCost(
+    @property
+    def _cost(self) -> TrafficCost:
+        return TrafficCost(
             gather=_FREE, scatter=_FREE, replicate=None, one_link=True, sharing=LinkCost(_FREE),
             copy_s_per_byte=1 / self.accelerator.bytes_per_s, shards=max(self.shards, 2), param_bytes=2,
             reduce_bytes=self.reduce_bytes, units=[each for each in self.traffic if each.elements],
         )  # fmt: skip
-        steps = UnitSteps(UnitStep(chain=chain, cost=cost, update_s=0.0, slowdowns={"network": self.slowdown}))
+
+    def _run(self, chain: ShardedChain, issued: Sequence[Call]) -> _UnitRun:
+        steps = UnitSteps(UnitStep(chain=chain, cost=self._cost, update_s=0.0, slowdowns={"network": self.slowdown}))
         steps.issue(issued)
         graph = steps.graph
         check_size(graph)
