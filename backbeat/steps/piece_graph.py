@@ -20,9 +20,8 @@ from typing import NamedTuple
 
 from backbeat.engine import Graph, run
 from backbeat.engine.explain import exposed
-from backbeat.engine.graph import Lane
+from backbeat.steps.host import COMPUTE
 
-_COMPUTE: tuple[Lane, ...] = ("compute",)
 HOST, CONTENTION = "host", "contention"
 _ROUNDING = 1e-12
 """Of a pass: what rounding may make of nothing."""
@@ -63,7 +62,7 @@ class PiecePass:
         cause = cause or kind
         self.host_s += host_s
         self._own[cause] += seconds
-        op = self.graph.add(_COMPUTE, seconds, after=self._waits, kind=self._kinds.get(kind, 0), cause=cause)
+        op = self.graph.add(COMPUTE, seconds, after=self._waits, kind=self._kinds.get(kind, 0), cause=cause)
         self._computed, self._waits = (op,), []
 
     def send(self, dimension: str, seconds: float, *, host_s: float = 0.0) -> int:
