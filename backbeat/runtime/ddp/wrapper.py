@@ -48,7 +48,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     Takes everything that the installed torch's wrapper takes, and:
 
     - `plan`: a `Plan`, the path of one, a strategy's name or "auto". Without it the buckets are stock DDP's. A name or
-      "auto" starts with DDP's buckets, measures, plans and switches; "auto" goes on watching.
+      "auto" starts with DDP's buckets, measures, plans and switches; "auto" goes back where that is slower.
     - `network`: a `Network`, a name or a path to plan with; measured on the job's own ranks where it is not given.
     - `communicators`: how many buckets may travel at once; the plan's own number where it is not given.
     - `reducer`: "backbeat", or "ddp" to run the plan through torch's own reducer.
