@@ -347,7 +347,7 @@ class Reducer:
 
     def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
         """Let compressed buckets update by this optimizer, which was checked."""
-        self.compressed_exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
+        self.compressed_exchange.attached.add(optimizer, max_grad_norm=max_grad_norm)
         # Updates that follow the last bucket wait to learn whether some rank has called the step off.
         self.runner.status.never_defer(self.settings.strict or max_grad_norm is not None)
         # Where each bucket is updated at once, decoded means need no buffers of their own.

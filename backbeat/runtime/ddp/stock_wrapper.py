@@ -12,7 +12,7 @@ from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.model import Plan
-from backbeat.runtime.compressed.updates import check_uncompressed
+from backbeat.runtime.compressed.attached_optimizers import check_uncompressed
 from backbeat.runtime.ddp.settings import (
     bind,
     refuse_inside,

@@ -17,8 +17,8 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.report.tables.bucket_table import Report
 from backbeat.runtime.compressed import checkpoint
+from backbeat.runtime.compressed.attached_optimizers import check_optimizer, check_uncompressed
 from backbeat.runtime.compressed.compression_options import CompressionOptions
-from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
 from backbeat.runtime.ddp.bucket_report import make_report
 from backbeat.runtime.ddp.comm_hooks import builtin_hook
 from backbeat.runtime.ddp.logging_data import WrapperLogger
