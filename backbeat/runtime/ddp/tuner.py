@@ -1,6 +1,9 @@
 """`plan="auto"`: measure under DDP's buckets, plan, switch, measure the plan, and go back to DDP's buckets if it is
 slower.
 
+It times the job's own steps and changes buckets alone. `runtime/parallel/search.py` decides before training between
+all kinds of plans, on copies of the model and an example.
+
 Everything happens at the end of a step, in the same step on every rank. Decisions come from figures summed over ranks,
 or from rank 0. Ranks compare a new partition before it runs.
 """
