@@ -3,8 +3,8 @@
 A failed collective only says that some peer did not answer. So every rank runs a small monitor thread that looks at the
 job's store now and then. Once any rank asks there, all living ranks write down where they stand. The rank that failed
 can then say which one is missing, behind, or has gone on without the others. It asks in another thread, since the
-store's calls keep to no timeout; `parallel/heartbeat.py` has a thread for as long as a search runs, in which a slow rank
-must not be taken for a lost one.
+store's calls keep to no timeout. `parallel/heartbeat.py` has a thread for as long as a search runs, in which a slow
+rank must not be taken for a lost one.
 """
 
 from __future__ import annotations
