@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from backbeat.model import Plan, Profile
-from backbeat.steps.sharded_calls import MARKS, calls
 from backbeat.steps.sharded_units import chain_of
+from backbeat.steps.unit_graph import MARKS, calls
 
 
 def call_order(profile: Profile, plan: Plan, *, micro_batches: int | None = None) -> list[tuple[str, int]]:

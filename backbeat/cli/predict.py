@@ -16,21 +16,24 @@ from backbeat.cli.output import console, print_answer, print_json, say
 from backbeat.errors import InputError
 from backbeat.model import Plan, Profile
 from backbeat.model.framework import framework_named
+from backbeat.model.prediction import knee
 from backbeat.planners import BUCKETED, BUDGETED, whole_groups
 from backbeat.report.figures import plot as plots
 from backbeat.report.figures.scaling_curve import Scaling
 from backbeat.report.study import COMPARED, PLANNED, STOCK, Study, compare, instead_of_ddp
-from backbeat.report.study_row import Compared, Question
+from backbeat.report.study_row import Compared, Question, StudyRow
 from backbeat.report.tables import scaling_tables as tables
 from backbeat.report.tables.terminal_table import natural_width
 from backbeat.report.words import numbers
 from backbeat.report.words.answer import above_linear, caveats, knee_sentence, limit_of, memory_line, unmeasured
 from backbeat.report.words.commands import Settings
 from backbeat.report.words.decision import decide, sharding_sentences, stock_name
-from backbeat.steps.predict import knee
+from backbeat.report.words.notes import note_text
 from backbeat.units import SCREEN, counted, format_bytes, parse_price, parse_workers
 
 _SAMPLES = 1_000_000
+_WORTH_A_LINE = 0.01
+"""Of the bound: what an iteration takes above it."""
 
 
 def predict(
@@ -172,8 +175,9 @@ def content(found: Study, settings: Settings) -> dict[str, Any]:
         one, fit = row.prediction, row.fit
         share = numbers.utilisation(one, profile)
         fields: dict[str, Any] = msgspec.to_builtins(one)
-        del fields["timeline"]
+        del fields["timeline"], fields["gap_parts"]
         fields |= {
+            "notes": [{"kind": note.kind, **note.values, "text": note_text(note)} for note in one.notes],
             "gap": one.gap,
             "gpu_hours": numbers.gpu_hours(one, samples),
             "tokens_per_s": numbers.tokens_per_s(one, profile),
@@ -218,6 +222,7 @@ def _show(found: Study, settings: Settings, title: str, *, wide: bool) -> None:
         *(part for table in shown for part in (table, "")),
         numbers.figures_line(best, found.given, settings, f" with {best.strategy}" if wide and len(curves) > 1 else ""),
         f"Limit: {limit_of(found, best)}" if best.workers > 1 else None,
+        _gap(row),
         knee_sentence(curves[found.best_label]) if wide else None,
         memory_line(row.fit, row.largest_batch) if row.fits else None,
         *(f"Too big: {words}, {format_bytes(sizes[name])}." for name, words in large.items()),
@@ -259,11 +264,18 @@ def _plan_notes(found: Study, settings: Settings) -> list[str]:
     """What is to be said of the plans asked about beside what is said of the best."""
     noted = found.best.notes
     return [
-        f"* {label}: {note}"
+        f"* {label}: {note_text(note)}"
         for label in settings.plan_files
         for note in found.at_top[label].notes
         if note not in noted and found.at_top[label] is not found.best
     ]
+
+
+def _gap(row: StudyRow) -> str | None:
+    """What it takes above its bound, where that is worth a line."""
+    if row.prediction.gap < _WORTH_A_LINE or (parts := row.find_gap()) is None:
+        return None
+    return f"Bound: {numbers.gap_line(row.prediction, parts)}."
 
 
 def _peaks(found: Study, settings: Settings) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from backbeat.engine.graph import NO_OP, Graph, Sent, deadlock
-from backbeat.engine.in_order import GraphTimes, alone_s, edges_of, own_s
+from backbeat.engine.in_order import GraphTimes, alone_s, own_s
 
 TOGETHER = 1e-12
 """Of the time since the step began."""
@@ -102,7 +102,7 @@ class _UnderWay:
         count = len(graph)
         self.graph = graph
         self.times = GraphTimes([0.0] * count, [0.0] * count, [0.0] * count)
-        self.waiting, self.behind = edges_of(graph)
+        self.waiting, self.behind = graph.edges()
         self.head_starts: dict[int, float] = {}
         """What each op takes at most of the link's idle time."""
         self.reached: set[int] = set()

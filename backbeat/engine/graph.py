@@ -122,6 +122,8 @@ class Graph:
     """By link: lanes that all of its ops are on."""
     _computes: dict[int, Lane] = field(default_factory=dict)
     """By GPU: the lane of what computes there."""
+    _edges: tuple[list[int], list[list[int]]] | None = None
+    """How many ops each waits for, and which wait for each, once somebody asked."""
     _known: dict[tuple[tuple[int, ...], tuple[Lane, ...]], int] = field(default_factory=dict)
     """The path of ops on these links and lanes, as those before them."""
 
@@ -185,6 +187,7 @@ class Graph:
     def wait(self, number: int, *before: int) -> None:
         """Let an op wait for others, which may have been added after it."""
         self.before[number] += before
+        self._edges = None
         self.forward_only = self.forward_only and max(before) < number
 
     def meet(
@@ -242,6 +245,20 @@ class Graph:
                 found.sent[number] = Sent(path, work_s, behind_s, follows, carrier, size)
         return found
 
+    def unlimited(self) -> Graph:
+        """The same ops where each that travels has a lane of its own: it waits for none of its cause, and shares its
+        links perfectly."""
+        found = copy.copy(self)
+        found.links = [SharedLink()] * len(self.links)
+        found._shared_lanes = dict.fromkeys(range(len(self.links)), frozenset())
+        found.before, found.sent, found._edges = self.before.copy(), {}, None
+        for number, sent in self.sent.items():
+            found.sent[number] = sent._replace(behind_s=None, follows=NO_OP)
+            own = self.causes[number]
+            alike = (other for other in self.before[number] if other in self.sent and self.causes[other] == own)
+            found.before[number] = tuple(set(self.before[number]).difference(alike))
+        return found
+
     def shares_links(self) -> bool:
         """Whether two ops may be on a link at once."""
         return any(not self.has_to_itself(path) for path in self.paths)
@@ -258,6 +275,17 @@ class Graph:
         """Whether something is in flight on its GPU that slows such computation down."""
         gpu, slowdowns = self.kinds[kind]
         return any(where == gpu and slowdowns.get(transport, 1.0) != 1.0 for where, transport in self.carriers)
+
+    def edges(self) -> tuple[list[int], list[list[int]]]:
+        """How many ops each waits for, and which wait for each: kept for other times of the same ops."""
+        if self._edges is None or len(self._edges[0]) != len(self):
+            behind: list[list[int]] = [[] for _ in self.before]
+            for number, before in enumerate(self.before):
+                for other in before:
+                    behind[other].append(number)
+            self._edges = [len(before) for before in self.before], behind
+        waiting, behind = self._edges
+        return waiting.copy(), behind
 
     def _path(self, links: tuple[int, ...], lanes: tuple[Lane, ...]) -> int:
         found = self._known.get((links, lanes))

@@ -5,7 +5,7 @@ Computation that is slowed down may be among them, where whatever is in flight b
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from backbeat.engine.graph import NO_OP, Graph, Sent, deadlock
 
@@ -40,11 +40,13 @@ def run_in_order(graph: Graph) -> GraphTimes:
         own = seconds[number]
         if number in sent:
             message = sent[number]
-            latency, work = alone_s(graph, number, message, start, ends)
-            on_link[number] = start + latency
-            ends[number] = end = start + latency + work
-            if message.carrier and slowed:
-                flights.add(message.carrier, start, end)
+            _, work, behind_s, _, carrier, _ = message
+            if own < 0 or behind_s is not None:
+                own, work = alone_s(graph, number, message, start, ends)
+            on_link[number] = start + own
+            ends[number] = end = start + own + work
+            if carrier and slowed:
+                flights.add(carrier, start, end)
         elif kind_of.get(number) in slowed:
             on_link[number] = ends[number] = flights.computed(kind_of[number], start, own)
         else:
@@ -58,16 +60,19 @@ class _Flights:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.carriers = list(graph.carriers)
-        self.of_gpu: dict[int, list[tuple[float, float, str]]] = {}
-        """(start, end, transport) of what has not ended; what follows without a gap is one."""
+        self.of_gpu: dict[int, list[list[Any]]] = {gpu: [] for gpu, _ in self.carriers}
+        """[start, end, transport] of what has not ended; what follows without a gap is one."""
 
     def add(self, carrier: int, start: float, end: float) -> None:
         gpu, transport = self.carriers[carrier]
-        flights = self.of_gpu.setdefault(gpu, [])
-        if flights and flights[-1][2] == transport and flights[-1][0] <= start <= flights[-1][1]:
-            begun, until, _ = flights.pop()
-            start, end = begun, max(end, until)
-        flights.append((start, end, transport))
+        flights = self.of_gpu[gpu]
+        if flights:
+            last = flights[-1]
+            if last[0] <= start <= last[1] and last[2] == transport:
+                if end > last[1]:
+                    last[1] = end
+                return
+        flights.append([start, end, transport])
 
     def computed(self, kind: int, start: float, seconds: float) -> float:
         """When so many seconds of computation, begun at `start`, are done."""
@@ -106,7 +111,7 @@ def own_s(graph: Graph, number: int, sent: Sent, now: float, ends: list[float]) 
 
 def _sorted(graph: Graph) -> list[int]:
     """Every op after those it waits for."""
-    waiting, behind = edges_of(graph)
+    waiting, behind = graph.edges()
     found = [number for number, count in enumerate(waiting) if not count]
     for number in found:
         for later in behind[number]:
@@ -116,12 +121,3 @@ def _sorted(graph: Graph) -> list[int]:
     if len(found) < len(graph):
         raise deadlock(graph, [number for number, count in enumerate(waiting) if count])
     return found
-
-
-def edges_of(graph: Graph) -> tuple[list[int], list[list[int]]]:
-    """How many ops each waits for, and which wait for each."""
-    behind: list[list[int]] = [[] for _ in graph.before]
-    for number, before in enumerate(graph.before):
-        for other in before:
-            behind[other].append(number)
-    return [len(before) for before in graph.before], behind

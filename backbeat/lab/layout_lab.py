@@ -27,7 +27,7 @@ from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.layout import Job, Layout, check_layout
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
-from backbeat.layouts.stage_times import split_layers
+from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
 from backbeat.model.framework import Streams, framework_named
@@ -94,7 +94,12 @@ class LayoutCase:
         cluster = LabCluster(network, self.accelerator, links=links)
         conventions = framework_named(FRAMEWORK, streams=links.streams)
         return LayoutPredictor(
-            model=self.model, cluster=cluster, job=self.job, conventions=conventions, compute_factor=self.dilation
+            model=self.model,
+            cluster=cluster,
+            job=self.job,
+            conventions=conventions,
+            compute_factor=self.dilation,
+            spun=True,
         )
 
     def run_job(self, setting: Setting) -> LayoutJob:

@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from backbeat.lab.jobs import LayoutJob, ShardedJob, TransferJob
-from backbeat.layouts.stage_times import StageLayers, StageTimes
+from backbeat.layouts.stage_layers import StageLayers
+from backbeat.layouts.stage_times import StageTimes
 from backbeat.runtime import fully_shard
 from backbeat.steps.sharded_units import ModelPiece
 

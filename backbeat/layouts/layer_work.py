@@ -4,7 +4,7 @@ leaves."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal
 
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of
@@ -15,31 +15,16 @@ from backbeat.model.framework import Framework
 FAMILIES = ("matmul", "attention", "memory")
 
 
-class PartSeconds(NamedTuple):
-    """Where the time of a pass, a layer or a stage goes: the first parts of a `StepBreakdown`."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0
-    host: float = 0.0
-    """Waiting for the host, which takes longer to submit the operators than the GPU to run them."""
-    recompute: float = 0.0
-    tensor: float = 0.0
-    context: float = 0.0
-    expert: float = 0.0
-    contention: float = 0.0
-
-    def plus(self, *others: PartSeconds) -> PartSeconds:
-        return PartSeconds(*map(sum, zip(self, *others, strict=True)))
-
-    def times(self, factor: float) -> PartSeconds:
-        return PartSeconds(*(part * factor for part in self))
+Place = Literal["plain", "columns", "rows", "attention", "experts"]
+"""What communicates around operators: nothing; the group of `tp`, before matrices cut by columns and after those cut by
+rows; that of `cp` around attention; that of `ep` around experts."""
 
 
 @dataclass(slots=True)
-class LayerWork:
-    """Operators of one layer, or of what stands before and after all layers."""
+class LayerSegment:
+    """Operators between two collectives of a layer."""
 
+    place: Place = "plain"
     forward: list[Work] = field(default_factory=list)
     input: list[Work] = field(default_factory=list)
     """Of backward: what the layer before waits for."""
@@ -49,13 +34,37 @@ class LayerWork:
     """Of forward: attention's scores and what follows from them, which `selective` computes again."""
     parameters: int = 0
     """Tensors with a gradient: the host calls their module and adds up their gradients."""
-    column_weight: list[Work] = field(default_factory=list)
-    """Of `weight`: those of column-parallel matrices, which hide communication."""
 
     def moves(self, forward_bytes: float, backward_bytes: float) -> None:
         """Memory-bound work."""
         self.forward.append(Traffic("pointwise", forward_bytes, 2))
         self.input.append(Traffic("pointwise", backward_bytes, 2))
+
+
+class LayerWork(list[LayerSegment]):
+    """Operators of one layer, or of what stands before and after all layers, in the order of forward."""
+
+    def at(self, place: Place) -> LayerSegment:
+        """A segment for what comes next."""
+        if not self or place != "plain" or self[-1].place != "plain":
+            self.append(LayerSegment(place))
+        return self[-1]
+
+    @property
+    def forward(self) -> list[Work]:
+        return [work for segment in self for work in segment.forward]
+
+    @property
+    def input(self) -> list[Work]:
+        return [work for segment in self for work in segment.input]
+
+    @property
+    def weight(self) -> list[Work]:
+        return [work for segment in self for work in segment.weight]
+
+    @property
+    def parameters(self) -> int:
+        return sum(segment.parameters for segment in self)
 
 
 SUSTAINED = {
@@ -74,24 +83,12 @@ _ELSEWHERE = (0.8, 0.8)
 """Assumed of other GPUs."""
 
 
-def seconds_of(
-    works: list[Work],
-    model: OperatorModel,
-    *,
-    backward: bool = False,
-    parameters: int = 0,
-    launched_s: float = 0.0,
-) -> PartSeconds:
-    """What these operators take on this GPU, by family; `launched_s` is what the host takes for other work beside."""
-    found = dict.fromkeys(FAMILIES, 0.0)
-    host = model.host.parameter_s * parameters + launched_s
-    shares = dict(zip(FAMILIES, SUSTAINED.get(model.accelerator.name, _ELSEWHERE), strict=False))
-    submitted = model.host.backward_s if backward else model.host.forward_s
-    for work in works:
-        family = family_of(work)
-        found[family] += model.seconds(work) / shares.get(family, 1.0)
-        host += submitted.get(family, 0.0)
-    return PartSeconds(**found, host=max(0.0, host - sum(found.values())))
+def sustained_s(work: Work, model: OperatorModel) -> tuple[str, float]:
+    """An operator's family, and what it takes on this GPU."""
+    family = family_of(work)
+    shares = SUSTAINED.get(model.accelerator.name, _ELSEWHERE)
+    share = dict(zip(FAMILIES, shares, strict=False)).get(family, 1.0)
+    return family, model.seconds(work) / share
 
 
 class LayerBuilder:
@@ -111,18 +108,17 @@ class LayerBuilder:
     def layer(self, *, sparse: bool, windowed: bool = False) -> LayerWork:
         made = LayerWork()
         self._norm(made)
-        self._residual(made)
-        for linear in self.model.attention:
-            self._linear(made, linear)
         self._attention(made, windowed)
+        self._residual(made)
         for _ in range(1, self.model.norms):
             self._norm(made)
-        self._residual(made)
         if sparse:
             self._experts(made)
         else:
             self._mlp(made, self.model.ffn)
-        made.forward, made.input = self._unfused(made.forward), self._unfused(made.input)
+        self._residual(made)
+        for segment in made:
+            segment.forward, segment.input = self._unfused(segment.forward), self._unfused(segment.input)
         return made
 
     def _unfused(self, works: list[Work]) -> list[Work]:
@@ -132,39 +128,43 @@ class LayerBuilder:
         return [replace(work, bytes=work.bytes * factor) if isinstance(work, Traffic) else work for work in works]
 
     def embedding(self) -> LayerWork:
+        """Its vocabulary is shared as rows of a matrix are."""
         made, each = LayerWork(), self.own_bytes
-        made.moves(2 * each, 3 * each)
+        segment = made.at("rows")
+        segment.moves(2 * each, 3 * each)
         if self.model.dropout:
-            made.moves(2 * each, 2 * each)
+            segment.moves(2 * each, 2 * each)
         # Its gradient is dense: zeros at first, then added to the head's or, in fp32, to other micro-batches'.
         held = self.model.embedding_parameters / self.layout.tp
         added = 6 if self.model.tied and self.layout.pp == 1 else 10
-        made.weight.append(Traffic("pointwise", (2 + added) * held, 2))
+        segment.weight.append(Traffic("pointwise", (2 + added) * held, 2))
         return made
 
     def head(self) -> LayerWork:
         """The last norm, the logits and the loss."""
         made = LayerWork()
-        made.moves(2 * self.own_bytes, 3 * self.own_bytes)
-        self._linear(made, self.model.head, precision=self._half)
+        made.at("plain").moves(2 * self.own_bytes, 3 * self.own_bytes)
+        segment = made.at("columns")
+        self._linear(segment, self.model.head, precision=self._half)
         logits = self.tokens * self.model.vocab / self.layout.tp
         forward, backward = self.conventions.loss_bytes
-        made.moves(forward * logits, backward * logits)
+        made.at("plain").moves(forward * logits, backward * logits)
         return made
 
     def _norm(self, made: LayerWork) -> None:
         """In one kernel."""
-        made.parameters += 1 if self.model.rms_norm else 2
-        made.moves(2 * self.own_bytes, 4 * self.own_bytes)
+        segment = made.at("plain")
+        segment.parameters += 1 if self.model.rms_norm else 2
+        segment.moves(2 * self.own_bytes, 4 * self.own_bytes)
 
     def _residual(self, made: LayerWork) -> None:
         """With bias and dropout, in one kernel."""
         each = self.own_bytes
         masked = 0.5 * each if self.model.dropout else 0.0
-        made.moves(3 * each + masked, (2 * each + masked) if self.model.dropout else 0.0)
+        made.at("plain").moves(3 * each + masked, (2 * each + masked) if self.model.dropout else 0.0)
 
     def _linear(
-        self, made: LayerWork, linear: Linear, *, rows: float = 0.0, batch: float = 1, precision: str = ""
+        self, made: LayerSegment, linear: Linear, *, rows: float = 0.0, batch: float = 1, precision: str = ""
     ) -> None:
         """`rows` are by default the tokens that its split leaves to a rank, `precision` the job's."""
         inputs, outputs = linear.cut(self.layout.tp)
@@ -173,10 +173,7 @@ class LayerBuilder:
         made.parameters += 1 + self.model.bias
         made.forward.append(Product(precision, rows, outputs, inputs, "nt", batch))
         made.input.append(Product(precision, rows, inputs, outputs, "nn", batch))
-        weight = Product(precision, outputs, inputs, rows, "tn", batch)
-        made.weight.append(weight)
-        if linear.split == "columns":
-            made.column_weight.append(weight)
+        made.weight.append(Product(precision, outputs, inputs, rows, "tn", batch))
         if precision == "fp8":
             # Casts to 8 bits, and turned copies, of what goes in.
             made.moves(4 * rows * batch * inputs, 4 * rows * batch * outputs)
@@ -186,12 +183,25 @@ class LayerBuilder:
             made.weight.append(Traffic("pointwise", each * batch * inputs * outputs, 4))
 
     def _attention(self, made: LayerWork, windowed: bool) -> None:
+        """What every rank has of its own tokens comes before the others' are gathered."""
+        *first, last = self.model.attention
+        own = [linear for linear in first if linear.split == "none"]
+        for linear in own:
+            self._linear(made.at("plain"), linear)
+        segment = made.at("columns")
+        for linear in first:
+            if linear not in own:
+                self._linear(segment, linear)
+        if not self.model.positions:
+            turned = 2 * 2 * self.tokens * (self.model.heads + self.model.key_heads) * self.model.width / self.layout.tp
+            made.at("plain").moves(turned, turned)
+        self._scores(made.at("attention"), windowed)
+        self._linear(made.at("rows"), last)
+
+    def _scores(self, made: LayerSegment, windowed: bool) -> None:
         model, layout = self.model, self.layout
         heads = layout.micro_batch * model.heads / layout.tp
         queries, keys = self.job.sequence / layout.cp, float(self.job.sequence)
-        if not model.positions:
-            turned = 2 * 2 * self.tokens * (model.heads + model.key_heads) * model.width / layout.tp
-            made.moves(turned, turned)
         width = (model.width + model.out_width) / 2
         core: list[Work]
         if self.conventions.flash_attention:
@@ -223,11 +233,12 @@ class LayerBuilder:
         made.forward += core
 
     def _mlp(self, made: LayerWork, inner: int) -> None:
-        for linear in self.model.mlp(inner):
-            self._linear(made, linear)
-        self._activation(made, self.tokens * inner / self.layout.tp)
+        first, last = self.model.mlp(inner)
+        self._linear(made.at("columns"), first)
+        self._activation(made.at("plain"), self.tokens * inner / self.layout.tp)
+        self._linear(made.at("rows"), last)
 
-    def _activation(self, made: LayerWork, elements: float) -> None:
+    def _activation(self, made: LayerSegment, elements: float) -> None:
         read = 2 if self.model.gated else 1
         made.moves(2 * elements * (read + 1), 2 * elements * (2 * read + 1))
 
@@ -235,15 +246,16 @@ class LayerBuilder:
         """Each rank's own tokens go to the experts they chose; each rank computes the experts it holds."""
         model, layout = self.model, self.layout
         own = self.tokens / layout.tp
-        self._linear(made, model.router, rows=own, precision=self._half)
+        self._linear(made.at("plain"), model.router, rows=own, precision=self._half)
         rows = own * model.experts_per_token * self.imbalance
         local = model.experts / layout.ep
         copied = 2 * rows * model.hidden
+        segment = made.at("experts")
         # Sorted by expert before and after travelling, and back again.
-        made.moves(4 * 2 * copied, 4 * 2 * copied)
+        segment.moves(4 * 2 * copied, 4 * 2 * copied)
         for linear in model.mlp(model.expert_ffn):
             # A rank has all of an expert.
-            self._linear(made, linear._replace(split="none"), rows=rows / local, batch=local)
-        self._activation(made, rows * model.expert_ffn)
+            self._linear(segment, linear._replace(split="none"), rows=rows / local, batch=local)
+        self._activation(segment, rows * model.expert_ffn)
         if model.shared_ffn:
             self._mlp(made, model.shared_ffn)

@@ -14,7 +14,7 @@ import msgspec
 
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.replicas import rank_parameters, unit_parameters
-from backbeat.layouts.stage_times import StageLayers, split_layers
+from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework
 from backbeat.steps.stage_programs import in_flight

@@ -24,9 +24,10 @@ from backbeat.steps.stage_graph import ChunkTimes, stage_graph
 from backbeat.steps.stage_programs import Operation, PipelineSchedule
 
 _SIMULATED_ROUNDS = 6
-"""Of as many micro-batches as stages, at first."""
+"""Of as many micro-batches as stages, at first, or fewer where these would be too many operations."""
+_FEWEST_ROUNDS = 3
 _OPS = 4
-"""Of a graph for each operation, at most: transfers are ops, too."""
+"""Of a graph for each micro-batch and chunk: forward and backward, and a transfer of each."""
 _SAME = 1e-9
 """Of the time of a period: what rounding may make of equal ones."""
 
@@ -50,6 +51,8 @@ class PipelineRun:
     """When each stage starts the backward pass of its last micro-batch, in the chunk that comes first: from then on
     gradients become complete."""
     performed: tuple[Performed, ...] = ()
+    simulated: bool = True
+    """Otherwise in closed form."""
 
     @property
     def seconds(self) -> float:
@@ -72,17 +75,21 @@ def run_pipeline(
     nothing is sent before a receiver is ready.
 
     Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated; unless every
-    operation is to be `listed`, only in time.
+    operation is to be `listed`, only in time. Of so many stages that three rounds are too many operations the closed
+    form is given.
     """
     simulated = partial(_simulated, schedule, stages, times=times, send_s=send_s, streams=streams, late_s=late_s)
-    rounds = _SIMULATED_ROUNDS
+    each = _OPS + (schedule == "zero-bubble") + (0 if late_s is None else 2)
+    most = MOST_OPS // (each * len(times))
     # Under GPipe transfers pile up for stages that are slower, so that ends may come at another pace.
-    whole = schedule == "gpipe" and _OPS * count * stages <= MOST_OPS
+    whole = schedule == "gpipe" and count <= most
+    rounds = min(_SIMULATED_ROUNDS, most // stages)
+    if count > most and (rounds < _FEWEST_ROUNDS or rounds * stages + count % stages > most):
+        return closed_form(schedule, stages, count, times, send_s)
     while rounds < count // stages and not whole:
         first_count = rounds * stages + count % stages
         short = simulated(first_count)
-        last = 2 * _OPS * len(short.performed) > MOST_OPS
-        period = _period(short.performed, schedule, stages, first_count, settled=not last)
+        period = _period(short.performed, schedule, stages, first_count, settled=2 * rounds * stages <= most)
         if period is not None:
             periods, more = divmod(count - first_count, period.size)
             return _repeated(simulated(first_count + more) if more else short, period, periods, listed=listed)
@@ -229,4 +236,4 @@ def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> Pipeli
     # Chunks that a stage takes backward from its first chunk's last micro-batch on: rounds of as many as stages.
     between = len(times) - stages + 1
     last = [seconds - between * max(one.backward_s for one in times[stage::stages]) for stage in range(stages)]
-    return PipelineRun((seconds,) * stages, tuple(last))
+    return PipelineRun((seconds,) * stages, tuple(last), simulated=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypedDict
@@ -14,7 +14,6 @@ from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import GpuCluster, cluster_of
-from backbeat.layouts.layer_work import PartSeconds
 from backbeat.layouts.layout import Job, Layout, check_layout, job_of
 from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
@@ -22,7 +21,8 @@ from backbeat.layouts.measured_block import MeasuredBlock, measured_block
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run_pipeline
 from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
-from backbeat.layouts.stage_times import StageLayers, StageTimer, StageTimes, split_layers
+from backbeat.layouts.stage_layers import StageLayers, split_layers
+from backbeat.layouts.stage_times import PartSeconds, StageTimer, StageTimes
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network, Profile
 from backbeat.model.files import checked
@@ -36,6 +36,7 @@ PREDICTED: tuple[Family, ...] = ("closed-form", "events")
 ERROR, ERROR_WITH_EXPERTS = 0.13, 0.35
 """How far nine of ten published layouts are off, beyond what the network's band explains: 112 rows without experts and
 41 with, of the development rows of validation."""
+_TOO_LONG = "the pipeline has too many operations to be simulated: its time is the closed form's"
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
@@ -151,6 +152,10 @@ class LayoutPredictor:
     """Given by the caller; a measured block has a factor of its own on top."""
     block: MeasuredBlock | None = None
     stragglers: Mapping[int, float] = field(default_factory=dict)
+    spun: bool = False
+    """Ranks spin their computation, and their hosts do not run ahead of it."""
+    pieces: dict[Hashable, StageTimes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Those that were run."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.imbalance < float("inf"):
@@ -169,7 +174,9 @@ class LayoutPredictor:
     def timer(self, layout: Layout, slowdown: float = 1.0) -> StageTimer:
         """Of stages that compute `slowdown` times as long as healthy ones."""
         parts = (self.model, layout, self.job, self.cluster, self.operators, self.conventions)
-        return StageTimer(*parts, imbalance=self.imbalance, compute_factor=self._factor * slowdown)
+        return StageTimer(
+            *parts, imbalance=self.imbalance, compute_factor=self._factor * slowdown, spun=self.spun, known=self.pieces
+        )
 
     def fits(self, layout: Layout) -> bool:
         return self.memory(layout).total <= self.cluster.accelerator.memory_bytes
@@ -215,7 +222,6 @@ class LayoutPredictor:
         if family == "events":
             streams, late = self.conventions.streams, self.cluster.late_s(sent_bytes / layout.tp)
             passes = run_pipeline(layout.schedule, pp, count, times, send, streams, late, listed=listed)
-            passes = passes if listed else replace(passes, performed=())
         else:
             passes = closed_form(layout.schedule, pp, count, times, send)
         stages = [sum(times[stage::pp], StageTimes()) for stage in range(pp)]
@@ -275,7 +281,11 @@ class LayoutPredictor:
             breakdown=breakdown,
             bubble_share=times.idle_share,
             timeline=times.spans(),
-            notes=(f"compute: {self.operators.origin}", *(self.cluster.notes if breakdown.contention else ())),
+            notes=(
+                f"compute: {self.operators.origin}",
+                *(self.cluster.notes if breakdown.contention else ()),
+                *((_TOO_LONG,) if family == "events" and not times.passes.simulated else ()),
+            ),
         )
 
     def _with_slow_ranks(self, found: LayoutPrediction, even: _StepTimes) -> LayoutPrediction:

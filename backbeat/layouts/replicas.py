@@ -22,8 +22,9 @@ from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.layout import Layout
-from backbeat.layouts.sharded_stage import units_added
-from backbeat.layouts.stage_times import Added, StageLayers, StageTimes
+from backbeat.layouts.sharded_stage import Added, units_added
+from backbeat.layouts.stage_layers import StageLayers
+from backbeat.layouts.stage_times import StageTimes
 from backbeat.layouts.transformer import Transformer, weights
 from backbeat.model.framework import Framework
 from backbeat.model.slowdown import least_s
@@ -45,7 +46,7 @@ def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) ->
     """Of a stage that holds these chunks.
 
     >>> from backbeat.layouts.architectures import transformer
-    >>> from backbeat.layouts.stage_times import split_layers
+    >>> from backbeat.layouts.stage_layers import split_layers
     >>> llama, layout = transformer("llama-3-70b"), Layout(tp=4, pp=2)
     >>> held = [sum(rank_parameters(llama, layout, stage)) for stage in split_layers(llama, layout)]
     >>> round(4 * sum(held) / llama.parameters, 3)

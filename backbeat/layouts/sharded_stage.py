@@ -14,8 +14,37 @@ both is what is added.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from backbeat.layouts.stage_times import Added
+from backbeat.model.slowdown import together_s
+
+
+class Added(NamedTuple):
+    """What communication adds to one pass."""
+
+    exposed_s: float = 0.0
+    slower_s: float = 0.0
+    """Computation that takes longer beside it."""
+    beside_s: float = 0.0
+    """Of what is exposed, what outlasts computation beside it: a host that is late catches up meanwhile."""
+
+    @classmethod
+    def overlapped(cls, compute_s: float, communication_s: float, slowdown: float) -> Added:
+        """Communication that starts together with computation and waits for none of it.
+
+        >>> Added.overlapped(3.0, 2.0, 2.0), Added.overlapped(1.0, 2.0, 1.0)
+        (Added(exposed_s=0.0, slower_s=1.0, beside_s=0.0), Added(exposed_s=1.0, slower_s=0.0, beside_s=1.0))
+        """
+        alone = max(compute_s, communication_s)
+        exposed_s = alone - compute_s
+        return cls(exposed_s, together_s(compute_s, communication_s, slowdown) - alone, exposed_s)
+
+    def plus(self, exposed_s: float, slower_s: float = 0.0, beside_s: float = 0.0) -> Added:
+        return Added(self.exposed_s + exposed_s, self.slower_s + slower_s, self.beside_s + beside_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.exposed_s + self.slower_s
 
 
 def units_added(

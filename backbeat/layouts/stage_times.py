@@ -1,23 +1,47 @@
 """What each stage of a pipeline takes for one micro-batch: its layers' computation, and communication inside them.
 
-Tensor, context and expert parallelism communicate within every layer. What of it computation hides depends on the
-framework (`conventions`); the rest adds to the stage's time, here. So does what computation takes longer beside it.
+A piece (the embedding, a layer, the head) is run once for each kind of it (`piece_run`); a stage takes the sum of its
+pieces.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Work
 from backbeat.layouts.cluster import GpuCluster, LayoutCollective
-from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PartSeconds, seconds_of
-from backbeat.layouts.layout import Job, Layout
+from backbeat.layouts.layer_work import FAMILIES, LayerBuilder, LayerSegment, LayerWork, sustained_s
+from backbeat.layouts.layout import Job, Layout, Recompute
+from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework
-from backbeat.model.slowdown import together_s
+from backbeat.steps.piece_graph import HOST, PassTimes, PiecePass
+
+
+class PartSeconds(NamedTuple):
+    """Where the time of a pass, a layer or a stage goes: the first parts of a `StepBreakdown`."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    host: float = 0.0
+    """Waiting for the host, which takes longer to submit the operators than the GPU to run them."""
+    recompute: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    contention: float = 0.0
+
+    def plus(self, *others: PartSeconds) -> PartSeconds:
+        return PartSeconds(*map(sum, zip(self, *others, strict=True)))
+
+    def times(self, factor: float) -> PartSeconds:
+        return PartSeconds(*(part * factor for part in self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,126 +77,6 @@ class StageTimes:
         return StageTimes(*passes, self.parts.times(count))
 
 
-class Added(NamedTuple):
-    """What communication adds to one pass."""
-
-    exposed_s: float = 0.0
-    slower_s: float = 0.0
-    """Computation that takes longer beside it."""
-    beside_s: float = 0.0
-    """Of what is exposed, what outlasts computation beside it: a host that is late catches up meanwhile."""
-
-    @classmethod
-    def overlapped(cls, compute_s: float, communication_s: float, slowdown: float) -> Added:
-        """Communication that starts together with computation and waits for none of it.
-
-        >>> Added.overlapped(3.0, 2.0, 2.0), Added.overlapped(1.0, 2.0, 1.0)
-        (Added(exposed_s=0.0, slower_s=1.0, beside_s=0.0), Added(exposed_s=1.0, slower_s=0.0, beside_s=1.0))
-        """
-        alone = max(compute_s, communication_s)
-        exposed_s = alone - compute_s
-        return cls(exposed_s, together_s(compute_s, communication_s, slowdown) - alone, exposed_s)
-
-    def plus(self, exposed_s: float, slower_s: float = 0.0, beside_s: float = 0.0) -> Added:
-        return Added(self.exposed_s + exposed_s, self.slower_s + slower_s, self.beside_s + beside_s)
-
-    @property
-    def total_s(self) -> float:
-        return self.exposed_s + self.slower_s
-
-
-@dataclass(frozen=True, slots=True)
-class StageLayers:
-    """What a stage, or one chunk of it, holds."""
-
-    dense: int
-    sparse: int
-    first: bool
-    last: bool
-    windowed: tuple[int, int] = (0, 0)
-    """Of the dense and of the sparse layers, those whose attention sees a window."""
-
-    @property
-    def layers(self) -> int:
-        return self.dense + self.sparse
-
-    @property
-    def kinds(self) -> dict[tuple[bool, bool], int]:
-        """How many are dense or sparse, and see all or a window.
-
-        >>> StageLayers(dense=3, sparse=1, first=True, last=True, windowed=(2, 0)).kinds
-        {(False, False): 1, (False, True): 2, (True, False): 1}
-        """
-        counts = ((sparse, count, self.windowed[sparse]) for sparse, count in enumerate((self.dense, self.sparse)))
-        every = {
-            (bool(sparse), windowed): narrow if windowed else count - narrow
-            for sparse, count, narrow in counts
-            for windowed in (False, True)
-        }
-        return {kind: count for kind, count in every.items() if count}
-
-
-def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -> list[StageLayers]:
-    """Consecutive layers for consecutive chunks. Where layers do not divide evenly, chunks in the middle take one more:
-    the first also has the embedding, the last the head. `by_cost` divides them as nanotron does.
-
-    >>> for layers in (6, 7):
-    ...     small = Transformer(name="small", layers=layers, hidden=64, heads=4, ffn=256, vocab=100)
-    ...     print([stage.layers for stage in split_layers(small, Layout(pp=4))])
-    [1, 2, 2, 1]
-    [2, 2, 2, 1]
-    """
-    stages = layout.pp * layout.chunks
-    if by_cost:
-        counts, head = _counts_by_cost(model, stages)
-    else:
-        base, rest = divmod(model.layers, stages)
-        more = [*range(1, stages - 1), 0][:rest]
-        counts, head = [base + (stage in more) for stage in range(stages)], stages - 1
-    found, begin = [], 0
-    windowed = frozenset(model.windowed)
-    for stage, count in enumerate(counts):
-        own = frozenset(range(begin, begin + count))
-        sparse = own & model.sparse_layers
-        narrow = (len(own & windowed - sparse), len(sparse & windowed))
-        found.append(StageLayers(count - len(sparse), len(sparse), stage == 0, stage == head, narrow))
-        begin += count
-    return found
-
-
-def _counts_by_cost(model: Transformer, stages: int) -> tuple[list[int], int]:
-    """Layers of each stage, and the stage of the head: a stage is full once what lies up to there is more than its
-    share of all weights that a token is multiplied by (`build_model` of huggingface/nanotron, src/nanotron/models/
-    base.py @ 2411b02). Behind a head that is larger than a stage's share stages are left with nothing.
-
-    >>> llama = Transformer(name="1b", layers=16, hidden=2048, heads=32, ffn=8192, vocab=131072)
-    >>> _counts_by_cost(llama, 4), _counts_by_cost(llama, 8)
-    (([6, 5, 5, 0], 3), ([3, 3, 2, 3, 2, 3, 0, 0], 6))
-    """
-    layer = 4 * model.heads * model.width * model.hidden + model.mlp_parameters(model.ffn)
-    total = model.layers * layer + model.head.parameters
-    counts, stage = [0] * stages, 0
-    for number in range(1, model.layers + 1):
-        counts[stage] += 1
-        stage += number * layer * stages > total * (stage + 1)
-    return counts, stage
-
-
-def _caught_up(beside_s: float, *passes: PartSeconds) -> list[PartSeconds]:
-    """Work whose device also waits so long for communication beside it. The host goes on submitting: what the device
-    would wait for the host becomes shorter by that, so that both together take as long as the slower of the two.
-
-    >>> [each.host for each in _caught_up(3.0, PartSeconds(host=2.0), PartSeconds(host=5.0))]
-    [0.0, 4.0]
-    """
-    found = []
-    for each in passes:
-        caught_s = min(each.host, beside_s)
-        beside_s -= caught_s
-        found.append(each._replace(host=each.host - caught_s))
-    return found
-
-
 @dataclass(frozen=True)
 class StageTimer:
     """Times of layers and stages, for one model, layout, job and cluster."""
@@ -185,10 +89,20 @@ class StageTimer:
     conventions: Framework
     imbalance: float = 1.0
     compute_factor: float = 1.0
+    spun: bool = False
+    """The host does not run ahead, as where ranks spin their computation: what it takes longer is spun in each pass."""
+    known: dict[Hashable, StageTimes] = field(default_factory=dict)
+    """Pieces of this model, job and cluster that other layouts have run; a layout changes them by what it gives each
+    rank."""
 
     @cached_property
     def builder(self) -> LayerBuilder:
         return LayerBuilder(self.model, self.layout, self.job, self.conventions, self.imbalance)
+
+    @property
+    def splits(self) -> bool:
+        """Backward is taken in two: gradients of inputs first, those of weights when there is time."""
+        return self.layout.schedule == "zero-bubble" and self.layout.pp > 1
 
     def stages(self) -> list[StageTimes]:
         """Of every chunk, in the order of layers."""
@@ -197,128 +111,37 @@ class StageTimer:
     def pieces(self) -> list[list[tuple[StageTimes, int]]]:
         """What each chunk runs, in the order of forward, and how many of each: embedding, layers by kind, head."""
         chunks = split_layers(self.model, self.layout, by_cost=self.conventions.stages_by_cost)
-        every = {kind for chunk in chunks for kind in chunk.kinds}
-        layers = {kind: self.layer(sparse=kind[0], windowed=kind[1]) for kind in every}
-        embedding = (self._ends(self.builder.embedding(), "reduce_scatter", "all_gather"), 1)
-        head = (self._ends(self.builder.head(), "all_gather", "reduce_scatter"), 1)
-        return [
-            [embedding] * chunk.first
-            + [(layers[kind], count) for kind, count in chunk.kinds.items()]
-            + [head] * chunk.last
-            for chunk in chunks
+        return [self.pieces_of(chunk) for chunk in chunks]
+
+    def pieces_of(self, chunk: StageLayers) -> list[tuple[StageTimes, int]]:
+        layers = [
+            (self.layer(sparse=sparse, windowed=windowed), count) for (sparse, windowed), count in chunk.kinds.items()
         ]
+        ends = {name: [(self.piece(name), 1)] for name in ("embedding", "head")}
+        return [*ends["embedding"] * chunk.first, *layers, *ends["head"] * chunk.last]
 
-    def layer(self, *, sparse: bool, windowed: bool = False) -> StageTimes:
-        work = self.builder.layer(sparse=sparse, windowed=windowed)
-        launched = [self._launched_s(sparse, backward=backward) for backward in (False, True)]
-        forward, inputs, weights = self.computed(work, *launched)
-        tensor, tensor_back = self._tensor(self._seconds(work.column_weight).matmul, forward.matmul, sparse)
-        context, context_back = self._context(forward.attention, inputs.attention)
-        (forward,) = _caught_up(tensor.beside_s + context.beside_s, forward)
-        inputs, weights = _caught_up(tensor_back.beside_s + context_back.beside_s, inputs, weights)
-        recompute = self.layout.recompute
-        again = forward if recompute == "full" else PartSeconds()
-        if recompute == "selective":
-            again = self._seconds(work.core)
-        expert = self._expert() if sparse else 0.0
-        twice = 2 if recompute == "full" else 1
-        first = tensor.total_s + context.total_s + expert
-        back = sum(inputs) + sum(again) + tensor_back.total_s + context_back.total_s + expert + (twice - 1) * first
-        parts = forward.plus(inputs, weights)._replace(
-            recompute=sum(again),
-            tensor=twice * tensor.exposed_s + tensor_back.exposed_s,
-            context=twice * context.exposed_s + context_back.exposed_s,
-            expert=(1 + twice) * expert,
-            contention=twice * (tensor.slower_s + context.slower_s) + tensor_back.slower_s + context_back.slower_s,
-        )
-        return StageTimes(sum(forward) + first, back, sum(weights), parts)
+    def layer(self, *, sparse: bool, windowed: bool = False, alone: bool = False) -> StageTimes:
+        return self.piece("sparse layer" if sparse else "layer", windowed=windowed, alone=alone)
 
-    def _ends(self, work: LayerWork, forward_kind: LayoutCollective, backward_kind: LayoutCollective) -> StageTimes:
-        """Embedding and head: each with the collective that its sharded vocabulary takes, in either direction."""
-        forward, inputs, weights = self.computed(work)
-        kinds: tuple[LayoutCollective, LayoutCollective] = ("all_reduce", "all_reduce")
-        if self.layout.shards_sequence:
-            kinds = (forward_kind, backward_kind)
-        tensor = [self._group(kind) for kind in kinds]
-        parts = forward.plus(inputs, weights)._replace(tensor=sum(tensor))
-        return StageTimes(sum(forward) + tensor[0], sum(inputs) + tensor[1], sum(weights), parts)
+    def piece(self, piece: str, *, windowed: bool = False, alone: bool = False) -> StageTimes:
+        """Embedding, layer, layer with experts or head; `alone`, without what it communicates."""
+        one, ends = self.layout, piece in ("embedding", "head")
+        ranks = (one.tp, one.cp, one.ep if piece == "sparse layer" else 1, one.micro_batch, one.sequence_parallel)
+        again = "none" if ends else one.recompute
+        # Gradients of a tied head are added to the embedding's where a stage has both.
+        key = (piece, windowed, ranks, again, self.splits, self.compute_factor, ends and one.pp == 1, alone)
+        if key not in self.known:
+            builder = self.builder
+            work = getattr(builder, piece)() if ends else builder.layer(sparse=piece != "layer", windowed=windowed)
+            self.known[key] = _PieceRun(self, work, again, ends=ends, alone=alone).times()
+        return self.known[key]
 
-    def computed(
-        self, work: LayerWork, forward_launched_s: float = 0.0, backward_launched_s: float = 0.0
-    ) -> tuple[PartSeconds, PartSeconds, PartSeconds]:
-        """Forward, backward of inputs and of weights; with what the host launches beside them."""
-        return (
-            self._seconds(work.forward, parameters=work.parameters, launched_s=forward_launched_s),
-            self._seconds(work.input, backward=True, parameters=work.parameters, launched_s=backward_launched_s),
-            self._seconds(work.weight, backward=True),
-        )
-
-    def _seconds(
-        self, works: list[Work], *, backward: bool = False, parameters: int = 0, launched_s: float = 0.0
-    ) -> PartSeconds:
-        found = seconds_of(works, self.operators, backward=backward, parameters=parameters, launched_s=launched_s)
-        attention = found.attention / self.conventions.attention_share
-        return found._replace(attention=attention).times(self.compute_factor)
-
-    def _group(self, kind: LayoutCollective) -> float:
-        """An activation among the ranks that share a layer's matrices."""
-        return self.cluster.waited_s(kind, self.builder.activation_bytes, self.layout.tp)
-
-    def _tensor(self, behind_s: float, matrices_s: float, sparse: bool) -> tuple[Added, Added]:
-        """What tensor parallelism adds to forward and to backward: a gather and a scatter around attention, and the
-        same around a dense MLP."""
-        # Experts take each rank's own tokens; only an MLP that all tokens take is shared.
-        pairs = 1 if sparse and not self.model.shared_ffn else 2
-        overlap = self.conventions.hides_tensor
-        slowdown = self.cluster.slowdown(self.layout.tp, matmul=1.0)
-        if self.layout.sequence_parallel:
-            gather, scatter = pairs * self._group("all_gather"), pairs * self._group("reduce_scatter")
-            forward = gather + scatter
-            if overlap == "backward":
-                # Everything waits while the output's gradient is gathered. One product hides the second gather of the
-                # input, another the scatter of the input's gradient.
-                scattered, gathered = (Added.overlapped(behind_s, each, slowdown) for each in (scatter, gather))
-                return Added(forward), scattered.plus(*gathered).plus(gather)
-            if overlap == "none":
-                return Added(forward), Added(forward + (gather if self.conventions.gathers_again else 0.0))
-        else:
-            forward = pairs * self._group("all_reduce")
-            if overlap == "backward":
-                return Added(forward), Added.overlapped(behind_s, forward, slowdown)
-        if overlap == "all":
-            # The first slice has nothing to hide behind.
-            slices = forward / self.layout.tp
-            once, again = (Added.overlapped(each * matrices_s, forward - slices, slowdown) for each in (1, 2))
-            return once.plus(slices), again.plus(slices)
-        return Added(forward), Added(forward)
-
-    def _context(self, forward_s: float, backward_s: float) -> tuple[Added, Added]:
-        """Keys and values go round a ring while attention works on those that have come; in backward, their gradients
-        too."""
-        cp, tp = self.layout.cp, self.layout.tp
-        if cp == 1:
-            return Added(), Added()
-        if self.conventions.context_exchange == "all-to-all":
-            exposed = self.cluster.exchange_s(self.swapped_bytes, cp, tp)
-            return Added(exposed), Added(exposed)
-        send = self.cluster.send_s(self.passed_bytes, cp, tp)
-        hidden = (cp - 1) / cp
-        slowdown = self.cluster.slowdown(cp, tp, attention=1.0)
-        return (
-            Added.overlapped(forward_s * hidden, (cp - 1) * send, slowdown),
-            Added.overlapped(backward_s * hidden, 2 * (cp - 1) * send, slowdown),
-        )
-
-    def _launched_s(self, sparse: bool, *, backward: bool) -> float:
-        """Of a layer's overlapped collectives, what the host takes to launch them: it submits them as it does
-        operators. Those that all wait for have it in their own time (`waited_s`)."""
-        overlap, tp = self.conventions.hides_tensor, self.layout.tp
-        calls = 0
-        if tp > 1 and (overlap == "all" or (overlap == "backward" and backward)):
-            pairs = 1 if sparse and not self.model.shared_ffn else 2
-            calls = pairs * (2 if self.layout.sequence_parallel else 1)
-        sends = self.layout.cp - 1 if self.conventions.context_exchange == "ring" else 0
-        return calls * self.cluster.least_s(tp) + sends * self.cluster.least_s(1)
+    def operator_s(self, work: Work) -> tuple[str, float]:
+        """Its family, and what it takes in this framework."""
+        family, seconds = sustained_s(work, self.operators)
+        if family == "attention":
+            seconds /= self.conventions.attention_share
+        return family, seconds * self.compute_factor
 
     @property
     def swapped_bytes(self) -> float:
@@ -342,6 +165,196 @@ class StageTimer:
         rows = self.builder.tokens / self.layout.tp * copies * self.imbalance
         return 2 * rows * self.model.hidden
 
-    def _expert(self) -> float:
-        """Tokens to their experts and back: in forward, and as much in backward."""
-        return 2 * self.cluster.exchange_s(self.dispatched_bytes, self.layout.ep)
+
+class _PieceRun:
+    """One piece's passes, in the order in which frameworks issue them.
+
+    A gather before products cut by columns is waited for, and so is a scatter after those cut by rows. In slices, all
+    but one of them run beside the product. In backward, what is gathered again is needed by weight gradients only, so
+    that it runs beside the input's gradient, and the scatter of that beside weight gradients; where nothing overlaps,
+    all is waited for.
+    """
+
+    def __init__(self, timer: StageTimer, work: LayerWork, again: Recompute, *, ends: bool, alone: bool) -> None:
+        self.timer, self.work, self.again = timer, work, again
+        layout, overlap = timer.layout, timer.conventions.hides_tensor
+        self.tp, self.cp, self.ep = (1, 1, 1) if alone else (layout.tp, layout.cp, layout.ep)
+        self.by_sequence = layout.shards_sequence and self.tp > 1
+        self.overlaps = overlap != "none"
+        self.slices = self.tp if overlap == "all" and not ends else 1
+
+    def times(self) -> StageTimes:
+        forward, backward = self._begin(), self._begin()
+        self._forward(forward)
+        if self.again == "full":
+            self._forward(backward, cause="recompute")
+        late = self._begin() if self.timer.splits else backward
+        for segment in reversed(self.work):
+            self._backward(backward, segment, weights=late is backward)
+        weight_s = sum(self.timer.operator_s(work)[1] for work in self.work.weight)
+        if late is not backward:
+            for segment in reversed(self.work):
+                self._compute(late, segment.weight, backward=True)
+        if self.timer.spun:
+            self._spin(forward, self.work.forward, self.work.parameters)
+            self._spin(backward, self.work.input, self.work.parameters, backward=True)
+            weight_s += self._spin(late, self.work.weight, backward=True)
+        passes = [each.times() for each in (forward, backward, late)]
+        if late is not backward:
+            return StageTimes(*(each.seconds for each in passes), _parts(passes))
+        return StageTimes(passes[0].seconds, passes[1].seconds - weight_s, weight_s, _parts(passes[:2]))
+
+    def _spin(self, under_way: PiecePass, works: list[Work], parameters: int = 0, *, backward: bool = False) -> float:
+        """What the host takes longer for these, computed as well: longer than torch's own kernels, as recorded runs
+        have it."""
+        model = self.timer.operators
+        submitted = model.host.backward_s if backward else model.host.forward_s
+        taken = [sustained_s(work, model) for work in works]
+        host_s = model.host.parameter_s * parameters + sum(submitted.get(family, 0.0) for family, _ in taken)
+        longer_s = max(0.0, host_s - sum(seconds for _, seconds in taken)) * self.timer.compute_factor
+        under_way.compute(HOST, longer_s)
+        under_way.host_s = 0.0
+        return longer_s
+
+    def _begin(self) -> PiecePass:
+        there, layout = self.timer.cluster, self.timer.layout
+        if not there.contention:
+            return PiecePass()
+        groups = {"tensor": (layout.tp, 1), "context": (layout.cp, layout.tp)}
+        return PiecePass(
+            {
+                family: {name: there.slowdown(*group, **{family: 1.0}) for name, group in groups.items()}
+                for family in FAMILIES
+            }
+        )
+
+    def _compute(
+        self,
+        under_way: PiecePass,
+        works: Iterable[Work],
+        *,
+        parameters: int = 0,
+        backward: bool = False,
+        cause: str = "",
+        share: float = 1.0,
+    ) -> None:
+        """A share of these operators; the host calls their modules with it."""
+        host, factor = self.timer.operators.host, self.timer.compute_factor
+        submitted = host.backward_s if backward else host.forward_s
+        called_s = host.parameter_s * parameters * factor
+        for work in works:
+            family, seconds = self.timer.operator_s(work)
+            host_s = called_s + submitted.get(family, 0.0) * factor * share
+            under_way.compute(family, seconds * share, host_s=host_s, cause=cause)
+            called_s = 0.0
+        under_way.host_s += called_s
+
+    def _forward(self, under_way: PiecePass, cause: str = "") -> None:
+        for segment in self.work:
+            compute = partial(self._compute, under_way, segment.forward, parameters=segment.parameters, cause=cause)
+            if segment.place == "columns" and self.by_sequence:
+                self._gather(under_way, compute)
+            elif segment.place == "rows" and self.tp > 1:
+                self._scatter(under_way, compute)
+            elif segment.place == "attention":
+                self._attend(under_way, compute, 1)
+            elif segment.place == "experts":
+                self._dispatch(under_way)
+                compute()
+                self._dispatch(under_way)
+            else:
+                compute()
+
+    def _backward(self, under_way: PiecePass, segment: LayerSegment, *, weights: bool) -> None:
+        compute = partial(self._compute, under_way, segment.input, parameters=segment.parameters, backward=True)
+        late = partial(self._compute, under_way, segment.weight if weights else (), backward=True)
+        if self.again == "selective":
+            self._compute(under_way, segment.core, cause="recompute")
+        if segment.place == "rows" and self.by_sequence:
+            self._gather(under_way, compute)
+        elif segment.place == "columns" and self.tp > 1:
+            gathered = None
+            if self.by_sequence and self.timer.conventions.gathers_again:
+                gathered = self._tensor(under_way, "all_gather")
+                if not self.overlaps:
+                    under_way.wait(gathered)
+            compute()
+            if gathered is not None:
+                under_way.wait(gathered)
+            scattered = self._tensor(under_way, "reduce_scatter" if self.by_sequence else "all_reduce")
+            if self.overlaps:
+                late()
+            under_way.wait(scattered)
+            if self.overlaps:
+                return
+        elif segment.place == "attention":
+            self._attend(under_way, compute, 2)
+        elif segment.place == "experts":
+            self._dispatch(under_way)
+            compute()
+            late()
+            self._dispatch(under_way)
+            return
+        else:
+            compute()
+        late()
+
+    def _tensor(self, under_way: PiecePass, kind: LayoutCollective, share: float = 1.0) -> int:
+        """An activation among the ranks that share a layer's matrices; or some slices of it."""
+        seconds = share * self.timer.cluster.waited_s(kind, self.timer.builder.activation_bytes, self.tp)
+        return under_way.send("tensor", seconds, host_s=share * self._launch_s(self.tp))
+
+    def _launch_s(self, workers: int) -> float:
+        return self.timer.cluster.least_s(workers) * self.timer.compute_factor
+
+    def _gather(self, under_way: PiecePass, compute: Callable[[], None]) -> None:
+        """The first slice has nothing to hide behind."""
+        under_way.wait(self._tensor(under_way, "all_gather", 1 / self.slices))
+        if self.slices == 1:
+            compute()
+            return
+        rest = self._tensor(under_way, "all_gather", 1 - 1 / self.slices)
+        compute()
+        under_way.wait(rest)
+
+    def _scatter(self, under_way: PiecePass, compute: Callable[[], None]) -> None:
+        """Nor has the last."""
+        kind: LayoutCollective = "reduce_scatter" if self.by_sequence else "all_reduce"
+        if self.slices == 1:
+            compute()
+        else:
+            rest = self._tensor(under_way, kind, 1 - 1 / self.slices)
+            compute()
+            under_way.wait(rest)
+        under_way.wait(self._tensor(under_way, kind, 1 / self.slices))
+
+    def _attend(self, under_way: PiecePass, compute: Callable[..., None], messages: int) -> None:
+        """Keys and values go round a ring while attention works on those that have come; in backward, their gradients
+        too. Its steps are alike, and one of them has nothing beside it."""
+        timer, cp, tp = self.timer, self.cp, self.tp
+        if cp == 1:
+            compute()
+        elif timer.conventions.context_exchange == "all-to-all":
+            seconds = timer.cluster.exchange_s(timer.swapped_bytes, cp, tp)
+            under_way.wait(under_way.send("context", seconds, host_s=self._launch_s(1)))
+            compute()
+        else:
+            sends = messages * (cp - 1)
+            each_s = timer.cluster.send_s(timer.passed_bytes, cp, tp)
+            sent = under_way.send("context", sends * each_s, host_s=(cp - 1) * self._launch_s(1))
+            compute(share=1 - 1 / cp)
+            under_way.wait(sent)
+            compute(share=1 / cp, parameters=0)
+
+    def _dispatch(self, under_way: PiecePass) -> None:
+        """Tokens to their experts, or back."""
+        if self.ep > 1:
+            seconds = self.timer.cluster.exchange_s(self.timer.dispatched_bytes, self.ep)
+            under_way.wait(under_way.send("expert", seconds, host_s=self._launch_s(1)))
+
+
+def _parts(passes: Iterable[PassTimes]) -> PartSeconds:
+    found: Counter[str] = Counter()
+    for each in passes:
+        found.update(each.causes)
+    return PartSeconds(**found)

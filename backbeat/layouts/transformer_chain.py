@@ -1,32 +1,29 @@
 """A transformer under a layout as a chain of pieces: the embedding, the layers, the head.
 
-One rank's share of each: what tensor, context and expert parallelism leave it, and the collectives between.
+One rank's share of each: what tensor, context and expert parallelism leave it, without their collectives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
 from msgspec import structs
 
-from backbeat.layouts.layer_work import LayerWork, PartSeconds
 from backbeat.layouts.layout_memory import LayerMemory
 from backbeat.layouts.replicas import ReplicaTimer, modules_of, rank_parameters
-from backbeat.layouts.stage_times import StageLayers, StageTimer
+from backbeat.layouts.stage_layers import StageLayers
+from backbeat.layouts.stage_times import PartSeconds, StageTimer, StageTimes
 from backbeat.model.profile import ComputeShares
 from backbeat.steps.model_chain import (
     ChainGradient,
     ChainPiece,
-    InnerCollective,
-    InnerKind,
     KeptUnder,
     ModelChain,
-    Pass,
 )
 
 _POLICIES: tuple[KeptUnder, ...] = ("none", "selective", "full")
-_BOTH: tuple[Pass, ...] = ("forward", "backward")
 
 
 def chain_of_layers(timer: StageTimer, layers: StageLayers) -> ModelChain:
@@ -41,23 +38,16 @@ def chain_of_layers(timer: StageTimer, layers: StageLayers) -> ModelChain:
     (34, 8.03)
     """
     pieces, shares = [], PartSeconds()
-    for work, name, kind in _works(timer, layers):
-        forward, inputs, weights = timer.computed(work)
-        again = PartSeconds()
-        if kind != "end" and timer.layout.recompute == "full":
-            again = forward
-        elif kind != "end" and timer.layout.recompute == "selective":
-            again = timer.computed(LayerWork(forward=work.core))[0]
-        shares = shares.plus(forward, inputs, weights, again)
+    for name, times, sparse in _runs(timer, layers):
+        shares = shares.plus(times.parts)
         pieces.append(
             ChainPiece(
                 name,
-                sum(forward),
-                sum(inputs) + sum(again),
-                sum(weights),
-                kept_bytes={} if kind == "end" else _kept(timer, sparse=kind == "sparse"),
-                expert_elements=timer.model.expert_parameters / timer.layout.ep if kind == "sparse" else 0.0,
-                inner=_inner(timer, kind, name),
+                times.forward_s,
+                times.input_s,
+                times.weight_s,
+                kept_bytes={} if sparse is None else _kept(timer, sparse=sparse),
+                expert_elements=timer.model.expert_parameters / timer.layout.ep if sparse else 0.0,
             )
         )
     held = modules_of(timer.model, timer.layout.tp, (layers,))
@@ -82,13 +72,18 @@ def chain_of_layers(timer: StageTimer, layers: StageLayers) -> ModelChain:
     )
 
 
-def _works(timer: StageTimer, layers: StageLayers) -> list[tuple[LayerWork, str, str]]:
-    found = [(timer.builder.embedding(), "embedding", "end")] if layers.first else []
+def _runs(timer: StageTimer, layers: StageLayers) -> Iterator[tuple[str, StageTimes, bool | None]]:
+    """Name and times of each piece, and whether it is a layer with experts; None where it is no layer."""
+    if layers.first:
+        yield "embedding", timer.piece("embedding", alone=True), None
+    number = 0
     for (sparse, windowed), count in layers.kinds.items():
-        work = timer.builder.layer(sparse=sparse, windowed=windowed)
-        first = len(found) - layers.first
-        found += [(work, f"layers.{number}", "sparse" if sparse else "dense") for number in range(first, first + count)]
-    return [*found, *([(timer.builder.head(), "head", "end")] if layers.last else [])]
+        times = timer.layer(sparse=sparse, windowed=windowed, alone=True)
+        for _ in range(count):
+            yield f"layers.{number}", times, sparse
+            number += 1
+    if layers.last:
+        yield "head", timer.piece("head", alone=True), None
 
 
 def _kept(timer: StageTimer, *, sparse: bool) -> dict[KeptUnder, float]:
@@ -100,51 +95,9 @@ def _kept(timer: StageTimer, *, sparse: bool) -> dict[KeptUnder, float]:
     return found
 
 
-def _inner(timer: StageTimer, kind: str, name: str) -> tuple[InnerCollective, ...]:
-    """In the order in which they run."""
-    layout, size = timer.layout, timer.builder.activation_bytes
-    if kind == "end":
-        if layout.tp == 1:
-            return ()
-        words: tuple[InnerKind, InnerKind] = ("all_reduce", "all_reduce")
-        if layout.shards_sequence:
-            words = ("reduce_scatter", "all_gather") if name == "embedding" else ("all_gather", "reduce_scatter")
-        return tuple(InnerCollective("tensor", word, size, where) for word, where in zip(words, _BOTH, strict=True))
-    found: list[InnerCollective] = []
-    for where in _BOTH:
-        if layout.cp > 1:
-            found += _context(timer, where)
-        if layout.tp > 1:
-            found += _tensor(timer, where, sparse=kind == "sparse")
-        if layout.ep > 1 and kind == "sparse":
-            found += [InnerCollective("expert", "all_to_all", timer.dispatched_bytes, where)] * 2
-    return tuple(found)
-
-
-def _tensor(timer: StageTimer, where: Pass, *, sparse: bool) -> list[InnerCollective]:
-    """Around attention, and around an MLP that all tokens take."""
-    size, pairs = timer.builder.activation_bytes, 1 if sparse and not timer.model.shared_ffn else 2
-    if not timer.layout.sequence_parallel:
-        return [InnerCollective("tensor", "all_reduce", size, where)] * pairs
-    kinds: list[InnerCollective] = []
-    for _ in range(pairs):
-        kinds.append(InnerCollective("tensor", "all_gather", size, where))
-        kinds.append(InnerCollective("tensor", "reduce_scatter", size, where))
-    if where == "backward" and timer.conventions.gathers_again:
-        kinds += [InnerCollective("tensor", "all_gather", size, where)] * pairs
-    return kinds
-
-
-def _context(timer: StageTimer, where: Pass) -> list[InnerCollective]:
-    if timer.conventions.context_exchange == "all-to-all":
-        return [InnerCollective("context", "all_to_all", timer.swapped_bytes, where)]
-    sends = (timer.layout.cp - 1) * (1 if where == "forward" else 2)
-    return [InnerCollective("context", "send", timer.passed_bytes, where)] * sends
-
-
 def _shares(seconds: PartSeconds) -> ComputeShares | None:
     """Of computation; time in which the device waits for the host is none."""
-    matmul, attention, memory = seconds.matmul, seconds.attention, seconds.memory
+    matmul, attention, memory = seconds.matmul + seconds.recompute, seconds.attention, seconds.memory
     whole = matmul + attention + memory
     if whole <= 0:
         return None

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 from msgspec.structs import replace
+
+from backbeat.errors import InputError
+
+_WORTH_IT = 0.5
+"""Past the knee an added worker brings less than this share of what one worker does alone."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -78,6 +85,29 @@ class NetworkBand(msgspec.Struct, frozen=True, kw_only=True):
         return self.busy_s * (1 + self.margin)
 
 
+class GapParts(msgspec.Struct, frozen=True):
+    """What an iteration takes above its bound, by cause."""
+
+    host_s: float
+    """The host, which issues work late."""
+    contention_s: float
+    """Computation that takes longer beside communication, beyond what no plan avoids."""
+    communicators_s: float
+    """Messages that wait for each other's latencies, where as many communicators as messages would hide them."""
+    plan_s: float
+    """The rest: what travels together, and when."""
+
+
+class Note(msgspec.Struct, frozen=True):
+    """One thing to know of a prediction; `report.words.notes` words it."""
+
+    kind: str
+    values: Mapping[str, str | int | float] = {}
+
+    def __hash__(self) -> int:
+        return hash((self.kind, tuple(self.values.items())))
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """One (profile, network, plan), predicted."""
 
@@ -111,7 +141,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     extrapolated: bool = False
     """Some figure lies beyond what was measured; `notes` says which."""
     timeline: tuple[Span, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+    gap_parts: GapParts | None = None
+    """Where it was asked for."""
 
     @property
     def gap(self) -> float:
@@ -145,3 +177,26 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         from backbeat.report.notebook import prediction_html  # late: report stands above model
 
         return prediction_html(self)
+
+
+def knee(curve: Sequence[Prediction]) -> int | None:
+    """The number of workers past which an added one brings less than half of what one does alone.
+
+    Counted from one worker: it is 1 where the first point of the curve does not pay either, however the curve goes on.
+    None where all of it pays: the knee lies beyond.
+    """
+    points = sorted(curve, key=lambda point: point.workers)
+    if not points:
+        raise InputError("a scaling curve needs at least one number of workers")
+    workers = 1
+    previous = None
+    for point in points:
+        if point.workers > 1:
+            # Both sides times the scaling factor, which is 0 for a profile that computes nothing.
+            each = point.samples_per_s / point.workers
+            before = each if previous is None else previous.samples_per_s * point.scaling_factor
+            added = point.samples_per_s * point.scaling_factor - before
+            if added < _WORTH_IT * each * (point.workers - workers):
+                return workers
+        workers, previous = point.workers, point
+    return None

@@ -26,7 +26,6 @@ Transport = Literal["nvlink", "nvls", "infiniband", "efa", "sockets"]
 Factor = Annotated[float, Meta(ge=1)]
 WORK_KINDS = ("matmul", "attention", "memory")
 EMULATED = ZOO / "accelerators" / "h200-contention.json"
-_WORTH_SAYING = 1.005
 
 RING_MEMORY = 3.0
 """Bytes of a GPU's own memory that a ring all-reduce moves for each byte on its bus: it reads the gradient and what
@@ -165,7 +164,8 @@ class ComputeSlowdown(NamedTuple):
 
     factor: float = 1.0
     """How many times as long it takes."""
-    notes: tuple[str, ...] = ()
+    origin: str = ""
+    """Where that is from."""
 
 
 def slowdown_of(profile: Profile, network: Network, *, sharded: bool = False) -> ComputeSlowdown:
@@ -180,9 +180,7 @@ def slowdown_of(profile: Profile, network: Network, *, sharded: bool = False) ->
     found = slowdown_on(network, accelerator(profile.device), sharded=sharded)
     if found is None:
         return ComputeSlowdown()
-    factor = found[0].of(profile.compute_shares)
-    note = f"computation takes {factor:.2f} times as long beside communication ({found[1]})"
-    return ComputeSlowdown(factor, (note,) if factor >= _WORTH_SAYING else ())
+    return ComputeSlowdown(found[0].of(profile.compute_shares), found[1])
 
 
 def slowdown_on(network: Network, device: Accelerator | None, *, sharded: bool = False) -> tuple[Slowdown, str] | None:

@@ -20,7 +20,7 @@ from backbeat.planners.memory_plan import plan_within_memory
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
-from backbeat.steps.host_lane import HostLane
+from backbeat.steps.host import HostLane
 from backbeat.steps.predict import predict
 from backbeat.units import format_bytes
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from backbeat.cost import LinkCost
 from backbeat.model import Network, Profile
 from backbeat.model.framework import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
-from backbeat.planners.draft import Draft, StrategyOptions
+from backbeat.planners.draft import Draft, StrategyOptions, soonest
 from backbeat.steps.schedule import capped, running_sums
 from backbeat.units import format_bytes
 
@@ -32,20 +32,16 @@ def adaptive(profile: Profile, network: Network, options: StrategyOptions) -> Dr
     communicators, cost = options.communicators or 1, network.cost
     bucketings = _constant_buffers(tuple(profile.sizes.tolist()))
 
-    def end_s(ends: list[int]) -> float:
-        return Draft(ends, communicators).end_s(profile, cost)
-
     if communicators == 1:
         chosen = int(np.argmin(_finishes(profile, cost, bucketings)))
     else:
-        thinned = range(0, len(bucketings), -(-len(bucketings) // _ENGINE_CANDIDATES))
-        chosen = min(thinned, key=lambda index: end_s(bucketings[index][1]))
+        stride = -(-len(bucketings) // _ENGINE_CANDIDATES)
+        thinned = [Draft(ends, communicators) for _, ends in bucketings[::stride]]
+        chosen = stride * soonest(thinned, profile, cost)[1]
     buffer, ends = bucketings[chosen]
-    best, finish = ends, end_s(ends)
-    sizes = profile.sizes.tolist()
-    for candidate in _with_smaller_ends(sizes, buffer, ends):
-        if (end := end_s(candidate)) < finish:
-            best, finish = candidate, end
+    # The first of equal ones, and so the constant buffer.
+    drafts = [Draft(one, communicators) for one in (ends, *_with_smaller_ends(profile.sizes.tolist(), buffer, ends))]
+    best = drafts[soonest(drafts, profile, cost)[1]].ends
     note = f"adaptive: a buffer of {format_bytes(buffer)}" + ("" if best is ends else ", smaller at head or tail")
     return Draft(best, communicators, notes=(note,))
 

@@ -39,8 +39,8 @@ def horovod(profile: Profile, network: Network, options: StrategyOptions) -> Dra
     settings = DynamicFusion(
         buffer_bytes=options.bucket_bytes or defaults.buffer_bytes, cycle_s=options.cycle_s or defaults.cycle_s
     )
-    fused, _ = fuse_beside(profile, network.cost, settings, slowdown_of(profile, network).factor)
-    return Draft(fused.ends, dynamic=settings)
+    _, _, ends = fuse_beside(profile, network.cost, settings, slowdown_of(profile, network).factor)
+    return Draft(ends, dynamic=settings)
 
 
 def mg_wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:

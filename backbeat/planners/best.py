@@ -13,6 +13,7 @@ a host has. Nothing is random: the same input gives the same plan, unless a time
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -134,10 +135,14 @@ class _Search:
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = field(default_factory=dict)
     """Ends by where buckets end and their communicators: sweeps come back to many plans."""
 
-    def score(self, draft: Draft) -> tuple[float, Draft]:
+    def score(self, draft: Draft, below: float = math.inf) -> tuple[float, Draft]:
+        """Its end, or some earlier time where neither is `below`."""
         plan = tuple(draft.ends), tuple(draft.communicator_of_buckets())
         if plan not in self.known:
-            self.known[plan] = draft.end_s(self.profile, self.cost)
+            end = draft.end_s(self.profile, self.cost, below)
+            if end >= below:
+                return end, draft
+            self.known[plan] = end
         return self.known[plan], draft
 
     def on_several(self, network: Network, most: int, floor: float) -> list[tuple[float, Draft]]:
@@ -176,7 +181,7 @@ class _Search:
                     if left <= 0 or time.monotonic() > self.deadline:
                         return end, draft
                     left -= 1
-                    found, _ = self.score(candidate)
+                    found, _ = self.score(candidate, end * (1 - 1e-9))
                     if found < end * (1 - 1e-9):
                         end, draft, improved = found, candidate, True
                         break

@@ -23,9 +23,8 @@ from backbeat.model import Network, Profile
 from backbeat.model.plan import Bucket, Compression, Plan
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.optimal import best_ends, ends_by_trying_all
-from backbeat.steps.bucket_travel import BucketTravel
-from backbeat.steps.compressed_cost import CompressedCost, compress_s, compression_rates
-from backbeat.steps.schedule import Schedule, running_sums
+from backbeat.steps.bucket_graph import BucketTravel
+from backbeat.steps.schedule import CompressedCost, Schedule, compress_s, compression_rates, running_sums
 
 DEFAULT_DENSITY = 0.01
 SMALL_BYTES = 2**16

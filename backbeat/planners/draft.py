@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,8 +12,10 @@ from backbeat.cost import LinkCost
 from backbeat.model import Profile
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
 from backbeat.model.sharding import ShardedDtype
-from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import Schedule
+
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,13 +78,20 @@ class Draft:
     def schedule(self, profile: Profile) -> Schedule:
         return Schedule.of_ends(profile, self.ends, self.communicator_of_buckets())
 
-    def end_s(self, profile: Profile, cost: LinkCost) -> float:
-        """When the last bucket is done, after backward starts."""
-        return BucketTravel(self.schedule(profile), profile.backward_s).at(cost)[0].end_s
+    def travel(self, profile: Profile) -> BucketTravel:
+        return BucketTravel(self.schedule(profile), profile.backward_s)
+
+    def end_s(self, profile: Profile, cost: LinkCost, below: float = math.inf) -> float:
+        """When the last bucket is done, after backward starts; some earlier time where that is not `below`, if it is
+        not either."""
+        travel = self.travel(profile)
+        if travel.several and below < math.inf and (least := travel.least_s(cost)) * (1 - _ROUNDING) >= below:
+            return least
+        return travel.at(cost)[0].end_s
 
     def contended_end_s(self, profile: Profile, cost: LinkCost, slowdown: float) -> float:
         """When the last bucket and backward are done, if computation takes `slowdown` times as long beside buckets."""
-        flow, clock = BucketTravel(self.schedule(profile), profile.backward_s).at(cost, slowdown)
+        flow, clock = self.travel(profile).at(cost, slowdown)
         return max(flow.end_s, float(clock.when(profile.backward_s)))
 
     def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
@@ -99,3 +109,15 @@ class Draft:
             dynamic=self.dynamic,
             notes=self.notes,
         )
+
+
+def soonest(drafts: Sequence[Draft], profile: Profile, cost: LinkCost) -> tuple[float, int]:
+    """The end of the one that ends first, and which it is; of equal ones the first. What cannot be it is not run."""
+    # Rounded, or the last bit of a sum would decide which of equal ones is first.
+    bounds = [float(f"{draft.travel(profile).least_s(cost):.12g}") for draft in drafts]
+    least = (math.inf, len(drafts))
+    for index in sorted(range(len(drafts)), key=lambda one: (bounds[one], one)):
+        if (bounds[index] * (1 + 10 * _ROUNDING), index) > least:
+            break
+        least = min(least, (drafts[index].end_s(profile, cost), index))
+    return least

@@ -198,7 +198,7 @@ class _Judge:
         candidate = self.with_ends(ends)
         for cost, limit in self._limits:
             self._left -= 1
-            if candidate.end_s(self._profile, cost) > limit:
+            if candidate.end_s(self._profile, cost, limit * (1 + _ROUNDING)) > limit:
                 return False
         return True
 

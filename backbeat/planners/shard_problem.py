@@ -28,8 +28,8 @@ from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
 from backbeat.steps.sharded_cost import ShardedCost
 from backbeat.steps.sharded_memory import sharded_memory
-from backbeat.steps.sharded_step import run_step
 from backbeat.steps.sharded_units import ModelPieces, ShardedChain, padded
+from backbeat.steps.unit_step import run_step
 
 Between = Literal["reshard", "whole", "last"]
 """What units do between micro-batches: see `ShardChoice.accumulate`."""
@@ -153,8 +153,9 @@ class ShardProblem:
         if reduced_in is not None:
             sharding = msgspec.structs.replace(self.sharding(choice), reduce_dtype=reduced_in)
             cost = ShardedCost.of(self.profile, self.network, sharding)
-        run = run_step(self.chain(choice), cost, update_s, micro_batches=self.micro_batches, slowdown=self.slowdown)
-        return run.end_s
+        chain, micro_batches = self.chain(choice), self.micro_batches
+        _, times = run_step(chain, cost, update_s, micro_batches=micro_batches, slowdown=self.slowdown)
+        return times.ends[-1]
 
     def peak(self, choice: ShardChoice) -> int:
         """0 where the profile has no memory figures."""

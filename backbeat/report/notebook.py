@@ -8,6 +8,7 @@ from typing import Any
 from backbeat.model import Prediction
 from backbeat.report.figures import canvas
 from backbeat.report.figures.timeline import draw_timeline, timeline
+from backbeat.report.words.notes import worded
 from backbeat.report.words.numbers import format_number, over_bound, scaling_range
 from backbeat.units import counted, format_seconds
 
@@ -27,7 +28,7 @@ def prediction_html(prediction: Prediction) -> str:
     }
     cells = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in rows.items())
     title = f"{prediction.strategy} on {prediction.workers} workers"
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in prediction.notes)
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in worded(prediction.notes))
     return f"<div><b>{html.escape(title)}</b><table>{cells}</table>{f'<ul>{notes}</ul>' if notes else ''}</div>"
 
 

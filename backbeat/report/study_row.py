@@ -16,6 +16,7 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Framework, Memory, MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.batches import extrapolates, strong_scaling, with_sibling
+from backbeat.model.prediction import GapParts, Note
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.planners.max_batch import largest_batch, with_blocks
 from backbeat.steps.memory_timeline import memory_timeline
@@ -95,6 +96,8 @@ class StudyRow:
     """Its name says how many GPUs hold one copy of the model, though its label does not."""
     search_batch: Callable[[], int | None] = field(default=lambda: None, repr=False, compare=False)
     """Finds `largest_batch`, which takes a moment and is not always shown."""
+    find_gap: Callable[[], GapParts | None] = field(default=lambda: None, repr=False, compare=False)
+    """Finds what it takes above its bound by cause, as far as somebody asks."""
 
     @property
     def workers(self) -> int:
@@ -148,6 +151,7 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
     if isinstance(schedule, Framework):
         plan = None
         prediction = api.predict(profile, network, framework=schedule, accumulation=accumulation)
+        find_gap: Callable[[], GapParts | None] = lambda: None  # noqa: E731
 
         def on_device(of: Profile) -> Profile:
             # It may hold its share of the optimizer's state alone, or a second buffer of gradients.
@@ -158,6 +162,7 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
         choices |= {"accumulation": accumulation, "reduce_dtype": question.reduce_dtype}
         sent, plan = api.resolve(profile, network, choices.pop("strategy"), **choices)
         prediction = predict(sent, network, plan, accumulation=accumulation)
+        find_gap = partial(_gap_parts, sent, network, plan, accumulation)
 
         def on_device(of: Profile) -> Profile:
             return api.resolve(of, network, plan, reduce_dtype=question.reduce_dtype)[0]
@@ -167,7 +172,7 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
     if profile is not question.given:
         # Moved to another batch size, with a note on how. Without shards, what it then takes of memory is known well
         # enough to say that it does not fit, not that it fits.
-        note = profile.notes[-1]
+        note = Note("batch", {"text": profile.notes[-1]})
         extrapolated = prediction.extrapolated or extrapolates(question.given, profile.batch_size)
         prediction = msgspec.structs.replace(prediction, notes=(*prediction.notes, note), extrapolated=extrapolated)
         if fit is not None and fit.fits and prediction.peak_bytes is None:
@@ -179,7 +184,12 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
         fit=fit,
         names_groups=isinstance(schedule, Plan),
         search_batch=partial(fitting_batch, fit, question, plan, network.workers, on_device),
+        find_gap=find_gap,
     )
+
+
+def _gap_parts(profile: Profile, network: Network, plan: Plan, accumulation: int | None) -> GapParts | None:
+    return predict(profile, network, plan, accumulation=accumulation, gap_parts=True).gap_parts
 
 
 def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: int) -> list[StudyRow]:
@@ -187,14 +197,13 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
     share of them, sample by sample. Where that is not known, it stays by what one GPU takes for its share."""
     profile, accumulation = question.given, question.accumulation
     whole = alone_s = None
-    why = "scaling is by one GPU's time for its share; profiled at two batch sizes, it would be by the whole batch"
+    why = Note("share_of_batch")
     with suppress(InputError):
         whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation)
     if whole is not None:
         alone_s = api.predict(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
-        why = f"scaling is by one GPU's time for {global_batch} samples"
-        if extrapolates(profile, whole.batch_size):
-            why += f": {whole.notes[-1]}"
+        how = f": {whole.notes[-1]}" if extrapolates(profile, whole.batch_size) else ""
+        why = Note("whole_batch", {"samples": global_batch, "how": how})
     found = []
     for row in rows:
         one, band = row.prediction, row.prediction.network_band

@@ -16,16 +16,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
 from backbeat.cost import LinkCost, MessageTimes
-from backbeat.engine import Graph, GraphTimes, SharedLink
+from backbeat.engine import Graph, GraphTimes, SharedLink, run
 from backbeat.engine.graph import NO_OP
 from backbeat.model.framework import OverlappedPasses
-from backbeat.steps.host_issue import HostIssue, IssuedWork
-from backbeat.steps.schedule import ComputeClock, Flow, Schedule
+from backbeat.steps.host import HostIssue, IssuedWork
+from backbeat.steps.schedule import UNDISTURBED, ComputeClock, Flow, Schedule, one_by_one, with_compression
 
 COMPUTE = ("compute",)
 HOST = ("host",)
@@ -42,7 +43,8 @@ class BucketStep:
     forward_s: float
     backward_s: float
     update_s: float
-    link: SharedLink = field(default_factory=SharedLink)
+    link: SharedLink | None = None
+    """None where it is shared perfectly, or not at all."""
     transport: str = "network"
     slowdowns: Mapping[str, float] = field(default_factory=dict)
     """Of computation beside messages, by transport."""
@@ -76,6 +78,14 @@ class BucketGraph:
     """The same for every backward that messages overlap with."""
     update: int
     """The last op of the step."""
+    first_forward: int
+    """The end of the first forward."""
+    gathers: list[int]
+    """Of parameters, for it."""
+    buffers: int
+    """Their broadcast before it, if any."""
+    computing: list[int]
+    """The parts of that backward."""
 
     def flow(self, times: GraphTimes) -> Flow:
         """When those buckets travel, after that backward begins."""
@@ -86,26 +96,26 @@ class BucketGraph:
         )
         return Flow(starts, on_link, ends)
 
-    def clock(self, times: GraphTimes) -> ComputeClock:
-        """How far computation is at any time of that backward: exact where it is cut, and before the first message."""
+    def clock(self, times: GraphTimes, graph: Graph | None = None) -> ComputeClock:
+        """How far computation is at any time of that backward: exact where it is cut, and before the first message.
+        `graph` where other times were run."""
+        seconds = (graph or self.graph).seconds
         done, at = [0.0], [0.0]
         begun = times.ends[self.forward]
-        for op in range(self.forward + 1, self.backward + 1):
-            if self.graph.lanes[op] == COMPUTE:
-                done.append(done[-1] + self.graph.seconds[op])
-                at.append(times.ends[op] - begun)
+        for op in self.computing:
+            done.append(done[-1] + seconds[op])
+            at.append(times.ends[op] - begun)
         return ComputeClock(np.array(done), np.array(at))
 
-    def on(
-        self,
-        message_times: MessageTimes,
-        link: SharedLink | None = None,
-        slowdowns: Mapping[str, float] | None = None,
-    ) -> Graph:
+    def on(self, step: BucketStep) -> Graph:
         """The same step where messages take other times, as on a quieter network."""
-        rows = _op_times(message_times)
+        rows = _op_times(step.times)
         times = {op: row for ops in self.rounds for op, row in zip(ops, rows, strict=True)}
-        return self.graph.retimed(times, link, slowdowns)
+        for op, (seconds, _) in zip(self.gathers, step.gathers, strict=True):
+            times[op] = (seconds, 0.0, None)
+        if self.buffers != NO_OP:
+            times[self.buffers] = (step.before_s, 0.0, None)
+        return self.graph.retimed(times, step.link or SharedLink(), step.slowdowns)
 
 
 def link_of(cost: LinkCost) -> SharedLink:
@@ -137,12 +147,111 @@ def bucket_graph(step: BucketStep) -> BucketGraph:
     return BucketSteps(step).add()
 
 
+class BucketTravel:
+    """Buckets beside a backward alone.
+
+    On one communicator every bucket starts when it is ready and the one before it is done: a recursion, as long as
+    nothing slows computation down. Otherwise the engine runs their graph.
+
+    Two buckets of 1 MB ready together on two communicators, each 1 ms of latency and 1 ms of link: the latencies
+    overlap, the transfers share the link, and both end after 1 + 2 ms.
+
+    >>> from backbeat.cost import Curve, LinkCost
+    >>> two = BucketTravel(Schedule(np.array([0.0, 0.0]), np.array([1e6, 1e6]), [0, 1]), 0.0)
+    >>> two.at(LinkCost(Curve.affine(1e-3, 1e-9)))[0].finishes.round(6).tolist()
+    [0.003, 0.003]
+    """
+
+    def __init__(self, schedule: Schedule, backward_s: float, compress_s: Sequence[float] | None = None) -> None:
+        self.schedule, self.backward_s, self.compress_s = schedule, backward_s, compress_s
+        self.several = len({*schedule.communicators}) > 1
+        self._made: BucketGraph | None = None
+        self.computed_s = backward_s + sum(compress_s or ())
+        """Backward and compression."""
+        self.ready = schedule.ready if compress_s is None else with_compression(schedule.ready, compress_s)
+
+    def at(self, cost: LinkCost, slowdown: float = 1.0) -> tuple[Flow, ComputeClock]:
+        """Dense messages at this cost; computation takes `slowdown` times as long beside them."""
+        return self.on(cost.times(self.schedule.sizes), link_of(cost) if self.several else None, slowdown)
+
+    def on(
+        self, times: MessageTimes, link: SharedLink | None = None, slowdown: float = 1.0
+    ) -> tuple[Flow, ComputeClock]:
+        """Messages that take these times."""
+        if not self.several and slowdown == 1:
+            return one_by_one(self.ready, times), UNDISTURBED
+        made, graph = self._graph(times, link or SharedLink(), {"network": slowdown})
+        moments = run(graph)
+        return made.flow(moments), UNDISTURBED if slowdown == 1 else made.clock(moments, graph)
+
+    def _graph(
+        self, times: MessageTimes, link: SharedLink, slowdowns: Mapping[str, float]
+    ) -> tuple[BucketGraph, Graph]:
+        ready = self.ready.tolist()
+        if self.compress_s is None and ready == sorted(ready):
+            # Sent in the order in which they are ready, so many buckets have the same graph whatever they hold.
+            made = _in_ready_order(tuple(self.schedule.communicators))
+            parts = zip((0.0, *ready), (*ready, max(self.backward_s, ready[-1])), strict=True)
+            seconds = {
+                op: (after - before, 0.0, None) for op, (before, after) in zip(made.computing, parts, strict=True)
+            }
+            sent = dict(zip(made.messages, _op_times(times), strict=True))
+            return made, made.graph.retimed(seconds | sent, link, slowdowns)
+        step = BucketStep(
+            schedule=self.schedule, times=times, link=link, slowdowns=slowdowns, compress_s=self.compress_s,
+            forward_s=0.0, backward_s=self.backward_s, update_s=0.0,
+        )  # fmt: skip
+        if self._made is None:
+            self._made = bucket_graph(step)
+            return self._made, self._made.graph
+        return self._made, self._made.on(step)
+
+    def least_s(self, cost: LinkCost) -> float:
+        """When all messages are done at the earliest: each as if it had the link to itself, and the link as if it
+        always did the most. A search need not run what cannot be better.
+
+        >>> two = BucketTravel(Schedule(np.array([0.0, 0.0]), np.array([1e6, 1e6]), [0, 1]), 0.0)
+        >>> from backbeat.cost import Curve
+        >>> round(two.least_s(LinkCost(Curve.affine(1e-3, 1e-9))), 6)
+        0.003
+        """
+        columns = _columns(cost.times(self.schedule.sizes))
+        rows = zip(self.schedule.communicators, self.ready.tolist(), *columns, strict=True)
+        free: dict[int, float] = {}
+        arrivals, left, last, before = [], -np.inf, -np.inf, None
+        for communicator, ready, alone, busy, work in rows:
+            # Right behind another on its communicator it takes what was measured of that.
+            floor, idle = ready if communicator == before else max(ready, left), free.get(communicator, -np.inf)
+            left, before = max(left, ready, idle), communicator
+            free[communicator] = done = max(floor + alone, idle + busy)
+            arrivals.append((max(done - work, left), min(work, alone)))
+            last = max(last, done)
+        most, on_link = cost.best_efficiency(max(len(free), 1)), -np.inf
+        for arrival, work in sorted(arrivals):
+            on_link = max(on_link, arrival) + work / most
+        return max(last, on_link)
+
+
+@lru_cache(maxsize=256)
+def _in_ready_order(communicators: tuple[int, ...]) -> BucketGraph:
+    """One bucket after the other, with computation before each and after the last."""
+    count = len(communicators)
+    ready, ones = np.arange(1.0, count + 1), np.ones(count)
+    schedule = Schedule(ready, ones, communicators)
+    times = MessageTimes(ones, ones, ones)
+    return bucket_graph(BucketStep(schedule=schedule, times=times, forward_s=0.0, backward_s=count + 1.0, update_s=0.0))
+
+
+def _columns(times: MessageTimes) -> list[list[float]]:
+    return [column.tolist() for column in times]
+
+
 class BucketSteps:
     """A graph to which one step after the other is added."""
 
     def __init__(self, step: BucketStep) -> None:
         self.step, self.graph = step, Graph()
-        self.link = (self.graph.link(step.link),)
+        self.link = (self.graph.link(step.link or SharedLink()),)
         self.kind = self.graph.kind(step.slowdowns)
         self.message_times = _op_times(step.times)
         self.several = len({*step.schedule.communicators}) > 1
@@ -152,7 +261,9 @@ class BucketSteps:
     def add(self) -> BucketGraph:
         step, host = self.step, self.step.host
         overlapping = step.micro_batches if step.overlap == "every" else 1
-        forward = self._first_forward()
+        buffers = self._buffers()
+        forward, gathers = self._first_forward()
+        first_forward = forward
         rounds: list[list[int]] = [[]]
         for number in range(step.micro_batches):
             if number:
@@ -172,21 +283,29 @@ class BucketSteps:
             waits.append(self.graph.add(HOST, host.update_s, label="issue the update", cause="host"))
         update = self.graph.add(COMPUTE, step.update_s, after=waits, label="update", cause="update")
         self.status = messages
-        return BucketGraph(self.graph, forward, backward, messages, rounds[1:], update)
+        lanes = self.graph.lanes
+        computing = [op for op in range(forward + 1, backward + 1) if lanes[op] == COMPUTE]
+        return BucketGraph(
+            self.graph, forward, backward, messages, rounds[1:], update, first_forward, gathers, buffers, computing
+        )
 
     def _pass(self, label: Literal["forward", "backward"], after: Sequence[int] = ()) -> _Pass:
         host = self.step.host
         works = None if host is None else host.forward if label == "forward" else host.backward
         return _Pass(self.graph, self.kind, label, works, after)
 
-    def _first_forward(self) -> int:
-        """With what is sent before it."""
+    def _buffers(self) -> int:
+        if not self.step.before_s:
+            return NO_OP
+        sent = self.graph.add(("buffers",), self.step.before_s, label="buffers", cause="buffers")
+        self.graph.add(COMPUTE, 0.0, after=(sent,))
+        return sent
+
+    def _first_forward(self) -> tuple[int, list[int]]:
+        """Its last op, and the gathers for it."""
         step, graph, lane = self.step, self.graph, ("communicator", 0)
-        if step.before_s:
-            sent = graph.add((lane,), step.before_s, label="buffers", cause="buffers")
-            graph.add(COMPUTE, 0.0, after=(sent,))
         if not step.gathers:
-            return self._pass("forward").finish(step.forward_s)
+            return self._pass("forward").finish(step.forward_s), []
         reached = graph.add(COMPUTE, 0.0)
         forward, now = self._pass("forward"), 0.0
         gathers: list[int] = []
@@ -200,7 +319,7 @@ class BucketSteps:
             )
         if step.gathers_ahead and len(gathers) > 1:
             forward.until(now + step.gathers[-2][1], gathers[-2:-1])
-        return forward.finish(step.forward_s, gathers[-1:])
+        return forward.finish(step.forward_s, gathers[-1:]), gathers
 
     def _backward(self, forward: int) -> tuple[int, list[int]]:
         """Its last op, and the messages."""
@@ -265,7 +384,7 @@ def _op_times(times: MessageTimes) -> list[tuple[float, float, float | None]]:
     """Latency, work, and latency right behind another: the same on networks where that was not measured."""
     return [
         (alone - work, work, None if alone == busy else busy - work)
-        for alone, busy, work in zip(*(column.tolist() for column in times), strict=True)
+        for alone, busy, work in zip(*_columns(times), strict=True)
     ]
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,21 +22,12 @@ from backbeat.steps.schedule import UNDISTURBED, ComputeClock, Flow, busy_period
 _SAME = 1e-12
 """Ready times this close to those of the run before, relative to the last, are the same."""
 
-F = TypeVar("F", bound=Flow)
-
-
-@dataclass(frozen=True, slots=True)
-class FusedFlow(Flow):
-    """Buckets as they come about at run time."""
-
-    ends: list[int]
-    """Where each ends in ready order: the index after its last gradient."""
-
 
 def fuse(
     profile: Profile, cost: LinkCost, settings: DynamicFusion, ready_s: NDArray[np.float64] | None = None
-) -> FusedFlow:
-    """The buckets that come about, and when they travel; `ready_s` where gradients are ready at other times.
+) -> tuple[Flow, list[int]]:
+    """When the buckets that come about travel, and where each ends in ready order: the index after its last gradient.
+    `ready_s` where gradients are ready at other times.
 
     A bucket of several tensors is copied into the fusion buffer and out again; a tensor alone is sent from its place. A
     tensor larger than the buffer travels alone.
@@ -62,19 +51,25 @@ def fuse(
         times.append((tick, max(reduced - work, tick + copy), reduced + copy))
         free, first = reduced + copy, last
     starts, on_link, finishes = np.array(times).T
-    return FusedFlow(starts, on_link, finishes, ends)
+    return Flow(starts, on_link, finishes), ends
 
 
 def fuse_beside(
     profile: Profile, cost: LinkCost, settings: DynamicFusion, slowdown: float
-) -> tuple[FusedFlow, ComputeClock]:
-    """Buckets formed at run time, and the computation that takes `slowdown` times as long beside them."""
-    return contended(lambda ready: fuse(profile, cost, settings, ready), profile.ready, slowdown)
+) -> tuple[Flow, ComputeClock, list[int]]:
+    """The same, and the computation that takes `slowdown` times as long beside them."""
+    ends: list[int] = []
+
+    def travel(ready: NDArray[np.float64]) -> Flow:
+        flow, ends[:] = fuse(profile, cost, settings, ready)
+        return flow
+
+    return *contended(travel, profile.ready, slowdown), ends
 
 
 def contended(
-    travel: Callable[[NDArray[np.float64]], F], ready: NDArray[np.float64], slowdown: float
-) -> tuple[F, ComputeClock]:
+    travel: Callable[[NDArray[np.float64]], Flow], ready: NDArray[np.float64], slowdown: float
+) -> tuple[Flow, ComputeClock]:
     """Messages that leave when `travel` sends them, given when each is ready, and the computation they slow down.
 
     `ready` is when messages would be ready without communication. One of 2 s, ready at 1 s, and one of 1 s, ready at

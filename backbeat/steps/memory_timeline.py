@@ -23,7 +23,7 @@ where nobody keeps it. `away[k]`: it waits on the host. `bring[r]` are the bytes
 
 What lies outside the blocks (the loss, a head that is no block) is taken to run between forward and backward.
 
-Times are the device's own. What the host takes to issue all of it stands beside them (`host_lane`): no iteration is
+Times are the device's own. What the host takes to issue all of it stands beside them (`host`): no iteration is
 shorter.
 """
 
@@ -39,8 +39,9 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Gradient, MemoryPlan, Plan, Profile
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of
+from backbeat.model.prediction import Note
 from backbeat.model.profile import device_alone
-from backbeat.steps.host_lane import HostLane, longer_of, memory_costs
+from backbeat.steps.host import HostLane, longer_of, memory_costs
 from backbeat.steps.resident_memory import ResidentMemory
 
 Phase = Literal["forward", "loss", "recompute", "backward"]
@@ -85,7 +86,7 @@ class MemoryTimeline(ChainRun):
     resident: ResidentMemory
     profile: Profile
     """The profile with these times and the gradients ready when they are now; it has no blocks and no host."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 def memory_timeline(
@@ -94,12 +95,9 @@ def memory_timeline(
     """Predict peak and times of one iteration; `plan` says how gradients are held (None: dense, flat buffers)."""
     chain = Chain(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
     run = chain.run(ranges_of(profile, memory_plan))
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     if profile.launch_bound and not memory_plan.keeps_all and profile.host_recompute_s is None:
-        notes = (
-            "the host sets this model's pace, and the profile does not say what recomputing costs it: it computes "
-            "longer than predicted (BERT-Large on one H200 1.7 to 1.9 times); profile again to measure it",
-        )
+        notes = (Note("host_unknown"),)
     return MemoryTimeline(
         **{field.name: getattr(run, field.name) for field in fields(run)},
         host_more_s=run.host_s - chain.host_plain,

@@ -14,7 +14,7 @@ from typing import Literal
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Profile
 from backbeat.model.profile import ComputeShares, device_alone
-from backbeat.steps.host_lane import HostLane
+from backbeat.steps.host import HostLane
 from backbeat.steps.sharded_units import ModelPiece, ModelPieces, innermost, owning_module
 
 Dimension = Literal["tensor", "context", "expert"]

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from backbeat.cost.message import message_bytes
+from backbeat.cost.message import kept_bytes, message_bytes, selection_bytes
 from backbeat.errors import InputError
 from backbeat.model import Plan, Profile
-from backbeat.steps.compressed_cost import kept_bytes, selection_bytes
 from backbeat.units import format_bytes
 
 
@@ -113,6 +112,6 @@ def _compressed_buckets(profile: Profile, plan: Plan | None, workers: int) -> li
             size = sum(profile.gradients[profile.index[name]].bytes for name in bucket.gradients)
             elements = size // profile.element_bytes
             messages = workers * float(message_bytes(elements, compression.density))
-            beside = round(messages) + selection_bytes(elements, compression)
-            found.append((size, beside, kept_bytes(elements, compression)))
+            beside = round(messages) + selection_bytes(elements, compression.density)
+            found.append((size, beside, kept_bytes(elements, compression.density)))
     return found

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from backbeat.cost import MessageTimes
-from backbeat.model import Plan, Profile
+from backbeat.cost import Curve, MessageTimes
+from backbeat.cost.message import ASSUMED_COMPRESSION_S_PER_BYTE, message_bytes
+from backbeat.model import Compression, Network, Plan, Profile
 from backbeat.model.plan import Bucket
+from backbeat.steps.sharded_cost import half_curve
 
 
 def running_sums(sizes: ArrayLike) -> NDArray[np.float64]:
@@ -30,13 +34,13 @@ def capped(sizes: list[float], caps: list[float], sums: NDArray[np.float64] | No
     >>> capped([3, 3, 3, 3, 3], [2, 6])
     [1, 3, 5]
     """
-    totals = running_sums(sizes) if sums is None else sums
+    totals = (running_sums(sizes) if sums is None else sums).tolist()
     count = len(sizes)
     ends: list[int] = []
     end = 0
     while end < count:
         cap = caps[min(len(ends), len(caps) - 1)]
-        reached = int(np.searchsorted(totals, totals[end] + cap))
+        reached = bisect_left(totals, totals[end] + cap)
         end = min(max(reached, end + 1), count)
         ends.append(end)
     return ends
@@ -119,6 +123,63 @@ def one_by_one(ready: NDArray[np.float64], times: MessageTimes) -> Flow:
     begun, ends = np.array(starts), np.array(finishes)
     # A head start on an idle link is no message sent before it was there.
     return Flow(begun, np.maximum(ends - times.transfer, begun), ends)
+
+
+def with_compression(ready: NDArray[np.float64], compress_s: Sequence[float]) -> NDArray[np.float64]:
+    """When buckets are ready to leave: each is compressed once it is ready, which puts off all gradients after it.
+
+    >>> with_compression(np.array([1.0, 2.0]), [0.5, 0.25]).tolist()
+    [1.5, 2.75]
+    """
+    found, spent = ready.tolist(), 0.0
+    for index in sorted(range(len(found)), key=found.__getitem__):
+        spent += compress_s[index]
+        found[index] += spent
+    return np.array(found)
+
+
+@dataclass(frozen=True)
+class CompressedCost:
+    """How long compressed buckets of a profile travel on a network. Every rank gathers everybody's message."""
+
+    network: Network
+    profile: Profile
+
+    @cached_property
+    def gather(self) -> Curve:
+        return half_curve(self.network, "all_gather")
+
+    def time(self, sizes: ArrayLike, compression: Compression) -> NDArray[np.float64]:
+        """Of buckets of these bytes, all compressed alike."""
+        elements = np.asarray(sizes, dtype=np.float64) / self.profile.element_bytes
+        return self.gather.time(self.network.workers * message_bytes(elements, compression.density))
+
+    def times(self, sizes: NDArray[np.float64], compressions: Sequence[Compression | None]) -> MessageTimes:
+        """Of buckets of these bytes. A compressed one takes as long after another as alone, and all of it counts as
+        link time."""
+        times = self.network.cost.times(sizes)
+        for index, compression in enumerate(compressions):
+            if compression is not None:
+                gathered = self.time(sizes[index], compression)
+                for kind in times:
+                    kind[index] = gathered
+        return times
+
+
+def compression_rates(profile: Profile) -> tuple[float, float]:
+    """Seconds of compressing, for each byte and for each bucket. Where the latter was not measured it is nothing: then
+    the former holds some of it."""
+    per_byte = profile.compression_s_per_byte
+    return ASSUMED_COMPRESSION_S_PER_BYTE if per_byte is None else per_byte, profile.compression_s_per_bucket or 0.0
+
+
+def compress_s(profile: Profile, sizes: NDArray[np.float64], compressions: Sequence[Compression | None]) -> list[float]:
+    """What compressing each bucket takes, on the compute stream."""
+    per_byte, per_bucket = compression_rates(profile)
+    return [
+        0.0 if compression is None else per_bucket + per_byte * size
+        for compression, size in zip(compressions, sizes.tolist(), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

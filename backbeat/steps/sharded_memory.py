@@ -27,10 +27,10 @@ from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.memory_timeline import Chain, Phase, Tally
 from backbeat.steps.resident_memory import ResidentMemory
 from backbeat.steps.sharded_activations import sharded_activations, tied_block
-from backbeat.steps.sharded_calls import Call, calls
 from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_step import run_step
 from backbeat.steps.sharded_units import ROOT, ShardedChain, chain_of
+from backbeat.steps.unit_graph import Call, calls
+from backbeat.steps.unit_step import run_step
 
 MOST_MICRO_BATCHES = 3
 """Those after the second hold what the second holds."""
@@ -243,8 +243,8 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
     shards, count = chain.sharding.mesh.shard, min(micro_batches, MOST_MICRO_BATCHES)
     cost = ShardedCost.of(profile, network, chain.sharding)
     factor = slowdown_of(profile, network, sharded=True).factor
-    run = run_step(chain, cost, profile.update_s / shards, micro_batches=count, slowdown=factor)
-    calls_in_time = zip(run.made.calls, run.times.starts, run.times.ends, strict=True)
+    made, times = run_step(chain, cost, profile.update_s / shards, micro_batches=count, slowdown=factor)
+    calls_in_time = zip(made.calls, times.starts, times.ends, strict=True)
     parts = ((start, end) for call, start, end in calls_in_time if call.event in ("forward", "backward"))
     resident = ResidentMemory.of(profile)
     always = always_held(resident, shards)
@@ -262,7 +262,7 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
         event = moment.call.event
         phase: Phase = "forward" if event == "forward" else "backward"
         if event == "end":
-            add(run.end_s if moment is moments[-1] else now, "copies", phase, moment.before, 0)
+            add(times.ends[-1] if moment is moments[-1] else now, "copies", phase, moment.before, 0)
             continue
         if event == "loss":
             add(now, "copies", "loss", moment.before, activations.at_loss)

@@ -503,7 +503,7 @@ def test_more_links_a_node_carry_more(tmp_path: Path) -> None:
     words = ("predict", RESNET, str(tmp_path / "node.json"), "-n", "64", "--across", "100gbe", "-s", "ddp", "--json")
     one, eight = (json.loads(run(*words, "--nics-per-node", links))["rows"][0] for links in ("1", "8"))
     assert eight["iteration_s"] < one["iteration_s"]
-    assert any("8 links a node" in note for note in eight["notes"])
+    assert any("8 links a node" in note["text"] for note in eight["notes"])
     with pytest.raises(InputError, match="--across"):
         run("predict", RESNET, "nvlink-ib400", "--nics-per-node", "8")
 

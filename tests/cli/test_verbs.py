@@ -292,7 +292,7 @@ def test_batch_sizes_that_were_not_profiled_say_so(profile: Path) -> None:
     ):
         (row,) = answer(*words, batch)["rows"]
         assert row["extrapolated"] is extrapolated
-        assert note is None or any(note in one for one in row["notes"])
+        assert note is None or any(note in one["text"] for one in row["notes"])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import backbeat as bb
 from backbeat.cost import Curve, LinkCost
 from backbeat.cost.bound import communication_bound
 from backbeat.model import Network, Profile
-from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import Schedule
 from tests.problems import affine, every_partition, make_profile, networks, profiles
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from backbeat.cost.curve import Curve, relative_line
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network
-from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import Schedule
 from tests.problems import affine, curve, networks
 from tests.steps.test_bucket_travel import by_engine, recursion

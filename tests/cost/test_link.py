@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from backbeat.cost import Batch, Curve, LinkCost
 from backbeat.model import ConcurrencyPoint
-from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import Schedule
 from tests.problems import affine, curve
 

@@ -295,3 +295,14 @@ def test_a_graph_too_large_is_refused() -> None:
     graph.seconds = [0.0] * (MOST_OPS + 1)
     with pytest.raises(InputError, match="50001 operations: at most 50000"):
         check_size(graph)
+
+
+def test_without_limits_on_communicators_each_message_has_its_own() -> None:
+    """Two messages of 1 s latency and 1 s of work on one communicator, which share the link without it."""
+    graph = Graph()
+    link = graph.link()
+    for _ in range(2):
+        graph.add(("communicator",), 1.0, work_s=1.0, links=(link,), cause="all-reduce")
+    assert run(graph).ends == [2.0, 4.0]
+    assert run(graph.unlimited()).ends == [3.0, 3.0]
+    assert run(graph).ends == [2.0, 4.0]

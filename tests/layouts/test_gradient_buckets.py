@@ -18,7 +18,7 @@ from backbeat.layouts.replicas import (
     overlapped_with_backward,
     rank_parameters,
 )
-from backbeat.layouts.stage_times import StageLayers, split_layers
+from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.steps.fusion import contended
 from backbeat.steps.schedule import Flow
 

@@ -20,7 +20,8 @@ from backbeat.layouts.layout import Job
 from backbeat.layouts.layout_memory import LayerMemory
 from backbeat.layouts.predict_layout import predictor_of
 from backbeat.layouts.replicas import rank_parameters, unit_parameters
-from backbeat.layouts.stage_times import StageTimer, StageTimes, split_layers
+from backbeat.layouts.stage_layers import split_layers
+from backbeat.layouts.stage_times import StageTimer, StageTimes
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import FRAMEWORKS, Framework, framework_named
 
@@ -192,11 +193,12 @@ def test_tensor_parallelism_gathers_and_scatters_around_attention_and_mlp(recomp
     layer = 2 * (gather + scatter)
     # Backward gathers what forward had gathered once more, unless it was kept.
     again = step(MODEL, APART, **fields).breakdown.tensor
-    assert again == pytest.approx(8 * (4 * (twice * layer + layer + 2 * gather) + ends))
+    assert again == pytest.approx(8 * (4 * (twice * layer + layer + 2 * gather) + ends + gather))
     kept = step(MODEL, framework_named(APART, gathers_again=False), **fields).breakdown.tensor
     assert kept == pytest.approx(8 * (4 * (twice * layer + layer) + ends))
     whole = step(MODEL, APART, sequence_parallel=False, **fields).breakdown.tensor
-    assert whole == pytest.approx(8 * (4 * (twice + 1) * 2 * reduce + 4 * reduce))
+    # The embedding's output, and the gradient of the head's input.
+    assert whole == pytest.approx(8 * (4 * (twice + 1) * 2 * reduce + 2 * reduce))
     # Tokens that go to experts are each rank's own: only attention and the MLP of all tokens are shared.
     lone = msgspec.structs.replace(EXPERTS, shared_ffn=0)
     for model, pairs in ((EXPERTS, 2), (lone, 1)):
@@ -214,11 +216,13 @@ def test_megatron_hides_what_backward_may_and_slices_hide_nearly_all() -> None:
 
     gather, scatter, reduce = (group(kind, 8 * S) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
     both = gather + scatter
-    # Of backward one gather shows; of slices the first of two, in either direction.
-    assert exposed("backward") == pytest.approx(4 * 2 * (both + gather) + 2 * both)
-    assert exposed("all") == pytest.approx(4 * 2 * both + 2 * both)
-    assert exposed("backward", sequence_parallel=False) == pytest.approx(4 * 2 * reduce + 4 * reduce)
-    assert exposed("all", sequence_parallel=False) == pytest.approx(4 * 2 * reduce + 4 * reduce)
+    # Of backward one gather shows; of slices the first or the last of two, but none of what backward hides whole. The
+    # head hides what its backward sends, too.
+    ends = both + gather
+    assert exposed("backward") == pytest.approx(4 * 2 * (both + gather) + ends)
+    assert exposed("all") == pytest.approx(4 * (both + gather) + ends)
+    assert exposed("backward", sequence_parallel=False) == pytest.approx(4 * 2 * reduce + reduce)
+    assert exposed("all", sequence_parallel=False) == pytest.approx(4 * reduce + reduce)
 
 
 def test_tokens_travel_to_their_experts_and_back_in_both_directions() -> None:
@@ -248,26 +252,33 @@ def test_keys_and_values_go_round_while_attention_works(tp: int, key_heads: int)
     assert found.context == pytest.approx(8 * 4 * (1 + 2) * 3 * send - found.attention * 3 / 4)
 
 
-def test_slices_hide_behind_as_many_products() -> None:
-    """On a slow network: those of forward, and twice as many in backward."""
+def test_slices_hide_behind_the_product_that_they_are_of() -> None:
+    """On a slow network: each of forward's behind its own; in backward what rows gather behind the input's gradient,
+    and what columns gather again and scatter behind both gradients."""
     conventions = framework_named(APART, overlap="dp+tp")
     job = Job(global_batch=16, sequence=S)
     timer = StageTimer(MODEL, Layout(tp=2), job, SLOW, operator_model("h100", "bf16"), conventions)
-    products = timer._seconds(timer.builder.layer(sparse=False).forward).matmul
-    kinds: tuple[Any, Any] = ("all_gather", "reduce_scatter")
-    both = 2 * sum(SLOW.waited_s(kind, 2 * S * H, 2) for kind in kinds)
-    assert timer.layer(sparse=False).parts.tensor == pytest.approx(2 * both - 3 * products)
+    gather, scatter = (SLOW.waited_s(kind, 2 * S * H, 2) for kind in ("all_gather", "reduce_scatter"))
+    found = timer.layer(sparse=False).parts
+    products = sum(
+        timer.operator_s(work)[1]
+        for segment in timer.builder.layer(sparse=False)
+        if segment.place in ("rows", "columns")
+        for work in (*segment.forward, *segment.input, *(segment.weight if segment.place == "columns" else ()))
+    )
+    assert found.tensor == pytest.approx(2 * (gather + scatter) + 2 * (2 * gather + scatter) - products)
 
 
 def test_computation_takes_longer_for_as_long_as_something_travels_beside_it() -> None:
-    """A share 1 - 1/slowdown of that time: of slices all but the first, of a ring all."""
+    """A share 1 - 1/slowdown of that time: of slices all but one, of what backward hides and of a ring all."""
     busy = replace(H100, contention=True)
     wide = msgspec.structs.replace(MODEL, hidden=8 * H, heads=64, ffn=8 * 4096)
     fields: dict[str, Any] = {"sequence": S, "band": False, "contention": True}
     sliced = framework_named(APART, overlap="dp+tp")
     found = layouts.predict(wide, busy, framework=sliced, tp=2, global_batch=8, **fields).breakdown.contention
-    both = 2 * (group("all_gather", 8 * S) + group("reduce_scatter", 8 * S))
-    assert found == pytest.approx(8 * 4 * 2 * (1 - 1 / busy.slowdown(2, matmul=1.0)) * both / 2)
+    gather, both = group("all_gather", 8 * S), group("all_gather", 8 * S) + group("reduce_scatter", 8 * S)
+    beside = 4 * (both + gather + 2 * both) + both
+    assert found == pytest.approx(8 * (1 - 1 / busy.slowdown(2, matmul=1.0)) * beside)
     found = layouts.predict(MODEL, busy, framework=APART, dp=2, cp=2, global_batch=16, **fields).breakdown.contention
     send = busy.send_s(2 * S / 2 * 2 * 4 * 128, 2, 1)
     assert found == pytest.approx(8 * 4 * (1 + 2) * (1 - 1 / busy.slowdown(2, attention=1.0)) * send)

@@ -15,7 +15,7 @@ from backbeat.layouts.layout import Job, Layout, impossible
 from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
 from backbeat.layouts.layout_prediction import Family
 from backbeat.layouts.replicas import rank_parameters
-from backbeat.layouts.stage_times import split_layers
+from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network
 from backbeat.model.collective_times import CollectiveTimes

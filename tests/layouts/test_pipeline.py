@@ -279,3 +279,11 @@ def test_a_step_too_long_to_be_simulated_whole_takes_what_its_middle_takes() -> 
     for schedule in ("gpipe", "1f1b"):
         few, many = (run_pipeline(schedule, 4, count, times, 0.1, listed=False).seconds for count in (1000, 41000))  # type: ignore[arg-type]
         assert many - few == pytest.approx(40000 * (3.3 + (0.2 if schedule == "gpipe" else 0)), rel=0.1)
+
+
+def test_what_is_too_large_for_a_graph_is_taken_in_closed_form() -> None:
+    times = [StageTimes(1.0, 1.0, 1.0)] * 256
+    found = run_pipeline("interleaved", 128, 256, times, 0.01)
+    assert not found.simulated
+    assert found == closed_form("interleaved", 128, 256, times, 0.01)
+    assert run_pipeline("1f1b", 35, 280, times[:35], 0.01).simulated

@@ -14,6 +14,7 @@ from backbeat.model import ComputeShares, Network, Profile, Slowdown, Topology
 from backbeat.model.collective_times import ShardedTimes
 from backbeat.model.files import bundled
 from backbeat.model.slowdown import CHANNELS, RING_MEMORY, WORK_KINDS, SlowdownCurve, emulated, slowdown_of
+from backbeat.report.words.notes import worded
 from tests.problems import affine, make_profile, networks, profiles
 
 BUS = 2 * 7 / 8
@@ -38,7 +39,7 @@ def test_what_was_measured_on_the_cluster_comes_first() -> None:
     half = ComputeShares(matmul=0.5, attention=0.0, memory=0.5)
     found = slowdown_of(on_gpu(compute_shares=half), network)
     assert found.factor == pytest.approx(1.3)
-    assert "measured on this cluster" in found.notes[0]
+    assert "measured on this cluster" in found.origin
     assert slowdown_of(on_gpu("cpu"), network).factor == 1.5
 
 
@@ -65,7 +66,7 @@ def test_emulated_by_transport() -> None:
         row = rows[CHANNELS[transport].sms, rate * 1e9]
         found = slowdown_of(on_gpu(), on(transport, rate))
         assert found.factor == pytest.approx(row.matmul, abs=0.02)
-        assert "emulated on an H200" in found.notes[0]
+        assert "emulated on an H200" in found.origin
     # The switch adds up, so that less memory moves for the same bandwidth.
     assert slowdown_of(on_gpu(), on("nvls", 370)).factor < slowdown_of(on_gpu(), on("infiniband", 370)).factor
 
@@ -73,13 +74,13 @@ def test_emulated_by_transport() -> None:
 def test_other_accelerators_by_their_shares_as_an_assumption() -> None:
     found = slowdown_of(on_gpu("NVIDIA A100-SXM4-80GB"), on("nvlink", 200))
     assert found.factor > slowdown_of(on_gpu(), on("nvlink", 200)).factor
-    assert "scaled to the A100 by assumption" in found.notes[0]
+    assert "scaled to the A100 by assumption" in found.origin
 
 
 def test_one_node_of_a_cluster_talks_over_its_switch() -> None:
     network = bb.Network.load("dgx-h100")
-    assert "infiniband" in slowdown_of(on_gpu(), network.at(workers=64)).notes[0]
-    assert "nvls" in slowdown_of(on_gpu(), network.at(workers=8)).notes[0]
+    assert "infiniband" in slowdown_of(on_gpu(), network.at(workers=64)).origin
+    assert "nvls" in slowdown_of(on_gpu(), network.at(workers=8)).origin
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), shares)
@@ -115,7 +116,7 @@ def test_a_prediction_says_what_contention_costs() -> None:
     alone = bb.predict(profile, replace(network, topology=topology), "ddp")
     assert found.breakdown.contention_s > 0
     assert found.iteration_s > alone.iteration_s
-    assert any("beside communication" in note for note in found.notes)
+    assert any("beside communication" in note for note in worded(found.notes))
     assert alone.breakdown.contention_s == 0
 
 

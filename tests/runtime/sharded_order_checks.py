@@ -23,10 +23,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.utils.checkpoint import checkpoint
 
 from backbeat.model import Block, Gradient, Mesh, Network, Plan, Profile, Sharding, ShardUnit
-from backbeat.steps.sharded_calls import calls
 from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_step import run_step
 from backbeat.steps.sharded_units import ROOT, chain_of
+from backbeat.steps.unit_graph import calls
+from backbeat.steps.unit_step import run_step
 from tests.call_order import call_order
 
 CHECKS: dict[str, Scenario] = {}
@@ -406,7 +406,7 @@ def _predicted_waits(profile: Profile, plan: Plan, micro_batches: int) -> list[W
     chain, sharding = chain_of(profile, plan), plan.sharding
     assert sharding is not None
     network = Network.load("25gbe").at(workers=sharding.mesh.shard * sharding.mesh.replicate)
-    made = run_step(chain, ShardedCost.of(profile, network, sharding), 0.0, micro_batches=micro_batches).made
+    made, _ = run_step(chain, ShardedCost.of(profile, network, sharding), 0.0, micro_batches=micro_batches)
     graph = made.graph
     # The copy into the buffer comes first, and waits.
     copies = [op for op, call in enumerate(made.calls) if call.event == "all_gather" and op not in graph.sent]

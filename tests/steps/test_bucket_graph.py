@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -19,16 +18,14 @@ from backbeat.cost import LinkCost
 from backbeat.engine import run
 from backbeat.model import Bucket, Compression, Framework, Network, Plan, Profile
 from backbeat.model.framework import FRAMEWORKS, framework_named
-from backbeat.model.slowdown import slowdown_of
-from backbeat.steps.bucket_graph import BucketGraph, BucketStep, bucket_graph, link_of
-from backbeat.steps.bucket_travel import BucketTravel
-from backbeat.steps.compressed_cost import CompressedCost, compress_s
-from backbeat.steps.framework_step import framework_iteration, gather_parts
+from backbeat.model.slowdown import slowdown_of, together_s
+from backbeat.steps.bucket_graph import BucketGraph, BucketStep, BucketTravel, bucket_graph, link_of
+from backbeat.steps.bucket_step import BucketWay, gather_parts
 from backbeat.steps.fusion import contended
-from backbeat.steps.iteration import BucketRun, bucket_iteration, exposed_breakdown
-from backbeat.steps.schedule import Flow, Schedule, one_by_one
+from backbeat.steps.schedule import CompressedCost, Flow, Schedule, compress_s, one_by_one
 from backbeat.steps.sharded_cost import half_curve
 from tests.problems import affine, make_profile, networks, profiles
+from tests.steps.stepped import stepped
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}
 ZOO = ("resnet50-b64-bf16-h200", "bert-large-b64-bf16-adamw-h200", "gpt2-b8-bf16-adamw-h200", "vgg16-b64-bf16-h200")
@@ -115,27 +112,23 @@ def test_bundled_profiles_take_what_they_took(name: str, cluster: str, gpus: int
     network = Network.load(cluster).at(workers=gpus)
     for way in ("wfbp", "ddp", "best"):
         plan = api.plan(profile, network, way)
-        schedule, buckets = Schedule.of_plan(profile, plan)
+        schedule, _ = Schedule.of_plan(profile, plan)
         for slowdown in (1.0, slowdown_of(profile, network).factor):
             made = graph_of(profile, schedule, network.cost, {"network": slowdown})
             times = run(made.graph)
-            step = bucket_iteration(profile, network, plan, 0.0, slowdown)
-            assert times.end_s == pytest.approx(step.steady_s, **CLOSE)
-            # All that a prediction says of a step comes from these.
-            again = BucketRun(buckets, schedule, made.flow(times), made.clock(times), profile.backward_s)
-            parts = exposed_breakdown(profile, network.cost, again, plan.communicators)
-            assert msgspec.structs.astuple(parts) == pytest.approx(msgspec.structs.astuple(step.breakdown), **CLOSE)
+            found = stepped(profile, network, plan, slowdown=slowdown)
+            assert times.end_s == pytest.approx(found.end_s, **CLOSE)
 
 
 def test_a_quieter_network_is_the_same_graph_with_other_times() -> None:
     profile = Profile.load(ZOO[0])
     network = Network.load("aws-p5en").at(workers=64)
-    schedule, _ = Schedule.of_plan(profile, api.plan(profile, network, "ddp"))
-    made = graph_of(profile, schedule, network.cost, {"network": 1.2})
+    way, plan = BucketWay, api.plan(profile, network, "ddp")
+    used = way(profile, plan)
+    used.on(network, 1.2, 1e-3)
     assert network.edges is not None
     for other in network.edges:
-        again = graph_of(profile, schedule, other.cost, {"network": 1.2})
-        assert run(made.on(other.cost.times(schedule.sizes))).ends == run(again.graph).ends
+        assert used.on(other, 1.3, 2e-3).end_s == way(profile, plan).on(other, 1.3, 2e-3).end_s
 
 
 CHANGED = [framework_named("megatron", **changed) for changed in ({"zero": 1}, {"overlap": "none"})]
@@ -160,33 +153,36 @@ def test_frameworks_take_what_they_took(
         Bucket(gradients=tuple(names[first:last]), communicator=0) for first, last in itertools.pairwise(bounds)
     )
     plan = Plan(strategy="custom", model=profile.model, communicators=1, buckets=buckets)
-    theirs = framework_iteration(profile, network, plan, reduction, micro_batches, slowdown)
-    made = framework_graph(profile, network, plan, reduction, micro_batches, slowdown)
-    assert run(made.graph).end_s == pytest.approx(theirs.steady_s, rel=1e-8)
+    found = BucketWay(profile, plan, micro_batches, reduction).on(network, slowdown)
+    expected = framework_s(profile, network, plan, reduction, micro_batches, slowdown)
+    assert found.end_s == pytest.approx(expected, rel=1e-8)
 
 
-def framework_graph(
+def framework_s(
     profile: Profile, network: Network, plan: Plan, reduction: Framework, micro_batches: int, slowdown: float
-) -> BucketGraph:
+) -> float:
+    """Gathers, passes and updates one after the other, with buckets beside each backward that they overlap with."""
     schedule, _ = Schedule.of_plan(profile, plan)
-    cost = network.cost
+    cost, hides = network.cost, reduction.overlapped != "none"
     if reduction.collective == "reduce_scatter":
         cost = LinkCost(half_curve(network, "reduce_scatter"))
-    return bucket_graph(
-        BucketStep(
-            schedule=schedule,
-            times=cost.times(schedule.sizes),
-            link=link_of(cost),
-            forward_s=profile.forward_s,
-            backward_s=profile.backward_s,
-            update_s=reduction.updated_s(profile.update_s, network.workers),
-            slowdowns={"network": slowdown},
-            micro_batches=micro_batches,
-            overlap=reduction.overlapped,
-            gathers=[(seconds, forward_s) for seconds, forward_s, _ in gather_parts(profile, network, reduction)],
-            gathers_ahead=reduction.hides_gathers,
-        )
-    )
+    if not hides:
+        schedule = dataclasses.replace(schedule, ready=np.full_like(schedule.ready, profile.backward_s))
+    flow, clock = BucketTravel(schedule, profile.backward_s).at(cost, slowdown if hides else 1.0)
+    round_s = max(flow.end_s, float(clock.when(profile.backward_s)))
+    rows = [(seconds, forward_s) for seconds, forward_s, _ in gather_parts(profile, network, reduction)]
+    first_s = sum(seconds for seconds, _ in rows) + profile.forward_s
+    if reduction.hides_gathers and rows:
+        # Forward enters a bucket once it is there; the next one is gathered from then on.
+        first_s = rows[0][0]
+        for index, (_, compute_s) in enumerate(rows):
+            ahead_s = rows[index + 1][0] if index + 1 < len(rows) else 0.0
+            first_s += together_s(compute_s, min(ahead_s, compute_s * slowdown), slowdown)
+            first_s += max(ahead_s - compute_s * slowdown, 0.0)
+    rounds = micro_batches if reduction.overlapped == "every" else 1
+    before_s = (micro_batches - rounds) * (profile.forward_s + profile.backward_s)
+    update_s = reduction.updated_s(profile.update_s, network.workers)
+    return first_s + before_s + (rounds - 1) * (profile.forward_s + round_s) + round_s + update_s
 
 
 @given(bucketed(), networks(busy=False), st.sampled_from([1.0, 1.5]), st.data())

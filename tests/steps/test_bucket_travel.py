@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from backbeat.cost import Curve, LinkCost
 from backbeat.engine import run
 from backbeat.model import Network, Profile
-from backbeat.steps.bucket_graph import BucketStep, bucket_graph, link_of
-from backbeat.steps.bucket_travel import BucketTravel
+from backbeat.steps.bucket_graph import BucketStep, BucketTravel, bucket_graph, link_of
 from backbeat.steps.schedule import Flow, Schedule, one_by_one
 from tests.problems import affine, networks, profiles
 
@@ -148,3 +147,26 @@ def test_a_second_network_is_as_if_it_were_the_first(
     for one, same in zip(found, expected, strict=True):
         for field in one.__slots__:
             assert getattr(one, field) == pytest.approx(getattr(same, field), rel=1e-12, abs=1e-15)
+
+
+@settings(max_examples=200)
+@given(schedules(most_communicators=3), networks())
+def test_nothing_ends_before_it_can_at_the_earliest(buckets: Schedule, network: Network) -> None:
+    travel = BucketTravel(buckets, float(buckets.ready.max()))
+    assert travel.least_s(network.cost) <= travel.at(network.cost)[0].end_s * (1 + 1e-9) + 1e-12
+
+
+@given(schedules(most_communicators=3), networks(), st.sampled_from([1.0, 1.5]))
+def test_buckets_in_ready_order_share_a_graph(buckets: Schedule, network: Network, slowdown: float) -> None:
+    """Whatever they hold: what was built for other times gives what is built for these."""
+    travel = BucketTravel(buckets, float(buckets.ready.max()) + 1e-3)
+    flow, clock = travel.at(network.cost, slowdown)
+    step = BucketStep(
+        schedule=buckets, times=network.cost.times(buckets.sizes), link=link_of(network.cost), forward_s=0.0,
+        backward_s=travel.backward_s, update_s=0.0, slowdowns={"network": slowdown},
+    )  # fmt: skip
+    made = bucket_graph(step)
+    times = run(made.graph)
+    assert flow.finishes == pytest.approx(made.flow(times).finishes, rel=1e-9, abs=1e-15)
+    if slowdown > 1:
+        assert clock.at == pytest.approx(made.clock(times).when(clock.done), rel=1e-9, abs=1e-15)

@@ -15,11 +15,11 @@ from backbeat.cost import LinkCost
 from backbeat.cost.bound import communication_bound
 from backbeat.cost.curve import Curve
 from backbeat.model import Network, Plan, Profile
-from backbeat.steps.bucket_travel import BucketTravel
-from backbeat.steps.iteration import bucket_iteration
+from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import UNDISTURBED, ComputeClock, Flow, Schedule, busy_periods
 from tests.cost.test_bound import measured_costs
 from tests.problems import affine, make_profile, networks, profiles
+from tests.steps.stepped import stepped
 
 ROUNDING = 1e-9
 slowdowns = st.sampled_from([1.02, 1.15, 1.5, 2.0, 5.0, 100.0])
@@ -95,8 +95,8 @@ def test_nothing_changes_where_nothing_slows_down(
     profile: Profile, network: Network, strategy: str, communicators: int
 ) -> None:
     plan = _plan(profile, network, strategy, communicators)
-    found = bucket_iteration(profile, network, plan, 1e-3, 1.0)
-    assert found == bucket_iteration(profile, network, plan, 1e-3)
+    found = stepped(profile, network, plan, slowdown=1.0)
+    assert found == stepped(profile, network, plan)
     assert found.breakdown.contention_s == 0
     assert float(UNDISTURBED.when(profile.backward_s)) == profile.backward_s
 
@@ -118,10 +118,10 @@ def test_overlap_never_costs_more_than_it_saves_and_the_bound_holds(
     profile: Profile, network: Network, slowdown: float, strategy: str, communicators: int
 ) -> None:
     plan = _plan(profile, network, strategy, communicators)
-    found = bucket_iteration(profile, network, plan, 0.0, slowdown)
-    assert found.bound_s <= found.steady_s * (1 + ROUNDING)
+    found = stepped(profile, network, plan, slowdown=slowdown)
+    assert found.bound_s <= found.end_s * (1 + ROUNDING)
     parts = found.breakdown
-    exposed = found.steady_s - profile.forward_s - profile.backward_s - profile.update_s
+    exposed = found.end_s - profile.forward_s - profile.backward_s - profile.update_s
     assert parts.latency_s + parts.bandwidth_s + parts.waiting_s + parts.contention_s == pytest.approx(
         exposed, abs=1e-9
     )
@@ -129,7 +129,7 @@ def test_overlap_never_costs_more_than_it_saves_and_the_bound_holds(
     if plan.dynamic is None:
         # Either something travels or computation runs at full speed: all messages after backward are the worst case.
         busy = sum(span.end_s - span.start_s for span in found.timeline if span.lane.startswith("communicator"))
-        assert found.steady_s <= (profile.forward_s + profile.backward_s + profile.update_s + busy) * (1 + ROUNDING)
+        assert found.end_s <= (profile.forward_s + profile.backward_s + profile.update_s + busy) * (1 + ROUNDING)
 
 
 @settings(max_examples=60)
@@ -147,12 +147,12 @@ def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown
 def test_compressed_iterations_slow_down_too(profile: Profile, network: Network, slowdown: float) -> None:
     compute = profile.forward_s + profile.backward_s + profile.update_s
     plan = bb.plan(profile, network, "compressed", density=0.1)
-    alone, found = (bucket_iteration(profile, network, plan, 0.0, factor) for factor in (1.0, slowdown))
-    assert found.steady_s >= alone.steady_s * (1 - ROUNDING)
-    assert found.bound_s <= found.steady_s * (1 + ROUNDING)
+    alone, found = (stepped(profile, network, plan, slowdown=factor) for factor in (1.0, slowdown))
+    assert found.end_s >= alone.end_s * (1 - ROUNDING)
+    assert found.bound_s <= found.end_s * (1 + ROUNDING)
     parts = found.breakdown
     total = parts.latency_s + parts.bandwidth_s + parts.waiting_s + parts.contention_s
-    assert total == pytest.approx(found.steady_s - compute, abs=1e-9)
+    assert total == pytest.approx(found.end_s - compute, abs=1e-9)
 
 
 def test_two_messages_by_hand() -> None:
@@ -160,10 +160,10 @@ def test_two_messages_by_hand() -> None:
     first travels from 1 to 2 s, the second is ready after another half second, and backward ends at 5 s."""
     profile = make_profile([1, 1], [1.0, 2.0], backward=4.0)
     network = affine(1.0, 0.0)
-    found = bucket_iteration(profile, network, bb.plan(profile, network, "wfbp"), 0.0, 2.0)
+    found = stepped(profile, network, bb.plan(profile, network, "wfbp"), slowdown=2.0)
     sent = [(span.start_s, span.end_s) for span in found.timeline if span.lane == "communicator 0"]
     assert sent == [(1.0, 2.0), (2.5, 3.5)]
-    assert found.steady_s == 5.0
+    assert found.end_s == 5.0
     assert found.breakdown.contention_s == 1.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import backbeat as bb
 from backbeat.model import CollectiveTimes, WorkersRow
+from backbeat.report.words.notes import worded
 from tests.problems import make_profile
 
 PROFILE = make_profile([40_000_000, 40_000_000], [0.01, 0.02])
@@ -17,7 +18,7 @@ NETWORK = bb.Network(
 
 def notes(workers: int, strategy: str) -> tuple[str, bool]:
     found = bb.predict(PROFILE, NETWORK.at(workers=workers), strategy)
-    return " ".join(found.notes), found.extrapolated
+    return " ".join(worded(found.notes)), found.extrapolated
 
 
 def test_another_number_of_workers_is_noted() -> None:

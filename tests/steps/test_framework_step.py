@@ -12,8 +12,9 @@ import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import Framework, Memory, Network, Profile
 from backbeat.model.framework import FRAMEWORKS, framework_named
+from backbeat.planners.baselines import framework_plan
 from backbeat.report.study_row import device_fit
-from backbeat.steps.framework_step import gather_before
+from backbeat.steps.bucket_step import BucketWay
 from tests.problems import affine, make_profile, networks, profiles
 
 DISTRIBUTED = framework_named("megatron", zero=1)
@@ -130,17 +131,17 @@ def test_a_sharded_step_by_hand() -> None:
     assert bb.predict(profile, network, framework=behind).iteration_s == pytest.approx(1 + 2 + 5 + 1)
     names = [span.name for span in bb.predict(profile, network, framework=behind).timeline]
     assert names.count("all-gather 1 of 2") == names.count("all-gather 2 of 2") == 1
-    slowed = gather_before(profile, network, behind, 2.0)
+    slowed = BucketWay(profile, framework_plan(profile, network, behind), 1, behind).on(network, 2.0)
     # Half of the first layer is done beside the second gather, the rest after it.
-    assert slowed.forward_end_s == pytest.approx(1 + 1 + 0.5 + 1)
-    assert slowed.contention_s == pytest.approx(0.5)
+    assert slowed.begin_s == pytest.approx(1 + 1 + 0.5 + 1)
+    assert slowed.forward_slower_s == pytest.approx(0.5)
 
 
 def test_measured_halves_are_used() -> None:
     profile = make_profile([4000], [1.0])
     network = affine(0.0, 1e-3, workers=4, all_gather=affine(0.0, 5e-3).all_reduce)
     mine = Framework(name="mine", zero=1)
-    assert gather_before(profile, network, mine, 1.0).stalled_s == pytest.approx(20.0)
+    assert bb.predict(profile, network, framework=mine).breakdown.gather_s == pytest.approx(20.0)
 
 
 def test_zero1_holds_its_share_of_the_optimizer() -> None:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.model.network import CollectiveTimes
 from backbeat.model.profile import Dtype, Gradient
+from backbeat.report.words.notes import worded
 from backbeat.steps.sharded_activations import sharded_activations
 from backbeat.steps.sharded_units import chain_of
 
@@ -63,16 +64,16 @@ def test_a_precision_is_known_by_any_of_its_names(precision: str) -> None:
 
 def test_a_precision_that_is_not_known_is_noted() -> None:
     found = bb.predict(profile("fp32", "amp"), NETWORK, "fsdp")
-    assert any("precision 'amp' is not known" in note for note in found.notes)
+    assert any("precision 'amp' is not known" in note for note in worded(found.notes))
     known = bb.predict(profile("fp32", "tf32"), NETWORK, "fsdp")
-    assert not any("precision" in note for note in known.notes)
+    assert not any("precision" in note for note in worded(known.notes))
 
 
 def test_iteration_times_in_another_unit_are_noted() -> None:
     milliseconds = replace(profile("fp32"), iteration_s=tuple(64.0 + i / 10 for i in range(10)))
     seconds = replace(profile("fp32"), iteration_s=tuple(0.064 + i / 10_000 for i in range(10)))
-    assert any("are both in seconds?" in note for note in bb.predict(milliseconds, NETWORK, "ddp").notes)
-    assert not any("are both in seconds?" in note for note in bb.predict(seconds, NETWORK, "ddp").notes)
+    assert any("are both in seconds?" in note for note in worded(bb.predict(milliseconds, NETWORK, "ddp").notes))
+    assert not any("are both in seconds?" in note for note in worded(bb.predict(seconds, NETWORK, "ddp").notes))
 
 
 def test_only_fp32_weights_under_autocast_have_copies() -> None:
@@ -98,4 +99,4 @@ def test_accumulated_iterations_with_a_long_update_are_not_taken_for_another_uni
     one = replace(profile("fp32"), accumulation=8, update_s=0.18)
     whole = 8 * (one.forward_s + one.backward_s) + one.update_s
     found = bb.predict(replace(one, iteration_s=(whole,) * 10), NETWORK, "ddp")
-    assert not any("are both in seconds?" in note for note in found.notes)
+    assert not any("are both in seconds?" in note for note in worded(found.notes))

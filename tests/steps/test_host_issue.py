@@ -11,11 +11,9 @@ from backbeat.engine import run
 from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.steps.bucket_graph import BucketStep, BucketSteps, bucket_graph, link_of
-from backbeat.steps.host_issue import HostIssue, IssuedWork, host_issue
-from backbeat.steps.host_lane import HostLane, done_s
-from backbeat.steps.model_chain import ModelChain
-from backbeat.steps.period import period_of
+from backbeat.steps.host import HostIssue, HostLane, host_issue, period_of
 from backbeat.steps.schedule import Schedule
+from backbeat.steps.sharded_units import ModelPieces
 from tests.chains import chains
 from tests.problems import affine, networks
 
@@ -47,13 +45,9 @@ def bucket_step(
     )
 
 
-def status_chain_s(issue: HostIssue, micro_batches: int) -> float:
-    """From the status to the end of the last backward, on an idle device: `HostLane` counts the host's time alone for
-    micro-batches before the last."""
-    later = [*issue.forward, *issue.backward]
-    works = [*issue.backward, *(later * (micro_batches - 1))]
-    works.insert(len(works) - len(issue.backward), IssuedWork(issue.opens_s, 0.0))
-    return done_s([work.host_s for work in works], [work.device_s for work in works])
+def issue_of(profile: Profile, counts: dict[str, int], wrapped: bool) -> HostIssue:
+    pieces = ModelPieces.of(device_alone(profile)).pieces
+    return host_issue(HostLane.of(profile), profile, pieces, **counts, wrapped=wrapped)
 
 
 @settings(max_examples=150)
@@ -73,7 +67,7 @@ def test_a_step_takes_no_longer_than_the_longest_chain(
     profile = hosted(profile, host, update_s)
     own, lane = device_alone(profile), HostLane.of(profile)
     counts = {"collectives": len(own.gradients), "gradients": len(own.gradients) if wrapped else 0}
-    issue = host_issue(ModelChain.of_profile(profile), **counts, wrapped=wrapped)
+    issue = issue_of(profile, counts, wrapped)
     plain = bucket_graph(bucket_step(own, network, None, micro_batches))
     times = run(plain.graph)
     tail = times.ends[plain.update] - own.update_s - times.ends[plain.backward]
@@ -81,9 +75,7 @@ def test_a_step_takes_no_longer_than_the_longest_chain(
     found = period_of(steps.graph, lambda: steps.add().update)
     least = longest = max(times.end_s, lane.step_s(micro_batches, **counts))
     if wrapped and issue.reads_status:
-        longest = max(least, status_chain_s(issue, micro_batches) + tail)
-        if micro_batches == 1:
-            assert longest == pytest.approx(lane.paced(times.end_s, 1, tail_s=tail, **counts), rel=1e-6)
+        longest = max(least, issue.after_status_s(micro_batches) + tail)
     # Host and device that are nearly even take many steps to show which is slower.
     slack = 1e-6 if found.settled else 0.1
     assert least * (1 - slack) <= found.seconds <= longest * (1 + slack) + 1e-12
@@ -97,6 +89,6 @@ def test_a_host_that_takes_no_time_changes_nothing() -> None:
     own = replace(device_alone(profile), host_s=None)
     for slowdown in (1.0, 1.3):
         plain = run(bucket_graph(bucket_step(own, network, None, 1, slowdown)).graph).end_s
-        issue = host_issue(ModelChain.of_profile(own))
+        issue = issue_of(own, {}, False)
         steps = BucketSteps(bucket_step(own, network, issue, 1, slowdown))
         assert period_of(steps.graph, lambda steps=steps: steps.add().update).seconds == pytest.approx(plain)

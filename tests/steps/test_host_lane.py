@@ -14,12 +14,13 @@ from backbeat.model.batches import at_batch, join
 from backbeat.model.collective_times import ShardedHost, ShardedTimes
 from backbeat.model.profile import device_alone
 from backbeat.report.words.answer import limit
-from backbeat.steps.host_lane import COLLECTIVE_S, GRADIENT_S, HostLane, done_s
+from backbeat.report.words.notes import worded
+from backbeat.steps.host import COLLECTIVE_S, GRADIENT_S, HostLane, host_issue
+from backbeat.steps.sharded_units import ModelPieces
 from tests.chains import chains, resnet152
 from tests.problems import affine, networks, profiles
 
 FAST, SLOW = affine(1e-5, 1e-12), affine(1e-3, 1e-9)
-SECONDS = st.floats(0.0, 10.0)
 
 
 def hosted(profile: Profile, host: float, device: float | None = None) -> Profile:
@@ -51,36 +52,6 @@ def every_plan(profile: Profile) -> list[bb.Plan]:
     ]
 
 
-@given(st.data())
-def test_steps_one_after_the_other_take_what_the_longest_way_round_takes(data: st.DataObject) -> None:
-    """Every work of fifty steps, begun when the host has issued it and the device has done those before it; the host
-    reads the status of a step when the next backward opens."""
-
-    def works(most: int) -> list[tuple[float, float]]:
-        return data.draw(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=most))
-
-    forward, backward, (update,) = works(4), works(4), works(1)
-    tail = data.draw(SECONDS)
-    host = device = communicated = 0.0
-    ends = []
-    for _ in range(50):
-        for index, (issuing, computing) in enumerate([*forward, *backward]):
-            if index == len(forward):
-                host = max(host, communicated)
-            host += issuing
-            device = max(device, host) + computing
-        communicated = device + tail
-        host += update[0]
-        device = max(communicated, host) + update[1]
-        ends.append(device)
-    issuing, computing = (sum(one[side] for one in (*forward, *backward)) for side in (0, 1))
-    lane = HostLane(
-        micro_batch_s=issuing, backward_s=done_s(*zip(*backward, strict=True)), update_s=update[0], by_block=True
-    )
-    found = lane.paced(computing + tail + update[1], 1, tail_s=tail)
-    assert (ends[-1] - ends[-21]) / 20 == pytest.approx(found, rel=1e-9, abs=1e-12)
-
-
 @settings(max_examples=25)
 @given(chains(most=6), st.floats(0.05, 2.0), st.floats(1.0, 3.0), st.sampled_from([FAST, SLOW]), st.integers(1, 3))
 def test_never_shorter_than_host_or_device_and_never_shorter_for_a_slower_host(
@@ -101,7 +72,7 @@ def test_never_shorter_than_host_or_device_and_never_shorter_for_a_slower_host(
             assert found.bound_s <= found.iteration_s * (1 + 1e-9)
             slower = found.iteration_s > ahead.iteration_s * (1 + 1e-9)
             assert slower or found.bottleneck != "host"
-            assert slower == any(note.startswith("the host ") for note in found.notes)
+            assert slower == any(note.startswith("the host ") for note in worded(found.notes))
 
 
 @given(chains(most=4), st.floats(0.05, 2.0), st.integers(1, 4))
@@ -116,7 +87,7 @@ def test_a_step_is_issued_in_what_the_host_took_for_it_unless_the_device_waited(
     whole = profile.forward_s + profile.backward_s
     assert HostLane.of(hosted(profile, host, 0.5)).micro_batch_s == pytest.approx(whole)
     # Nothing is known of the host of other profiles, and nothing counted.
-    assert HostLane.of(profile).paced(1e-9, micro_batches, collectives=9, gradients=9, tail_s=1.0) == 1e-9
+    assert HostLane.of(profile).step_s(micro_batches, collectives=9, gradients=9) == 0.0
 
 
 @given(chains(most=6), st.floats(0.2, 1.5))
@@ -195,9 +166,14 @@ def test_fsdp_takes_of_the_host_what_was_measured(
 
 
 def test_what_a_memory_plan_adds_is_issued_in_backward() -> None:
-    lane = HostLane(micro_batch_s=12.0, backward_s=9.0, by_block=True).longer(2.0)
-    assert lane.step_s(3) == 3 * 14.0
-    assert lane.paced(11.0, 1, tail_s=4.0) == 15.0
+    profile = four()
+    plain = HostLane.of(profile)
+    pieces = ModelPieces.of(device_alone(profile)).pieces
+    one, more = (host_issue(lane, profile, pieces) for lane in (plain, plain.longer(2e-3)))
+    assert plain.longer(2e-3).step_s(3) == pytest.approx(plain.step_s(3) + 6e-3)
+    assert one.forward == more.forward
+    added = [after.host_s - before.host_s for before, after in zip(one.backward, more.backward, strict=True)]
+    assert sum(added) == pytest.approx(2e-3)
 
 
 def four() -> Profile:
@@ -225,13 +201,13 @@ def test_what_is_exposed_is_free_as_long_as_the_host_issues() -> None:
     assert cheap.breakdown.host_s == pytest.approx(wrapper - 2e-3)
     assert cheap.bottleneck == "host"
     assert "issues work slower" in limit(cheap, profile)
-    assert any("the host sets the pace" in note for note in cheap.notes)
+    assert any("the host sets the pace" in note for note in worded(cheap.notes))
     assert cheap.timeline[-1].name == "waiting for the host"
     # The status is read before backward is issued: 8 ms, the last block's 1 ms on the device, the message.
     assert late.iteration_s == pytest.approx(8e-3 + 1e-3 + 9e-3 + wrapper)
     # A faster network would help there, whatever the host adds.
     assert late.bottleneck == "latency"
-    assert any("issues a backward after the last step's communication" in note for note in late.notes)
+    assert any("issues a backward after the last step's communication" in note for note in worded(late.notes))
     # Units have none: 12 ms for the host, and on the device 6 ms and what is exposed.
     units = bb.plan(profile, affine(9e-3, 0.0), "zero2")
     sharded, own = (bb.predict(each, affine(9e-3, 0.0), units) for each in (profile, device_alone(profile)))

@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 import backbeat as bb
-from backbeat.cost.message import message_bytes
+from backbeat.cost.message import message_bytes, selection_bytes
 from backbeat.model import Bucket, CollectiveTimes, Compression, Plan
-from backbeat.steps.bucket_travel import BucketTravel
-from backbeat.steps.compressed_cost import CompressedCost, selection_bytes
-from backbeat.steps.schedule import Schedule
+from backbeat.report.words.notes import worded
+from backbeat.steps.bucket_graph import BucketTravel
+from backbeat.steps.schedule import CompressedCost, Schedule
 from tests.problems import affine, make_profile
 
 TOPK = Compression(density=0.01)
@@ -60,8 +60,8 @@ def test_each_compressed_bucket_costs_something_by_itself() -> None:
 
 def test_what_the_selection_takes_is_what_it_allocates() -> None:
     # Blocks of 8: candidates of 12 bytes, eight for each that is sent, and what is sent of them.
-    assert selection_bytes(1_000_000, TOPK) == 12 * 8 * 10_000 + 12 * 10_000
-    assert selection_bytes(0, TOPK) == 0
+    assert selection_bytes(1_000_000, TOPK.density) == 12 * 8 * 10_000 + 12 * 10_000
+    assert selection_bytes(0, TOPK.density) == 0
 
 
 def test_without_encodings_it_is_the_recursion() -> None:
@@ -80,9 +80,9 @@ def test_what_is_not_measured_is_said() -> None:
         buckets=(Bucket(gradients=("g0",), communicator=1, compression=TOPK),),
     )  # fmt: skip
     profile, network = make_profile([4000], [0.1]), affine(1e-3, 1e-9)
-    notes = bb.predict(profile, network, plan).notes
+    notes = worded(bb.predict(profile, network, plan).notes)
     assert any("compression" in note for note in notes)
     assert any("derived" in note for note in notes)
     assert any("one communicator" in note for note in notes)
     measured = replace(network, all_gather=CollectiveTimes(alpha_s=5e-3, beta_s_per_byte=1e-9))
-    assert not any("derived" in note for note in bb.predict(profile, measured, plan).notes)
+    assert not any("derived" in note for note in worded(bb.predict(profile, measured, plan).notes))

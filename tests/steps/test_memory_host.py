@@ -13,6 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import Bucket, MemoryPlan, Network, Plan, Profile, Segment
 from backbeat.model.batches import at_batch
 from backbeat.planners.memory_moves import uniform
+from backbeat.report.words.notes import worded
 from backbeat.steps.memory_timeline import Chain, memory_timeline
 from backbeat.steps.predict import predict
 from backbeat.steps.resident_memory import ResidentMemory
@@ -137,11 +138,11 @@ def test_times_below_zero_are_refused(field: str) -> None:
 
 def test_a_launch_bound_profile_without_it_is_told_to_be_made_again() -> None:
     old = four(notes=("launch-bound: the host submits an iteration in 12 s",))
-    assert any("profile again" in note for note in memory_timeline(old, EVERY).notes)
+    assert any("profile again" in note for note in worded(memory_timeline(old, EVERY).notes))
     assert memory_timeline(old, MemoryPlan()).notes == ()
     assert memory_timeline(four(), EVERY).notes == ()
     assert memory_timeline(hosted(old, 12.0, 8.0), EVERY).notes == ()
     bucket = Bucket(gradients=tuple(gradient.name for gradient in old.gradients), communicator=0)
     plan = Plan(strategy="custom", model="four", workers=1, communicators=1, buckets=(bucket,), memory=EVERY)
     alone = Network.load("10gbe").at(workers=1)
-    assert any("profile again" in note for note in predict(old, alone, plan).notes)
+    assert any("profile again" in note for note in worded(predict(old, alone, plan).notes))

@@ -13,8 +13,7 @@ from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketStep, BucketSteps, bucket_graph, link_of
-from backbeat.steps.host_lane import HostLane, done_s
-from backbeat.steps.period import MOST_STEPS, period_of
+from backbeat.steps.host import MOST_STEPS, IssuedWork, done_s, period_of
 from backbeat.steps.schedule import Schedule
 from backbeat.steps.sharded_cost import ShardedCost
 from backbeat.steps.sharded_units import chain_of
@@ -119,11 +118,9 @@ def test_with_a_host_it_is_the_longest_way_round(
         return graph.add(("device",), update[1], after=(issued, status[-1]))
 
     issuing, computing = (sum(one[side] for one in (*forward, *backward)) for side in (0, 1))
-    lane = HostLane(
-        micro_batch_s=issuing, backward_s=done_s(*zip(*backward, strict=True)), update_s=update[0], by_block=True
-    )
+    status_s = done_s([IssuedWork(*work) for work in backward]) + tail
     found = period_of(graph, add_step)
-    expected = lane.paced(computing + tail + update[1], 1, tail_s=tail)
+    expected = max(computing + tail + update[1], issuing + update[0], status_s)
     assert found.settled or len(found.ends) == MOST_STEPS
     if found.settled:
         assert found.seconds == pytest.approx(expected, rel=1e-9, abs=1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,11 @@ import backbeat as bb
 from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, Source, Topology, WorkersRow
 from backbeat.model.batches import at_batch, join
 from backbeat.model.framework import FRAMEWORKS
+from backbeat.model.prediction import knee
+from backbeat.model.slowdown import Slowdown
 from backbeat.planners import SHARDED, STRATEGIES
-from backbeat.steps.predict import knee
+from backbeat.report.words.notes import worded
+from backbeat.steps.predict import predict
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 TWO = make_profile([10**6, 10**6], [1e-3, 2e-3], forward=1e-3)
@@ -71,7 +75,7 @@ def test_stragglers_are_waited_for_and_banded() -> None:
     assert few.band.p10_s < few.iteration_s < few.band.p90_s
     assert many.band.extrapolated
     assert not few.band.extrapolated
-    assert any("slowest of 4096" in note for note in many.notes)
+    assert any("slowest of 4096" in note for note in worded(many.notes))
     assert bb.predict(TWO, NETWORK, "single").band is None
 
 
@@ -123,16 +127,16 @@ def test_notes_say_what_is_extrapolated_or_left_out() -> None:
     assert bb.predict(TWO, NETWORK, plan).notes == ()
     moved = bb.predict(TWO, NETWORK.at(workers=64), plan)
     assert moved.extrapolated
-    assert any("extrapolated from 8" in note for note in moved.notes)
-    assert any("made for 8 workers, this is 64" in note for note in moved.notes)
+    assert any("extrapolated from 8" in note for note in worded(moved.notes))
+    assert any("made for 8 workers, this is 64" in note for note in worded(moved.notes))
     small = curve([(1024, 1e-4), (2048, 2e-4)])
-    assert any("largest message measured" in note for note in bb.predict(TWO, small, plan).notes)
+    assert any("largest message measured" in note for note in worded(bb.predict(TWO, small, plan).notes))
     jittery = replace(NETWORK, notes=("jitter over 20%",))
-    assert "network affine: jitter over 20%" in bb.predict(TWO, jittery, plan).notes
+    assert "network affine: jitter over 20%" in worded(bb.predict(TWO, jittery, plan).notes)
     part = bb.Plan.from_buckets(TWO, [["g1"]])
     result = bb.predict(TWO, NETWORK, part)
     assert result.buckets == 2
-    assert any("g0" in note for note in result.notes)
+    assert any("g0" in note for note in worded(result.notes))
 
 
 def test_the_knee_is_where_added_workers_stop_paying() -> None:
@@ -260,11 +264,11 @@ def test_notes_say_what_lies_between_rows_and_what_beyond() -> None:
     row = WorkersRow(workers=64, all_reduce=CollectiveTimes(points=((2**10, 1e-3), (2**20, 3e-3))))
     network = affine(1e-3, 1e-9, rows=(row,))
     exact, between, beyond = (bb.predict(TWO, network.at(workers=n), "single") for n in (64, 16, 128))
-    assert not any("workers" in note for note in exact.notes)
-    assert any("lie between those at 8 and 64" in note for note in between.notes)
-    assert any("extrapolated from 64" in note for note in beyond.notes)
+    assert not any("workers" in note for note in worded(exact.notes))
+    assert any("lie between those at 8 and 64" in note for note in worded(between.notes))
+    assert any("extrapolated from 64" in note for note in worded(beyond.notes))
     assert beyond.extrapolated
-    assert any("largest message measured" in note for note in exact.notes)
+    assert any("largest message measured" in note for note in worded(exact.notes))
 
 
 def test_what_a_memory_plan_does_not_keep_is_a_loss_and_may_limit_a_job() -> None:
@@ -274,8 +278,8 @@ def test_what_a_memory_plan_does_not_keep_is_a_loss_and_may_limit_a_job() -> Non
     assert (kept.bottleneck, small.bottleneck) == ("compute", "memory")
     assert small.scaling_factor == pytest.approx(kept.single_s / small.iteration_s)
     assert small.exposed_s < 0.02 * (small.single_s - kept.single_s)
-    assert any("not kept of activations costs 11.1 ms" in note for note in small.notes)
-    assert not any("not kept" in note for note in kept.notes)
+    assert any("not kept of activations costs 11.1 ms" in note for note in worded(small.notes))
+    assert not any("not kept" in note for note in worded(kept.notes))
 
 
 @pytest.mark.parametrize("way", ["ddp", "wfbp", "horovod", "compressed", "fsdp", "hsdp:8"])
@@ -300,3 +304,43 @@ def test_the_edges_of_a_frameworks_band_are_what_is_predicted_there(framework: s
     assert found.network_band is not None
     busy = bb.predict(profile, network.at(workers=64, load="busy"), framework=framework)
     assert found.network_band.busy_s == pytest.approx(busy.iteration_s, rel=1e-9)
+
+
+@settings(max_examples=40)
+@given(
+    profiles(most=12),
+    networks(),
+    st.sampled_from(["ddp", "wfbp", "asc-wfbp", "fsdp", "hsdp:4"]),
+    st.sampled_from([None, 1.3]),
+)
+def test_the_gap_by_cause_adds_up(profile: Profile, network: Network, strategy: str, slowdown: float | None) -> None:
+    if slowdown is not None:
+        network = replace(network, slowdown=Slowdown(matmul=slowdown))
+    plan = bb.plan(profile, network, strategy)
+    found, plain = (predict(profile, network, plan, gap_parts=asked) for asked in (True, False))
+    assert plain.gap_parts is None
+    assert replace(found, gap_parts=None) == plain
+    parts = msgspec.structs.astuple(found.gap_parts)
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(found.iteration_s - found.bound_s, abs=1e-9)
+    if slowdown is None:
+        assert found.gap_parts.contention_s == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_gap_is_told_by_cause() -> None:
+    """Three messages of 1 ms latency and 1 ms on the link, ready together: 6 ms on one communicator. As many
+    communicators as messages take 1 + 3 ms; a single message takes 1 + 3 ms, and nothing is faster."""
+    profile = make_profile([10**6] * 3, [0.0] * 3, backward=0.0)
+    network = affine(1e-3, 1e-9)
+    found = predict(profile, network, bb.plan(profile, network, "wfbp"), gap_parts=True)
+    assert found.iteration_s - found.bound_s == pytest.approx(2e-3)
+    assert found.gap_parts.communicators_s == pytest.approx(2e-3)
+    assert found.gap_parts.plan_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_computation_slowed_down_is_contention() -> None:
+    """Backward of 4 s, messages of 1 s at 1 and 2 s: computation loses half of the 2 s that they take."""
+    profile = make_profile([1, 1], [1.0, 2.0], backward=4.0)
+    network = replace(affine(1.0, 0.0), slowdown=Slowdown(matmul=2.0))
+    found = predict(profile, network, bb.plan(profile, network, "wfbp"), gap_parts=True)
+    assert found.gap_parts.contention_s == pytest.approx(found.iteration_s - found.bound_s)

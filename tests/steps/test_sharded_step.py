@@ -29,14 +29,15 @@ from backbeat.model import (
     WorkersRow,
 )
 from backbeat.model.collective_times import CollectivePair, ShardedTimes
-from backbeat.steps.iteration import Iteration
+from backbeat.report.words.notes import worded
 from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_step import run_step, sharded_iteration
 from backbeat.steps.sharded_units import ROOT, chain_of, owning_module
+from backbeat.steps.unit_step import run_step
 from tests.call_order import call_order
 from tests.chains import chains
 from tests.problems import affine, make_profile, networks, profiles
 from tests.sharded_problems import sharded_plan, sharded_plans
+from tests.steps.stepped import Stepped, stepped
 
 STRATEGIES = ("fsdp", "hsdp:4", "zero1", "zero2")
 
@@ -75,7 +76,7 @@ def taking(gather_s: float, scatter_s: float, workers: int = 8) -> Network:
 
 
 def step_s(profile: Profile, network: Network, plan: Plan, **options: float) -> float:
-    return sharded_iteration(profile, network, plan, **options).steady_s  # type: ignore[arg-type]
+    return stepped(profile, network, plan, **options).end_s  # type: ignore[arg-type]
 
 
 def copying_at(bytes_per_s: float | None) -> AbstractContextManager[object]:
@@ -104,7 +105,7 @@ def test_the_rate_limit_holds_a_gather_until_the_copy_out_two_before_it() -> Non
     profile = row(4, forward=10.0, backward=20.0)
 
     def starts(plan: Plan) -> list[float]:
-        gathers = [one for one in sharded_iteration(profile, network, plan).timeline if one.name.startswith("all-g")]
+        gathers = [one for one in stepped(profile, network, plan).timeline if one.name.startswith("all-g")]
         return [one.start_s for one in gathers[:4]]
 
     assert starts(one_each(profile)) == [0, 1, 2, 11]
@@ -118,8 +119,8 @@ def test_computation_waits_for_the_last_reduce_scatter_and_more_buffers_wait_lat
     profile = row(4)
     ends = []
     for buffers in (1, 2, 4):
-        step = sharded_iteration(profile, taking(0.0, 3.0), one_each(profile, reshard=False, buffers=buffers))
-        assert step.steady_s == pytest.approx(4 + 2 + 4 * 3)
+        step = stepped(profile, taking(0.0, 3.0), one_each(profile, reshard=False, buffers=buffers))
+        assert step.end_s == pytest.approx(4 + 2 + 4 * 3)
         ends.append(max(one.end_s for one in step.timeline if one.name.startswith("backward")))
     assert ends == pytest.approx([4 + 8 + 2, 4 + 8, 4 + 8])
 
@@ -158,26 +159,26 @@ def test_on_gloo_everything_comes_one_after_the_other(
     sharding = plan.sharding
     assert sharding is not None
     chain, cost = chain_of(profile, plan), ShardedCost.of(profile, there, sharding)
-    run = run_step(chain, cost, 0.0, micro_batches=micro_batches, slowdown=1.5)
-    graph = run.made.graph
+    made, times = run_step(chain, cost, 0.0, micro_batches=micro_batches, slowdown=1.5)
+    graph = made.graph
     travelling = sum(message.work_s for message in graph.sent.values())
-    assert run.end_s == pytest.approx(sum(graph.seconds) + travelling)
+    assert times.end_s == pytest.approx(sum(graph.seconds) + travelling)
     computed = micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s)
     sent = sum(graph.seconds[op] for op in graph.sent) + travelling
     copied = sum(own for own, cause in zip(graph.seconds, graph.causes, strict=True) if cause == "copy")
-    assert run.end_s == pytest.approx(computed + sent + copied)
+    assert times.end_s == pytest.approx(computed + sent + copied)
     bytes_of = 4 * max(chain.elements)
     whole = there.at(workers=sharding.mesh.shard).cost.isolated
     assert cost.scatter.at(bytes_of) == whole.at(bytes_of)
-    found = sharded_iteration(profile, there, plan, micro_batches=micro_batches)
+    found = stepped(profile, there, plan, micro_batches=micro_batches)
     # All of the communication is the link's, none is held back.
     assert found.breakdown.latency_s + found.breakdown.bandwidth_s == pytest.approx(sent)
-    assert found.bound_s <= found.steady_s * (1 + 1e-9)
+    assert found.bound_s <= found.end_s * (1 + 1e-9)
     # A half takes its time on the link at least. That is more than the whole takes where small messages are over twice
     # as fast, byte by byte, as large ones.
     if (whole.times >= whole.link_s_per_byte / 2 * whole.sizes).all():
-        overlapped = sharded_iteration(profile, network, plan, micro_batches=micro_batches)
-        assert found.steady_s >= overlapped.steady_s * (1 - 1e-9)
+        overlapped = stepped(profile, network, plan, micro_batches=micro_batches)
+        assert found.end_s >= overlapped.end_s * (1 - 1e-9)
 
 
 def test_collectives_in_a_row_take_what_was_measured_of_them_in_a_row() -> None:
@@ -214,7 +215,7 @@ def test_copies_of_the_model_are_reduced_behind_their_reduce_scatter() -> None:
     )
     plan = one_each(profile, shard=4, replicate=2)
     assert step_s(profile, node, plan) == pytest.approx(0.5 + 3 + 6 + 0.5 + 1)
-    lanes = {one.name.split()[0]: one.lane for one in sharded_iteration(profile, node, plan).timeline}
+    lanes = {one.name.split()[0]: one.lane for one in stepped(profile, node, plan).timeline}
     assert lanes["all-gather"] == lanes["reduce-scatter"] == "communicator 0"
     assert lanes["all-reduce"] == "communicator 1"
 
@@ -272,7 +273,7 @@ def test_copies_pass_the_devices_memory() -> None:
 def test_the_largest_message_is_a_units_parameters_or_its_gradients(param: str, reduced: str, width: int) -> None:
     profile = row(2)
     plan = sharded_plan(profile, [("b.0", "b.1")], param_dtype=param, reduce_dtype=reduced)
-    assert sharded_iteration(profile, taking(0.0, 0.0), plan).largest_bytes == 2000 * width
+    assert stepped(profile, taking(0.0, 0.0), plan).largest_bytes == 2000 * width
 
 
 @pytest.mark.parametrize(("param", "reduced", "gather_in"), [("fp32", "fp32", 8), ("bf16", "fp32", 4 + 2 + 4)])
@@ -310,7 +311,7 @@ def test_slowed_computation_beside_a_collective() -> None:
     profile = row(2)
     network = taking(1.0, 0.0)
     assert step_s(profile, network, one_each(profile), slowdown=2.0) > step_s(profile, network, one_each(profile))
-    whole = sharded_iteration(profile, network, one_each(profile), slowdown=2.0).breakdown
+    whole = stepped(profile, network, one_each(profile), slowdown=2.0).breakdown
     assert whole.contention_s > 0
 
 
@@ -322,18 +323,18 @@ def test_the_bound_holds_and_the_parts_add_up(profile: Profile, network: Network
     slowdown = data.draw(st.sampled_from([1.0, 1.0, 1.3]))
     rate = data.draw(st.sampled_from([None, 1e7]))
     with copying_at(rate):
-        step = sharded_iteration(profile, network, plan, micro_batches=micro_batches, slowdown=slowdown)
-    assert step.bound_s <= step.steady_s * (1 + 1e-9)
+        step = stepped(profile, network, plan, micro_batches=micro_batches, slowdown=slowdown)
+    assert step.bound_s <= step.end_s * (1 + 1e-9)
     pieces = chain_of(profile, plan).pieces
     single = micro_batches * (pieces.forward_s + pieces.backward_s) + profile.update_s
-    assert _parts(step) == pytest.approx(step.steady_s - single, rel=1e-6, abs=1e-9)
+    assert _parts(step) == pytest.approx(step.end_s - single, rel=1e-6, abs=1e-9)
     parts = step.breakdown
     assert min(parts.latency_s, parts.bandwidth_s, parts.waiting_s, parts.copies_s) >= -1e-12
     assert parts.contention_s >= -1e-9
-    assert step.steady_s >= single - profile.update_s - 1e-9
+    assert step.end_s >= single - profile.update_s - 1e-9
 
 
-def _parts(step: Iteration) -> float:
+def _parts(step: Stepped) -> float:
     return float(sum(msgspec.structs.astuple(step.breakdown)))
 
 
@@ -386,7 +387,7 @@ def test_the_engine_of_events_is_the_recursion_where_nothing_shares(
     assert plan.sharding is not None
     with copying_at(1e8):
         cost = ShardedCost.of(profile, network, plan.sharding)
-    graph = run_step(chain_of(profile, plan), cost, 1e-3, micro_batches=2).made.graph
+    graph = run_step(chain_of(profile, plan), cost, 1e-3, micro_batches=2)[0].graph
     one, other = run_in_order(graph), run_events(graph)
     for left, right in ((one.starts, other.starts), (one.on_link, other.on_link), (one.ends, other.ends)):
         assert left == pytest.approx(right, rel=1e-9, abs=1e-12)
@@ -412,7 +413,7 @@ def test_bytes_are_conserved(profile: Profile, network: Network, data: st.DataOb
             assert events["all_reduce", index] == (reductions if sharding.mesh.replicate > 1 else 0)
             assert events["all_gather", index] == events["copy_out", index]
             assert (events["all_gather", index] > 0) == (shards > 1)
-    timeline = sharded_iteration(profile, network, plan, micro_batches=2).timeline
+    timeline = stepped(profile, network, plan, micro_batches=2).timeline
     moved = sum(one.bytes for one in timeline if one.name.startswith("reduce-scatter"))
     size = 2 if sharding.reduce_dtype == "bf16" else 4
     assert moved in (0, held * size * reductions)
@@ -426,7 +427,7 @@ def test_profiles_without_blocks_are_predicted_too(
     result = bb.predict(profile, network, strategy, accumulation=accumulation)
     assert result.bound_s <= result.iteration_s * (1 + 1e-9)
     assert float(sum(msgspec.structs.astuple(result.breakdown))) == pytest.approx(result.exposed_s, rel=1e-6, abs=1e-9)
-    assert any("no blocks" in note for note in result.notes)
+    assert any("no blocks" in note for note in worded(result.notes))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp:1", "zero1", "zero2"])

@@ -66,7 +66,7 @@ def test_rows_are_trained_one_by_one(tmp_path: Path) -> None:
     [
         (["--batches", "1,2"], "--batches"),
         (["--batches", "1,2,3,0"], "--batches"),
-        (["--profiled", "1,2,3"], "two profiles"),
+        (["--profiled", "1,2,3"], "write 2 batch sizes"),
         (["--rows", "dense,sparce"], "sparce"),
         (["--memory", "much"], "much"),
     ],

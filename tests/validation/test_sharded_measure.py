@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -15,35 +15,14 @@ pytest.importorskip("torch", reason="the lab needs torch")
 from backbeat.errors import InputError
 from backbeat.steps.predict import predict
 from tests.lab.cases import network
-from validation import cases
+from validation import cases, collect
 from validation.ask import Asker
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "validation" / "sharded"
-
-
-def script(name: str) -> ModuleType:
-    """A script by its file: other folders have scripts of the same names."""
-    spec = importlib.util.spec_from_file_location(f"validation_sharded_{name}", SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["norm last", "norm first, norms in bf16"])
-def test_fsdp2_saves_in_a_layer_what_is_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch since 2.13 casts the inputs of every module of a unit, and saves less in the second of a pair."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    saved_bytes = script("saved_bytes")
-    for units, (_, found, predicted) in saved_bytes.compare(saved_bytes.cases("cpu")[name], "cpu"):
-        assert predicted[0] == pytest.approx(found[0], rel=0.01), units
-        assert predicted[1] == pytest.approx(found[1], rel=0.01) or (units == "in pairs" and predicted[1] > found[1])
 
 
 @pytest.fixture(scope="module")
 def measure() -> ModuleType:
     pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
-    return script("measure")
+    return importlib.import_module("validation.sharded.measure")
 
 
 def test_labs_by_name(measure: ModuleType) -> None:
@@ -72,7 +51,7 @@ def test_what_was_measured_is_not_measured_again(measure: ModuleType, tmp_path: 
     setting = measure.setting_of("4:16gbit", "nccl", 1.0)
     record = measure.opened(tmp_path / "lab.json", setting)
     record["cases"].append({"session": 0, "model": "tiny", "setting": "fsdp", "series_s": [[1.0] * 3] * 2})
-    measure.save(tmp_path / "lab.json", record)
+    collect.save(tmp_path / "lab.json", record)
     assert json.loads((tmp_path / "lab.json").read_text()) == json.loads(json.dumps(record))
     assert "fsdp" not in measure.left(record, ["tiny"], setting)["tiny"]
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -22,28 +18,21 @@ from backbeat.errors import InputError
 from backbeat.model import Profile
 from backbeat.steps.predict import predict
 from tests.lab.cases import network, profile
+from validation import collect
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "validation" / "training"
-NAMES = ("losses", "models", "data", "sides", "compare", "to_loss", "hosts")
+SCRIPTS = {
+    name: importlib.import_module(f"validation.training.{name}")
+    for name in ("models", "data", "sides", "compare", "to_loss")
+}
 
 
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, ModuleType]]:
-    """By name; other folders have scripts of the same names."""
-    kept = {name: sys.modules.pop(name, None) for name in NAMES}
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        yield {name: importlib.import_module(name) for name in NAMES}
-    finally:
-        sys.path.remove(str(SCRIPTS))
-        for name, module in kept.items():
-            sys.modules.pop(name)
-            if module is not None:
-                sys.modules[name] = module
+@pytest.fixture
+def scripts() -> dict[str, ModuleType]:
+    return SCRIPTS
 
 
 def test_examples(scripts: dict[str, ModuleType]) -> None:
-    found = doctest.testmod(scripts["losses"])
+    found = doctest.testmod(scripts["to_loss"])
     assert (found.failed, found.attempted > 0) == (0, True)
 
 
@@ -58,17 +47,15 @@ def test_what_is_no_side_model_or_task_is_refused(scripts: dict[str, ModuleType]
     with pytest.raises(InputError, match="there are text small"):
         scripts["to_loss"].parsed(["folder", "--size", "huge"])
     given = scripts["compare"].parsed(["folder", "--sides", "ddp,sharded:fp32:fp32", "--bandwidth", "5gbit,25gbit"])
-    assert given.bandwidth == [5e9, 25e9]
-    assert len(given.models) == 6
+    assert [one.rate_bits for one in collect.settings(given)] == [5e9, 25e9]
+    assert given.models == [*scripts["models"].SMALL]
 
 
 def test_half_of_the_models_are_transformers_and_have_layers(scripts: dict[str, ModuleType]) -> None:
     models = scripts["models"]
-    for six in (models.LIBRARY, models.SMALL):
-        assert [one.transformer for one in six.values()].count(True) == 3
-        assert len(six) == 6
-    for name in ("decoder", "patches", "residuals", "unet", "mixer"):
-        model = models.SMALL[name]
+    for some in (models.LIBRARY, models.SMALL):
+        assert 2 * [one.transformer for one in some.values()].count(True) == len(some)
+    for model in models.SMALL.values():
         with torch.device("meta"):
             built = model.build()
         assert len(model.block_names(built)) >= 4
@@ -89,14 +76,14 @@ def test_plans_take_the_dtypes_that_a_side_names(scripts: dict[str, ModuleType])
 
 
 def test_a_model_is_told_in_a_line_a_side(scripts: dict[str, ModuleType]) -> None:
-    line_of = scripts["compare"].line_of
-    assert line_of("two", {"model": "broken", "error": "node 1 is gone"}) == ["two broken: node 1 is gone"]
+    lines_of = scripts["compare"].lines_of
+    assert lines_of("two", {"model": "broken", "error": "node 1 is gone"}) == ["two broken: node 1 is gone"]
     sides = [
         {"side": "ddp", "turns_s": [1.0, 1.0], "predicted_s": 1.1, "peak_bytes": 2e9},
         {"side": "memory", "turns_s": [], "error": "budget too small"},
     ]
     case = {"model": "m", "batch_size": 4, "precision": "fp32", "took_s": 1.0, "sides": sides}
-    _, ddp, memory = line_of("two", case)
+    _, ddp, memory = lines_of("two", case)
     assert "1000.0 ms, predicted 1100.0 ms (+10.0%), peak 2" in ddp
     assert "budget too small" in memory
 
@@ -112,9 +99,7 @@ def test_the_time_to_a_loss_is_of_training_with_and_without_what_came_before(scr
         "ddp": {"block_s": [2.0, 2.0], "losses": [4.0, 3.0, 2.0, 1.0], "prepared_s": 0.0},
         "auto": {"block_s": [1.0, 1.0], "losses": [4.0, 3.0, 2.0, 1.5], "prepared_s": 3.0},
     }
-    curves = scripts["to_loss"].curves_of(sides, 2)
-    assert curves["ddp"].seconds == [1.0, 2.0, 3.0, 4.0]
-    rows = {row["side"]: row for row in scripts["losses"].table(curves, 1)}
+    rows = {row["side"]: row for row in scripts["to_loss"].table(sides, 2, 1)}
     assert [rows[name]["loss"] for name in rows] == [1.5, 1.5]
     assert (rows["ddp"]["training_s"], rows["auto"]["training_s"]) == (4.0, 2.0)
     assert (rows["ddp"]["with_preparation_s"], rows["auto"]["with_preparation_s"]) == (4.0, 5.0)
@@ -132,36 +117,6 @@ def test_data_depends_on_the_seed_alone(scripts: dict[str, ModuleType]) -> None:
     assert picture.shape == (3, 8, 8)
     assert 0 <= label < data.CLASSES
     assert torch.equal(picture, again)
-
-
-@pytest.mark.parametrize("units", [1, 2, 5, 7, 12])
-def test_hosts_have_as_many_units_as_their_names_say(
-    scripts: dict[str, ModuleType], units: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[tuple[object, dict[str, object]]] = []
-    hosts = scripts["hosts"]
-    monkeypatch.setattr(hosts, "fully_shard", lambda what, **options: made.append((what, options)))
-    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(12)))
-    rig = SimpleNamespace(model=SimpleNamespace(block_names=lambda one: [str(index) for index in range(12)]))
-    assert hosts.sharded(rig, units, True, model) is model
-    *blocks, (root, options) = made
-    assert (root, options) == (model, {})
-    assert len(blocks) == units
-    assert all(options == {"reshard_after_forward": True} for _, options in blocks)
-    modules = [module for group, _ in blocks for module in group]  # type: ignore[attr-defined]
-    assert modules == list(model)
-    assert max(len(group) for group, _ in blocks) - min(len(group) for group, _ in blocks) <= 1  # type: ignore[arg-type]
-
-
-def test_what_hosts_took_is_shown_by_the_slowest_rank(
-    scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    way = {"issued_s": [[[0.001, 0.002, 0.0]] * 3, [[0.002, 0.002, 0.001]] * 3], "steps_s": [[0.004] * 3, [0.006] * 3]}
-    (tmp_path / "m.json").write_text(json.dumps({"model": "m", "parameters": 7, "ways": {"plain": way}}))
-    scripts["hosts"].show(tmp_path)
-    out = capsys.readouterr().out
-    assert "m, 7 parameters" in out
-    assert "issues a step in    5.0 ms, it takes    6.0 ms" in out
 
 
 def test_a_search_within_a_budget_leaves_the_other_sides_their_memory(

@@ -1,10 +1,11 @@
 """Layouts run in the lab, beside both predictions: which family errs by how much, and what its answer costs.
 
-    python validation/layouts/lab.py FILE --backend gloo --bandwidth 200mbit --limit 20min
-    python validation/layouts/lab.py FILE --backend nccl --bandwidth 10gbit --hidden 2048 --sequence 2048
+    python validation/layouts/lab.py FOLDER --backend gloo --nodes 4,2 --bandwidth 200mbit --limit 20min
+    python validation/layouts/lab.py FOLDER --backend nccl --bandwidth 10gbit --hidden 2048 --sequence 2048
 
-Writes FILE after every case; the same command goes on where it stopped. It needs root, and a GPU for NCCL. `python
-validation/judge.py lab_layouts` predicts every case anew from the transfers that were timed beside it.
+Writes FOLDER/lab-<backend>-<bandwidth>.json after every case; the same command goes on where it stopped. It needs root,
+and a GPU for NCCL. `python validation/judge.py lab_layouts` predicts every case anew from the transfers that were timed
+beside it.
 
 Computation is that of a small transformer on an H100, stretched until a case is predicted to wait for the wanted share
 of its step, from the nominal bandwidth alone.
@@ -13,7 +14,6 @@ of its step, from the nominal bandwidth alone.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -36,8 +36,8 @@ from backbeat.lab.layout_lab import (
 from backbeat.lab.setting import Setting
 from backbeat.layouts.layout import Layout
 from backbeat.layouts.layout_prediction import COMPUTE
-from backbeat.units import format_seconds, parse_duration, parse_rate
-from validation import lab_layouts
+from validation import collect, lab_layouts
+from validation.collect import Record
 
 PIPELINES = ("pp=4,schedule=gpipe", "pp=4", "pp=4,vp=2", "pp=4,schedule=zero-bubble")
 LAYOUTS = {4: (*PIPELINES, "tp=4", "tp=2,pp=2"), 2: ("pp=2", "tp=2")}
@@ -83,67 +83,52 @@ def planned(setting: Setting, hidden: int, sequence: int) -> list[dict[str, Any]
     return found
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    path, begun = Path(arguments.file), time.monotonic()
-    limit = parse_duration(arguments.limit)
-    kept = json.loads(path.read_text()) if path.exists() else {"command": " ".join(sys.argv), "sessions": []}
-    for nodes in (int(part) for part in arguments.nodes.split(",")):
-        setting = Setting(
-            nodes=nodes, rate_bits=parse_rate(arguments.bandwidth), backend=arguments.backend, busy=arguments.busy
-        )
-        done = [row["case"] for one in kept["sessions"] if one["setting"] == setting.name for row in one["rows"]]
-        missing = [case for case in planned(setting, arguments.hidden, arguments.sequence) if case not in done]
-        if arguments.only:
-            missing = [case for case in missing if case["text"] in arguments.only.split(";")]
-        if not missing or time.monotonic() - begun > limit:
-            continue
-        cases = [case_of(record) for record in missing]
-        one: dict[str, Any] = {"setting": setting.name, "backend": setting.backend, "nodes": nodes}
-        one["rate_bits"] = setting.rate_bits
-        try:
-            with experiment.open_lab(setting, communicators(cases)) as session:
-                one["facts"] = session.ask("describe", 60)[0]
-                jobs = [case.run_job(setting) for case in cases]
-                one["transfers"] = time_links(session, jobs, setting, parse_duration(arguments.budget))
-                one["started_s"] = time.monotonic() - begun
-                one["rows"] = []
-                kept["sessions"].append(one)
-                for record, case in zip(missing, cases, strict=True):
-                    if time.monotonic() - begun > limit:
-                        break
-                    seconds, links = parse_duration(arguments.seconds), lab_layouts.timed(one, setting)
-                    (found,) = measure_layouts(session, [case], setting, links, seconds)
-                    one["rows"].append({"case": record, **row_of(found)})
-                    path.write_text(json.dumps(kept, indent=1) + "\n")
-                    print(_line(one["rows"][-1]), flush=True)
-        except BackbeatError as error:
-            print(f"{setting.name}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+def measure(setting: Setting, path: Path, missing: list[dict[str, Any]], given: argparse.Namespace) -> None:
+    """A session of one lab: its transfers, then case by case while there is time."""
+    kept, cases = collect.opened(path, sessions=[]), [case_of(record) for record in missing]
+    with experiment.open_lab(setting, communicators(cases)) as session:
+        one: Record = {
+            "setting": setting.name, "backend": setting.backend, "nodes": setting.nodes, "rate_bits": setting.rate_bits,
+            "facts": collect.described(session),
+            "transfers": time_links(session, [case.run_job(setting) for case in cases], setting, given.budget),
+            "rows": [],
+        }  # fmt: skip
+        kept["sessions"].append(one)
+        for record, case in zip(missing, cases, strict=True):
+            if time.monotonic() < given.end:
+                (found,) = measure_layouts(session, [case], setting, lab_layouts.timed(one, setting), given.seconds)
+                one["rows"].append({"case": record, **row_of(found)})
+                collect.save(path, kept)
+                errors = ", ".join(f"{family} {error:+.1%}" for family, error in one["rows"][-1]["error"].items())
+                collect.tell(f"{record['text']}: {found.measured_s:.3g} s, repeats within {found.repeat:.1%}, {errors}")
 
 
-def _line(row: dict[str, Any]) -> str:
-    errors = ", ".join(f"{family} {error:+.1%}" for family, error in row["error"].items())
-    step = f"{format_seconds(row['measured_s'])} (repeats within {row['repeat']:.1%})"
-    return f"{row['layout']}: {step}, waiting {row['waiting']:.0%}, {errors}"
+def measure_all(given: argparse.Namespace) -> bool:
+    fine = True
+    for setting in collect.settings(given, busy=given.busy):
+        path = given.folder / f"lab-{given.backend}-{given.bandwidth}.json"
+        sessions = collect.opened(path, sessions=[])["sessions"]
+        done = [row["case"] for one in sessions if one["setting"] == setting.name for row in one["rows"]]
+        missing = [case for case in planned(setting, given.hidden, given.sequence) if case not in done]
+        if given.only:
+            missing = [case for case in missing if case["text"] in given.only.split(";")]
+        if missing and time.monotonic() < given.end:
+            try:
+                measure(setting, path, missing, given)
+            except BackbeatError as error:
+                fine = False
+                collect.tell(f"{setting.name}:", error)
+    return fine
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("file")
-    for option, default in (
-        ("--backend", "gloo"),
-        ("--bandwidth", "200mbit"),
-        ("--nodes", "4,2"),
-        ("--limit", "9min"),
-        ("--seconds", "8s"),
-        ("--budget", "20s"),
-        ("--only", ""),
-    ):
-        parser.add_argument(option, default=default)
+def parsed() -> argparse.Namespace:
+    parser = collect.options(__doc__, nodes="4,2", bandwidth="200mbit", seconds="8s", budget="20s", limit="9min")
+    parser.add_argument("--only", help="layouts, separated by semicolons")
     parser.add_argument("--busy", action="store_true", help="other work takes this machine's cores")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=1024)
-    measure(parser.parse_args())
+    return collect.parsed(parser)
 
 
 if __name__ == "__main__":
-    main()
+    collect.run(measure_all, parsed)

@@ -1,4 +1,4 @@
-"""Models outside the zoo: six of torchvision and transformers for a GPU, six small ones of plain torch for a CPU.
+"""Models outside the zoo: six of torchvision and transformers for a GPU, two small ones of plain torch for a CPU.
 
 Each is built apart from its batch, so that ranks have the same weights and their own data. `blocks` names what FSDP2's
 tutorial would shard one by one: the layers.
@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,14 +60,6 @@ def images(size: int, device: torch.device, *, pixels: int = 224, classes: int =
     )
 
 
-def maps(size: int, device: torch.device, *, pixels: int = 32) -> Batch:
-    """Images, and a class for each pixel."""
-    return (
-        torch.randn(size, 3, pixels, pixels, device=device),
-        torch.randint(0, 4, (size, pixels, pixels), device=device),
-    )
-
-
 def tokens(size: int, device: torch.device, *, length: int, vocabulary: int) -> torch.Tensor:
     return torch.randint(0, vocabulary, (size, length), device=device)
 
@@ -99,9 +90,9 @@ def of_transformers(name: str, **options: Any) -> nn.Module:
 class Layer(nn.Module):
     """A transformer's layer, normalised first."""
 
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
         self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -109,7 +100,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = (*x.shape[:2], self.heads, -1)
         parts = (part.view(shape).transpose(1, 2) for part in self.attention(self.before(x)).chunk(3, -1))
-        mixed = functional.scaled_dot_product_attention(*parts, is_causal=self.causal)
+        mixed = functional.scaled_dot_product_attention(*parts, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
         found: torch.Tensor = x + self.feed(self.after(x))
         return found
@@ -121,7 +112,7 @@ class Decoder(nn.Module):
     def __init__(self, width: int, layers: int, heads: int, length: int, vocabulary: int = 256) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.layers = nn.ModuleList(Layer(width, heads, causal=True) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
         self.last, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -130,36 +121,6 @@ class Decoder(nn.Module):
             x = layer(x)
         scores: torch.Tensor = self.head(self.last(x))
         return scores
-
-
-class Patches(nn.Module):
-    """A vision transformer; with `mixing`, an MLP that mixes patches in place of attention."""
-
-    def __init__(self, width: int, layers: int, classes: int = 10, *, mixing: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Conv2d(3, width, 8, stride=8)
-        self.layers = nn.ModuleList(Mixer(width, 16) if mixing else Layer(width, 4, False) for _ in range(layers))
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        x = self.embed(pictures).flatten(2).transpose(1, 2)
-        for layer in self.layers:
-            x = layer(x)
-        scores: torch.Tensor = self.head(x.mean(1))
-        return scores
-
-
-class Mixer(nn.Module):
-    def __init__(self, width: int, patches: int) -> None:
-        super().__init__()
-        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.across = nn.Sequential(nn.Linear(patches, 64), nn.GELU(), nn.Linear(64, patches))
-        self.within = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.across(self.before(x).transpose(1, 2)).transpose(1, 2)
-        found: torch.Tensor = x + self.within(self.after(x))
-        return found
 
 
 class Residual(nn.Module):
@@ -202,31 +163,6 @@ class Residuals(nn.Module):
         return scores
 
 
-class UNet(nn.Module):
-    """Down to an eighth and back up, with what was before beside it."""
-
-    def __init__(self, width: int, classes: int = 4) -> None:
-        super().__init__()
-        sizes = [3, *(width * 2**level for level in range(4))]
-        self.down = nn.ModuleList(Residual(a, b, 2 if index else 1) for index, (a, b) in enumerate(_pairs(sizes)))
-        self.up = nn.ModuleList(Residual(b + a, a, 1) for a, b in reversed(_pairs(sizes[1:])))
-        self.head = nn.Conv2d(width, classes, 1)
-
-    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        kept = [pictures]
-        for block in self.down:
-            kept.append(block(kept[-1]))
-        x = kept.pop()
-        for block in self.up:
-            x = block(torch.cat([functional.interpolate(x, scale_factor=2.0), kept.pop()], 1))
-        scores: torch.Tensor = self.head(x)
-        return scores
-
-
-def _pairs(sizes: list[int]) -> list[tuple[int, int]]:
-    return list(pairwise(sizes))
-
-
 def _vision(name: str, batch_size: int, blocks: str, *, transformer: bool = False) -> Model:
     return Model(
         build=partial(torchvision, name),
@@ -237,12 +173,6 @@ def _vision(name: str, batch_size: int, blocks: str, *, transformer: bool = Fals
         transformer=transformer,
     )
 
-
-SMALL_IMAGES = partial(images, pixels=32, classes=10)
-ELECTRA_TINY = {
-    "vocab_size": 4000, "embedding_size": 128, "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "intermediate_size": 768,
-}  # fmt: skip
 
 # Transformers and others by turns: a time limit leaves some of each.
 LIBRARY = {
@@ -270,25 +200,8 @@ SMALL = {
         batch_size=8, blocks=r"layers\.\d+", transformer=True,
     ),
     "residuals": Model(
-        build=partial(Residuals, 24, 2), batch=SMALL_IMAGES, loss=classified, batch_size=16,
+        build=partial(Residuals, 24, 2), batch=partial(images, pixels=32, classes=10), loss=classified, batch_size=16,
         blocks=r"blocks\.\d+", transformer=False,
-    ),
-    "electra_tiny": Model(
-        build=partial(of_transformers, "ElectraForPreTraining", **ELECTRA_TINY),
-        batch=partial(replaced, length=64, vocabulary=4000), loss=own_loss, batch_size=8,
-        blocks=r"electra\.encoder\.layer\.\d+", transformer=True,
-    ),
-    "unet": Model(
-        build=partial(UNet, 24), batch=maps, loss=classified, batch_size=16, blocks=r"(down|up)\.\d+",
-        transformer=False,
-    ),
-    "patches": Model(
-        build=partial(Patches, 192, 4), batch=SMALL_IMAGES, loss=classified, batch_size=32,
-        blocks=r"layers\.\d+", transformer=True,
-    ),
-    "mixer": Model(
-        build=partial(Patches, 192, 6, mixing=True), batch=SMALL_IMAGES, loss=classified, batch_size=32,
-        blocks=r"layers\.\d+", transformer=False,
     ),
 }  # fmt: skip
 MODELS = LIBRARY | SMALL

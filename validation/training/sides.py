@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 import torch
-from models import MODELS, Model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -47,13 +46,14 @@ from backbeat.runtime.parallel import parallelize as verb
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.trials import ExampleStep
 from backbeat.steps.predict import predict
+from validation.training.models import MODELS, Model
 
 OPTIMIZER = "adamw"
 WARM_UP = 3
 ROUNDS = 4
 LEAST_STEPS, MOST_STEPS = 2, 10
-CAPS_MB = (1, 5, 10, 50, 100)
-"""Bucket sizes that `tuned` tries beside DDP's own 25."""
+CAPS_MB = (1, 5, 10, 25, 50, 100)
+"""Bucket sizes that `tuned` tries; DDP's own is 25."""
 TUNING_STEPS = 4
 MEMORY_SHARE = 0.6
 """Of what activations take, for `memory`."""
@@ -127,9 +127,8 @@ class Rig:
         self.plain = model.build()
         torch.manual_seed(1 + node.rank)
         batch = model.batch(batch_size or model.batch_size, node.device)
-        self.step = ExampleStep(
-            batch=batch, loss=model.loss, optimizer=OPTIMIZER, precision=precision, device=node.device
-        )
+        how: dict[str, Any] = {"optimizer": OPTIMIZER, "precision": precision, "device": node.device}
+        self.step = ExampleStep(batch=batch, loss=model.loss, **how)
 
     def copy(self) -> nn.Module:
         """The model, to be trained."""
@@ -139,14 +138,9 @@ class Rig:
         began = time.monotonic()
         with AutoSeen() as seen:
             trained = parallelize(
-                self.copy(),
-                plan="auto",
-                example=(self.step.batch, self.step.loss),
-                optimizer=OPTIMIZER,
-                precision=self.precision,
-                budget_s=budget_s,
-                **options,
-            )
+                self.copy(), plan="auto", example=(self.step.batch, self.step.loss), optimizer=OPTIMIZER,
+                precision=self.precision, budget_s=budget_s, **options,
+            )  # fmt: skip
         return trained, seen, time.monotonic() - began
 
     @property
@@ -177,12 +171,11 @@ class Rig:
 
     def peak_bytes(self, training: Training) -> int:
         """Most that is allocated in one step, by this side and what was there before; 0 on a CPU."""
-        if self.device.type != "cuda":
-            self.seconds(training, 1)
-            return 0
-        torch.cuda.reset_peak_memory_stats(self.device)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.seconds(training, 1)
-        return torch.cuda.max_memory_allocated(self.device)
+        return torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
 
     @property
     def batch_bytes(self) -> int:
@@ -192,16 +185,16 @@ class Rig:
         """The median step of the slowest rank."""
         return float(max(self.ranks.gather(median(seconds))))
 
-    def tuned(self, caps: Sequence[int]) -> dict[str, float]:
-        """A step of torch's DDP with each bucket size, in MiB."""
+    def fastest_cap(self) -> tuple[int, dict[str, float]]:
+        """The bucket size of torch's DDP that is fastest, in MiB; and a step with each."""
         found = {}
-        for cap in caps:
+        for cap in CAPS_MB:
             training = self.training(ddp(self.copy(), cap))
             self.seconds(training, WARM_UP)
             found[str(cap)] = self.slowest(self.seconds(training, TUNING_STEPS))
             del training
             release(self.device)
-        return found
+        return int(min(found, key=lambda cap: found[cap])), found
 
 
 def ddp(model: nn.Module, cap_mb: int | None = None) -> nn.Module:
@@ -237,26 +230,17 @@ def memory_budget(profile: Profile) -> int:
 def tutorial_plan(names: Sequence[str], dtype: Any, profile: Profile, network: Network) -> Plan:
     """What FSDP2's tutorial does, as a plan: a unit a layer, gathered in this dtype and resharded after forward."""
     sharding = Sharding(
-        mesh=Mesh(replicate=1, shard=network.workers),
-        param_dtype=dtype,
-        reduce_dtype="fp32",
-        reduce_scatter_buffers=1,
-        separate_reduce_scatter=False,
+        mesh=Mesh(replicate=1, shard=network.workers), param_dtype=dtype, reduce_dtype="fp32",
+        reduce_scatter_buffers=1, separate_reduce_scatter=False,
         units=tuple(ShardUnit(modules=(name,), reshard=True, prefetch=0) for name in names),
-    )
+    )  # fmt: skip
     return msgspec.structs.replace(make_plan(profile, network, "fsdp"), sharding=sharding, predicted=None)
 
 
 def measure(
-    node: Any,
-    *,
-    model: str,
-    batch_size: int | None,
-    precision: str,
-    sides: Sequence[str],
-    seconds: float,
+    node: Any, *, model: str, batch_size: int | None, precision: str, sides: Sequence[str], seconds: float,
     budget_s: float,
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | None:  # fmt: skip
     """All sides of one model: what rank 0 knows; None from the others."""
     # What an earlier model left: wrapped models hold themselves.
     release(node.device)
@@ -268,11 +252,8 @@ def measure(
     told = {"search_s": search_s, "words": seen.taken.words}
     built = [Side(name="auto", plan=plan, build=lambda _: trained, found=told)]
     for name in sides:
-        if name != "auto":
-            built.append(_side(name, rig, profile, network, budget_s))
-    running = [one for one in built if _started(one, rig)]
-    if "auto" not in sides:
-        running = [one for one in running if one.name != "auto"]
+        built += [_side(name, rig, profile, network, budget_s)] if name != "auto" else []
+    running = [one for one in built if _started(one, rig) and one.name in sides]
     expected_s = {one.name: rig.slowest(rig.seconds(one.training, 2)) for one in running if one.training is not None}
     turns: dict[str, list[float]] = {one.name: [] for one in running}
     for turn in range(ROUNDS):
@@ -295,27 +276,21 @@ def measure(
     if node.rank != 0:
         return None
     return {
-        "model": model,
-        "batch_size": batch_size or MODELS[model].batch_size,
-        "precision": precision,
-        "took_s": time.monotonic() - began,
-        "profile": encode(profile),
-        "network": msgspec.to_builtins(network),
+        "model": model, "batch_size": batch_size or MODELS[model].batch_size, "precision": precision,
+        "took_s": time.monotonic() - began, "profile": encode(profile), "network": msgspec.to_builtins(network),
         "sides": cases,
-    }
+    }  # fmt: skip
 
 
 def _side(name: str, rig: Rig, profile: Profile, network: Network, budget_s: float) -> Side:
     """Not yet built; with its error where there is no plan."""
-    if name == "auto_memory":
-        return _searched(name, rig, budget_s, memory_bytes=memory_budget(profile))
-    if name == "auto_compressed":
-        return _searched(name, rig, budget_s, compression="allow")
+    if name in ("auto_memory", "auto_compressed"):
+        own_budget = memory_budget(profile) if name == "auto_memory" else None
+        return _searched(name, rig, budget_s, own_budget, **({} if own_budget else {"compression": "allow"}))
     if name == "ddp":
         return Side(name=name, plan=make_plan(profile, network, "ddp"), build=ddp)
     if name == "tuned":
-        caps = rig.tuned(sorted({*CAPS_MB, 25}))
-        best = int(min(caps, key=lambda cap: caps[cap]))
+        best, caps = rig.fastest_cap()
         plan = make_plan(profile, network, "ddp", bucket_bytes=best * 2**20)
         return Side(name=name, plan=plan, build=lambda model: ddp(model, best), found={"caps_s": caps, "cap_mb": best})
     if name == "fsdp2":
@@ -323,11 +298,10 @@ def _side(name: str, rig: Rig, profile: Profile, network: Network, budget_s: flo
         return Side(name=name, plan=plan, build=rig.fsdp2)
     own = _with_memory(rig) if name == "memory" else None
     text, error = None, None
-    if rig.ranks.rank == 0:
-        try:
-            text = encode(planned(name, own or profile, network)).decode()
-        except BackbeatError as raised:
-            error = str(raised)
+    try:
+        text = encode(planned(name, own or profile, network)).decode() if rig.ranks.rank == 0 else None
+    except BackbeatError as raised:
+        error = str(raised)
     text, error = rig.ranks.from_rank_0([text, error])
     if text is None:
         return Side(name=name, plan=None, build=ddp, found={"error": error})
@@ -365,12 +339,10 @@ def _with_memory(rig: Rig) -> Profile:
     held = found.memory
     if held is not None:
         # What `auto` has built stays beside it here, and not in training.
-        alone = msgspec.structs.replace(
-            held, steady_bytes=held.steady_bytes - before, peak_bytes=held.peak_bytes - before
-        )
+        less = {name: getattr(held, name) - before for name in ("steady_bytes", "peak_bytes")}
         # Nodes that share a GPU share its link to the host.
         link = found.host_link and found.host_link.shared_by(rig.ranks.size)
-        found = msgspec.structs.replace(found, memory=alone, host_link=link)
+        found = msgspec.structs.replace(found, memory=msgspec.structs.replace(held, **less), host_link=link)
     return _shared(rig.ranks, found, Profile)
 
 

@@ -10,78 +10,58 @@ a DataLoader with workers; all sides see the same samples from the same weights.
 each, and a side's clock runs only in its own turns, waiting for data included. What `auto` searches and a bucket size
 takes to tune is counted apart. `drop_in` is `DistributedDataParallel(model, plan="auto")`, which measures and plans in
 its first steps; `again` is stock DDP once more, to see what the same thing differs by.
-FOLDER/<task>-<size>-<lab>.json is written after every round. Needs root.
+FOLDER/<task>-<size>-<lab>.json is written after every round. Needs root; with `--backend nccl` a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from data import CLASSES, Gratings, Text, loader
-from losses import Curve, table
-from models import Decoder, Model, Residuals, classified, next_token
-from sides import CAPS_MB, Rig, ddp
 
-from backbeat.errors import BackbeatError, InputError
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from backbeat.errors import InputError
 from backbeat.lab import experiment
-from backbeat.lab.setting import Setting, check_requirements
 from backbeat.measure.model.inputs import to_device
 from backbeat.measure.model.training_step import autocast, release
-from backbeat.model.files import write
 from backbeat.runtime import DistributedDataParallel
-from backbeat.units import parse_duration, parse_rate
+from validation import collect
+from validation.training.data import CLASSES, Gratings, Text, loader
+from validation.training.models import Decoder, Model, Residuals, classified, next_token
+from validation.training.sides import Rig, ddp
 
-HERE = Path(__file__).resolve().parent
-SIDES = ("ddp", "tuned", "fsdp2", "auto")
-OTHERS = ("again", "drop_in")
-"""Sides that only run where they are asked for."""
+SIDES = ("ddp", "tuned", "fsdp2", "auto", "again", "drop_in")
 COMMUNICATORS = 2
 PREPARE_S = 900.0
 """What building all sides may take at most."""
+Task = tuple[Model, Callable[[int], Any]]
+"""The model, and its data by seed."""
 
 
-def model_of(task: str, size: str) -> tuple[Model, Callable[[int], Any]]:
-    """The model, and its data by seed."""
-    if (task, size) not in TASKS:
-        raise InputError(f"{task} of size {size!r} is not there: there are {', '.join(map(' '.join, TASKS))}")
-    return TASKS[task, size]
-
-
-def _decoder(width: int, layers: int, length: int, batch_size: int) -> tuple[Model, Callable[[int], Any]]:
-    def batch(size: int, device: torch.device) -> torch.Tensor:
-        return torch.randint(0, 256, (size, length + 1), device=device)
-
-    def build() -> torch.nn.Module:
-        return Decoder(width, layers, max(width // 64, 2), length)
-
+def _decoder(width: int, layers: int, length: int, batch_size: int) -> Task:
     made = Model(
-        build=build, batch=batch, loss=next_token, batch_size=batch_size, blocks=r"layers\.\d+", transformer=True
-    )
+        build=lambda: Decoder(width, layers, max(width // 64, 2), length),
+        batch=lambda size, device: torch.randint(0, 256, (size, length + 1), device=device),
+        loss=next_token, batch_size=batch_size, blocks=r"layers\.\d+", transformer=True,
+    )  # fmt: skip
     return made, lambda seed: Text(length, seed)
 
 
-def _residuals(width: int, depth: int, pixels: int, batch_size: int) -> tuple[Model, Callable[[int], Any]]:
+def _residuals(width: int, depth: int, pixels: int, batch_size: int) -> Task:
     def batch(size: int, device: torch.device) -> Any:
         shape = (size, 3, pixels, pixels)
         return torch.randn(shape, device=device), torch.randint(0, CLASSES, (size,), device=device)
 
     made = Model(
-        build=lambda: Residuals(width, depth, CLASSES),
-        batch=batch,
-        loss=classified,
-        batch_size=batch_size,
-        blocks=r"blocks\.\d+",
-        transformer=False,
-    )
+        build=lambda: Residuals(width, depth, CLASSES), batch=batch, loss=classified, batch_size=batch_size,
+        blocks=r"blocks\.\d+", transformer=False,
+    )  # fmt: skip
     return made, lambda seed: Gratings(pixels, seed)
 
 
@@ -128,7 +108,7 @@ class Race:
     """All sides of one task on this rank, kept between the calls of the controller."""
 
     def __init__(self, node: Any, given: dict[str, Any]) -> None:
-        model, data = model_of(given["task"], given["size"])
+        model, data = TASKS[given["task"], given["size"]]
         self.rig = rig = Rig(node, model, given["batch_size"], given["precision"])
         given = {**given, "batch_size": given["batch_size"] or model.batch_size}
         self.prepared_s: dict[str, float] = {}
@@ -138,13 +118,10 @@ class Race:
             # First, in ranks that have trained nothing.
             built["auto"], seen, self.prepared_s["auto"] = rig.auto(given["budget_s"])
             self.words["auto"] = seen.taken.words
-        for name in given["sides"]:
+        for name in [name for name in given["sides"] if name != "auto"]:
             began = time.monotonic()
-            if name == "auto":
-                continue
             if name == "tuned":
-                caps = rig.tuned(sorted({*CAPS_MB, 25}))
-                cap = int(min(caps, key=lambda one: caps[one]))
+                cap, _ = rig.fastest_cap()
                 self.words[name] = f"{cap} MiB"
                 built[name] = ddp(rig.copy(), cap)
             elif name in ("ddp", "again"):
@@ -194,99 +171,96 @@ def advance(node: Any, *, steps: int) -> dict[str, Any]:
     return _race.round(steps)
 
 
-def curves_of(sides: dict[str, Any], block: int) -> dict[str, Curve]:
-    """A step's end lies on the line between its block's ends."""
-    found = {}
-    for name, side in sides.items():
-        ends, past = [], 0.0
-        for seconds in side["block_s"]:
-            ends += [past + seconds * (step + 1) / block for step in range(block)]
-            past += seconds
-        found[name] = Curve(seconds=ends, losses=side["losses"], prepared_s=side["prepared_s"])
+def smooth(losses: Sequence[float], window: int) -> list[float]:
+    """The mean of the last `window` losses at each step, from the first full window on.
+
+    >>> smooth([4.0, 2.0, 2.0, 0.0], 2)
+    [3.0, 2.0, 1.0]
+    """
+    return [sum(losses[end - window : end]) / window for end in range(window, len(losses) + 1)]
+
+
+def ends_s(block_s: Sequence[float], block: int) -> list[float]:
+    """A step's end lies on the line between its block's ends.
+
+    >>> ends_s([2.0, 4.0], 2)
+    [1.0, 2.0, 4.0, 6.0]
+    """
+    found, past = [], 0.0
+    for seconds in block_s:
+        found += [past + seconds * (step + 1) / block for step in range(block)]
+        past += seconds
     return found
 
 
-def run(given: argparse.Namespace) -> None:
-    ends = time.monotonic() + given.limit
-    setting = Setting(nodes=given.nodes, rate_bits=given.bandwidth, backend=given.backend, busy=True)
+def table(sides: Mapping[str, Mapping[str, Any]], block: int, window: int) -> list[dict[str, Any]]:
+    """A row a side: time to the lowest loss that all reach, without and with what came before the first step."""
+    curves = {name: smooth(side["losses"], window) for name, side in sides.items()}
+    loss = max(min(curve) for curve in curves.values())
+    found = []
+    for name, side in sides.items():
+        ends = ends_s(side["block_s"], block)
+        reached = ends[window - 1 + next(step for step, value in enumerate(curves[name]) if value <= loss)]
+        found.append(
+            {
+                "side": name, "loss": loss, "training_s": reached, "with_preparation_s": reached + side["prepared_s"],
+                "steps": len(side["losses"]), "step_s": ends[-1] / len(ends), "last_loss": curves[name][-1],
+            }
+        )  # fmt: skip
+    return found
+
+
+def race(given: argparse.Namespace) -> bool:
+    (setting,) = collect.settings(given, busy=True)
     path = given.folder / f"{given.task}-{given.size}-{setting.name}.json"
-    arguments = {
-        "task": given.task, "size": given.size, "batch_size": given.batch_size, "precision": given.precision,
-        "sides": given.sides, "budget_s": given.budget, "lr": given.lr, "workers": given.workers,
-    }  # fmt: skip
-    record: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]), "lab": setting.name, "block": given.block, **arguments
-    }  # fmt: skip
+    options = ("task", "size", "batch_size", "precision", "sides", "lr", "workers")
+    arguments = {"budget_s": given.budget} | {name: getattr(given, name) for name in options}
+    record: dict[str, Any] = {"lab": setting.name, "block": given.block, **arguments}
+    module = "validation.training.to_loss"
     with experiment.open_lab(setting, COMMUNICATORS) as session:
-        record |= session.ask("describe", 60)[0]
-        session.ask("call", PREPARE_S, function="to_loss:prepare", arguments=arguments)
-        round_s = 0.0
-        steps = 0
-        while not round_s or (time.monotonic() + round_s < ends and steps < given.steps):
+        record |= collect.described(session)
+        session.ask("call", PREPARE_S, function=f"{module}:prepare", arguments=arguments)
+        round_s, steps = 0.0, 0
+        while not round_s or (time.monotonic() + round_s < given.end and steps < given.steps):
             began = time.monotonic()
-            asked = {"function": "to_loss:advance", "arguments": {"steps": given.block}}
+            asked = {"function": f"{module}:advance", "arguments": {"steps": given.block}}
             record["sides"] = session.ask("call", max(10 * round_s, PREPARE_S), **asked)[0]
             round_s = time.monotonic() - began
-            curves = curves_of(record["sides"], given.block)
-            steps = min(len(one.losses) for one in curves.values())
-            record["table"] = table(curves, min(given.window, steps))
-            write(path, (json.dumps(record, indent=1) + "\n").encode())
-            last = {one["side"]: f"{one['last_loss']:.3f}" for one in record["table"]}
-            print(f"{steps} steps in {round_s:.0f} s a round, losses {last}", file=sys.stderr, flush=True)
-    for one in record["table"]:
-        print(words_of(one, record["sides"][str(one["side"])]))
-
-
-def words_of(row: dict[str, Any], side: dict[str, Any]) -> str:
-    reached, whole = row["training_s"], row["with_preparation_s"]
-    return (
-        f"{row['side']:8} loss {row['loss']:.3f} after {reached:.1f} s of training ({whole:.1f} s with preparation), "
-        f"{row['step_s'] * 1e3:.0f} ms a step; {row['last_loss']:.3f} after {row['steps']} steps. {side['words']}"
-    )
+            steps = min(len(side["losses"]) for side in record["sides"].values())
+            record["table"] = table(record["sides"], given.block, min(given.window, steps))
+            collect.save(path, record)
+            collect.tell(f"{steps} steps in {round_s:.0f} s a round")
+    for row in record["table"]:
+        collect.tell(
+            f"{row['side']:8} loss {row['loss']:.3f} after {row['training_s']:.1f} s of training "
+            f"({row['with_preparation_s']:.1f} s with preparation), {row['step_s'] * 1e3:.0f} ms a step; "
+            f"{row['last_loss']:.3f} after {row['steps']} steps. {record['sides'][row['side']]['words']}"
+        )
+    return True
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser = collect.options(__doc__, nodes="2", bandwidth="200mbit", budget="50s", limit="10min")
     parser.add_argument("--task", default="text", choices=("text", "images"))
     parser.add_argument("--size", default="small", help=", ".join(f"{size} ({task})" for task, size in TASKS))
-    parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--bandwidth", default="200mbit")
     parser.add_argument("--batch-size", type=int, help="of each rank; default: the task's own")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "bf16"))
-    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--sides", default="ddp,tuned,fsdp2,auto", help=f"of {', '.join(SIDES)}")
     parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW")
     parser.add_argument("--workers", type=int, default=1, help="of each loader")
     parser.add_argument("--block", type=int, default=10, help="steps of one turn")
     parser.add_argument("--window", type=int, default=20, help="steps that a loss is averaged over")
     parser.add_argument("--steps", type=int, default=10**6, help="of each side, at most")
-    parser.add_argument("--budget", default="50s", help="of `auto`")
-    parser.add_argument("--limit", default="10min", help="begin no round but the first that would pass it")
-    given = parser.parse_args(arguments)
+    given = collect.parsed(parser, arguments)
     given.sides = given.sides.split(",")
-    unknown = [side for side in given.sides if side not in SIDES + OTHERS]
+    unknown = [side for side in given.sides if side not in SIDES]
     if unknown:
-        raise InputError(f"{unknown[0]!r} is no side: there are {', '.join(SIDES + OTHERS)}")
-    model_of(given.task, given.size)
-    given.bandwidth = parse_rate(given.bandwidth)
-    for option in ("budget", "limit"):
-        setattr(given, option, parse_duration(getattr(given, option)))
+        raise InputError(f"{unknown[0]!r} is no side: there are {', '.join(SIDES)}")
+    if (given.task, given.size) not in TASKS:
+        known = ", ".join(map(" ".join, TASKS))
+        raise InputError(f"{given.task} of size {given.size!r} is not there: there are {known}")
     return given
 
 
-def main() -> None:
-    try:
-        given = parsed()
-        check_requirements(given.backend)
-        given.folder.mkdir(parents=True, exist_ok=True)
-        # The nodes import this module.
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        run(given)
-    except BackbeatError as error:
-        print(error, *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
-        sys.exit(error.exit_code)
-
-
 if __name__ == "__main__":
-    main()
+    collect.run(race, parsed)

@@ -1,6 +1,6 @@
 """Measure how long single operators take on one GPU, family by family, shape by shape.
 
-    python validation/zoo/measure_operators.py -o OUT.json.gz [--limit 150s] [--families attention,norm] [--tiny]
+    python validation/zoo/measure_operators.py -o OUT.json.gz [--limit 150s] [--families attention,norm]
         [--resume validation/zoo/h200-operators.json.gz]
 
 How a point is taken: the device is kept busy with a spin while the host submits n calls, so that launching is not part
@@ -11,8 +11,7 @@ holds, as weights are found in training; without it the same operands are used a
 operator before has just written. Outputs are always allocated anew, and land where the last ones were.
 
 The file is written after every family. A point that fails is skipped and counted. A family that runs out of its share
-of the time limit stops there; points come in an order in which a family cut short is a coarser grid. --resume keeps
-what an earlier file has and measures the rest.
+of the time limit stops there. --resume keeps what an earlier file has and measures the rest.
 """
 
 from __future__ import annotations
@@ -20,62 +19,65 @@ from __future__ import annotations
 import argparse
 import gc
 import gzip
+import itertools
 import json
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
+from host_sweeps import host, optimizers
 from operator_points import Point
-from sweep_memory import lookups, norms, pointwise, reductions
-from sweep_products import LAYOUTS, attention, batched_products, matmuls, odd_products, sustained, vocabularies
-from sweep_training import chains, convolutions, grouped_convolutions, host, optimizers
+from operator_sweeps import (
+    LAYOUTS,
+    attention,
+    convolutions,
+    grouped_convolutions,
+    lookups,
+    matmuls,
+    norms,
+    odd_products,
+    pointwise,
+    reductions,
+    vocabularies,
+)
 
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import source
-from backbeat.measure.model.training_step import tensor_cores
+from backbeat.measure.model.training_step import release, tensor_cores
 from backbeat.units import parse_duration
 
 ROUNDS = 3
 MOST_CALLS = 20
 ROUND_S = 2e-3
 """Calls are repeated until a round takes about this long."""
-
-
-class Sweep(NamedTuple):
-    share: float
-    """Of the time limit."""
-    points: Callable[[torch.device, bool], Iterator[Point]]
-
-
 SWEEPS = {
-    "host": Sweep(4, host),
-    "matmul-bf16": Sweep(18, matmuls("bf16", LAYOUTS, 1 << 41)),
-    "attention": Sweep(14, attention),
-    "pointwise": Sweep(9, pointwise),
-    "norm": Sweep(8, norms),
-    "lookup": Sweep(5, lookups),
-    "reduction": Sweep(3, reductions),
-    "convolution-bf16": Sweep(16, convolutions("bf16", False)),
-    "convolution-tf32": Sweep(16, convolutions("tf32", False)),
-    "grouped": Sweep(8, grouped_convolutions),
-    "optimizer": Sweep(6, optimizers),
-    "matmul-tf32": Sweep(14, matmuls("tf32", LAYOUTS, 1 << 40, powers=True)),
-    "vocabulary": Sweep(4, vocabularies),
-    "odd": Sweep(4, odd_products),
-    "batched": Sweep(3, batched_products),
-    "matmul-fp8": Sweep(4, matmuls("fp8", ("nt",), 1 << 42, powers=True)),
-    "matmul-fp32": Sweep(4, matmuls("fp32", ("nt",), 1 << 38, powers=True)),
-    "matmul-fp16": Sweep(2, matmuls("fp16", ("nt",), 1 << 40, powers=True)),
-    "sustained": Sweep(2, sustained),
-    "convolution-bf16-last": Sweep(6, convolutions("bf16", True)),
-    "chains": Sweep(25, chains),
+    "host": (4, host),
+    "matmul-bf16": (18, matmuls("bf16", LAYOUTS, 1 << 41)),
+    "attention": (14, attention),
+    "pointwise": (9, pointwise),
+    "norm": (8, norms),
+    "lookup": (5, lookups),
+    "reduction": (3, reductions),
+    "convolution-bf16": (16, convolutions("bf16", False)),
+    "convolution-tf32": (16, convolutions("tf32", False)),
+    "grouped": (8, grouped_convolutions),
+    "optimizer": (6, optimizers),
+    "matmul-tf32": (14, matmuls("tf32", LAYOUTS, 1 << 40, powers=True)),
+    "vocabulary": (4, vocabularies),
+    "odd": (4, odd_products),
+    "matmul-fp8": (4, matmuls("fp8", ("nt",), 1 << 42, powers=True)),
+    "matmul-fp32": (4, matmuls("fp32", ("nt",), 1 << 38, powers=True)),
+    "convolution-bf16-last": (6, convolutions("bf16", True)),
 }
+"""Shares of the time limit, and points."""
 
 
 @dataclass
@@ -92,9 +94,9 @@ class Bench:
 
     def run(self, family: str, points: Iterator[Point], deadline: float) -> None:
         rows = self.rows.setdefault(family, [])
-        known = {_identity(row) for row in rows}
+        known = {identity(row) for row in rows}
         for point in points:
-            if _identity(point.row) in known:
+            if identity(point.row) in known:
                 continue
             if time.monotonic() > deadline:
                 self.errors.append(f"{family}: out of time")
@@ -111,8 +113,10 @@ class Bench:
                     self.errors.append(f"{family} {point.row}: {type(error).__name__}: {str(error)[:200]}")
             call = None
             if len(rows) % 50 == 0:
-                self.release()
-        self.release()
+                gc.collect()
+                release(self.device)
+        gc.collect()
+        release(self.device)
 
     def seconds(self, call: Callable[[int], Any]) -> float:
         """Of one call on the device, with the host far ahead."""
@@ -144,90 +148,55 @@ class Bench:
         self.clock.synchronize()
         return first, last, took_s
 
-    def release(self) -> None:
-        gc.collect()
+    def document(self, took: dict[str, float]) -> bytes:
+        """A line a point."""
+        taken = msgspec.to_builtins(source(shlex.join(["python", *sys.argv]), self.device))
+        head = {name: taken[name] for name in ("command", "machine", "date", "versions")}
+        head |= {"seconds": took, "failures": self.failures, "errors": self.errors}
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            properties: Any = torch.cuda.get_device_properties(self.device)
+            head["device"] = {"name": properties.name, "multiprocessors": properties.multi_processor_count}
+        families = (
+            f"{json.dumps(family)}: [\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]"
+            for family, rows in self.rows.items()
+        )
+        return (json.dumps(head, indent=1)[:-2] + ",\n" + ",\n".join(families) + "\n}\n").encode()
 
 
-def _identity(row: dict[str, Any]) -> str:
+def identity(row: dict[str, Any]) -> str:
     """What was measured, without what came out."""
     return json.dumps({name: value for name, value in row.items() if not re.fullmatch(r"(.*_)?s\d?|.*bytes", name)})
 
 
-def read(path: Path) -> dict[str, Any]:
-    content = path.read_bytes()
-    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-
-
-def main() -> int:
-    options = _arguments()
-    device = torch.device(options.device)
-    torch.manual_seed(0)
-    bench = Bench(device)
-    if options.resume:
-        bench.rows = {name: rows for name, rows in read(options.resume).items() if name in SWEEPS}
-    start = time.monotonic()
-    limit_s = parse_duration(options.limit)
-    chosen = options.families.split(",") if options.families else list(SWEEPS)
-    total = sum(SWEEPS[family].share for family in chosen)
-    spent = 0.0
-    took: dict[str, float] = {}
-    for family in chosen:
-        sweep = SWEEPS[family]
-        spent += sweep.share
-        begin = time.monotonic()
-        # What earlier families left over goes to the later ones.
-        bench.run(family, sweep.points(device, options.tiny), start + limit_s * spent / total)
-        took[family] = round(time.monotonic() - begin, 2)
-        content = _document(bench, device, options, took).encode()
-        options.out.write_bytes(gzip.compress(content, mtime=0) if options.out.suffix == ".gz" else content)
-        print(
-            f"{family}: {len(bench.rows[family])} points, {bench.failures.get(family, 0)} failed, {took[family]} s",
-            flush=True,
-        )
-    for error in bench.errors:
-        print(error, file=sys.stderr)
-    return 0
-
-
-def _document(bench: Bench, device: torch.device, options: argparse.Namespace, took: dict[str, float]) -> str:
-    taken = source(" ".join(["python", *sys.argv]), device)
-    head: dict[str, Any] = {
-        "command": taken.command,
-        "machine": taken.machine,
-        "date": taken.date,
-        "versions": taken.versions,
-        "seconds": took,
-        "failures": bench.failures,
-        "errors": bench.errors,
-    }
-    if device.type == "cuda":
-        properties: Any = torch.cuda.get_device_properties(device)
-        head["device"] = {
-            "name": properties.name,
-            "multiprocessors": properties.multi_processor_count,
-            "memory_bytes": properties.total_memory,
-            "l2_bytes": getattr(properties, "L2_cache_size", None),
-        }
-    rows = {
-        family: "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]"
-        for family, rows in bench.rows.items()
-    }
-    body = ",\n".join(f"{json.dumps(family)}: {text}" for family, text in rows.items())
-    return json.dumps(head, indent=1)[:-2] + ",\n" + body + "\n}\n"
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure single operators on one GPU.")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path, required=True)
     parser.add_argument("--limit", default="150s", help="wall-clock limit for all families (default 150s)")
-    parser.add_argument("--families", help=f"comma-separated, of {', '.join(SWEEPS)}")
+    parser.add_argument("--families", default=",".join(SWEEPS))
     parser.add_argument("--resume", type=Path, help="an earlier output: its points are kept and not measured again")
+    parser.add_argument("--points", type=int, help="so many of each family, to try the script")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a few tiny points a family, to try the script on a CPU")
-    return parser.parse_args()
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    bench, chosen = Bench(torch.device(given.device)), given.families.split(",")
+    if given.resume:
+        kept = json.loads(gzip.decompress(given.resume.read_bytes()))
+        bench.rows = {name: rows for name, rows in kept.items() if name in SWEEPS}
+    start, limit_s = time.monotonic(), parse_duration(given.limit)
+    total, spent, took = sum(SWEEPS[family][0] for family in chosen), 0, {}
+    for family in chosen:
+        share, points = SWEEPS[family]
+        spent += share
+        begin = time.monotonic()
+        # What earlier families left over goes to the later ones.
+        some = itertools.islice(points(bench.device), given.points)
+        bench.run(family, some, start + limit_s * spent / total)
+        took[family] = round(time.monotonic() - begin, 2)
+        given.out.write_bytes(gzip.compress(bench.document(took), mtime=0))
+        failed = bench.failures.get(family, 0)
+        print(f"{family}: {len(bench.rows[family])} points, {failed} failed, {took[family]} s", flush=True)
+    print(*bench.errors, sep="\n", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -36,7 +36,7 @@ class Pool:
     _pools: ClassVar[dict[tuple[torch.dtype, str], Pool]] = {}
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        count = 1 << (29 if device.type == "cuda" else 20)
+        count = 1 << (29 if device.type == "cuda" else 26)
         wide = torch.randn(count, device=device, dtype=torch.bfloat16)
         self.numbers = wide if dtype is torch.bfloat16 else wide.to(dtype)
         self.next = 0
@@ -65,10 +65,6 @@ def copies(each_bytes: float) -> int:
     return max(1, min(MOST_COPIES, int(COLD_BYTES / max(each_bytes, 1)) + 1))
 
 
-def nbytes(*tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, torch.Tensor))
-
-
 class Case(NamedTuple):
     """A function with the operands to differentiate it by, and the others."""
 
@@ -95,18 +91,13 @@ def function_points(row: dict[str, Any], case: Case, precision: str, device: tor
 
     def forward() -> Callable[[int], Any]:
         given = operands()
-        output = case.function(*given)
-        row_forward["bytes"] = nbytes(*given, output)
         return lambda index: case.function(*given)
 
     def backward() -> Callable[[int], Any]:
         given = operands()
         output = case.function(*given)
         gradient = torch.randn_like(output)
-        row_backward["bytes"] = nbytes(*given, *given, gradient)
         return lambda index: torch.autograd.grad(output, given, gradient, retain_graph=True)
 
-    row_forward = row | {"dtype": precision, "direction": "forward"}
-    row_backward = row | {"dtype": precision, "direction": "backward"}
-    yield Point(row_forward, forward, precision)
-    yield Point(row_backward, backward, precision)
+    for direction, make in (("forward", forward), ("backward", backward)):
+        yield Point(row | {"dtype": precision, "direction": direction}, make, precision)

@@ -11,11 +11,11 @@ from typing import Any
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model.files import write
+from backbeat.model.prediction import knee
 from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import COLOURS, GREY, shade
 from backbeat.report.figures.scaling_curve import Scaling, draw_scaling
 from backbeat.report.figures.timeline import Timeline, size_scale
-from backbeat.steps.predict import knee
 from backbeat.units import format_seconds, printable
 
 IMAGES = (".png", ".svg", ".pdf")

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from backbeat.model import Prediction
+from backbeat.model.prediction import knee
 from backbeat.report.figures import canvas
 from backbeat.report.figures.canvas import COLOURS, Drawing, axis, curve, dots, drawn, translucent
 from backbeat.report.words.numbers import format_number, load_range
-from backbeat.steps.predict import knee
 from backbeat.units import format_seconds
 
 

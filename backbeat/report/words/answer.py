@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from backbeat.model import Gradient, Network, Prediction, Profile, Source
+from backbeat.model.prediction import knee
 from backbeat.planners import SHARDED
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.study import STOCK, Study, chosen
@@ -23,8 +24,8 @@ from backbeat.report.words.decision import (
     sharding_sentences,
     stock_name,
 )
+from backbeat.report.words.notes import worded
 from backbeat.report.words.numbers import SAME, figures_line, format_number, gpu_hours, lowered, over_bound
-from backbeat.steps.predict import knee
 from backbeat.units import format_bytes, format_seconds
 
 _WORTH_SAYING = 1e-3
@@ -115,7 +116,9 @@ def answer(study: Study, settings: Settings | None = None, *, command: Callable[
         worth_text=_worth_text(study, base, count, worth, asked),
         samples=count,
         caveats=tuple(
-            dict.fromkeys([*unmeasured(study.profile, study.network), *inside, *best.notes, *study.stock.notes])
+            dict.fromkeys(
+                [*unmeasured(study.profile, study.network), *inside, *worded([*best.notes, *study.stock.notes])]
+            )
         ),
     )
 
@@ -143,11 +146,8 @@ def caveats(
     made. `shown_by` shows the rest."""
     lines = [f"* {line}" for line in unmeasured(profile, network)]
     about = f"network {network.name}: "
-    lines += [
-        f"* {note.removeprefix(about)}"
-        for note in dict.fromkeys(best.notes)
-        if every or not note.startswith(about) or "joined by" in note
-    ]
+    told = worded(note for note in best.notes if every or note.kind != "network")
+    lines += [f"* {line.removeprefix(about)}" for line in told]
     return lines if every or len(lines) <= 4 else [*lines[:3], f"* and {len(lines) - 3} more: {shown_by} shows them"]
 
 

@@ -10,12 +10,12 @@ from typing import Literal
 
 from backbeat.model import Plan, Prediction
 from backbeat.model.batches import strong_scaling
+from backbeat.model.prediction import knee
 from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.study import PLANNED, STOCK, Study, chosen
 from backbeat.report.study_row import DeviceFit, StudyRow, study_row
 from backbeat.report.words.commands import Settings, sharding_lines
 from backbeat.report.words.numbers import SAME, capitalised, format_number, load_range
-from backbeat.steps.predict import knee
 from backbeat.units import counted, format_bytes, format_seconds
 
 Verdict = Literal["yes", "partly", "no", "alone", "memory"]

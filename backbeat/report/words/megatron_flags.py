@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from backbeat.layouts.layout import Job, Layout
-from backbeat.layouts.stage_times import split_layers
+from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework
 from backbeat.report.tables.terminal_table import folded

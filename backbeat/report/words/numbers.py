@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Prediction, Profile
 from backbeat.model.files import Source
+from backbeat.model.prediction import GapParts
 from backbeat.report.words.commands import Settings
 from backbeat.units import counted, format_bytes, format_seconds
 
+_WORTH_TELLING = 1e-3
+"""Of the bound: a cause of what an iteration takes above it."""
 SAME = 5e-4
 """Two times closer than this share are called equal: they print alike, and no measurement tells them apart."""
 
@@ -25,6 +28,25 @@ def gpu_hours(prediction: Prediction, samples: float) -> float:
 def over_bound(prediction: Prediction) -> float:
     """The gap to the bound; rounding may put a plan that meets it a hair below."""
     return max(prediction.gap, 0.0)
+
+
+def gap_line(prediction: Prediction, parts: GapParts) -> str:
+    """How far it is above its bound, and by what: the largest cause first, none below a tenth of a percent.
+
+    >>> from types import SimpleNamespace
+    >>> gap_line(SimpleNamespace(gap=0.12, bound_s=1.0, communicators=1), GapParts(0.02, 0.07, 0.03, 0.0))
+    '12% above its bound: contention 7%, one communicator 3%, host 2%'
+    """
+    what = "buckets" if prediction.communicators == 1 else "buckets and communicators"
+    lanes = "one communicator" if prediction.communicators == 1 else f"{prediction.communicators} communicators"
+    named = {lanes: parts.communicators_s, "contention": parts.contention_s, "host": parts.host_s, what: parts.plan_s}
+    shares = sorted(((seconds / prediction.bound_s, name) for name, seconds in named.items()), reverse=True)
+    told = [f"{name} {_percent(share)}" for share, name in shares if share >= _WORTH_TELLING]
+    return f"{_percent(prediction.gap)} above its bound" + (f": {', '.join(told)}" if told else "")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
 
 
 def load_range(prediction: Prediction) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.model import LoadBand, Memory, Span
+from backbeat.model.prediction import knee
 from backbeat.report.figures import canvas
 from backbeat.report.figures.compared import draw_exposed, draw_measured, draw_memory_use, exposed_by_part, memory_kinds
 from backbeat.report.figures.given import (
@@ -25,7 +26,6 @@ from backbeat.report.figures.timeline import draw_timeline, timeline
 from backbeat.report.measured import Measured
 from backbeat.report.notebook import prediction_figure
 from backbeat.report.study import buckets_of, curve_workers, study
-from backbeat.steps.predict import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 

@@ -15,10 +15,10 @@ import backbeat as bb
 from backbeat.cli import app
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model import Topology
+from backbeat.model.prediction import knee
 from backbeat.report.figures import plot
 from backbeat.report.figures.scaling_curve import Scaling
 from backbeat.report.study import study
-from backbeat.steps.predict import knee
 from tests.problems import affine, make_profile
 from tests.report.hostile import MARKUP, hostile_network, hostile_profile
 

@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backbeat.cost.message import sent_elements
-from backbeat.model.plan import Compression
+from backbeat.cost.message import kept_bytes, sent_elements
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.residual import add_all
 from backbeat.runtime.compressed.stores import drop_infinite
 from backbeat.runtime.compressed.topk import TopK, largest
-from backbeat.steps.compressed_cost import kept_bytes
 
 NUMEL = 24 * 17 + 9 + 12 * 3 * 3 * 3 + 31
 seeds = st.integers(0, 10_000)
@@ -155,7 +153,7 @@ def test_a_bucket_keeps_the_bytes_that_the_planner_counts(numel: int, density: f
     events = profiler.profiler.kineto_results.events()
     left = sum(event.nbytes() for event in events if event.name() == "[memory]")
     assert compressor.fault is not None
-    assert left == kept_bytes(numel, Compression(density=density)) + compressor.fault.nbytes
+    assert left == kept_bytes(numel, density) + compressor.fault.nbytes
 
 
 class Launches(TorchDispatchMode):

@@ -1,27 +1,26 @@
-"""What autograd saves in a layer under FSDP2 in bf16, beside what is predicted from a profile of the plain model.
+"""What autograd saves in a layer under FSDP2 in bf16, against what is predicted from a profile of the plain model.
 
-    python validation/sharded/saved_bytes.py [--device cuda]
-
-Everything runs under autocast. The process group sends nothing (torch's `fake` backend). The layers of an encoder that
-normalises last, of one that normalises first and of a convolutional network are sharded one by one, in pairs, and with
-the module that holds a pair; parameters are gathered in bf16. Storages are counted once; parameters are not. Autocast
-runs LayerNorm in fp32 on a GPU and not on a CPU; there it is computed in fp32 by hand, and once as the CPU does it.
+The process group sends nothing (torch's `fake` backend). Storages are counted once; parameters are not. Autocast runs
+LayerNorm in fp32 on a GPU and not on a CPU: here it is computed in fp32 by hand, and once as the CPU does it.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="FSDP2 is torch's")
 
 import torch
 import torch.distributed as dist
-from measure_memory import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from backbeat.measure import profile as measure
 from backbeat.measure.model.training_step import autocast
@@ -33,7 +32,8 @@ from backbeat.steps.sharded_units import chain_of
 WIDTH, HEADS, SAMPLES, LENGTH = 64, 4, 8, 32
 RANKS = 4
 LAYERS = ("pairs.0.0", "pairs.0.1", "pairs.1.0", "pairs.1.1")
-UNITS: dict[str, list[tuple[str, ...]]] = {
+Units = list[tuple[str, ...]]
+UNITS: dict[str, Units] = {
     "one by one": [(name,) for name in LAYERS],
     "in pairs": [LAYERS[:2], LAYERS[2:]],
     "a module with a pair": [("pairs.0",), ("pairs.1",)],
@@ -82,39 +82,28 @@ class NormFirst(NormLast):
         return x + self.feed(self.last(x))
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
+class Encoder(nn.Module):
+    def __init__(self, layer: type[NormLast], norm: type[nn.LayerNorm]) -> None:
         super().__init__()
-        self.path = nn.Sequential(
-            nn.Conv2d(16, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-            nn.Conv2d(16, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16),
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.relu(self.path(x) + x)
-
-
-class Model(nn.Module):
-    def __init__(self, first: nn.Module, layer: Callable[[], nn.Module], width: int) -> None:
-        super().__init__()
-        self.first, self.pairs = first, nn.ModuleList(nn.Sequential(layer(), layer()) for _ in range(2))
-        self.head = nn.Linear(width, 10)
+        self.first = nn.Sequential(nn.Embedding(100, WIDTH), norm(WIDTH))
+        self.pairs = nn.ModuleList(nn.Sequential(layer(norm), layer(norm)) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for pair in self.pairs:
             x = pair(x)
-        found: torch.Tensor = self.head(x.flatten(2).mean(2) if x.dim() == 4 else x).float()
+        found: torch.Tensor = self.head(x).float()
         return found
 
 
-def encoder(layer: type[NormLast], norm: type[nn.LayerNorm]) -> tuple[nn.Module, torch.Tensor]:
-    model = Model(nn.Sequential(nn.Embedding(100, WIDTH), norm(WIDTH)), lambda: layer(norm), WIDTH)
-    return model, torch.randint(0, 100, (SAMPLES, LENGTH))
-
-
-def convolutions() -> tuple[nn.Module, torch.Tensor]:
-    return Model(nn.Conv2d(3, 16, 3, 1, 1), Convolutions, 16), torch.randn(SAMPLES, 3, 16, 16)
+@contextmanager
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def saved(model: Any, batch: torch.Tensor) -> dict[str, int]:
@@ -140,9 +129,9 @@ def saved(model: Any, batch: torch.Tensor) -> dict[str, int]:
     return found
 
 
-def sharded(model: Any, units: list[tuple[str, ...]], device: str) -> Any:
+def sharded(model: Any, units: Units) -> Any:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (RANKS,))
     keep_statistics_dtype([model], torch.bfloat16)
     for unit in units:
         modules = [model.get_submodule(name) for name in unit]
@@ -150,7 +139,7 @@ def sharded(model: Any, units: list[tuple[str, ...]], device: str) -> Any:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def predicted(profile: Profile, units: list[tuple[str, ...]]) -> dict[str, int]:
+def predicted(profile: Profile, units: Units) -> dict[str, int]:
     """What a plan of these units is taken to save in each layer."""
     sharding = Sharding(
         mesh=Mesh(replicate=1, shard=RANKS), param_dtype="bf16", reduce_dtype="fp32", reduce_scatter_buffers=1,
@@ -159,45 +148,22 @@ def predicted(profile: Profile, units: list[tuple[str, ...]]) -> dict[str, int]:
     )  # fmt: skip
     plan = Plan(strategy="custom", model=profile.model, sharding=sharding)
     blocks = sharded_activations(profile, chain_of(profile, plan)).blocks
-    return {
-        block.name: block.saved_bytes + block.saves_input * block.input_bytes
-        for block in blocks
-        if block.name in LAYERS
-    }
+    return {block.name: block.saved_bytes + block.saves_input * block.input_bytes for block in blocks}
 
 
-def cases(device: str) -> dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]]:
-    norms = {"": nn.LayerNorm} if device == "cuda" else {"": Fp32Norm, ", norms in bf16": nn.LayerNorm}
-    found: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {"convolutions": convolutions}
-    for name, norm in norms.items():
-        found[f"norm last{name}"] = partial(encoder, NormLast, norm)
-        found[f"norm first{name}"] = partial(encoder, NormFirst, norm)
-    return found
-
-
-def compare(case: Callable[[], tuple[nn.Module, torch.Tensor]], device: str) -> Iterator[tuple[str, list[list[int]]]]:
-    """Of each way to shard: the third layer and the fourth without FSDP2, with it, and as predicted."""
-    model, batch = (one.to(device) for one in case())
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("layer", "norm"), [(NormLast, Fp32Norm), (NormFirst, nn.LayerNorm)])
+def test_fsdp2_saves_in_a_layer_what_is_predicted(layer: type[NormLast], norm: type[nn.LayerNorm]) -> None:
+    """torch since 2.13 casts the inputs of every module of a unit, and saves less in the second of a pair."""
+    batch = torch.randint(0, 100, (SAMPLES, LENGTH))
+    model = Encoder(layer, norm)
     profile = measure(model, batch, lambda one, inputs: one(inputs).sum(), precision="bf16", iterations=2, warmup=1)
-    plain = saved(model, batch)
     for words, units in UNITS.items():
-        with ranks(RANKS):
-            found = saved(sharded(case()[0].to(device), units, device), batch)
-        yield words, [[one[name] for name in LAYERS[2:]] for one in (plain, found, predicted(profile, units))]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    device = parser.parse_args().device
-    torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {device}: bytes saved in the first layer of a pair and the second")
-    print("| layer | autocast | units | FSDP2 in bf16 | predicted |\n|---|---|---|---|---|")
-    for name, case in cases(device).items():
-        for words, rows in compare(case, device):
-            plain, found, expected = (" and ".join(f"{size:,}" for size in dict.fromkeys(row)) for row in rows)
-            print(f"| {name} | {plain} | {words} | {found} | {expected} |")
-
-
-if __name__ == "__main__":
-    main()
+        with fake_ranks():
+            found = saved(sharded(Encoder(layer, norm), units), batch)
+        told = predicted(profile, units)
+        first, second = LAYERS[2:]
+        assert told[first] == pytest.approx(found[first], rel=0.01), words
+        assert told[second] == pytest.approx(found[second], rel=0.01) or (
+            words == "in pairs" and told[second] > found[second]
+        )
