@@ -21,20 +21,20 @@ from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
-from backbeat.model.cluster import Cluster
 from backbeat.model.profile import ComputeShares
 from backbeat.model.slowdown import Slowdown, slowdown_on
 from backbeat.model.topology import Load
+from backbeat.steps.sharded_cost import half_curve
 
 CALL_S, RANK_S = 25e-6, 8.5e-6
 """What a small collective takes inside a node that a layer waits for: at least, and for each further rank. All-reduces
 of 1 MiB take 44, 51 and 85 µs on 2, 4 and 8 A100 (VIA-Research/vTrain, trace/a100); all-gathers 32, 51 and 87 µs before
 their bytes on B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)."""
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+LayoutCollective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 @dataclass(frozen=True)
-class Cluster:
+class GpuCluster:
     """A network and the GPUs that it joins."""
 
     network: Network
@@ -42,7 +42,7 @@ class Cluster:
     load: Load = "typical"
     contention: bool = False
     """Whether computation takes longer beside communication: as the network says, or its transport lets assume."""
-    _curves: dict[int, dict[Collective, Curve]] = field(
+    _curves: dict[int, dict[LayoutCollective, Curve]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _slowdowns: dict[int, tuple[Slowdown, str] | None] = field(
@@ -58,14 +58,14 @@ class Cluster:
         return f"{self.network.name} ({self.accelerator.name})"
 
     @cached_property
-    def edges(self) -> tuple[Cluster, Cluster] | None:
+    def edges(self) -> tuple[GpuCluster, GpuCluster] | None:
         """The same on a quiet day and on a busy one, where the network says how far these are apart."""
         fabric = self.network.topology.fabric
         if self.load != "typical" or (fabric is None and self.network.band is None):
             return None
         return replace(self, load="quiet"), replace(self, load="busy")
 
-    def collective_s(self, kind: Collective, size: float, workers: int, stride: int = 1) -> float:
+    def collective_s(self, kind: LayoutCollective, size: float, workers: int, stride: int = 1) -> float:
         """Seconds of a collective of `size` bytes in groups of `workers` ranks, `stride` apart, all groups at once."""
         if workers == 1 or size <= 0:
             return 0.0
@@ -73,7 +73,7 @@ class Cluster:
         sharing = 1.0 if count <= self.per_node else min(stride, self.per_node) * self._sent(kind, workers, count)
         return self._curve(kind, count).at(size * sharing)
 
-    def _sent(self, kind: Collective, workers: int, filled: int) -> float:
+    def _sent(self, kind: LayoutCollective, workers: int, filled: int) -> float:
         """What a byte of a group sends between nodes, over what it sends in a group that fills them: a ring of two
         sends half of what it gathers, one of sixteen nearly all. On two nodes, and where switches reduce, an all-reduce
         sends as much in either."""
@@ -81,7 +81,7 @@ class Cluster:
             return 1.0
         return traffic(kind, "ring", workers) / traffic(kind, "ring", filled)
 
-    def waited_s(self, kind: Collective, size: float, workers: int) -> float:
+    def waited_s(self, kind: LayoutCollective, size: float, workers: int) -> float:
         """The same in groups of neighbours where every rank waits for it, in the middle of a layer."""
         if workers == 1 or size <= 0:
             return 0.0
@@ -161,25 +161,25 @@ class Cluster:
         rate = traffic("all_gather", "ring", count) / per_byte
         return curve.at(0.0) / (count - 1), rate / sharing
 
-    def _curve(self, kind: Collective, workers: int) -> Curve:
+    def _curve(self, kind: LayoutCollective, workers: int) -> Curve:
         if workers not in self._curves:
             there = self.network.at(workers=workers, load=self.load)
             self._curves[workers] = {
                 "all_reduce": there.cost.isolated,
-                "all_gather": Cluster.of(there).curve("all_gather"),
-                "reduce_scatter": Cluster.of(there).curve("reduce_scatter"),
+                "all_gather": half_curve(there, "all_gather"),
+                "reduce_scatter": half_curve(there, "reduce_scatter"),
             }
         return self._curves[workers][kind]
 
 
-def cluster_of(network: Cluster | Network | str | os.PathLike[str], gpu: str | None = None) -> Cluster:
+def cluster_of(network: GpuCluster | Network | str | os.PathLike[str], gpu: str | None = None) -> GpuCluster:
     """A network, by its file or name, with its own GPUs or those that are named.
 
     >>> cluster_of("dgx-h100").accelerator.name, cluster_of("10gbe", "a100").accelerator.name
     ('H100', 'A100')
     """
-    if isinstance(network, Cluster):
-        return network if gpu is None else Cluster(network.network, gpu_named(gpu))
+    if isinstance(network, GpuCluster):
+        return network if gpu is None else GpuCluster(network.network, gpu_named(gpu))
     loaded = network if isinstance(network, Network) else Network.load(network)
     chosen = gpu or loaded.accelerator
     if chosen is None:
@@ -187,7 +187,7 @@ def cluster_of(network: Cluster | Network | str | os.PathLike[str], gpu: str | N
             f"network {loaded.name!r} does not say what GPUs it joins: name them with --accelerator h100 "
             "(accelerator= in Python), or write accelerator into its file"
         )
-    return Cluster(loaded, gpu_named(chosen))
+    return GpuCluster(loaded, gpu_named(chosen))
 
 
 def gpu_named(text: str) -> Accelerator:

@@ -62,9 +62,9 @@ class ShardedCost:
             sharing = LinkCost(sharing.isolated, sharing.busy, {2: together * in_a_row})
         device = accelerator(profile.device)
         return cls(
-            gather=Cluster.of(group).curve("all_gather").slower(in_a_row),
+            gather=half_curve(group, "all_gather").slower(in_a_row),
             # Gloo's own reduce-scatter, which FSDP2 calls there, moves as many bytes as its all-reduce.
-            scatter=group.cost.isolated if blocking else Cluster.of(group).curve("reduce_scatter").slower(in_a_row),
+            scatter=group.cost.isolated if blocking else half_curve(group, "reduce_scatter").slower(in_a_row),
             replicate=_across(network, mesh) if mesh.replicate > 1 else None,
             one_link=_inside(network) is None or mesh.shard > network.topology.gpus_per_node,
             sharing=sharing,
@@ -129,7 +129,7 @@ def _across(network: Network, mesh: Mesh) -> Curve:
         # more of every message across than one ring for each rank of a node: with two nodes of two ranks 3/4 of it,
         # where an all-reduce over the nodes takes 1/2 twice.
         more = traffic("all_reduce", "ring", over.nodes) / traffic("all_gather", "ring", over.workers)
-        across = across.joined(Cluster.of(over).curve("all_gather").slower(more), np.minimum)
+        across = across.joined(half_curve(over, "all_gather").slower(more), np.minimum)
     if mesh.shard >= per_node:
         return _by_part(across, per_node / mesh.shard)
     # Several copies in one node are first reduced there.

@@ -23,7 +23,7 @@ from backbeat.steps.bucket_graph import BucketGraph, BucketStep, BucketTravel, b
 from backbeat.steps.bucket_step import BucketWay, gather_parts
 from backbeat.steps.fusion import contended
 from backbeat.steps.schedule import CompressedCost, Flow, Schedule, compress_s, one_by_one
-from backbeat.model.cluster import Cluster
+from backbeat.steps.sharded_cost import half_curve
 from tests.problems import affine, make_profile, networks, profiles
 from tests.steps.stepped import stepped
 
@@ -165,7 +165,7 @@ def framework_s(
     schedule, _ = Schedule.of_plan(profile, plan)
     cost, hides = network.cost, reduction.overlapped != "none"
     if reduction.collective == "reduce_scatter":
-        cost = LinkCost(Cluster.of(network).curve("reduce_scatter"))
+        cost = LinkCost(half_curve(network, "reduce_scatter"))
     if not hides:
         schedule = dataclasses.replace(schedule, ready=np.full_like(schedule.ready, profile.backward_s))
     flow, clock = BucketTravel(schedule, profile.backward_s).at(cost, slowdown if hides else 1.0)
