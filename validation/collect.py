@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from backbeat.errors import BackbeatError
+from backbeat.errors import BackbeatError, MeasurementError
 from backbeat.lab import experiment
 from backbeat.lab.experiment import MeasuredPlan, Planned
 from backbeat.lab.lab_rank import change
@@ -116,6 +116,23 @@ def calibrated(
     told = {"network": msgspec.to_builtins(network), "timings": timings}
     record["sessions"].append({**described(session), **told})
     return network
+
+
+def finish(
+    setting: Setting, communicators: int, given: argparse.Namespace, *, left: Callable[[], dict[str, Any]],
+    measure: Callable[[Session], None],
+) -> bool:  # fmt: skip
+    """Measure what is left of a setting, by model, if there is time for its nodes; whether nothing is left then."""
+    if left() and time.monotonic() + START_S + given.budget < given.end:
+        try:
+            with experiment.open_lab(setting, communicators) as session:
+                measure(session)
+        except MeasurementError as error:
+            tell(f"{setting.name}:", error)
+    todo = left()
+    for model, some in todo.items():
+        tell(f"{setting.name}: {len(some)} of {model} are still to measure: run the same command again")
+    return not todo
 
 
 def replayed(

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from backbeat.errors import InputError, MeasurementError
+from backbeat.errors import InputError
 from backbeat.lab import experiment
 from backbeat.lab.jobs import turns_s
 from backbeat.lab.plans import PlanChoice, parse_plans, shorthand
@@ -103,26 +103,19 @@ def measure(
         collect.save(path, record)
 
 
+def finished(setting: Setting, profiles: dict[str, Profile], given: argparse.Namespace) -> bool:
+    choices, path = affordable(parse_plans(given.strategy.split(",")), setting), given.folder / f"{setting.name}.json"
+    return collect.finish(
+        setting, max(one.widest(setting.backend) for one in choices), given,
+        left=lambda: missing(opened(path, setting), profiles, choices),
+        measure=lambda session: measure(session, setting, path, profiles, choices, given),
+    )  # fmt: skip
+
+
 def measure_all(given: argparse.Namespace) -> bool:
     profiles = {name: Profile.load(name) for name in given.models.split(",")}
-    left = []
-    for setting in collect.settings(given, dilation=given.dilation):
-        choices, path = (
-            affordable(parse_plans(given.strategy.split(",")), setting),
-            given.folder / f"{setting.name}.json",
-        )
-        in_time = time.monotonic() + collect.START_S + given.budget < given.end
-        if in_time and missing(opened(path, setting), profiles, choices):
-            try:
-                with experiment.open_lab(setting, max(one.widest(setting.backend) for one in choices)) as session:
-                    measure(session, setting, path, profiles, choices, given)
-            except MeasurementError as error:
-                collect.tell(f"{setting.name}:", error)
-        todo = missing(opened(path, setting), profiles, choices)
-        left += [f"{setting.name}: {model} ({len(some)} plans)" for model, some in todo.items()]
-    if left:
-        collect.tell("\n".join(["still to measure, run the same command again:", *left]))
-    return not left
+    found = [finished(one, profiles, given) for one in collect.settings(given, dilation=given.dilation)]
+    return all(found)
 
 
 def parsed() -> argparse.Namespace:

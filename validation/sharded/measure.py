@@ -32,8 +32,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from backbeat.api import plan as make
-from backbeat.errors import InputError, MeasurementError
-from backbeat.lab import experiment
+from backbeat.errors import InputError
 from backbeat.lab.jobs import turns_s
 from backbeat.lab.plans import PlanChoice
 from backbeat.lab.session import Session
@@ -164,22 +163,20 @@ def measure(
         collect.save(path, record)
 
 
+def finished(setting: Setting, profiles: dict[str, Profile], given: argparse.Namespace) -> bool:
+    path = given.folder / f"{setting.name}.json"
+    return collect.finish(
+        setting, 1, given, left=lambda: left(opened(path, setting), profiles, setting),
+        measure=lambda session: measure(session, setting, path, profiles, given),
+    )  # fmt: skip
+
+
 def measure_all(given: argparse.Namespace) -> bool:
     profiles = {name: tiny() if name == "tiny" else Profile.load(name) for name in given.models.split(",")}
     (given.folder / "profiles").mkdir(exist_ok=True)
-    fine = True
-    for text in given.labs.split(","):
-        setting = setting_of(text, given.backend, given.dilation)
-        path = given.folder / f"{setting.name}.json"
-        in_time = time.monotonic() + collect.START_S + given.budget < given.end
-        if in_time and left(opened(path, setting), profiles, setting):
-            try:
-                with experiment.open_lab(setting, 1) as session:
-                    measure(session, setting, path, profiles, given)
-            except MeasurementError as error:
-                collect.tell(f"{setting.name}:", error)
-        fine = fine and not left(opened(path, setting), profiles, setting)
-    return fine
+    labs = [setting_of(text, given.backend, given.dilation) for text in given.labs.split(",")]
+    found = [finished(setting, profiles, given) for setting in labs]
+    return all(found)
 
 
 def parsed() -> argparse.Namespace:

@@ -5,8 +5,8 @@
     python validation/training/compare.py FOLDER --nodes 2 --bandwidth 200mbit --models decoder --limit 5min
 
 Nodes are the lab's: network namespaces with shaped links, on one machine. For each bandwidth and model, `auto` searches
-first, in ranks that have trained nothing. Then all sides (`sides.py` says which there are) take turns, and a line each
-is printed. FOLDER/<lab>.json gets each model as it is measured, with its profile, network and plans: `python
+first, in ranks that have trained nothing. Then all sides (`sides.py` says which there are) take turns.
+FOLDER/<lab>.json gets each model as it is measured, with its profile, network and plans: `python
 validation/judge.py training` predicts them anew. A model that fails keeps its error, and the nodes are built again for
 the next. What FOLDER holds already is not measured again.
 
@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from backbeat.errors import InputError, MeasurementError
 from backbeat.lab import experiment
 from backbeat.model.files import write
-from backbeat.units import format_bytes
 from validation import collect
 from validation.collect import Record
 from validation.training.models import LIBRARY, MODELS, SMALL
@@ -62,7 +61,7 @@ def measure_all(given: argparse.Namespace) -> bool:
                 collect.save(path, record)
                 slowest_s = max(slowest_s, time.monotonic() - began)
                 fine = fine and "error" not in case
-                collect.tell("\n".join(lines_of(setting.name, case)))
+                collect.tell(f"{setting.name}: {line_of(case)}")
     return fine
 
 
@@ -83,23 +82,13 @@ def measured(nodes: experiment.Nodes, name: str, given: argparse.Namespace, reco
     return found | {"session": len(record["sessions"]) - 1}
 
 
-def lines_of(lab: str, case: dict[str, Any]) -> list[str]:
-    """One model in words, a line a side."""
-    if "error" in case:
-        return [f"{lab} {case['model']}: {case['error']}"]
-    lines = [f"{lab} {case['model']} batch {case['batch_size']} {case['precision']}, took {case['took_s']:.0f} s"]
-    for side in case["sides"]:
-        text = side.get("error", "not measured")
-        if side["turns_s"]:
-            found_s = median(side["turns_s"])
-            text = f"{found_s * 1e3:8.1f} ms"
-            if side.get("predicted_s"):
-                error = side["predicted_s"] / found_s - 1
-                text += f", predicted {side['predicted_s'] * 1e3:.1f} ms ({error:+.1%})"
-            text += f", peak {format_bytes(side['peak_bytes'])}" if side.get("peak_bytes") else ""
-            text += f"; in {side['search_s']:.0f} s: {side['words']}" if "words" in side else ""
-        lines.append(f"  {side['side']:20} {text}")
-    return lines
+def line_of(case: dict[str, Any]) -> str:
+    """One model in words."""
+    sides = (
+        f"{side['side']} {median(side['turns_s']) * 1e3:.1f} ms" if side["turns_s"] else f"{side['side']}: no step"
+        for side in case.get("sides", ())
+    )
+    return f"{case['model']}: {case.get('error') or ', '.join(sides)}"
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:

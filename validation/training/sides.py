@@ -259,7 +259,7 @@ def measure(
     for turn in range(ROUNDS):
         for one in running if turn % 2 == 0 else running[::-1]:
             assert one.training is not None
-            steps = _steps(seconds, expected_s[one.name])
+            steps = min(max(round(seconds / ROUNDS / expected_s[one.name]), LEAST_STEPS), MOST_STEPS)
             # Not timed: the first step after another side's.
             taken = rig.seconds(one.training, steps + 1)[1:]
             turns[one.name].append(rig.slowest(taken))
@@ -371,11 +371,6 @@ def _started(side: Side, rig: Rig) -> bool:
 
 def allocated_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _steps(seconds: float, step_s: float) -> int:
-    """Of one turn."""
-    return min(max(round(seconds / ROUNDS / max(step_s, 1e-6)), LEAST_STEPS), MOST_STEPS)
 
 
 def predict_side(profile: Profile, network: Network, plan: Plan) -> Prediction:
