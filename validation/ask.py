@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -34,20 +35,17 @@ from backbeat import layouts
 from backbeat.cost.accelerators import accelerator_named
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.cost.operators import Product
-from backbeat.cost.protocols import NicLatency
 from backbeat.errors import BackbeatError
-from backbeat.importers.bandwidth_table import load_table
 from backbeat.layouts import Layout, Transformer, layer_work
 from backbeat.layouts.architectures import BUNDLED as MODELS
 from backbeat.layouts.layout_prediction import COMPUTE
-from backbeat.model import CollectiveTimes, Fabric, Network, Plan, Profile
+from backbeat.model import Network, Plan, Profile, cluster
 from backbeat.model.framework import FRAMEWORKS, Framework
-from backbeat.model.network import WorkersRow
-from backbeat.model.specification import Specification, reached_inside, typical_hop_s
 from backbeat.steps.predict import predict
-from validation import blocks
-from validation.cases import Case, CaseError, Table
-from validation.replays import SIMPLER, once, plan_of, profile_of, recomputed
+from validation import blocks, specified
+from validation.case import Case
+from validation.cases import CaseError, Table
+from validation.replays import SIMPLER, once, plan_of, profile_of, treated
 
 MEASURED_MARGIN, ANALYTIC_MARGIN = 0.05, 0.15
 """Added to either side of a network's range: runs repeat no better, and analytic computation is known no better."""
@@ -192,8 +190,11 @@ class Asker:
         elif case.plan is None and case.recompute != "full":
             found = bb.predict(profile, there, case.strategy, accumulation=accumulation)
         else:
-            plan = recomputed(bb.plan(profile, there, case.strategy)) if case.plan is None else case.plan
-            plan = plan if isinstance(plan, Plan) else self.plan(plan, profile, case.gpus)
+            segments = case.plan.get("segments") if isinstance(case.plan, Mapping) else None
+            if case.plan is None or segments is not None:
+                plan = treated(bb.plan(profile, there, case.strategy), segments)
+            else:
+                plan = self.plan(case.plan, profile, case.gpus)
             reduction = None if case.framework is None else self.framework(case.framework)
             found = predict(profile, there, plan, accumulation=accumulation, reduction=reduction)
         band = found.network_band
@@ -221,8 +222,12 @@ class Asker:
         return blocks.attention_factor(told, peaks, _operators(gpu, "bf16"), gpu)
 
     def _collective(self, case: Case, network: Network) -> Answer:
-        there = network.at(workers=case.gpus)
-        times = getattr(there, case.collective or "", None)
+        """All-to-alls and sends are those of layouts: a network has none."""
+        if case.collective in ("all_to_all", "send"):
+            there = cluster.cluster_of(network, case.accelerator)
+            ask = there.exchange_s if case.collective == "all_to_all" else there.send_s
+            return Answer(seconds=ask(case.bytes, case.gpus, 1))
+        times = getattr(network.at(workers=case.gpus), case.collective or "", None)
         if times is None:
             raise CannotAsk(f"a network has no {case.collective}")
         return Answer(seconds=float(times.curve.time(case.bytes)))
@@ -245,11 +250,17 @@ class Asker:
             raise CaseError(f"{self.table.name}: {name!r} is not among its {kind}, nor bundled: {', '.join(known)}")
         return known[name]
 
+    def based_on(self, name: str) -> tuple[str, str]:
+        """A framework's own name, and that of the bundled one whose fields it has."""
+        return name, str(self.table.frameworks.get(name, {}).get("of", name))
+
     def framework(self, name: str) -> Framework:
         """By all of its fields, or by those that differ from a bundled one's."""
         told = dict(self.table.frameworks.get(name, {}))
-        if not told:
+        held = {field: value for (of, field), value in HELD.items() if of in self.based_on(name)}
+        if not told and not held:
             return self._bundled("frameworks", name, FRAMEWORKS)
+        told = {**(told or {"of": name}), **held}
         base = self._bundled("frameworks", told.pop("of"), FRAMEWORKS) if "of" in told else Framework(name=name)
         try:
             return msgspec.convert({**msgspec.to_builtins(base), "name": name, **told}, Framework)
@@ -261,7 +272,7 @@ class Asker:
             return once(named, lambda: msgspec.convert(named, Network))
         told = self.table.networks.get(named)
         if told is not None:
-            return _network(named, msgspec.json.encode(told), self._folders)
+            return specified.network(named, msgspec.json.encode(told), self._folders)
         path = self.table.folder / str(named)
         return Network.load(path if path.is_file() else named)
 
@@ -299,51 +310,6 @@ def _model(name: str, told: bytes) -> Transformer:
         raise CaseError(f"model {name!r}: {error}") from None
 
 
-@lru_cache
-def _network(name: str, told: bytes, folders: tuple[Path, ...]) -> Network:
-    """By a data sheet, or a published table of bandwidths."""
-    fields = msgspec.json.decode(told)
-    try:
-        return _specified(name, fields, folders)
-    except (msgspec.ValidationError, TypeError) as error:
-        raise CaseError(f"network {name!r}: {error}") from None
-
-
-def _specified(name: str, fields: dict[str, Any], folders: tuple[Path, ...]) -> Network:
-    if "bandwidths" in fields:
-        path = next((one / fields["bandwidths"] for one in folders if (one / fields["bandwidths"]).exists()), None)
-        if path is None:
-            raise CannotAsk(f"{fields['bandwidths']} is kept elsewhere: give --truth FOLDER")
-        return load_table(path, gpus_per_node=fields["gpus_per_node"])
-    nodes, rings = fields.pop("nodes", [1, 2, 4, 8, 16, 32, 64]), fields.pop("rings", False)
-    if "inside_line" in fields:
-        line, nvls = fields.pop("inside_line"), fields.get("nvls", False)
-        fields["inside"] = reached_inside(line, fields["gpus_per_node"], nvls=nvls)
-    hop_s = typical_hop_s(fields.get("transport"))
-    if "fabric" in fields:
-        fields["fabric"] = msgspec.convert(fields["fabric"], Fabric)
-    made = Specification(latency=NicLatency.of(hop_s), **fields).network(name, nodes)
-    return _ringed(made, fields["gpus_per_node"]) if rings else made
-
-
-def _ringed(network: Network, per_node: int) -> Network:
-    """NCCL before 2.12 reduced large messages in rings on any number of nodes: 2(N - 1)/N bytes a byte cross the
-    NICs."""
-
-    def row(one: Network | WorkersRow) -> Network | WorkersRow:
-        if one.workers <= per_node:
-            return one
-        nodes, curve = one.workers // per_node, one.all_reduce.curve
-        more = ((one.workers - 1) / one.workers) / ((nodes - 1) / nodes)
-        line = CollectiveTimes(alpha_s=curve.at(0.0), beta_s_per_byte=curve.link_s_per_byte * more)
-        return msgspec.structs.replace(one, all_reduce=line)
-
-    rows = [row(one) for one in (network, *network.rows)]
-    return msgspec.structs.replace(
-        network, all_reduce=rows[0].all_reduce, rows=tuple(one for one in rows[1:] if isinstance(one, WorkersRow))
-    )
-
-
 def slower(profile: Profile, by: float) -> Profile:
     """The same computation on a machine that takes `by` times as long."""
     return msgspec.structs.replace(
@@ -367,23 +333,24 @@ def _operators(
     return operator_model(accelerator, precision, gbps=gbps, launch_overhead=launch_overhead)
 
 
-SHARES = "SUSTAINED"
-"""The name of a constant: the shares of their short-burst rates that products and attention of a GPU sustain."""
-
-
-def shares_of(accelerator: str) -> tuple[float, float]:
-    return layer_work.SUSTAINED.get(accelerator_named(accelerator).name, layer_work._ELSEWHERE)
+HELD: dict[tuple[str, str], Any] = {}
+"""Fields of frameworks that answers have otherwise while they are held."""
 
 
 @contextmanager
-def sustaining(accelerator: str, shares: tuple[float, float] | None) -> Iterator[None]:
-    """Answers with other shares of this GPU; with None, those of a GPU that nobody has seen."""
-    name = accelerator_named(accelerator).name
-    before = layer_work.SUSTAINED.get(name)
-    layer_work.SUSTAINED[name] = layer_work._ELSEWHERE if shares is None else shares
-    try:
+def holding(values: Mapping[str, Any]) -> Iterator[None]:
+    """Answers with other constants: of a GPU (`SUSTAINED h100`; None for that of GPUs that nobody has seen), of a
+    framework (`nanotron.unfused`), or of the small collectives of layouts (`waits`)."""
+    with contextlib.ExitStack() as stack:
+        for name, value in values.items():
+            if name == "waits":
+                for attribute, seconds in zip(("CALL_S", "RANK_S"), value, strict=True):
+                    stack.enter_context(mock.patch.object(cluster, attribute, seconds))
+            elif " " in name:
+                gpu = accelerator_named(name.split()[1]).name
+                shares = layer_work._ELSEWHERE if value is None else value
+                stack.enter_context(mock.patch.dict(layer_work.SUSTAINED, {gpu: shares}))
+            else:
+                framework, _, field = name.partition(".")
+                stack.enter_context(mock.patch.dict(HELD, {(framework, field): value}))
         yield
-    finally:
-        layer_work.SUSTAINED.pop(name)
-        if before is not None:
-            layer_work.SUSTAINED[name] = before

@@ -3,8 +3,9 @@
     python validation/cases.py split NAME [--truth FOLDER]  # once, before an error is computed
     python validation/cases.py show NAME [--truth FOLDER]    # its cases, without what was measured
 
-`table.json` (`Table`) says how the columns of the rows are named in the schema (`Case`). Where that does not suffice,
-`tables/NAME.py` has a function `cases(table, rows)` that makes the fields. `split.json` has the half of each identity.
+`table.json` (`Table`) says how the columns of the rows are named in the schema (`Case` in case.py). Where that does not
+suffice, `tables/NAME.py` has a function `cases(table, rows)` that makes the fields. `split.json` has the half of each
+identity.
 """
 
 from __future__ import annotations
@@ -19,157 +20,22 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from validation.case import DEFAULTS, MEASURED, NOT_RUN, TYPES, Case  # noqa: E402
+
 FOLDER = HERE / "cases"
 HALVES = ("development", "reported")
-SCALES = (8, 64, 512)
 
 
 class CaseError(Exception):
     """A table that cannot be read; one line."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One measurement: what was run, on what, and what came out. Seconds and bytes; a field left out is unknown."""
-
-    table: str
-    id: str = ""
-    """Of the row, in its table. Made of the columns unless given."""
-    identity: str
-    """What a split keeps whole: cluster, model, submitter."""
-    split: str = "development"
-
-    kind: str = "step"
-    """step, operator or collective."""
-    model: Any = None
-    """Of a transformer by its shape: a bundled name, one of the table's `models`, or the shape itself."""
-    profile: Any = None
-    """Of any model as it was measured: a bundled profile, a file of the folder, or the profile itself."""
-    recorded: str | None = None
-    """Of any model by its operators: one of the folder's operators.json.gz (`operators.py`)."""
-    strategy: str | None = None
-    """Of backbeat's planners."""
-    plan: Any = None
-    """A file of the folder, or the plan itself."""
-    framework: str | None = None
-    """How the run was sent: a bundled name, or one of the table's `frameworks`."""
-    dp: int = 1
-    """What the other ways leave of all GPUs, unless given."""
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    chunks: int = 1
-    zero: int = 0
-    shard: int = 0
-    """GPUs that share one copy of parameters, of those that have replicas: hybrid sharding. 0 is all of them."""
-    micro_batch: int = 1
-    """0, like chunks of 0, where the source does not say: the fastest that fits, as predicted."""
-    global_batch: int = 0
-    sequence: int = 0
-    precision: str = "bf16"
-    recompute: str = "none"
-    schedule: str | None = None
-    sequence_parallel: bool = True
-    accumulation: int = 1
-    dilation: float = 0.0
-    """Of a replay in the lab: computation is spun, and takes so many times as long. 0 is no replay."""
-
-    operator: str | None = None
-    """Of the kind operator: matmul."""
-    m: int = 0
-    n: int = 0
-    k: int = 0
-    collective: str | None = None
-    """Of the kind collective: all_reduce, all_gather, reduce_scatter, all_to_all."""
-    bytes: int = 0
-    """Of the whole message."""
-
-    gpus: int = 1
-    accelerator: str = ""
-    network: Any = None
-    """A bundled name, one of the table's `networks`, a file of the folder, or the network itself."""
-    own_network: str | None = None
-    """The same, as it was measured on this cluster."""
-    cluster: str = ""
-    family: str = ""
-    """Of models: a constant is chosen again without its cluster, and without its family."""
-    system: str = ""
-    """Cases with the same share a factor of computation: those of one model on one cluster, unless given."""
-
-    seconds: float | None = field(default=None, repr=False)
-    """Of one step, operator or collective."""
-    memory_bytes: float | None = field(default=None, repr=False)
-    status: str = "ran"
-    """ran or failed. Where memory was not the cause of the failure, leave the row out."""
-    repeat: float | None = field(default=None, repr=False)
-    """How far repeats of this very measurement lie apart, as a share: the instrument's own noise."""
-    informs: bool = True
-    """Whether its error may widen a range: false where it helped to choose a constant that is not chosen again without
-    it."""
-    unasked: str | None = None
-    """Why it cannot be asked, where the table knows: a chip, a precision, a way that backbeat does not have."""
-    source: str = ""
-    """Of the row, where it is not the table's."""
-
-    @property
-    def group(self) -> str:
-        """Of one model on one system: one factor of computation."""
-        return self.system or "/".join((self.cluster, self.family, self.accelerator, self.precision))
-
-    @property
-    def job(self) -> str:
-        """What ways of running compete for."""
-        subject = self.model or self.recorded or self.profile
-        model = subject["name"] if isinstance(subject, dict) else subject
-        return "/".join(map(str, (self.group, model, self.gpus, self.global_batch, self.sequence, self.precision)))
-
-    @property
-    def way(self) -> str:
-        """How the job is run. The same way again, in another release or on another day, is a repeat of it."""
-        told = [f"{name}={getattr(self, name)}" for name in _WAY if getattr(self, name) != _DEFAULTS[name]]
-        return ",".join(told)
-
-    @property
-    def parallelism(self) -> str:
-        if self.kind != "step":
-            return self.operator or self.collective or self.kind
-        many = {"experts": self.ep, "context": self.cp, "tensor": self.tp, "pipeline": self.pp}
-        ways = [name for name, gpus in many.items() if gpus > 1]
-        if ways[:1] in (["experts"], ["context"]):
-            return ways[0]
-        sharded = "sharded" if self.zero == 3 else "data"
-        return "+".join(ways) or (sharded if self.gpus > 1 else "none")
-
-    @property
-    def scale(self) -> str:
-        """How many GPUs, in four classes.
-
-        >>> [Case(table="t", identity="i", gpus=gpus).scale for gpus in (8, 9, 1024)]
-        ['1-8', '9-64', '513-']
-        """
-        low = 1
-        for high in SCALES:
-            if self.gpus <= high:
-                return f"{low}-{high}"
-            low = high + 1
-        return f"{low}-"
-
-
-_TYPES = {one.name: str(one.type).replace("|", " ").split()[0] for one in fields(Case)}
-_DEFAULTS = {one.name: one.default for one in fields(Case)}
-_WAY = (
-    "strategy", "plan", "framework", "dp", "tp", "pp", "cp", "ep", "chunks", "zero", "shard", "micro_batch",
-    "recompute", "schedule", "sequence_parallel", "accumulation", "network",
-)  # fmt: skip
-_MEASURED = ("seconds", "memory_bytes", "status", "repeat")
-_NOT_RUN = (*_MEASURED, "informs", "table", "id", "identity", "split", "unasked", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +68,7 @@ class Table:
     noise: float | None = None
     """Of rows that state no repeat, as the source or its repeated rows show it."""
     chose: Mapping[str, str] = field(default_factory=dict)
-    """Constants that its development rows helped to choose: name, and how."""
+    """Constants that its development rows helped to choose, and how; `held_out.py` chooses them again."""
     margin: float | None = None
     """Added to either side of a range that holds the network's load alone."""
     adapted: bool = False
@@ -270,7 +136,7 @@ class Table:
         return found
 
     def cases(self, truth: Path | None = None) -> list[Case]:
-        return [_replaced(case, split=self.half(case)) for case in self.unsplit(truth)]
+        return [replace(case, split=self.half(case)) for case in self.unsplit(truth)]
 
     def fields(self, row: Mapping[str, str]) -> dict[str, Any]:
         """Of a row by `columns`: text, or a number times its factor. Empty cells are left out.
@@ -281,7 +147,7 @@ class Table:
         {'precision': 'bf16', 'tp': '2', 'seconds': 0.25, 'micro_batch': '4'}
         """
         found: dict[str, Any] = dict(self.same)
-        found.update({name: value for name, value in row.items() if name in _TYPES and value != ""})
+        found.update({name: value for name, value in row.items() if name in TYPES and value != ""})
         for name, column in self.columns.items():
             column, factor = column if isinstance(column, list) else (column, None)
             if row.get(column, "") != "":
@@ -289,9 +155,9 @@ class Table:
         return found
 
     def case(self, found: Mapping[str, Any]) -> Case:
-        unknown = next((name for name in found if name not in _TYPES), None)
+        unknown = next((name for name in found if name not in TYPES), None)
         if unknown is not None:
-            raise CaseError(f"{self.name}: a case has no {unknown!r}; it has {', '.join(_TYPES)}")
+            raise CaseError(f"{self.name}: a case has no {unknown!r}; it has {', '.join(TYPES)}")
         typed = {name: _typed(self.name, name, value) for name, value in found.items() if value is not None}
         typed.setdefault("table", self.name)
         model = typed.get("model") or typed.get("recorded") or typed.get("profile") or ""
@@ -302,12 +168,12 @@ class Table:
             typed["dp"] = max(typed["gpus"] // shared, 1)
         case = Case(**{"identity": "", **typed})
         if not case.identity:
-            case = _replaced(case, identity="/".join(str(getattr(case, name)) for name in self.identity))
-        return case if case.id else _replaced(case, id=_id({**found, "gpus": case.gpus}, self.same))
+            case = replace(case, identity="/".join(str(getattr(case, name)) for name in self.identity))
+        return case if case.id else replace(case, id=_id({**found, "gpus": case.gpus}, self.same))
 
 
 def _typed(table: str, name: str, value: Any) -> Any:
-    kind = _TYPES[name]
+    kind = TYPES[name]
     try:
         if kind == "int":
             return round(float(value))
@@ -327,13 +193,9 @@ def _id(found: Mapping[str, Any], same: Mapping[str, Any]) -> str:
     """What was run, in words: every field given that is neither measured nor shared by all rows."""
     told = {
         name: value for name, value in sorted(found.items())
-        if name not in (*_NOT_RUN, *same) and not isinstance(value, (dict, list))
+        if name not in (*NOT_RUN, *same) and not isinstance(value, (dict, list))
     }  # fmt: skip
     return ",".join(f"{name}={value}" for name, value in told.items())
-
-
-def _replaced(case: Case, **changed: Any) -> Case:
-    return Case(**{**{one.name: getattr(case, one.name) for one in fields(Case)}, **changed})
 
 
 def numbered(cases: Iterable[Case]) -> Iterator[Case]:
@@ -341,7 +203,7 @@ def numbered(cases: Iterable[Case]) -> Iterator[Case]:
     seen: Counter[str] = Counter()
     for case in cases:
         seen[case.id] += 1
-        yield case if seen[case.id] == 1 else _replaced(case, id=f"{case.id}#{seen[case.id]}")
+        yield case if seen[case.id] == 1 else replace(case, id=f"{case.id}#{seen[case.id]}")
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -413,12 +275,11 @@ def main() -> None:
     except CaseError as error:
         sys.exit(f"cases: {error}")
     for case in cases:
-        told = {name: getattr(case, name) for name in _DEFAULTS if name not in (*_MEASURED, "id", "table", "split")}
-        given = (f"{name}={value}" for name, value in told.items() if value != _DEFAULTS[name])
+        told = {name: getattr(case, name) for name in DEFAULTS if name not in (*MEASURED, "id", "table", "split")}
+        given = (f"{name}={value}" for name, value in told.items() if value != DEFAULTS[name])
         print(f"{case.id}\n    {', '.join(given)}")
     print(f"{len(cases)} cases of {len({case.identity for case in cases})} identities")
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))
     main()

@@ -166,7 +166,12 @@ CLAIMS = (
         Claim(page=page, start=f"<!-- {name} -->", end=f"<!-- end of {name} -->", text=text)
         for page, name, text in own_docs.blocks()
     ),
-    *(Claim(page=page, start=start, text=text) for page, start, text in (*own_docs.lines(), *own_ratios.lines())),
+    *(
+        Claim(page=page, start=start, text=text)
+        for page, found in ((README, own_docs.README), (README, own_ratios.README),
+                            (RESULTS, own_docs.RESULTS), (RESULTS, own_ratios.RESULTS))
+        for start, text in found.items()
+    ),
     Claim(page=RESULTS, start="<!-- data parallelism -->", end="<!-- end of data parallelism -->", text=clusters),
     Claim(page=RESULTS, start="<!-- errors -->", end="<!-- end of errors -->", text=layouts),
     Claim(page=RESULTS, start="<!-- tables -->", end="<!-- end of tables -->", text=sources),

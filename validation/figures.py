@@ -10,7 +10,8 @@ from typing import Any
 
 from validation import measures
 from validation.ask import Answer
-from validation.cases import Case, Table
+from validation.case import Case
+from validation.cases import Table
 
 CELLS: dict[str, Callable[[Case], str]] = {
     "parallelism": lambda case: case.parallelism,
@@ -86,7 +87,9 @@ def noise_of(table: Table, rows: Sequence[Case]) -> float | None:
     groups: dict[str, list[float]] = defaultdict(list)
     for case in rows:
         if case.seconds is not None and case.status == "ran":
-            groups[f"{case.job} {case.way} {case.m} {case.n} {case.k} {case.bytes}"].append(case.seconds)
+            groups[f"{case.job} {case.way} {case.parallelism} {case.m} {case.n} {case.k} {case.bytes}"].append(
+                case.seconds
+            )
     stated = [case.repeat for case in rows if case.repeat is not None]
     return measures.share_of(stated, 0.5) if stated else table.noise or measures.noise(list(groups.values()))
 

@@ -4,9 +4,9 @@
     python validation/judge.py --truth FOLDER --reported          # reads the other half, notes it, writes docs
 
 Development rows alone are read, unless `--reported` says otherwise. Tables whose licence forbids a copy are read from
-`--truth`; without it their figures are those of the record. Only a whole run with `--truth` writes: `record.json` and
-`backbeat/zoo/checked.json` of development rows, and `errors.json` of tables of our own; with `--reported`, which may be
-given single tables, each one's `reported.json`. Both write what docs state of them.
+`--truth`; without it their figures are those of the record. Only a whole run with `--truth` writes `record.json` and
+`backbeat/zoo/checked.json` of development rows, and `errors.json` of tables of our own. `--reported` writes the
+`reported.json` of each table that it was given. Both write what docs state of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path.insert(0, str(HERE.parent))
 from validation import cases, docs, measures, peers, show  # noqa: E402
 from validation.cases import CaseError  # noqa: E402
 from validation.figures import CELLS, Judged, by_cell, by_table  # noqa: E402
-from validation.held_out import checked, held_out  # noqa: E402
+from validation.held_out import checked, held_out, left_out  # noqa: E402
 from validation.run import Run, Runner  # noqa: E402
 
 RECORD, LOG = HERE / "record.json", HERE / "reported.log"
@@ -69,8 +69,8 @@ def judge(asked: argparse.Namespace) -> None:
             log.write(f"{' '.join(stamp().values())} {' '.join(one.name for one in run.tables)}\n")
     with Runner(run, asked.processes) as runner:
         found = runner.judged()
-        writes = asked.truth is not None and not asked.peers and (asked.reported or not asked.tables)
-        informing = held_out(found, runner) if writes and not asked.reported else []
+        writes = asked.truth is not None and not asked.peers and not asked.reported and not asked.tables
+        informing = held_out(found, runner) if writes else []
     rows = {name: [case for case in every if case.split == run.half] for name, every in run.cases.items()}
     record = measures.rounded({"tables": by_table(run.tables, rows, found), "cells": by_cell(found)})
     if asked.rows:
@@ -85,12 +85,12 @@ def judge(asked: argparse.Namespace) -> None:
     if not asked.reported:
         print(f"\nagainst {asked.against or 'the record'}:")
         print("\n".join(show.differences(old, record)) or "no figure differs")
-    if writes and asked.reported:
+    if asked.reported and not asked.peers:
         write_reported(run, found, record)
-    elif writes:
+    if writes:
         write_own(run, found)
         RECORD.write_text(json.dumps({**stamp(), **record}, indent=1) + "\n")
-        CHECKED.write_text(by_line({**stamp(), "rows": checked(informing)}))
+        CHECKED.write_text(by_line({**stamp(), "informs nothing": left_out(run), "rows": checked(informing)}))
     stale = docs.stale()
     print("\n".join(stale) or "docs agree with what is committed")
     print(f"{len(found)} answers in {time.monotonic() - began:.0f} s")

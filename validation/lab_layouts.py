@@ -11,7 +11,7 @@ from backbeat.lab.setting import Setting
 from backbeat.layouts import Transformer
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.layout import Layout, job_of
-from validation.cases import Case
+from validation.case import Case
 
 LAYERS, VOCABULARY = 8, 8192
 FAMILIES = {"layout, timed transfers": "events", "layout, closed form": "closed-form"}

@@ -27,6 +27,7 @@ import msgspec
 from backbeat.cost.accelerators import accelerator_named
 from backbeat.cost.operator_model import HostTimes, OperatorModel, operator_curves
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work, family_of
+from backbeat.errors import MissingPartError
 from backbeat.model import ComputeShares, Profile
 
 KINDS: dict[str, type[Work]] = {one.__name__: one for one in (Product, Attention, Convolution, Traffic)}
@@ -269,11 +270,22 @@ def write(path: Path, recipes: list[Recipe], processes: int) -> None:
     found = dict(tapes(path)) if path.exists() else {}
     missing = [one for one in recipes if one.name not in found]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for done, (recipe, tape) in enumerate(zip(missing, pool.imap(record, missing), strict=True), start=1):
-            found[recipe.name] = tape
+        for done, (recipe, tape) in enumerate(zip(missing, pool.imap(_attempted, missing), strict=True), start=1):
+            if isinstance(tape, str):
+                print(f"{recipe.name}: not recorded: {tape}", flush=True)
+            else:
+                found[recipe.name] = tape
             if done % 20 == 0 or done == len(missing):
                 path.write_bytes(gzip.compress(msgspec.json.encode(found), mtime=0))
                 print(f"{done} of {len(missing)}", flush=True)
+
+
+def _attempted(recipe: Recipe) -> Tape | str:
+    """Or why it cannot be built here."""
+    try:
+        return record(recipe)
+    except MissingPartError as error:
+        return str(error)
 
 
 def main() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from backbeat.model import Gradient, MemoryPlan, Network, Plan, Profile, Segment
+from backbeat.model import Gradient, MemoryPlan, Network, Plan, Profile
 from backbeat.model.batches import at_batch, join
 from backbeat.planners import Draft
 from backbeat.steps.predict import predict
@@ -49,11 +49,12 @@ def plan_of(told: Mapping[str, Any], profile: Profile | None, workers: int) -> P
     return Draft.of_launches(told["launches"], told["communicators"]).named(profile, told["name"], workers)
 
 
-def recomputed(plan: Plan) -> Plan:
-    """The same with every unit's blocks recomputed."""
-    names = [name for unit in plan.sharding.units for name in unit.modules] if plan.sharding else []
-    memory = MemoryPlan(segments=tuple(Segment(blocks=(name,), action="recompute") for name in names))
-    return msgspec.structs.replace(plan, memory=memory, predicted=None)
+def treated(plan: Plan, segments: Sequence[Mapping[str, Any]] | None = None) -> Plan:
+    """The same with what a memory plan does to blocks; every unit's blocks recomputed unless given."""
+    units = plan.sharding.units if plan.sharding else ()
+    every = [{"blocks": [name], "action": "recompute"} for unit in units for name in unit.modules]
+    told = msgspec.convert({"segments": every if segments is None else segments}, MemoryPlan)
+    return msgspec.structs.replace(plan, memory=told, predicted=None)
 
 
 def closed_form(profile: Profile, network: Network, plan: Plan) -> float:

@@ -13,7 +13,8 @@ from typing import Any
 
 from validation import peers
 from validation.ask import OWN, Answer, Asker, CannotAsk
-from validation.cases import Case, Table
+from validation.case import Case
+from validation.cases import Table
 from validation.figures import Judged
 
 SOME = 16
@@ -81,7 +82,7 @@ class Runner:
         """All cases of the run's half."""
         tasks = self.run.asked()
         systems = [(table.name, route, of) for table, route, of, _ in tasks if needs_run(route)]
-        factors = dict(zip(systems, self.each(_calibrated, systems), strict=True))
+        factors = dict(zip(systems, self.each(calibrated, systems), strict=True))
         parts = [
             (table.name, route, [case.id for case in group[at : at + SOME]], factors.get((table.name, route, of)))
             for table, route, of, group in tasks for at in range(0, len(group), SOME)
@@ -97,7 +98,7 @@ def asker(name: str) -> Asker:
     return Asker(next(one for one in RUN.tables if one.name == name), RUN.truth)
 
 
-def _calibrated(system: tuple[str, str, str]) -> list[tuple[Case, float]]:
+def calibrated(system: tuple[str, str, str]) -> list[tuple[Case, float]]:
     """The runs that a system's computation is scaled by, with their factors."""
     name, route, group = system
     asks = asker(name)
@@ -126,11 +127,11 @@ def known_runs(asks: Asker, every: Sequence[Case], route: str) -> list[Case]:
 
 def _judged(part: tuple[str, str, list[str], Any]) -> list[Judged]:
     name, route, ids, known = part
-    found = (_asked(asker(name), RUN.by_id[name, each], route, known) for each in ids)
+    found = (asked(asker(name), RUN.by_id[name, each], route, known) for each in ids)
     return [one for one in found if one is not None]
 
 
-def _asked(asks: Asker, case: Case, route: str, known: Sequence[tuple[Case, float]] | None) -> Judged | None:
+def asked(asks: Asker, case: Case, route: str, known: Sequence[tuple[Case, float]] | None) -> Judged | None:
     """None where a case has nothing of its own to be asked with, or is itself what others are scaled by."""
     if not asks.asks(case, route):
         return None

@@ -6,19 +6,19 @@ pieces.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
+from backbeat.cost.collectives import Collective
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Work
-from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.layer_work import FAMILIES, LayerBuilder, LayerSegment, LayerWork, sustained_s
 from backbeat.layouts.layout import Job, Layout, Recompute
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
 from backbeat.steps.piece_graph import HOST, PassTimes, PiecePass
 
@@ -84,7 +84,7 @@ class StageTimer:
     model: Transformer
     layout: Layout
     job: Job
-    cluster: GpuCluster
+    cluster: Cluster
     operators: OperatorModel
     conventions: Framework
     imbalance: float = 1.0
@@ -201,7 +201,8 @@ class _PieceRun:
             weight_s += self._spin(late, self.work.weight, backward=True)
         passes = [each.times() for each in (forward, backward, late)]
         if late is not backward:
-            return StageTimes(*(each.seconds for each in passes), _parts(passes))
+            forward_s, input_s, weight_s = (each.seconds for each in passes)
+            return StageTimes(forward_s, input_s, weight_s, _parts(passes))
         return StageTimes(passes[0].seconds, passes[1].seconds - weight_s, weight_s, _parts(passes[:2]))
 
     def _spin(self, under_way: PiecePass, works: list[Work], parameters: int = 0, *, backward: bool = False) -> float:
@@ -221,12 +222,12 @@ class _PieceRun:
         if not there.contention:
             return PiecePass()
         groups = {"tensor": (layout.tp, 1), "context": (layout.cp, layout.tp)}
-        return PiecePass(
-            {
-                family: {name: there.slowdown(*group, **{family: 1.0}) for name, group in groups.items()}
-                for family in FAMILIES
-            }
-        )
+
+        def slowdown(name: str, family: str) -> float:
+            workers, stride = groups[name]
+            return there.slowdown(workers, stride, **{family: 1.0})
+
+        return PiecePass({family: {name: slowdown(name, family) for name in groups} for family in FAMILIES})
 
     def _compute(
         self,
@@ -299,7 +300,7 @@ class _PieceRun:
             compute()
         late()
 
-    def _tensor(self, under_way: PiecePass, kind: LayoutCollective, share: float = 1.0) -> int:
+    def _tensor(self, under_way: PiecePass, kind: Collective, share: float = 1.0) -> int:
         """An activation among the ranks that share a layer's matrices; or some slices of it."""
         seconds = share * self.timer.cluster.waited_s(kind, self.timer.builder.activation_bytes, self.tp)
         return under_way.send("tensor", seconds, host_s=share * self._launch_s(self.tp))
@@ -319,7 +320,7 @@ class _PieceRun:
 
     def _scatter(self, under_way: PiecePass, compute: Callable[[], None]) -> None:
         """Nor has the last."""
-        kind: LayoutCollective = "reduce_scatter" if self.by_sequence else "all_reduce"
+        kind: Collective = "reduce_scatter" if self.by_sequence else "all_reduce"
         if self.slices == 1:
             compute()
         else:
@@ -354,7 +355,8 @@ class _PieceRun:
 
 
 def _parts(passes: Iterable[PassTimes]) -> PartSeconds:
-    found: Counter[str] = Counter()
+    found = dict.fromkeys(PartSeconds._fields, 0.0)
     for each in passes:
-        found.update(each.causes)
+        for cause, seconds in each.causes.items():
+            found[cause] += seconds
     return PartSeconds(**found)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from validation import cases
-from validation.cases import Case, CaseError, Table, half_of
+from validation.case import Case
+from validation.cases import CaseError, Table, half_of
 
 TABLES = [cases.table(name) for name in cases.names()]
 

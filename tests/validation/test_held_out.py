@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from validation import held_out
-from validation.ask import Answer, shares_of, sustaining
-from validation.cases import Case
+from backbeat.layouts import cluster, layer_work
+from validation import cases, held_out
+from validation.ask import Answer, Asker, holding
+from validation.case import Case
+from validation.cases import Table
 from validation.figures import Judged
 
 CHECKED = Path(__file__).resolve().parents[2] / "backbeat" / "zoo" / "checked.json"
@@ -19,30 +23,54 @@ def case(cluster: str, family: str) -> Case:
     return Case(table="t", identity="i", cluster=cluster, family=family, accelerator="h100", seconds=1.0)
 
 
-def errors(best: float) -> list[float]:
-    return [abs(share - best) for share in held_out.GRID]
+GRID = held_out.CONSTANTS["SUSTAINED"].grid
+H100 = "SUSTAINED h100"
+
+
+def chosen(own: Case, groups: list[tuple[Case, float, int]]) -> Any:
+    """Among rows of which each group is best off with one share."""
+    rows, errors = [], {}
+    for one, best, count in groups:
+        for _ in range(count):
+            rows.append(replace(one, id=str(len(rows))))
+            errors[H100, one.table, rows[-1].id] = [abs(share - best) for share, _ in GRID]
+    return held_out.chosen_again(own, H100, rows, errors)
 
 
 def test_neither_the_cluster_nor_the_family_of_a_row_chooses_for_it() -> None:
     own = case("mine", "gpt-1b")
-    same_cluster = [(case("mine", "llama-7b"), errors(0.5))] * 9
-    same_family = [(case("yours", "gpt-175b"), errors(0.5))] * 9
-    others = [(case("yours", "llama-7b"), errors(0.8))] * held_out.FEWEST
-    assert held_out.share_without(own, [*same_cluster, *same_family, *others]) == (0.8, 0.8)
-    assert held_out.share_without(own, [*same_cluster, *same_family]) is None
-    assert held_out.share_without(own, [*same_cluster, *others[1:]]) is None
+    same_cluster, same_family = (case("mine", "llama-7b"), 0.5, 9), (case("yours", "gpt-175b"), 0.5, 9)
+    others = case("yours", "llama-7b"), 0.8, held_out.FEWEST
+    assert chosen(own, [same_cluster, same_family, others]) == (0.8, 0.8)
+    assert chosen(own, [same_cluster, same_family]) is None
+    assert chosen(own, [same_cluster, (*others[:2], held_out.FEWEST - 1)]) is None
 
 
-def test_other_shares_hold_while_they_are_asked_with() -> None:
-    before = shares_of("h100")
-    with sustaining("h100", (0.5, 0.5)):
-        assert shares_of("h100") == (0.5, 0.5)
-    with sustaining("h100", None):
-        assert shares_of("h100") == shares_of("rtx-4090")
-    assert shares_of("h100") == before
-    with sustaining("rtx-4090", (0.5, 0.5)):
-        pass
-    assert shares_of("rtx-4090") == shares_of("l40s")
+def test_a_constant_that_is_stated_is_the_line_without_ones_own_cluster() -> None:
+    own, other = case("vTrain's A100s", "gpt-1b"), case("yours", "gpt-1b")
+    assert held_out.took_part(own, "waits", [])
+    assert not held_out.took_part(other, "waits", [own])
+    assert held_out.chosen_again(own, "waits", [], {}) == (23e-6, 9.1e-6)
+
+
+def test_rows_that_made_a_rule_inform_no_range() -> None:
+    """A constant is chosen again; of collectives no range is made."""
+    silent = {name for names in json.loads(CHECKED.read_text())["informs nothing"].values() for name in names}
+    tables = (cases.table(name) for name in cases.names())
+    rules = {one.name for one in tables if any(held_out.constant(name) is None for name in one.chose)}
+    assert rules - {"nccl_clusters"} <= silent
+
+
+def test_other_constants_hold_while_they_are_asked_with() -> None:
+    asker = Asker(Table(name="t", title="", source="", licence="", rows="", routes=()))
+    before = layer_work.SUSTAINED["H100"], asker.framework("nanotron").unfused, cluster.CALL_S
+    with holding({H100: (0.5, 0.5), "nanotron.unfused": 1.0, "waits": (1e-6, 2e-6)}):
+        assert layer_work.SUSTAINED["H100"] == (0.5, 0.5)
+        assert asker.framework("nanotron").unfused == 1.0
+        assert (cluster.CALL_S, cluster.RANK_S) == (1e-6, 2e-6)
+    with holding({H100: None}):
+        assert layer_work.SUSTAINED["H100"] == layer_work._ELSEWHERE
+    assert (layer_work.SUSTAINED["H100"], asker.framework("nanotron").unfused, cluster.CALL_S) == before
 
 
 def test_what_was_compared_is_told_by_cell() -> None:

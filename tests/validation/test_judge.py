@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backbeat.layouts.cluster import cluster_of
 
-from validation import docs, figures, judge, measures, run, show
+from validation import cases, docs, figures, judge, measures, run, show
 from validation.ask import Answer, Asker, CannotAsk
-from validation.cases import FOLDER, Case, Table
+from validation.case import Case
+from validation.cases import FOLDER, Table
 from validation.figures import Judged
 
 LAYOUT: dict[str, Any] = {
@@ -68,7 +70,7 @@ def test_a_layout_is_asked_and_computation_scales_it() -> None:
         ({"shard": 4}, "no flag"),
         ({"tp": 3}, "3"),
         ({"accelerator": "tpu-v5p"}, "no accelerator known"),
-        ({"kind": "collective", "collective": "all_to_all"}, "all_to_all"),
+        ({"kind": "collective", "collective": "broadcast"}, "no broadcast"),
     ],
 )
 def test_what_cannot_be_asked_says_why(fields: dict[str, Any], word: str) -> None:
@@ -76,12 +78,20 @@ def test_what_cannot_be_asked_says_why(fields: dict[str, Any], word: str) -> Non
         Asker(TABLE).ask(Case(**{**LAYOUT, **fields}), "shape")
 
 
+def test_an_all_to_all_takes_what_layouts_with_experts_say() -> None:
+    case = Case(**LAYOUT, kind="collective", collective="all_to_all", bytes=2**20)
+    there = cluster_of("dgx-h100", "h100")
+    assert Asker(TABLE).ask(case, "profile").seconds == there.exchange_s(2**20, 8)
+    send = Asker(TABLE).ask(replace(case, collective="send"), "profile")
+    assert send.seconds == there.send_s(2**20, 8, 1)
+
+
 def test_the_run_that_scales_others_is_not_judged_by_it() -> None:
     case = Case(**LAYOUT, id="a", seconds=1.0)
     asker = Asker(TABLE)
-    assert run._asked(asker, case, "shape, own run", [(case, 1.5)]) is None
-    assert run._asked(asker, case, "shape, own run", []) is None
-    assert run._asked(asker, replace(case, id="b"), "shape, own run", [(case, 1.5)]) is not None
+    assert run.asked(asker, case, "shape, own run", [(case, 1.5)]) is None
+    assert run.asked(asker, case, "shape, own run", []) is None
+    assert run.asked(asker, replace(case, id="b"), "shape, own run", [(case, 1.5)]) is not None
 
 
 def test_computation_comes_from_the_run_that_is_most_alike() -> None:
@@ -107,6 +117,27 @@ def test_no_table_is_an_error_in_a_line(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setattr("sys.argv", ["judge.py", "nobody", "--truth", str(Path(__file__).parent)])
     with pytest.raises(SystemExit, match="'nobody' is no table"):
         judge.main()
+
+
+def test_one_table_of_our_own_is_reported_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other half is read, noted and written; development rows and the record are not."""
+    told = {"title": "t", "source": "s", "licence": "own", "rows": "rows.csv", "routes": ["shape"], "same": LAYOUT}
+    told["same"] = {name: value for name, value in LAYOUT.items() if name not in ("table", "identity")}
+    folder = tmp_path / "t"
+    folder.mkdir()
+    (folder / "table.json").write_text(json.dumps({**told, "identity": ["micro_batch"]}))
+    (folder / "rows.csv").write_text("micro_batch,seconds\n1,1.0\n2,2.0\n")
+    (folder / "split.json").write_text(json.dumps({"development": ["1"], "reported": ["2"]}))
+    for where, name, value in (
+        (cases, "FOLDER", tmp_path), (judge, "LOG", tmp_path / "log"), (judge, "RECORD", tmp_path / "record.json"),
+        (docs, "write", lambda: None), (docs, "stale", list),
+    ):  # fmt: skip
+        monkeypatch.setattr(where, name, value)
+    monkeypatch.setattr("sys.argv", ["judge.py", "t", "--reported", "--processes", "1"])
+    judge.main()
+    assert [row["id"] for row in json.loads((folder / "reported.json").read_text())["rows"]] == ["micro_batch=2"]
+    assert (tmp_path / "log").read_text().endswith(" t\n")
+    assert not (tmp_path / "record.json").exists()
 
 
 def test_repeats_of_a_way_are_one_way() -> None:

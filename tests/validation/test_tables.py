@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import doctest
 from functools import cache
+from types import ModuleType
 
 import pytest
 
-from validation import blocks, cases
+from validation import blocks, case, cases, held_out, measures, own_docs, own_ratios
 from validation.ask import Asker
-from validation.cases import Case
-from validation.tables import identities
+from validation.case import Case
+from validation.tables import aws_collectives, expert_exchanges, identities, own
+from validation.tables.aws_collectives import seconds as bus_seconds
 from validation.tables.bigscience_a100_layouts import layers_of
+from validation.tables.expert_exchanges import sent_bytes
 from validation.tables.megatron_papers import seconds
 
 
@@ -111,3 +115,34 @@ def test_what_a_row_needs_that_cannot_be_said_is_counted() -> None:
     groups = [case for case in of("internevo_7b_a100").values() if case.unasked]
     assert groups
     assert all(case.shard == 8 for case in groups)
+
+
+def test_a_token_travels_once_to_each_rank_that_has_one_of_its_experts() -> None:
+    one, many = (sent_bytes(1000, 100, experts, 8, 2.0) for experts in (1, 64))
+    assert one == pytest.approx(1000 * 100 * 2)
+    assert 0.99 * 8 * one < many <= 8 * one
+    sizes = {case.id: case.bytes for case in of("expert_exchanges").values() if not case.unasked}
+    there, back = (sizes[f"deepep/{way}/h100/32/1024 x 7168/8 of 256/0.5.0"] for way in ("dispatch", "combine"))
+    assert there / back == pytest.approx((1 + 4 / 128) / 2, rel=1e-6)
+
+
+def test_bus_bandwidth_is_what_nccl_tests_print() -> None:
+    """Of 8 ranks, 8000 bytes: 14000 cross the bus in an all-reduce, 7000 in the others."""
+    assert [bus_seconds(kind, 8000, 8, 1000.0) for kind in ("all_reduce", "all_to_all")] == [14.0, 7.0]
+
+
+def test_sizes_that_a_calibration_used_are_not_asked_again() -> None:
+    found = of("left_out_sizes")
+    assert len(found) > 50
+    for one in found.values():
+        assert one.bytes not in {size for size, _ in one.own_network["all_reduce"]["points"]}
+
+
+EXAMPLES = (case, cases, held_out, measures, own_docs, own_ratios, aws_collectives, expert_exchanges, own)
+
+
+@pytest.mark.parametrize("module", EXAMPLES, ids=lambda module: module.__name__)
+def test_examples_hold(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted
+    assert not found.failed

@@ -18,7 +18,7 @@ from calculon.llm import Llm
 from calculon.system import System
 
 from validation.ask import Answer, CannotAsk
-from validation.cases import Case
+from validation.case import Case
 from validation.peers import unasked
 
 SYSTEMS = {"a100": "a100_80g", "h100": "h100_80g_nvl8"}

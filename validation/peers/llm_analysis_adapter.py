@@ -15,7 +15,7 @@ from llm_analysis.config import ModelConfig, ParallelismConfig, get_gpu_config_b
 from llm_analysis.logger import logger
 
 from validation.ask import Answer, CannotAsk
-from validation.cases import Case
+from validation.case import Case
 from validation.peers import unasked
 
 GPUS = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb"}

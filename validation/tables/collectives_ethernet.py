@@ -15,14 +15,16 @@ NETWORKS = {
     "PCIe 3.0 x16 under one switch (PIX), P2P not supported": "PCIe 3",
     "PCIe, no P2P (host not described)": "PCIe 4",
 }
-COLLECTIVES = {"allreduce": "all_reduce", "all_reduce": "all_reduce", "all_gather": "all_gather"}
+COLLECTIVES = {
+    "allreduce": "all_reduce", "all_reduce": "all_reduce", "all_gather": "all_gather", "alltoall": "all_to_all",
+}  # fmt: skip
 
 
 def unasked(row: Mapping[str, str]) -> str | None:
     if "none" in row["gpu"]:
         return "collectives of host buffers"
     if row["collective"].split()[0] not in COLLECTIVES:
-        return "broadcast, reduce and all-to-all: a network has none of these"
+        return "broadcast and reduce: a network has neither"
     return None
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from validation.cases import Table
 from validation.tables.megatron_papers import seconds
 
+FABRIC = "it helped to make the rule of how a fabric's load slows latency, which is not chosen again"
+"""Of clusters with runs on eight nodes and more."""
 LLAMA = {"layers": 28, "hidden": 3072, "heads": 32, "ffn": 8192, "vocab": 131072, "sequence": 4096, "llama": True}
 
 
@@ -20,7 +22,9 @@ def cases(table: Table, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str,
                 case["recorded"] = recorded(shape, case)
             # Runs with the same computation.
             system = f"{case['family']}/{case['precision']}/{case['micro_batch']}"
-            yield {**case, "identity": case["id"], "system": system, "dp": case["gpus"]}
+            made_a_rule = row["file"] in ("nanotron_3b_dp.csv", "vtrain_multi_a100.csv") and case["gpus"] > 8
+            told = {"informs_nothing": FABRIC if made_a_rule else None}
+            yield {**case, **told, "identity": case["id"], "system": system, "dp": case["gpus"]}
 
 
 def recorded(shape: Mapping[str, Any], case: Mapping[str, Any]) -> str:

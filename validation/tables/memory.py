@@ -18,6 +18,9 @@ def cases(table: Table, _rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
         if isinstance(record, list):
             yield from ({**table.same, **_of_steps(row)} for row in record if "predicted_bytes" in row)
             continue
+        if "models" in record:
+            yield from ({**table.same, **one} for one in _of_host(record))
+            continue
         for name, row in record["rows"].items():
             if row.get("predicted_ms") or row.get("predicted_s"):
                 made = _of_nodes(path, record, name, row) if "network" in record else _of_one(path, record, name, row)
@@ -72,6 +75,36 @@ def _of_steps(row: Mapping[str, Any]) -> dict[str, Any]:
         "memory_bytes": max(row["peaks"]),
         "unasked": NOT_KEPT,
     }
+
+
+TREATED = {
+    "recompute": {"action": "recompute"},
+    "fetch": {"action": "recompute", "input": "offload"},
+    "offload": {"action": "offload"},
+}
+"""Every block alike, by `host_steps.py`."""
+
+
+def _of_host(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for entry in record["models"].values():
+        profile = {key: value for key, value in entry["profile"].items() if key != "schema"}
+        blocks = [one["name"] for one in profile["blocks"] if not one.get("changes_input")]
+        for way, row in entry["rows"].items():
+            if row.get("predicted_s"):
+                segments = [{"blocks": [name], **TREATED[way]} for name in blocks] if way in TREATED else None
+                yield {
+                    "id": f"host-steps/{profile['name']}/{way}",
+                    "identity": "host-steps",
+                    "cluster": "host-steps",
+                    "family": profile["model"],
+                    "profile": profile,
+                    "strategy": "ddp",
+                    "plan": {"segments": segments} if segments else None,
+                    "own_network": "10gbe",
+                    "gpus": 1,
+                    "seconds": row["step_s"],
+                    "unasked": "what the wrapper costs the host alone is no option" if way == "wrapped" else None,
+                }
 
 
 def _named(path: Path) -> str:
