@@ -65,13 +65,13 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
     whole = sum(held)
     zero, tokens = layout.zero, layout.tokens(job)
     kept, working = 0.0, 0.0
-    for chunk in own:
-        for count, sparse in ((chunk.dense, False), (chunk.sparse, True)):
-            if count:
-                each = layers.kept(sparse=sparse)
-                kept += count * each
-                # Its input, which it keeps, is a part of all that it has.
-                working = max(working, layers.everything(sparse=sparse) - each)
+    for sparse in (False, True):
+        count = sum(chunk.sparse if sparse else chunk.dense for chunk in own)
+        if count:
+            each = layers.kept(sparse=sparse)
+            kept += count * each
+            # Its input, which it keeps, is a part of all that it has.
+            working = max(working, layers.everything(sparse=sparse) - each)
     activations = waiting * kept
     if layout.recompute == "full":
         activations += working

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -78,7 +78,9 @@ def run_pipeline(
     operation is to be `listed`, only in time. Of so many stages that three rounds are too many operations the closed
     form is given.
     """
-    simulated = partial(_simulated, schedule, stages, times=times, send_s=send_s, streams=streams, late_s=late_s)
+    simulated = partial(
+        _simulated, schedule, stages, times=times, send_s=send_s, streams=streams, late_s=late_s, listed=listed
+    )
     each = _OPS + (schedule == "zero-bubble") + (0 if late_s is None else 2)
     most = MOST_OPS // (each * len(times))
     # Under GPipe transfers pile up for stages that are slower, so that ends may come at another pace.
@@ -94,7 +96,8 @@ def run_pipeline(
             periods, more = divmod(count - first_count, period.size)
             return _repeated(simulated(first_count + more) if more else short, period, periods, listed=listed)
         rounds *= 2
-    return simulated(count)
+    found = simulated(count)
+    return found if listed else replace(found, performed=())
 
 
 class _Period(NamedTuple):
@@ -175,7 +178,10 @@ def _simulated(
     send_s: float,
     streams: Streams,
     late_s: float | None = None,
+    *,
+    listed: bool = True,
 ) -> PipelineRun:
+    """Where not every operation is to be `listed`, those are that show a period."""
     chunks = [ChunkTimes(each.forward_s, each.input_s, each.weight_s) for each in times]
     if streams == "direction" and late_s is None:
         made = _passes(schedule, stages, count, len(times))
@@ -189,6 +195,7 @@ def _simulated(
         Performed(stage, operation, found.starts[op], found.ends[op])
         for stage, own in enumerate(made.ops)
         for operation, op in own.items()
+        if listed or (operation.chunk == 0 and operation.kind in ("F", "B"))
     ]
     performed.sort(key=lambda each: each.start_s)
     return PipelineRun(made.ends(found), made.last_backward(found), tuple(performed))

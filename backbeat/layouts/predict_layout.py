@@ -169,6 +169,11 @@ class LayoutPredictor:
     def operators(self) -> OperatorModel:
         return _operators(self.cluster.accelerator.short_name, self.job.precision)
 
+    @cached_property
+    def _edges(self) -> tuple[LayoutPredictor, ...]:
+        """The same on a quiet and on a busy cluster, where these are known."""
+        return tuple(replace(self, cluster=each) for each in self.cluster.edges or ())
+
     def memory(self, layout: Layout) -> MemoryByKind:
         """What one GPU holds. Quick to compute, so layouts that do not fit need not be timed."""
         if layout not in self.memories:
@@ -188,11 +193,8 @@ class LayoutPredictor:
     def banded(self, found: LayoutPrediction) -> LayoutPrediction:
         """The same prediction, with the range of times to expect."""
         quiet = busy = 1.0
-        if self.cluster.edges is not None:
-            middle, *edges = (
-                replace(self, cluster=each).predict(found.layout, "closed-form").step_s
-                for each in (self.cluster, *self.cluster.edges)
-            )
+        if self._edges:
+            middle, *edges = (each.predict(found.layout, "closed-form").step_s for each in (self, *self._edges))
             quiet, busy = (each / middle for each in edges)
         off = 1 + (ERROR_WITH_EXPERTS if self.model.experts else ERROR)
         return msgspec.structs.replace(found, band_s=(found.step_s * quiet / off, found.step_s * busy * off))

@@ -27,6 +27,7 @@ def test_ranked_layouts_fit_use_all_gpus_and_repeat(model: str) -> None:
     assert steps == sorted(steps)
     assert found == layouts.search(model, "dgx-h100", gpus=64, **JOB)
     assert found[0].step_s == layouts.predict(model, "dgx-h100", found[0].layout, **JOB).step_s
+    assert not any(one.timeline for one in found)
 
 
 def test_no_layout_that_is_tried_by_hand_beats_the_search() -> None:
