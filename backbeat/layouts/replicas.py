@@ -39,7 +39,7 @@ from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
 from backbeat.steps.bucket_graph import BucketStep, bucket_graph
 from backbeat.steps.host import COMPUTE
-from backbeat.steps.schedule import Schedule, one_by_one
+from backbeat.steps.schedule import Schedule
 
 _UPDATE_BYTES = 34
 """Moved for each parameter that Adam updates: its gradient (read for the norm as well), master copy and two moments in
@@ -89,19 +89,16 @@ class StageEnds:
             return PassDelay()
         if not overlaps:
             return PassDelay(sum(each.travel_s for each in messages))
-        ready, sizes, seconds = (
-            np.array(column)
-            for column in zip(
-                *((each.ready * self.backward_s, each.bytes, each.travel_s) for each in messages), strict=True
-            )
-        )
-        schedule = Schedule(ready, sizes, [0] * len(messages))
-        times = MessageTimes(seconds, seconds, np.zeros(len(messages)))
         if not self.simulated:
-            return PassDelay(max(one_by_one(ready, times).end_s - self.backward_s, 0.0))
+            done_s = 0.0
+            for each in messages:
+                done_s = max(done_s, each.ready * self.backward_s) + each.travel_s
+            return PassDelay(max(done_s - self.backward_s, 0.0))
+        seconds, ready, sizes = (np.array(column) for column in zip(*messages, strict=True))
         return self._run(BucketStep(
-            schedule=schedule, times=times, forward_s=0.0, backward_s=self.backward_s, update_s=0.0,
-            slowdowns={"network": self.slowdown},
+            schedule=Schedule(ready * self.backward_s, sizes, [0] * len(messages)),
+            times=MessageTimes(seconds, seconds, np.zeros(len(messages))),
+            forward_s=0.0, backward_s=self.backward_s, update_s=0.0, slowdowns={"network": self.slowdown},
         ))  # fmt: skip
 
     def gathered(self, gathers: Sequence[tuple[float, float]], *, ahead: bool, copies_s: float = 0.0) -> PassDelay:
