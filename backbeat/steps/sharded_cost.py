@@ -80,6 +80,14 @@ class ShardedCost:
             return self.gather, self.param_bytes
         return self.scatter if event == "reduce_scatter" else self.replicate or self.scatter, self.reduce_bytes
 
+    def unit_times(self, event: str, unit: int, elements: int) -> tuple[float, float]:
+        """Latency and transfer of a unit's collective."""
+        curve, width = self.collective(event)
+        size = elements * width
+        seconds = curve.at(size)
+        work = min(curve.link_s_per_byte * size, seconds)
+        return seconds - work, work
+
     def gather_in_s(self, elements: int) -> float:
         """The own shard, read and written in the parameters' dtype, and once more into the gathered buffer."""
         cast = ELEMENT_BYTES + self.param_bytes if self.param_bytes != ELEMENT_BYTES else 0

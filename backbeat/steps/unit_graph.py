@@ -39,7 +39,7 @@ What waits for what, beside the order of each lane:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -218,11 +218,7 @@ class _LinkTimes:
 
     def of(self, event: str, unit: int) -> tuple[float, float]:
         if (event, unit) not in self.known:
-            curve, width = self.cost.collective(event)
-            size = self.chain.elements[unit] * width
-            seconds = curve.at(size)
-            work = min(curve.link_s_per_byte * size, seconds)
-            self.known[event, unit] = seconds - work, work
+            self.known[event, unit] = self.cost.unit_times(event, unit, self.chain.elements[unit])
         return self.known[event, unit]
 
 
@@ -263,9 +259,13 @@ class UnitSteps:
 
     def add(self) -> int:
         """The update that ends the step."""
-        for call in calls(self.step.chain, self.step.micro_batches):
-            self._add(call)
+        self.issue(calls(self.step.chain, self.step.micro_batches))
         return len(self.graph) - 1
+
+    def issue(self, issued: Iterable[Call]) -> None:
+        """These calls, behind those before them."""
+        for call in issued:
+            self._add(call)
 
     def _add(self, call: Call) -> None:
         event, unit = call.event, call.unit
