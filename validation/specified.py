@@ -12,7 +12,7 @@ from backbeat.cost.protocols import NicLatency
 from backbeat.errors import InputError
 from backbeat.importers.bandwidth_table import load_table
 from backbeat.model import CollectiveTimes, Fabric, Network
-from backbeat.model.network import WorkersRow
+from backbeat.model.network_rows import WorkersRow
 from backbeat.model.specification import Specification, reached_inside, typical_hop_s
 from validation.cases import CaseError
 

@@ -13,12 +13,12 @@ from rich.table import Table
 from backbeat.cli import options
 from backbeat.cli.arguments import communicator_counts, refuse, split
 from backbeat.cli.output import print_answer, print_json, say, write_json
+from backbeat.cost.accelerators import accelerator_named
 from backbeat.errors import InputError
 from backbeat.lab.jobs import turns_s
 from backbeat.lab.plans import PlanChoice, parse_plans, shorthand
 from backbeat.lab.setting import Setting, check_requirements, parse_delay, parse_links, parse_share, parse_stragglers
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.cluster import gpu_named
 from backbeat.layouts.layout import Layout, job_of
 from backbeat.model import Plan, Profile
 from backbeat.report.tables.terminal_table import WINNER, table_of
@@ -311,7 +311,7 @@ def _cases(
             model=transformer(model),
             job=job_of(global_batch, sequence),
             layout=Layout.parse(text),
-            accelerator=gpu_named(accelerator),
+            accelerator=accelerator_named(accelerator),
             dilation=setting.dilation,
         )
         for text in texts

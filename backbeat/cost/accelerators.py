@@ -113,10 +113,13 @@ def accelerator(device: str) -> Accelerator | None:
     return replace(chosen, memory_gb=memory_gb) if memory_gb else chosen
 
 
-def accelerator_named(short_name: str) -> Accelerator:
-    """The accelerator of this short name, as commands take it: h100, a100, rtx-4090."""
-    for one in ACCELERATORS:
-        if one.short_name == short_name.lower():
-            return one
-    known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
-    raise InputError(f"--analytic {short_name}: known are {known}; for others give --tflops and --gbps instead")
+def accelerator_named(name: str) -> Accelerator:
+    """The accelerator of this short name, as commands take it (h100), or of its driver's (NVIDIA A100-SXM4-40GB)."""
+    short = next((one for one in ACCELERATORS if one.short_name == name.lower()), None)
+    if (found := short or accelerator(name)) is None:
+        known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
+        raise InputError(
+            f"{name!r} is no accelerator known here: known are {known}; profile --analytic takes others by --tflops "
+            "and --gbps"
+        )
+    return found

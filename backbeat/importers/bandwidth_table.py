@@ -30,7 +30,8 @@ from backbeat.errors import InputError
 from backbeat.model import files
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.files import Source
-from backbeat.model.network import Network, WorkersRow
+from backbeat.model.network import Network
+from backbeat.model.network_rows import WorkersRow
 from backbeat.model.specification import SIZES
 from backbeat.model.topology import LoadBand, Topology
 from backbeat.units import parse_bytes

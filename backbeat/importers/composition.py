@@ -13,7 +13,8 @@ from backbeat.importers import nccl_tests
 from backbeat.importers.bandwidth_table import load_table, network_of
 from backbeat.model import files
 from backbeat.model.files import Source
-from backbeat.model.network import Network, WorkersRow
+from backbeat.model.network import Network
+from backbeat.model.network_rows import WorkersRow
 from backbeat.model.topology import Fabric, Topology
 
 

@@ -16,14 +16,14 @@ from backbeat.cost.samples import quantile
 from backbeat.errors import MeasurementError
 from backbeat.lab.jobs import ROUNDS, LabJob, RankResult, ReplayJob, Turn, lab_job, per_round, turns, turns_s
 from backbeat.lab.mps import start_daemon
-from backbeat.lab.namespaces import Cluster
+from backbeat.lab.namespaces import VirtualNodes
 from backbeat.lab.plans import PlanChoice, build_plan
 from backbeat.lab.runs import LabRun
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting, check_requirements
 from backbeat.measure.network.case import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
-from backbeat.model.network import WorkersRow
+from backbeat.model.network_rows import WorkersRow
 from backbeat.steps.predict import predict
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class MeasuredPlan(Repeated):
 def open_lab(setting: Setting, communicators: int) -> Iterator[Session]:
     """The nodes of a setting, up and joined; whatever happens, nothing of them is left."""
     check_requirements(setting.backend)
-    with _exit_on_signals(), LabRun() as run, Cluster(run, setting.links, setting.inside) as cluster:
+    with _exit_on_signals(), LabRun() as run, VirtualNodes(run, setting.links, setting.inside) as cluster:
         daemon = start_daemon(run.folder / "mps") if setting.backend == "nccl" else {}
         with Session(cluster, setting, communicators, daemon) as session:
             yield session

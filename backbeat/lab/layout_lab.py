@@ -17,19 +17,20 @@ import msgspec
 
 from backbeat.cost import Curve
 from backbeat.cost.accelerators import Accelerator
+from backbeat.cost.collectives import Collective
 from backbeat.cost.samples import quantile
 from backbeat.errors import InputError
 from backbeat.lab.experiment import Repeated, play, slowest
 from backbeat.lab.jobs import LayoutJob, TransferJob, TransferKind
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
-from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.layout import Job, Layout, check_layout
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
+from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Streams, framework_named
 
 FRAMEWORK = "torchtitan"
@@ -51,15 +52,15 @@ FREE = TimedLinks({})
 
 
 @dataclass(frozen=True)
-class LabCluster(GpuCluster):
+class LabCluster(Cluster):
     """GPUs on the lab's links, which take what was timed."""
 
     links: TimedLinks = FREE
 
-    def collective_s(self, kind: LayoutCollective, size: float, workers: int, stride: int = 1) -> float:
+    def collective_s(self, kind: Collective, size: float, workers: int, stride: int = 1) -> float:
         return self._timed(kind, size, workers) if workers > 1 else 0.0  # type: ignore[arg-type]
 
-    def waited_s(self, kind: LayoutCollective, size: float, workers: int) -> float:
+    def waited_s(self, kind: Collective, size: float, workers: int) -> float:
         return self.collective_s(kind, size, workers)
 
     def send_s(self, size: float, workers: int, stride: int) -> float:

@@ -76,7 +76,7 @@ class Link:
         return int(max(_LEAST_BURST_BYTES, self.rate_bits / 8 * _BURST_S))
 
 
-class Cluster:
+class VirtualNodes:
     """The namespaces of one run, made on entering."""
 
     def __init__(self, run: LabRun, links: Sequence[Link], inside: Sequence[Link] = ()) -> None:
@@ -96,7 +96,7 @@ class Cluster:
         """The rank's address; it exists only between the nodes."""
         return f"{_SUBNET}.{rank + 1}"
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> VirtualNodes:
         try:
             self._build()
         except PermissionError as error:

@@ -12,7 +12,7 @@ from multiprocessing import connection as pipes
 from typing import Any
 
 from backbeat.errors import MeasurementError
-from backbeat.lab.namespaces import INTERFACE, Cluster
+from backbeat.lab.namespaces import INTERFACE, VirtualNodes
 from backbeat.lab.setting import Setting
 
 START_S = 180.0
@@ -43,7 +43,9 @@ def rank_environment(backend: str, rank: int) -> dict[str, str]:
 class Session:
     """One process per rank, joined in a process group."""
 
-    def __init__(self, cluster: Cluster, setting: Setting, communicators: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, cluster: VirtualNodes, setting: Setting, communicators: int, environment: Mapping[str, str]
+    ) -> None:
         self.cluster = cluster
         self._setting = setting
         self._communicators = communicators

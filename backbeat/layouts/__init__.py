@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.cluster import GpuCluster, cluster_of
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import search
 from backbeat.layouts.predict_layout import predict
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.framework import Framework
 
 __all__ = [
+    "Cluster",
     "Framework",
-    "GpuCluster",
     "Job",
     "Layout",
     "LayoutPrediction",

@@ -13,7 +13,6 @@ import msgspec
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.cluster import GpuCluster, cluster_of
 from backbeat.layouts.layout import Job, Layout, check_layout, job_of
 from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
@@ -25,12 +24,13 @@ from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.stage_times import PartSeconds, StageTimer, StageTimes
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network, Profile
+from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
 from backbeat.model.framework import Framework, framework_named
 from backbeat.model.prediction import Span
 
 ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]
-ClusterInput = GpuCluster | Network | str | os.PathLike[str]
+ClusterInput = Cluster | Network | str | os.PathLike[str]
 PREDICTED: tuple[Family, ...] = ("closed-form", "events")
 """The families that `predict` answers in."""
 ERROR, ERROR_WITH_EXPERTS = 0.13, 0.35
@@ -144,7 +144,7 @@ class LayoutPredictor:
     """Predicts layouts of one job on one cluster."""
 
     model: Transformer
-    cluster: GpuCluster
+    cluster: Cluster
     job: Job
     conventions: Framework
     imbalance: float = 1.0

@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from backbeat.cost.collectives import Collective
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic
-from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.layout import Layout
 from backbeat.layouts.sharded_stage import Added, units_added
 from backbeat.layouts.stage_layers import StageLayers
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.layouts.transformer import Transformer, weights
+from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
 from backbeat.model.slowdown import least_s
 from backbeat.steps.schedule import capped
@@ -205,7 +206,7 @@ class ReplicaTimer:
 
     model: Transformer
     layout: Layout
-    cluster: GpuCluster
+    cluster: Cluster
     operators: OperatorModel
     conventions: Framework
 
@@ -323,7 +324,7 @@ class ReplicaTimer:
         copied = self.operators.seconds(Traffic("pointwise", 3 * 2 * 2 * dense, 2))
         return 2 * self.operators.host.view_s * launches + copied if replicas > 1 else 0.0
 
-    def _unit_s(self, kind: LayoutCollective, unit: RankParameters, width: int) -> float:
+    def _unit_s(self, kind: Collective, unit: RankParameters, width: int) -> float:
         groups = (self.layout.dense_group, self.layout.expert_group)
         return sum(
             self.cluster.collective_s(kind, elements * width, *group)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
+from backbeat.cost.collectives import Collective
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Work
-from backbeat.layouts.cluster import GpuCluster, LayoutCollective
 from backbeat.layouts.layer_work import FAMILIES, LayerBuilder, LayerSegment, LayerWork, sustained_s
 from backbeat.layouts.layout import Job, Layout, Recompute
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
 from backbeat.steps.piece_graph import HOST, PassTimes, PiecePass
 
@@ -84,7 +85,7 @@ class StageTimer:
     model: Transformer
     layout: Layout
     job: Job
-    cluster: GpuCluster
+    cluster: Cluster
     operators: OperatorModel
     conventions: Framework
     imbalance: float = 1.0
@@ -299,7 +300,7 @@ class _PieceRun:
             compute()
         late()
 
-    def _tensor(self, under_way: PiecePass, kind: LayoutCollective, share: float = 1.0) -> int:
+    def _tensor(self, under_way: PiecePass, kind: Collective, share: float = 1.0) -> int:
         """An activation among the ranks that share a layer's matrices; or some slices of it."""
         seconds = share * self.timer.cluster.waited_s(kind, self.timer.builder.activation_bytes, self.tp)
         return under_way.send("tensor", seconds, host_s=share * self._launch_s(self.tp))
@@ -319,7 +320,7 @@ class _PieceRun:
 
     def _scatter(self, under_way: PiecePass, compute: Callable[[], None]) -> None:
         """Nor has the last."""
-        kind: LayoutCollective = "reduce_scatter" if self.by_sequence else "all_reduce"
+        kind: Collective = "reduce_scatter" if self.by_sequence else "all_reduce"
         if self.slices == 1:
             compute()
         else:

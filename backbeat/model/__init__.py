@@ -4,7 +4,8 @@ from backbeat.model.blocks import Block, HostLink, MemoryPlan, Segment
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.files import Source
 from backbeat.model.framework import Framework
-from backbeat.model.network import Calibration, Network, WorkersRow
+from backbeat.model.network import Calibration, Network
+from backbeat.model.network_rows import WorkersRow
 from backbeat.model.plan import Bucket, Compression, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.model.profile import BatchRow, ComputeShares, Gradient, Memory, Profile

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -12,31 +12,17 @@ from msgspec import Meta
 from msgspec.structs import force_setattr, replace
 
 from backbeat.cost import Batch, Curve, LinkCost
-from backbeat.cost.collectives import COLLECTIVES, Collective
-from backbeat.cost.curve import beside_traffic, mixed, stretched
+from backbeat.cost.collectives import Collective
+from backbeat.cost.curve import stretched
 from backbeat.errors import InputError
-from backbeat.model.checks import Checked, at_least, whole
+from backbeat.model.checks import at_least, whole
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint, ShardedTimes
 from backbeat.model.files import Document, Source
+from backbeat.model.network_rows import NetworkRows, WorkersRow, row_fields, under
 from backbeat.model.slowdown import Slowdown
 from backbeat.model.topology import Load, LoadBand, Topology
 
 _MOST_WORKERS = 10**9
-HALVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
-_Row = TypeVar("_Row", "Network", "WorkersRow")
-
-
-class WorkersRow(Checked, frozen=True, kw_only=True):
-    """Collective times of the same cluster at another number of workers. What lies between two is interpolated, what
-    lies beyond is extrapolated from the nearest, by the topology."""
-
-    workers: Annotated[int, Meta(ge=1)]
-    all_reduce: CollectiveTimes
-    all_gather: CollectiveTimes | None = None
-    reduce_scatter: CollectiveTimes | None = None
-    broadcast: CollectiveTimes | None = None
-    concurrency: tuple[ConcurrencyPoint, ...] = ()
-    band: LoadBand | None = None
 
 
 class Calibration(WorkersRow, frozen=True, kw_only=True):
@@ -102,7 +88,7 @@ class Network(Document, frozen=True, kw_only=True):
             raise InputError(f"workers is {workers}: no model of a cluster holds beyond {_MOST_WORKERS}; choose fewer")
         if load not in get_args(Load):
             raise InputError(f"load is {load!r}: it must be one of {', '.join(get_args(Load))}")
-        if workers == self.workers and load == self._load:
+        if workers == self.workers and load == self.how_busy:
             return self
         base = self.as_measured
         there = base if workers == base.workers else base._moved_to(workers)
@@ -111,8 +97,7 @@ class Network(Document, frozen=True, kw_only=True):
     @property
     def one_node(self) -> bool:
         """All workers were GPUs of one node: nothing here crossed a network between nodes."""
-        base = self.as_measured
-        return 1 < base.file_rows[-1].workers <= base.topology.gpus_per_node
+        return 1 < self.file_rows[-1].workers <= self.topology.gpus_per_node
 
     @property
     def nodes(self) -> int:
@@ -126,14 +111,14 @@ class Network(Document, frozen=True, kw_only=True):
             wide = band.busy < band.quiet
         else:
             wide = fabric is not None and self.nodes > 1 and fabric.slowdown(self.nodes, "busy") > 1
-        if not wide or self.workers == 1 or self._load != "typical":
+        if not wide or self.workers == 1 or self.how_busy != "typical":
             return None
         return self.at(workers=self.workers, load="quiet"), self.at(workers=self.workers, load="busy")
 
     def largest_bytes(self, collective: Collective = "all_reduce") -> int | None:
         """The largest message measured, where times come as points."""
         used = self.sources(collective) or (self.workers,)
-        rows = [row for row in self.as_measured._rows_with(collective) if row.workers in used]
+        rows = [row for row in self._measured.having(collective) if row.workers in used]
         points = [times.points for row in rows if (times := getattr(row, collective)) is not None]
         return min((found[-1][0] for found in points if found), default=None)
 
@@ -142,9 +127,7 @@ class Network(Document, frozen=True, kw_only=True):
         where it is extrapolated from there, none where the file has this very number, or none at all."""
         if self.moved_from is None or getattr(self, collective) is None:
             return ()
-        base = self.as_measured
-        near = base._nearest(self.workers, base._rows_with(collective))
-        return () if near[0].workers == self.workers else tuple(row.workers for row in near)
+        return self._measured.sources(collective, self.workers)
 
     def joined_by(self, across: Network, *, links: int = 1) -> Network:
         """Several such nodes, joined by `across`, whose workers are whole nodes with `links` such links each.
@@ -195,51 +178,28 @@ class Network(Document, frozen=True, kw_only=True):
 
     def concurrency_on(self, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:
         """The concurrency rows with other all-reduce times, at another number of workers or on another link."""
-        if not self.concurrency:
-            return ()
-        seconds = self.cost.on(all_reduce.curve, self.simultaneous)
-        return tuple(replace(row, seconds=there) for row, there in zip(self.concurrency, seconds, strict=True))
+        return self._row.concurrency_on(all_reduce, self.cost) if self.concurrency else ()
 
     @cached_property
     def cost(self) -> LinkCost:
         """The cost model of this network's all-reduce, fitted once."""
-        times = self._by_halves(self).all_reduce if self.moved_from is None else self.all_reduce
-        return LinkCost.fit(times.curve, self.simultaneous)
+        row = self._measured.with_slope(self._row) if self.moved_from is None else self._row
+        return LinkCost.fit(row.all_reduce.curve, self.simultaneous)
 
     @property
     def corrected(self) -> Network:
         """The network as measured, every row's all-reduce corrected by its all-gathers and reduce-scatters."""
         base = self.as_measured
-        return replace(base._by_halves(base), rows=tuple(map(base._by_halves, base.rows)))
-
-    def _by_halves(self, row: _Row) -> _Row:
-        """The row, with its all-reduce's slope from all-gathers and reduce-scatters where those have larger messages. A
-        row without any has those of the others, moved to its number of workers.
-
-        Each further byte of an all-reduce then takes as long as one of each: NCCL moves the bytes of both, unless
-        switches add up. The all-reduce's own slope may be too small where its messages are small enough for buffers to
-        take them in at once. validation/training/README.md says how near that is.
-        """
-        nodes, points = self.topology, row.all_reduce.points
-        switched = {"nvls", "sharp"} & {nodes.algorithm, nodes.inside_algorithm, nodes.across_algorithm}
-        if self.backend != "nccl" or points is None or switched or row.workers <= nodes.gpus_per_node:
-            return row
-        known = [(name, self._rows_with(name)) for name in HALVES]
-        if any(not rows or rows[-1].workers <= nodes.gpus_per_node for _, rows in known):
-            return row
-        sources = [getattr(one, name) for name, rows in known for one in self._nearest(row.workers, rows)]
-        if any(half.points is None or half.points[-1][0] <= points[-1][0] for half in sources):
-            return row
-        slope = sum(self._times(name, row.workers, rows)[0].curve.link_s_per_byte for name, rows in known)
-        return replace(row, all_reduce=replace(row.all_reduce, link_s_per_byte=slope))
+        own, *others = (base._measured.with_slope(row) for row in (base._row, *base.rows))
+        return replace(base, all_reduce=own.all_reduce, rows=tuple(others))
 
     @property
     def simultaneous(self) -> list[Batch]:
         """What was measured of messages at once."""
-        return [Batch(row.bytes, row.messages, row.communicators, row.seconds) for row in self.concurrency]
+        return self._row.simultaneous
 
     @property
-    def _load(self) -> Load:
+    def how_busy(self) -> Load:
         return "typical" if self.moved_from is None else self.moved_from.load
 
     @property
@@ -247,19 +207,25 @@ class Network(Document, frozen=True, kw_only=True):
         """The network at the number of workers of the file's own times."""
         if self.moved_from is None:
             return self
-        return replace(self, moved_from=None, **_row_fields(self.moved_from))
+        return replace(self, moved_from=None, **row_fields(self.moved_from))
+
+    @property
+    def file_rows(self) -> Sequence[WorkersRow]:
+        """Every number of workers that the file has, rising."""
+        return self._measured.rows
 
     @cached_property
-    def file_rows(self) -> list[WorkersRow]:
-        """Every number of workers that the file has, rising; of a calibrated network."""
-        return sorted((WorkersRow(**_row_fields(self)), *self.rows), key=lambda row: row.workers)
+    def _row(self) -> WorkersRow:
+        """Its own times."""
+        return WorkersRow(**row_fields(self))
 
-    def _rows_with(self, collective: Collective) -> list[WorkersRow]:
-        """Rows of a calibrated network, rising, that have this collective between two workers or more."""
-        return [row for row in self.file_rows if row.workers > 1 and getattr(row, collective) is not None]
+    @cached_property
+    def _measured(self) -> NetworkRows:
+        rows = sorted((self.as_measured._row, *self.rows), key=lambda row: row.workers)
+        return NetworkRows(rows, self.topology, by_halves=self.backend == "nccl")
 
     def _moved_to(self, workers: int) -> Network:
-        if not self._rows_with("all_reduce"):
+        if not self._measured.having("all_reduce"):
             raise InputError(
                 f"network {self.name!r} was measured on {self.workers} worker: nothing travels there, "
                 "so it cannot be moved to more; calibrate with 2 workers or more"
@@ -271,133 +237,17 @@ class Network(Document, frozen=True, kw_only=True):
                 f"nothing of the network between nodes, which {workers} need: measure across two nodes or more, or "
                 "name what joins the nodes with --across, like --across ib400"
             )
-        times: dict[str, CollectiveTimes] = {}
-        used: tuple[int, ...] = ()
-        for name in COLLECTIVES:
-            rows = self._rows_with(name)
-            # One node's all-gather says nothing of more: better none than one that crosses no network.
-            if rows and (workers <= per_node or rows[-1].workers > per_node):
-                times[name], sources = self._times(name, workers, rows)
-                if name == "all_reduce":
-                    used = sources
-                elif len(sources) == 1 and len(used) != 1:
-                    times[name] = self._beside_all_reduce(times[name], times["all_reduce"], sources[0], workers)
-        times["all_reduce"], _ = self._times("all_reduce", workers, self.corrected._rows_with("all_reduce"))
-        return replace(
-            self,
-            workers=workers,
-            concurrency=self._nearest_concurrency(workers, times["all_reduce"]) if workers > 1 else (),
-            band=self._band(workers),
-            moved_from=Calibration(**_row_fields(self), used=used),
-            **{name: times.get(name) for name in COLLECTIVES},
-        )
-
-    def _times(self, name: Collective, workers: int, rows: list[WorkersRow]) -> tuple[CollectiveTimes, tuple[int, ...]]:
-        """One collective's times, and the numbers of workers that they come from."""
-        near, *others = self._nearest(workers, rows)
-        if near.workers == workers:
-            found: CollectiveTimes = getattr(near, name)
-            return found, ()
-        if others:
-            share = _share(near.workers, others[0].workers, workers)
-            curve = mixed(getattr(near, name).curve, getattr(others[0], name).curve, share)
-            return CollectiveTimes.of(curve), (near.workers, others[0].workers)
-        topology, slowdown = self.topology, 1.0
-        if topology.fabric is not None:
-            slowdown = topology.fabric.change(topology.nodes(near.workers), topology.nodes(workers))
-        curve = topology.moved(getattr(near, name).curve, name, near.workers, workers, slowdown=slowdown)
-        return CollectiveTimes.of(curve), (near.workers,)
-
-    def _nearest(self, workers: int, rows: list[WorkersRow]) -> tuple[WorkersRow, ...]:
-        """Of these rows the one of this very number of workers, the two on either side, or the nearest."""
-        below = [row for row in rows if row.workers <= workers]
-        above = [row for row in rows if row.workers >= workers]
-        if below and below[-1].workers == workers:
-            return (below[-1],)
-        known_inside = workers <= self.topology.gpus_per_node and self.topology.inside is not None
-        if below and above and not known_inside:
-            return below[-1], above[0]
-        return (above[0] if above else below[-1],)
-
-    def _beside_all_reduce(
-        self, found: CollectiveTimes, all_reduce: CollectiveTimes, source: int, workers: int
-    ) -> CollectiveTimes:
-        """Times extrapolated from `source`, of a network whose all-reduce was measured nearer: they are off by as much
-        as the all-reduce extrapolated from there would be."""
-        expected, _ = self._times("all_reduce", workers, [row for row in self.file_rows if row.workers == source])
-        here, there = all_reduce.curve.link_s_per_byte, expected.curve.link_s_per_byte
-        return CollectiveTimes.of(found.curve.slower(here / there)) if here > 0 and there > 0 else found
-
-    def _nearest_concurrency(self, workers: int, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:
-        rows = [row for row in self.file_rows if row.concurrency and row.workers > 1]
-        if not rows:
-            return ()
-        near = min(rows, key=lambda row: abs(math.log(row.workers / workers)))
-        if near.workers == workers:
-            return near.concurrency
-        there = replace(self, workers=near.workers, rows=(), all_reduce=near.all_reduce, concurrency=near.concurrency)
-        return there.concurrency_on(all_reduce)
-
-    def _band(self, workers: int) -> LoadBand | None:
-        """As measured at the nearest numbers of workers that have one; between two, over the logarithm."""
-        rows = [row for row in self.file_rows if row.band is not None]
-        per_node = self.topology.gpus_per_node
-        # Nobody else is on the links of one node.
-        if not rows or workers == 1 or workers <= per_node < rows[0].workers:
-            return None
-        below = [row for row in rows if row.workers <= workers] or rows[:1]
-        above = [row for row in rows if row.workers >= workers] or rows[-1:]
-        one, two = below[-1], above[0]
-        if one.band is None or two.band is None or one.workers >= two.workers:
-            return self._widened(one, workers)
-        share = _share(one.workers, two.workers, workers)
-        return LoadBand(
-            quiet=one.band.quiet ** (1 - share) * two.band.quiet**share,
-            busy=one.band.busy ** (1 - share) * two.band.busy**share,
-        )
-
-    def _widened(self, row: WorkersRow, workers: int) -> LoadBand | None:
-        """The band of a row at another number of workers: the fabric widens it with the nodes."""
-        band, fabric = row.band, self.topology.fabric
-        if band is None or fabric is None or min(self.topology.nodes(row.workers), self.topology.nodes(workers)) < 2:
-            return band
-        quiet, busy = (
-            fabric.slowdown(self.topology.nodes(row.workers), load)
-            / fabric.slowdown(self.topology.nodes(workers), load)
-            for load in ("quiet", "busy")
-        )
-        return LoadBand(quiet=max(band.quiet * quiet, 1.0), busy=min(band.busy * busy, 1.0))
+        found = self._measured.at(workers)
+        calibration = Calibration(**row_fields(self), used=found.used)
+        return replace(self, **row_fields(found.row), moved_from=calibration)
 
     def _under(self, load: Load) -> Network:
         """The times of a typical cluster as they are on a quiet or a busy one."""
-        fabric, band = self.topology.fabric, self.band
-        there: dict[str, Any] = {}
-        base = self._by_halves(self) if self.moved_from is None else self
-        for name in COLLECTIVES:
-            times = getattr(base, name)
-            if times is None:
-                continue
-            if band is not None:
-                curve = beside_traffic(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
-            elif fabric is not None and self.nodes > 1:
-                slowdown = fabric.slowdown(self.nodes, load)
-                if self.topology.inside is None:
-                    curve = beside_traffic(times.curve, slowdown)
-                else:
-                    curve = self.topology.moved(times.curve, name, self.workers, self.workers, slowdown=slowdown)
-            else:
-                return self
-            there[name] = CollectiveTimes.of(curve)
-        origin = self.moved_from or Calibration(**_row_fields(self))
+        row = self._measured.with_slope(self._row) if self.moved_from is None else self._row
+        there = under(row, self.topology, load)
+        if not there:
+            return self
+        origin = self.moved_from or Calibration(**row_fields(self))
         return replace(
             self, concurrency=self.concurrency_on(there["all_reduce"]), moved_from=replace(origin, load=load), **there
         )
-
-
-def _row_fields(times: Network | WorkersRow) -> dict[str, Any]:
-    return {name: getattr(times, name) for name in WorkersRow.__struct_fields__}
-
-
-def _share(one: int, two: int, workers: int) -> float:
-    """How far a number of workers is from one to another, over the logarithm."""
-    return math.log(workers / one) / math.log(two / one)

@@ -7,7 +7,8 @@ from statistics import fmean
 
 from backbeat.cost.message import ASSUMED_COMPRESSION_S_PER_BYTE
 from backbeat.cost.stragglers import LEAST_SAMPLES
-from backbeat.model.network import HALVES, Network
+from backbeat.model.network import Network
+from backbeat.model.network_rows import HALVES
 from backbeat.model.plan import Plan
 from backbeat.model.prediction import Note
 from backbeat.model.profile import Profile

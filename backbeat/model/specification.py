@@ -18,7 +18,8 @@ from backbeat.cost.protocols import INFINIBAND, INFINIBAND_HOP_S, NicLatency, al
 from backbeat.errors import InputError
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.files import Source
-from backbeat.model.network import Network, WorkersRow
+from backbeat.model.network import Network
+from backbeat.model.network_rows import WorkersRow
 from backbeat.model.slowdown import Transport
 from backbeat.model.topology import Fabric, LoadBand, Topology
 from backbeat.units import counted, format_rate, format_seconds

@@ -178,6 +178,22 @@ class Topology(Checked, frozen=True, kw_only=True):
             return "ring" if ring * _NVLS_OVER_RING < nvls else "nvls"
         return self.inside_algorithm
 
+    def half(self, workers: int) -> tuple[float, float]:
+        """Of an all-reduce's latency and link time, what its all-gather or reduce-scatter takes: more than half where
+        switches reduce."""
+        shape: Algorithm = self.algorithm
+        if shape == "hierarchical":
+            shape = self.shape_inside(workers)
+            if workers > self.gpus_per_node:
+                shape, workers = self.across_algorithm, self.nodes(workers)
+        if (shape != "nvls" and shape != "sharp") or workers == 1:
+            return 0.5, 0.5
+        # Inside a node, where steps are short, most of the latency is NCCL's own.
+        return (
+            0.5 if shape == "nvls" else steps("all_gather", shape, workers) / steps("all_reduce", shape, workers),
+            traffic("all_gather", shape, workers) / traffic("all_reduce", shape, workers),
+        )
+
     def _moved_inside(self, whole: Curve, collective: Collective, new: int) -> Curve:
         """Fewer GPUs of a node. With few the ring is faster than NVLS, and NCCL takes it."""
         shape, whole_node = self.inside_algorithm, self.gpus_per_node

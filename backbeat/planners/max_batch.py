@@ -1,40 +1,18 @@
-"""How far the batch can grow within a memory budget, keeping everything and with a memory plan."""
+"""How far the batch can grow within device memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Prediction, Profile
+from backbeat.model import Profile
 from backbeat.model.batches import at_batch, same_blocks
-from backbeat.model.blocks import BlockRanges
-from backbeat.planners.memory_moves import uniform
-from backbeat.planners.memory_plan import MemorySearch, reserve_for, too_small, usable
-from backbeat.steps.memory_timeline import Chain
-from backbeat.steps.predict import predict
-from backbeat.steps.resident_memory import ResidentMemory
 
 _STEP = 8
 """Larger batches are multiples of this, as devices like them."""
 _MOST = 2**20
 """Times the profile's own batch: where memory hardly depends on the batch, the search ends here."""
-_RETREAT = 0.95
-_BETWEEN = (0.25, 0.5, 0.75)
-"""Where between the largest batch kept whole and the largest of all further ones are planned."""
-
-
-@dataclass(frozen=True)
-class GrownBatch:
-    """A batch size, the plan that fits it within the budget, and what that gives."""
-
-    batch_size: int
-    kept: bool
-    """Everything fits as it is."""
-    plan: Plan
-    prediction: Prediction
 
 
 def largest_batch(profile: Profile, room: int, peak: Callable[[Profile], int]) -> int:
@@ -64,7 +42,7 @@ def largest_batch(profile: Profile, room: int, peak: Callable[[Profile], int]) -
         else:
             high, most = middle, found
     # The profile's own is one that somebody runs.
-    return max(_round(low), profile.batch_size if profile.batch_size <= low else 0)
+    return max(whole_steps(low), profile.batch_size if profile.batch_size <= low else 0)
 
 
 def with_blocks(profile: Profile) -> Profile:
@@ -73,80 +51,11 @@ def with_blocks(profile: Profile) -> Profile:
     return replace(profile, batches=tuple(known))
 
 
-def batches(profile: Profile, budget: int, workers: int | None = None) -> tuple[int, int]:
-    """(largest batch with everything kept, 0 where none fits; largest with a memory plan)."""
-    profile = with_blocks(profile)
-    reserve = reserve_for(profile, None)
-    search = MemorySearch(_chain(profile, workers))
-    keep, least = uniform(search.chain)["keep"], search.smallest.ranges
-    room = usable(budget, reserve)
-
-    def largest(ranges: BlockRanges) -> int:
-        # Sizes grow alike, so ranges that are best at one batch stay so.
-        return largest_batch(profile, room, lambda there: _chain(there, workers).run(ranges).peak_bytes)
-
-    whole = largest(keep)
-    planned = max(largest(least), whole)
-    if planned == 0:
-        one = MemorySearch(_chain(at_batch(profile, 1), workers))
-        raise InputError(f"not even a batch of one sample fits: {too_small(one, budget, reserve)}")
-    return whole, planned
-
-
 def largest_looked_at(profile: Profile) -> int:
     """The batch at which the search ends, whether or not a larger one would fit."""
-    return _round(_MOST * profile.batch_size)
+    return whole_steps(_MOST * profile.batch_size)
 
 
-def growth(
-    profile: Profile,
-    network: Network,
-    budget: int,
-    schedule: Callable[[Profile], Plan],
-) -> list[GrownBatch]:
-    """The largest batches, the profile's own where it fits, and some between, each planned and predicted.
-
-    Compressed buckets hold more than gradients do, so the largest batch kept whole may be found below the first guess.
-    """
-    profile = with_blocks(profile)
-    whole, planned = batches(profile, budget, network.workers)
-    sizes = {whole, planned, *(_round(whole + share * (planned - whole)) for share in _BETWEEN)}
-    if profile.batch_size <= planned:
-        sizes.add(profile.batch_size)
-    points = {}
-
-    def add(size: int) -> GrownBatch:
-        there, made = _planned(profile, size, schedule)
-        kept = not (made.memory and made.memory.segments)
-        points[there.batch_size] = GrownBatch(there.batch_size, kept, made, predict(there, network, made))
-        return points[there.batch_size]
-
-    for size in sorted(sizes - {0}):
-        add(size)
-    while whole > max((size for size, point in points.items() if point.kept), default=1):
-        whole = add(_smaller(whole)).batch_size
-    return [points[size] for size in sorted(points)]
-
-
-def _planned(profile: Profile, size: int, schedule: Callable[[Profile], Plan]) -> tuple[Profile, Plan]:
-    """The largest batch up to `size` that can be planned: residuals and scratch may take more than gradients do."""
-    while True:
-        there = at_batch(profile, size)
-        try:
-            return there, schedule(there)
-        except InputError:
-            if size == 1:
-                raise
-            size = _smaller(size)
-
-
-def _chain(profile: Profile, workers: int | None) -> Chain:
-    return Chain(profile, ResidentMemory.of(profile, workers=workers))
-
-
-def _smaller(size: int) -> int:
-    return max(_round(size * _RETREAT), 1)
-
-
-def _round(size: float) -> int:
+def whole_steps(size: float) -> int:
+    """A batch size rounded down, as devices like them."""
     return int(size) if size < 4 * _STEP else int(size) // _STEP * _STEP

@@ -27,6 +27,7 @@ from backbeat.cost.bound import communication_bound
 from backbeat.cost.message import message_bytes
 from backbeat.engine import Graph, run
 from backbeat.model import Compression, Framework, Network, Plan, Profile
+from backbeat.model.cluster import Cluster
 from backbeat.model.plan import Bucket
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
@@ -52,7 +53,6 @@ from backbeat.steps.schedule import (
     covered_s,
     running_sums,
 )
-from backbeat.steps.sharded_cost import half_curve
 from backbeat.units import first_to_last
 
 
@@ -174,7 +174,7 @@ class BucketWay:
 
     def cost(self, network: Network) -> LinkCost:
         if self.reduction is not None and self.reduction.collective == "reduce_scatter":
-            return LinkCost(half_curve(network, "reduce_scatter"))
+            return LinkCost(Cluster.of(network).curve("reduce_scatter"))
         return network.cost
 
     def times(self, network: Network) -> MessageTimes:
@@ -345,7 +345,7 @@ def gather_parts(profile: Profile, network: Network, reduction: Framework | None
         cap = width * reduction.cap(reduction.gather_elements, network.workers)
         ends = capped(sizes.tolist(), [float(cap)])
     sums, computed = running_sums(sizes).tolist(), running_sums(_forward_s(profile)).tolist()
-    curve = half_curve(network, "all_gather")
+    curve = Cluster.of(network).curve("all_gather")
     parts = [(sums[last] - sums[first], computed[last] - computed[first]) for first, last in pairwise([0, *ends])]
     return [(float(curve.time(size)), forward_s, size) for size, forward_s in parts]
 

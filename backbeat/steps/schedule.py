@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from backbeat.cost import Curve, MessageTimes
 from backbeat.cost.message import ASSUMED_COMPRESSION_S_PER_BYTE, message_bytes
 from backbeat.model import Compression, Network, Plan, Profile
+from backbeat.model.cluster import Cluster
 from backbeat.model.plan import Bucket
-from backbeat.steps.sharded_cost import half_curve
 
 
 def running_sums(sizes: ArrayLike) -> NDArray[np.float64]:
@@ -147,7 +147,7 @@ class CompressedCost:
 
     @cached_property
     def gather(self) -> Curve:
-        return half_curve(self.network, "all_gather")
+        return Cluster.of(self.network).curve("all_gather")
 
     def time(self, sizes: ArrayLike, compression: Compression) -> NDArray[np.float64]:
         """Of buckets of these bytes, all compressed alike."""

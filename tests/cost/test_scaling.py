@@ -17,7 +17,7 @@ from backbeat.cost.curve import beside_traffic, stretched
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from backbeat.model.files import decode, encode
-from backbeat.model.network import WorkersRow
+from backbeat.model.network_rows import WorkersRow
 from tests.problems import affine, curve, networks
 
 SIZES = np.array([0, 1, 7, 1024, 2**20, 10**8], dtype=float)

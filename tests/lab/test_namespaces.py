@@ -10,7 +10,7 @@ import pytest
 
 from backbeat.errors import MissingPartError
 from backbeat.lab import runs
-from backbeat.lab.namespaces import Cluster, Link
+from backbeat.lab.namespaces import Link, VirtualNodes
 from backbeat.lab.runs import LabRun
 from tests.lab.cases import NEEDS_NAMESPACES
 
@@ -34,16 +34,16 @@ def child(code: str) -> subprocess.Popen[str]:
 
 HOLD = """
 import sys
-from backbeat.lab.namespaces import Cluster, Link
+from backbeat.lab.namespaces import VirtualNodes, Link
 from backbeat.lab.runs import LabRun
-with LabRun() as run, Cluster(run, [Link(rate_bits=1e8)] * 2):
+with LabRun() as run, VirtualNodes(run, [Link(rate_bits=1e8)] * 2):
     print(run.name, flush=True)
     sys.stdin.read()
 """
 
 
 def test_a_lab_has_a_namespace_for_each_node_and_one_for_the_switch_and_leaves_none():
-    with LabRun() as run, Cluster(run, [LINK] * 3):
+    with LabRun() as run, VirtualNodes(run, [LINK] * 3):
         assert of(run.name) == {f"{run.name}-{part}" for part in ("0", "1", "2", "hub")}
     assert of(run.name) == set()
     assert not run.folder.exists()
@@ -56,7 +56,7 @@ def test_a_node_of_several_ranks_is_a_switch_of_its_own_and_its_ranks_reach_all_
         "[socket.create_connection((one, 5000), timeout=20).close() for one in sys.argv[3:]]; "
         "print('reached', flush=True); sys.stdin.readline()"
     )
-    with LabRun() as run, Cluster(run, [LINK] * 2, [Link(rate_bits=1e9)] * 2) as cluster:
+    with LabRun() as run, VirtualNodes(run, [LINK] * 2, [Link(rate_bits=1e9)] * 2) as cluster:
         assert cluster.ranks == 4
         parts = ("0", "1", "2", "3", "hub", "switch0", "switch1")
         assert of(run.name) == {f"{run.name}-{part}" for part in parts}
@@ -81,15 +81,15 @@ def test_a_node_of_several_ranks_is_a_switch_of_its_own_and_its_ranks_reach_all_
 
 
 def test_two_labs_live_side_by_side():
-    with LabRun() as first, Cluster(first, [LINK] * 2):
-        with LabRun() as second, Cluster(second, [LINK] * 2):
+    with LabRun() as first, VirtualNodes(first, [LINK] * 2):
+        with LabRun() as second, VirtualNodes(second, [LINK] * 2):
             assert len(of(first.name)) == len(of(second.name)) == 3
         assert len(of(first.name)) == 3
         assert of(second.name) == set()
 
 
 def test_an_error_inside_takes_everything_down():
-    with pytest.raises(RuntimeError), LabRun() as run, Cluster(run, [LINK] * 2):
+    with pytest.raises(RuntimeError), LabRun() as run, VirtualNodes(run, [LINK] * 2):
         raise RuntimeError
     assert of(run.name) == set()
 
@@ -99,7 +99,7 @@ def test_nodes_see_only_loopback_and_their_own_link():
         "import os, sys; from backbeat.lab.namespaces import enter; enter(sys.argv[1]); "
         "print(sorted(os.listdir('/proc/sys/net/ipv4/conf')))"
     )
-    with LabRun() as run, Cluster(run, [LINK] * 2) as cluster:
+    with LabRun() as run, VirtualNodes(run, [LINK] * 2) as cluster:
         shown = subprocess.run(
             [sys.executable, "-c", code, cluster.namespace(1)], capture_output=True, text=True, timeout=60, check=True
         )
@@ -123,7 +123,7 @@ for one in sorted(Path("/sys/class/net").glob("*/queues/rx-*/rps_cpus")):
     not Path("/sys/class/net/lo/queues/rx-0/rps_cpus").exists(), reason="this kernel has no receive packet steering"
 )
 def test_every_interface_steers_a_connection_to_one_core():
-    with LabRun() as run, Cluster(run, [LINK] * 2) as cluster:
+    with LabRun() as run, VirtualNodes(run, [LINK] * 2) as cluster:
         for namespace, expected in ((cluster.namespace(0), "eth0"), (f"{run.name}-hub", "node1")):
             shown = subprocess.run(
                 [sys.executable, "-c", STEERING, namespace], capture_output=True, text=True, timeout=60, check=True
@@ -160,7 +160,7 @@ print(disturbances()["retransmitted"], flush=True)
 @pytest.mark.alone
 def test_packets_of_a_connection_stay_in_order():
     """Three nodes send 100 MB each in a ring; without steering, some of it is sent again in most such runs."""
-    with LabRun() as run, Cluster(run, [Link(rate_bits=5e9)] * 3) as cluster:
+    with LabRun() as run, VirtualNodes(run, [Link(rate_bits=5e9)] * 3) as cluster:
         nodes = [
             subprocess.Popen(
                 [
@@ -244,7 +244,7 @@ def test_a_delay_works_or_says_that_the_kernel_has_no_netem():
     slow = Link(rate_bits=1e8, delay_s=1e-3, jitter_s=1e-4)
     refusal = ""
     try:
-        with LabRun() as run, Cluster(run, [slow] * 2):
+        with LabRun() as run, VirtualNodes(run, [slow] * 2):
             assert len(of(run.name)) == 3
     except MissingPartError as error:
         refusal = str(error)
@@ -257,10 +257,10 @@ def test_nodes_send_as_a_cluster_would(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from backbeat.lab.namespaces import Cluster, Link, enter
+from backbeat.lab.namespaces import VirtualNodes, Link, enter
 from backbeat.lab.runs import LabRun
 link = Link(rate_bits=1e10)
-with LabRun() as run, Cluster(run, [link] * 2) as cluster:
+with LabRun() as run, VirtualNodes(run, [link] * 2) as cluster:
     enter(cluster.namespace(1))
     folder = Path("/proc/sys/net/ipv4")
     print(folder.joinpath("tcp_congestion_control").read_text().strip())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from backbeat import layouts
 from backbeat.cost.operator_model import operator_model
 from backbeat.cost.operators import Attention, Product, Traffic, family_of
-from backbeat.layouts import GpuCluster, Layout
+from backbeat.layouts import Layout
 from backbeat.layouts.layer_work import LayerBuilder
 from backbeat.layouts.layout import Job
 from backbeat.layouts.layout_memory import LayerMemory
@@ -23,6 +23,7 @@ from backbeat.layouts.replicas import rank_parameters, unit_parameters
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.stage_times import StageTimer, StageTimes
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.cluster import Cluster
 from backbeat.model.framework import FRAMEWORKS, Framework, framework_named
 
 H100, SLOW = layouts.cluster_of("dgx-h100"), layouts.cluster_of("10gbe", "h100")
@@ -323,7 +324,7 @@ def test_replicas_reduce_all_gradients_and_gather_what_each_updated(zero: int) -
     assert found.update == pytest.approx(operator_model("h100", "bf16").seconds(adam))
 
 
-def units(model: Transformer, cluster: GpuCluster, layout: Layout) -> tuple[list[float], list[float], list[StageTimes]]:
+def units(model: Transformer, cluster: Cluster, layout: Layout) -> tuple[list[float], list[float], list[StageTimes]]:
     """Gathered, scattered and computed: embedding, layers, head."""
     (stage,) = split_layers(model, layout)
     held = [unit.dense for unit in unit_parameters(model, layout, stage)]

@@ -17,13 +17,13 @@ from backbeat import api
 from backbeat.cost import LinkCost
 from backbeat.engine import run
 from backbeat.model import Bucket, Compression, Framework, Network, Plan, Profile
+from backbeat.model.cluster import Cluster
 from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.model.slowdown import slowdown_of, together_s
 from backbeat.steps.bucket_graph import BucketGraph, BucketStep, BucketTravel, bucket_graph, link_of
 from backbeat.steps.bucket_step import BucketWay, gather_parts
 from backbeat.steps.fusion import contended
 from backbeat.steps.schedule import CompressedCost, Flow, Schedule, compress_s, one_by_one
-from backbeat.steps.sharded_cost import half_curve
 from tests.problems import affine, make_profile, networks, profiles
 from tests.steps.stepped import stepped
 
@@ -165,7 +165,7 @@ def framework_s(
     schedule, _ = Schedule.of_plan(profile, plan)
     cost, hides = network.cost, reduction.overlapped != "none"
     if reduction.collective == "reduce_scatter":
-        cost = LinkCost(half_curve(network, "reduce_scatter"))
+        cost = LinkCost(Cluster.of(network).curve("reduce_scatter"))
     if not hides:
         schedule = dataclasses.replace(schedule, ready=np.full_like(schedule.ready, profile.backward_s))
     flow, clock = BucketTravel(schedule, profile.backward_s).at(cost, slowdown if hides else 1.0)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from backbeat.model import CollectiveTimes, Topology
-from backbeat.steps.sharded_cost import half_curve
+from backbeat.model.cluster import Cluster
 from tests.problems import affine, curve
 
 ALPHA, BETA = 1e-4, 1e-9
@@ -38,7 +38,7 @@ def test_a_half_takes_half_unless_switches_reduce(
     workers: int, topology: dict[str, Any], latency: float, work: float
 ) -> None:
     network = affine(ALPHA, BETA, workers=workers, topology=Topology(**topology))
-    gather, scatter = half_curve(network, "all_gather"), half_curve(network, "reduce_scatter")
+    gather, scatter = Cluster.of(network).curve("all_gather"), Cluster.of(network).curve("reduce_scatter")
     for size in (0.0, 1e5, 1e8, 1e10):
         assert gather.at(size) == pytest.approx(latency * ALPHA + work * BETA * size)
         assert scatter.at(size) == gather.at(size)
@@ -47,7 +47,7 @@ def test_a_half_takes_half_unless_switches_reduce(
 def test_a_half_of_few_gpus_is_that_of_the_ring_which_is_faster_there() -> None:
     two = affine(ALPHA, BETA, workers=8, topology=Topology(**NODE)).at(workers=2)
     for size in (1e5, 1e8, 1e10):
-        assert half_curve(two, "all_gather").at(size) == pytest.approx(two.cost.isolated.at(size) / 2)
+        assert Cluster.of(two).curve("all_gather").at(size) == pytest.approx(two.cost.isolated.at(size) / 2)
 
 
 def test_what_was_measured_comes_first_and_never_beats_its_link() -> None:
@@ -56,7 +56,7 @@ def test_what_was_measured_comes_first_and_never_beats_its_link() -> None:
     network = msgspec.structs.replace(
         affine(ALPHA, BETA, workers=8), all_gather=CollectiveTimes(points=tuple((int(x), y) for x, y in points))
     )
-    gather, scatter = half_curve(network, "all_gather"), half_curve(network, "reduce_scatter")
+    gather, scatter = Cluster.of(network).curve("all_gather"), Cluster.of(network).curve("reduce_scatter")
     assert gather.at(1e3) == pytest.approx(1e-4)
     assert gather.at(1e6) == pytest.approx(1e-3)
     assert gather.at(2e8) == pytest.approx(2e-1)
@@ -66,6 +66,6 @@ def test_what_was_measured_comes_first_and_never_beats_its_link() -> None:
 def test_of_a_measured_all_reduce_latency_and_transfer_are_taken_apart() -> None:
     points = [(1024, 2e-5), (2**20, 4e-5), (2**26, 4e-4), (2**28, 1.5e-3)]
     network = curve(points, topology=Topology(algorithm="nvls", gpus_per_node=8))
-    whole, found = network.cost.isolated, half_curve(network, "all_gather")
+    whole, found = network.cost.isolated, Cluster.of(network).curve("all_gather")
     for size, _ in points:
         assert found.at(size) == pytest.approx(float(whole.latency(size) / 2 + whole.transfer(size) * 7 / 9))

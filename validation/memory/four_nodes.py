@@ -13,7 +13,7 @@ Five rows for each bandwidth:
     compressed   top-k, everything kept, the largest batch that fits
     both     top-k with a memory plan, at the batch predicted to be fastest
 
-Batches are those of `backbeat.planners.max_batch.growth`, or given with `--batches`. `memory` and `both` take the
+Batches are those of `growth.growth`, or given with `--batches`. `memory` and `both` take the
 fastest batch among those that need a memory plan, whether or not keeping everything at a smaller one is predicted to
 be faster still. Nodes are built and calibrated once for each bandwidth; the model is profiled at two batch sizes, once
 for all of them. Every row is a training of its own, so that the peak is its own. The budget is planned for, not
@@ -44,11 +44,11 @@ from backbeat.lab.plans import PlanChoice
 from backbeat.lab.setting import Setting
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.batches import at_batch, join
-from backbeat.planners.max_batch import GrownBatch, growth
 from backbeat.steps.predict import predict
 from backbeat.units import format_bytes, parse_bytes, parse_duration
 from validation import collect
 from validation.collect import Record
+from validation.memory.growth import GrownBatch, growth
 
 UNTIMED = 5
 """Steps of a row that are not timed: three to warm up, and one before each of the two series."""

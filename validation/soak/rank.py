@@ -144,7 +144,6 @@ class Rank:
         ended = False
         while not ended and not self.leaving:
             ended = self._one_step(model, optimizer, rank, ranks)
-        tell("ended" if ended else "left", step=self.step)
         # torchrun takes a rank that leaves with 0 for one that has done its work.
         return 0 if ended else 1
 
@@ -171,7 +170,7 @@ class Rank:
         # No collective of our own: what fails, fails in backward, where the runtime names it.
         tell("loss", step=self.step, loss=loss.item(), ranks=ranks, start=os.environ["MASTER_PORT"])
         if self.step % TELL_EVERY == 0:
-            tell("alive", step=self.step, bytes=resident_bytes(), threads=len(os.listdir("/proc/self/task")))
+            tell("alive", step=self.step, bytes=resident_bytes())
         self.step += 1
         if self.step % SAVE_EVERY == 0:
             state = state_of(model, optimizer, self.step)
@@ -182,7 +181,6 @@ class Rank:
     def _save(self, state: dict[str, Any]) -> None:
         try:
             save(self.checkpoint, state)
-            tell("saved", step=self.step)
         except OSError as error:
             tell("unsaved", step=self.step, text=f"the checkpoint of step {self.step} is not written: {error}")
 

@@ -163,6 +163,21 @@ class Residuals(nn.Module):
         return scores
 
 
+def decoder(width: int, layers: int, length: int, batch_size: int, heads: int = 0) -> Model:
+    return Model(
+        build=partial(Decoder, width, layers, heads or max(width // 64, 2), length),
+        batch=partial(tokens, length=length + 1, vocabulary=256), loss=next_token, batch_size=batch_size,
+        blocks=r"layers\.\d+", transformer=True,
+    )  # fmt: skip
+
+
+def residuals(width: int, depth: int, pixels: int, batch_size: int) -> Model:
+    return Model(
+        build=partial(Residuals, width, depth), batch=partial(images, pixels=pixels, classes=10), loss=classified,
+        batch_size=batch_size, blocks=r"blocks\.\d+", transformer=False,
+    )  # fmt: skip
+
+
 def _vision(name: str, batch_size: int, blocks: str, *, transformer: bool = False) -> Model:
     return Model(
         build=partial(torchvision, name),
@@ -194,14 +209,5 @@ LIBRARY = {
     ),
     "wide_resnet50_2": _vision("wide_resnet50_2", 64, r"layer\d\.\d+"),
 }  # fmt: skip
-SMALL = {
-    "decoder": Model(
-        build=partial(Decoder, 192, 4, 4, 64), batch=partial(tokens, length=65, vocabulary=256), loss=next_token,
-        batch_size=8, blocks=r"layers\.\d+", transformer=True,
-    ),
-    "residuals": Model(
-        build=partial(Residuals, 24, 2), batch=partial(images, pixels=32, classes=10), loss=classified, batch_size=16,
-        blocks=r"blocks\.\d+", transformer=False,
-    ),
-}  # fmt: skip
+SMALL = {"decoder": decoder(192, 4, 64, 8, heads=4), "residuals": residuals(24, 2, 32, 16)}
 MODELS = LIBRARY | SMALL

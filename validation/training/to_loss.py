@@ -19,6 +19,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,45 +33,21 @@ from backbeat.measure.model.inputs import to_device
 from backbeat.measure.model.training_step import autocast, release
 from backbeat.runtime import DistributedDataParallel
 from validation import collect
-from validation.training.data import CLASSES, Gratings, Text, loader
-from validation.training.models import Decoder, Model, Residuals, classified, next_token
+from validation.training.data import Gratings, Text, loader
+from validation.training.models import Model, decoder, residuals
 from validation.training.sides import Rig, ddp
 
 SIDES = ("ddp", "tuned", "fsdp2", "auto", "again", "drop_in")
 COMMUNICATORS = 2
 PREPARE_S = 900.0
 """What building all sides may take at most."""
-Task = tuple[Model, Callable[[int], Any]]
-"""The model, and its data by seed."""
-
-
-def _decoder(width: int, layers: int, length: int, batch_size: int) -> Task:
-    made = Model(
-        build=lambda: Decoder(width, layers, max(width // 64, 2), length),
-        batch=lambda size, device: torch.randint(0, 256, (size, length + 1), device=device),
-        loss=next_token, batch_size=batch_size, blocks=r"layers\.\d+", transformer=True,
-    )  # fmt: skip
-    return made, lambda seed: Text(length, seed)
-
-
-def _residuals(width: int, depth: int, pixels: int, batch_size: int) -> Task:
-    def batch(size: int, device: torch.device) -> Any:
-        shape = (size, 3, pixels, pixels)
-        return torch.randn(shape, device=device), torch.randint(0, CLASSES, (size,), device=device)
-
-    made = Model(
-        build=lambda: Residuals(width, depth, CLASSES), batch=batch, loss=classified, batch_size=batch_size,
-        blocks=r"blocks\.\d+", transformer=False,
-    )  # fmt: skip
-    return made, lambda seed: Gratings(pixels, seed)
-
-
-TASKS = {
-    ("text", "small"): _decoder(128, 4, 64, 16),
-    ("text", "100M"): _decoder(768, 14, 512, 16),
-    ("images", "small"): _residuals(32, 1, 32, 16),
-    ("images", "40M"): _residuals(96, 3, 64, 64),
+TASKS: dict[tuple[str, str], tuple[Model, Callable[[int], Any]]] = {
+    ("text", "small"): (decoder(128, 4, 64, 16), partial(Text, 64)),
+    ("text", "100M"): (decoder(768, 14, 512, 16), partial(Text, 512)),
+    ("images", "small"): (residuals(32, 1, 32, 16), partial(Gratings, 32)),
+    ("images", "40M"): (residuals(96, 3, 64, 64), partial(Gratings, 64)),
 }
+"""The model, and its data by seed."""
 
 
 class Trainee:

@@ -1,7 +1,7 @@
-"""A cluster as a layout sees it: GPUs, and what its groups of ranks take to communicate.
+"""A cluster: a network and the GPUs that it joins, as groups of ranks see it. What a collective takes in any group.
 
-A network says what a collective takes that fills whole nodes. A layout's groups do not: a group of `tp` lies inside a
-node, a group of `dp` takes every tp-th rank, so that several such groups cross the same NICs at once.
+A network says what a collective takes that fills whole nodes. Groups need not: a group of `tp` lies inside a node, a
+group of `dp` takes every tp-th rank, so that several such groups cross the same NICs at once.
 
 Ranks of a group are `stride` apart. With g GPUs a node, a group has g / stride members in each node it touches, and
 min(stride, g) groups share a node. These send at the same time, since every rank does the same thing. So a message
@@ -14,40 +14,51 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+
+import numpy as np
 
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator
-from backbeat.cost.collectives import traffic
+from backbeat.cost.accelerators import Accelerator, accelerator_named
+from backbeat.cost.collectives import Collective, traffic
 from backbeat.errors import InputError
-from backbeat.model import Network
+from backbeat.model.network import Network
 from backbeat.model.profile import ComputeShares
 from backbeat.model.slowdown import Slowdown, slowdown_on
 from backbeat.model.topology import Load
-from backbeat.steps.sharded_cost import half_curve
 
 CALL_S, RANK_S = 25e-6, 8.5e-6
 """What a small collective takes inside a node that a layer waits for: at least, and for each further rank. All-reduces
 of 1 MiB take 44, 51 and 85 µs on 2, 4 and 8 A100 (VIA-Research/vTrain, trace/a100); all-gathers 32, 51 and 87 µs before
 their bytes on B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)."""
-LayoutCollective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 @dataclass(frozen=True)
-class GpuCluster:
-    """A network and the GPUs that it joins."""
+class Cluster:
+    """Any number of its ranks may be asked for; `load` says how busy others keep its links."""
 
     network: Network
-    accelerator: Accelerator
+    gpu: Accelerator | None = None
     load: Load = "typical"
     contention: bool = False
     """Whether computation takes longer beside communication: as the network says, or its transport lets assume."""
-    _curves: dict[int, dict[LayoutCollective, Curve]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _curves: dict[tuple[Collective, int], Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
     _slowdowns: dict[int, tuple[Slowdown, str] | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @classmethod
+    def of(cls, network: Network) -> Cluster:
+        """As busy as this network is taken to be."""
+        return cls(network, load=network.how_busy)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        if self.gpu is None:
+            raise InputError(
+                f"network {self.network.name!r} does not say what GPUs it joins: name them with --accelerator h100 "
+                "(accelerator= in Python), or write accelerator into its file"
+            )
+        return self.gpu
 
     @property
     def per_node(self) -> int:
@@ -58,22 +69,26 @@ class GpuCluster:
         return f"{self.network.name} ({self.accelerator.name})"
 
     @cached_property
-    def edges(self) -> tuple[GpuCluster, GpuCluster] | None:
+    def edges(self) -> tuple[Cluster, Cluster] | None:
         """The same on a quiet day and on a busy one, where the network says how far these are apart."""
         fabric = self.network.topology.fabric
         if self.load != "typical" or (fabric is None and self.network.band is None):
             return None
         return replace(self, load="quiet"), replace(self, load="busy")
 
-    def collective_s(self, kind: LayoutCollective, size: float, workers: int, stride: int = 1) -> float:
+    def at(self, workers: int) -> Network:
+        """The network of so many."""
+        return self.network.at(workers=workers, load=self.load)
+
+    def collective_s(self, kind: Collective, size: float, workers: int, stride: int = 1) -> float:
         """Seconds of a collective of `size` bytes in groups of `workers` ranks, `stride` apart, all groups at once."""
         if workers == 1 or size <= 0:
             return 0.0
         count = self._filled(workers, stride)
         sharing = 1.0 if count <= self.per_node else min(stride, self.per_node) * self._sent(kind, workers, count)
-        return self._curve(kind, count).at(size * sharing)
+        return self.curve(kind, count).at(size * sharing)
 
-    def _sent(self, kind: LayoutCollective, workers: int, filled: int) -> float:
+    def _sent(self, kind: Collective, workers: int, filled: int) -> float:
         """What a byte of a group sends between nodes, over what it sends in a group that fills them: a ring of two
         sends half of what it gathers, one of sixteen nearly all. On two nodes, and where switches reduce, an all-reduce
         sends as much in either."""
@@ -81,7 +96,65 @@ class GpuCluster:
             return 1.0
         return traffic(kind, "ring", workers) / traffic(kind, "ring", filled)
 
-    def waited_s(self, kind: LayoutCollective, size: float, workers: int) -> float:
+    def curve(self, kind: Collective, workers: int | None = None) -> Curve:
+        """Seconds by bytes of the collective, isolated, in one group of neighbours that sends alone: of as many
+        as the network has, unless told.
+
+        An all-gather or reduce-scatter that the network has not measured is half of the all-reduce, or more where
+        switches reduce: they spare the all-reduce bytes that its halves do send. Neither takes less than its time on
+        the link: an isolated message may be let through faster where a shaped link was idle, but most of these follow
+        each other without a gap.
+        """
+        workers = self.network.workers if workers is None else workers
+        if (kind, workers) not in self._curves:
+            there = self.at(workers)
+            self._curves[kind, workers] = there.cost.isolated if kind == "all_reduce" else _half(there, kind)
+        return self._curves[kind, workers]
+
+    def copies(self, shards: int, copies: int) -> Curve:
+        """The all-reduce of each rank's shard with the ranks that hold the same one, `shards` apart, by the bytes of
+        what all shards are of.
+
+        It crosses nodes where `shards` fill one or more; the shards of a node's ranks share what joins the nodes.
+        """
+        per_node, inside, workers = self.per_node, self.inside_node, shards * copies
+        if inside is None or workers <= per_node:
+            # Every rank of a node sends its own shard, and all of them pass the node's link.
+            links = 1 if inside is not None else min(per_node, shards)
+            return _by_part(self.curve("all_reduce", copies), links / shards)
+        # What an all-reduce over whole nodes takes above its inner part is what crosses them. Where it is measured as
+        # one, or pipelined, the inner transfer hides behind the other, and only its latency is taken off.
+        apart = self.network.topology.inside is not None and not self.network.topology.pipelined
+        over = copies * per_node if shards >= per_node else workers
+        whole = self.curve("all_reduce", over)
+        sizes = np.union1d(whole.sizes, inside.sizes)
+        across = Curve(
+            sizes,
+            np.maximum(whole.time(sizes) - (inside.time(sizes) if apart else inside.latency(sizes)), 0.0),
+            max(whole.link_s_per_byte - (inside.link_s_per_byte if apart else 0.0), 0.0),
+        )
+        if self.at(over).all_gather is not None:
+            # At most what it takes at the rate at which the ring of an all-gather over all ranks crosses nodes. That
+            # takes more of every message across than one ring for each rank of a node: with two nodes of two ranks 3/4
+            # of it, where an all-reduce over the nodes takes 1/2 twice.
+            nodes = self.network.topology.nodes(over)
+            more = traffic("all_reduce", "ring", nodes) / traffic("all_gather", "ring", over)
+            across = across.joined(self.curve("all_gather", over).slower(more), np.minimum)
+        if shards >= per_node:
+            return _by_part(across, per_node / shards)
+        # Several copies in one node are first reduced there.
+        return across.joined(_by_part(self.curve("all_reduce", per_node // shards), 1 / shards), np.add)
+
+    @cached_property
+    def inside_node(self) -> Curve | None:
+        """The all-reduce within one full node, where the file has it."""
+        inside = self.network.topology.inside
+        if inside is not None:
+            return inside.curve
+        known = any(1 < row.workers <= self.per_node for row in self.network.as_measured.file_rows)
+        return self.curve("all_reduce", self.per_node) if known else None
+
+    def waited_s(self, kind: Collective, size: float, workers: int) -> float:
         """The same in groups of neighbours where every rank waits for it, in the middle of a layer."""
         if workers == 1 or size <= 0:
             return 0.0
@@ -127,8 +200,7 @@ class GpuCluster:
         if workers == 1 or not self.contention:
             return 1.0
         if count not in self._slowdowns:
-            there = self.network.at(workers=count, load=self.load)
-            self._slowdowns[count] = slowdown_on(there, self.accelerator, sharded=True)
+            self._slowdowns[count] = slowdown_on(self.at(count), self.gpu, sharded=True)
         found = self._slowdowns[count]
         computing = matmul + attention + memory
         if found is None or computing <= 0:
@@ -156,44 +228,37 @@ class GpuCluster:
         fills a node, or two. A part of a node is no measure of it: where the switch adds up, its collectives take as
         long to start as the whole node's."""
         count = self.per_node if inside and self.per_node > 1 else 2 * self.per_node
-        curve = self._curve("all_gather", count)
+        curve = self.curve("all_gather", count)
         per_byte = max(curve.link_s_per_byte, 1e-15)
         rate = traffic("all_gather", "ring", count) / per_byte
         return curve.at(0.0) / (count - 1), rate / sharing
 
-    def _curve(self, kind: LayoutCollective, workers: int) -> Curve:
-        if workers not in self._curves:
-            there = self.network.at(workers=workers, load=self.load)
-            self._curves[workers] = {
-                "all_reduce": there.cost.isolated,
-                "all_gather": half_curve(there, "all_gather"),
-                "reduce_scatter": half_curve(there, "reduce_scatter"),
-            }
-        return self._curves[workers][kind]
+
+def _half(network: Network, kind: Collective) -> Curve:
+    measured = network.all_gather if kind == "all_gather" else network.reduce_scatter
+    if measured is not None:
+        alone = measured.curve
+    else:
+        whole = network.cost.isolated
+        latency, work = network.topology.half(network.workers)
+        times_s = latency * whole.latency(whole.sizes) + work * whole.transfer(whole.sizes)
+        alone = Curve(whole.sizes, times_s, work * whole.link_s_per_byte)
+    return Curve(alone.sizes, np.maximum(alone.times, alone.link_s_per_byte * alone.sizes), alone.link_s_per_byte)
 
 
-def cluster_of(network: GpuCluster | Network | str | os.PathLike[str], gpu: str | None = None) -> GpuCluster:
+def _by_part(curve: Curve, part: float) -> Curve:
+    """The cost by whole bytes of a message of which this part is sent."""
+    return Curve(curve.sizes / part, curve.times, curve.link_s_per_byte * part)
+
+
+def cluster_of(network: Cluster | Network | str | os.PathLike[str], gpu: str | None = None) -> Cluster:
     """A network, by its file or name, with its own GPUs or those that are named.
 
     >>> cluster_of("dgx-h100").accelerator.name, cluster_of("10gbe", "a100").accelerator.name
     ('H100', 'A100')
     """
-    if isinstance(network, GpuCluster):
-        return network if gpu is None else GpuCluster(network.network, gpu_named(gpu))
+    if isinstance(network, Cluster):
+        return network if gpu is None else replace(network, gpu=accelerator_named(gpu))
     loaded = network if isinstance(network, Network) else Network.load(network)
     chosen = gpu or loaded.accelerator
-    if chosen is None:
-        raise InputError(
-            f"network {loaded.name!r} does not say what GPUs it joins: name them with --accelerator h100 "
-            "(accelerator= in Python), or write accelerator into its file"
-        )
-    return GpuCluster(loaded, gpu_named(chosen))
-
-
-def gpu_named(text: str) -> Accelerator:
-    """By its short name (h100), or by its driver's (NVIDIA A100-SXM4-40GB)."""
-    found = accelerator(text) or next((one for one in ACCELERATORS if one.short_name == text.lower()), None)
-    if found is None:
-        known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
-        raise InputError(f"{text!r} is no accelerator known here: there are {known}")
-    return found
+    return Cluster(loaded, None if chosen is None else accelerator_named(chosen))
