@@ -23,8 +23,7 @@ from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketStep, bucket_graph, link_of
 from backbeat.steps.schedule import Schedule, one_by_one
-from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_units import chain_of
+from backbeat.steps.sharded_units import ShardedCost, chain_of
 from backbeat.steps.stage_graph import ChunkTimes, stage_graph
 from backbeat.steps.unit_graph import UnitStep, unit_graph
 from benchmarks.harness import machine

@@ -32,13 +32,13 @@ from backbeat.measure import profile as measure_profile
 from backbeat.model import Bucket, Compression
 from backbeat.model.blocks import segments_of
 from backbeat.model.files import write
+from backbeat.model.resident import ResidentMemory
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
 from backbeat.steps.memory_timeline import Chain
-from backbeat.steps.resident_memory import ResidentMemory
 from backbeat.zoo import models
 
 BATCH = {"resnet152": 256, "bert_large": 64}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from backbeat.model import Block, Gradient, HostLink, Memory, Profile
+from backbeat.model.resident import ResidentMemory
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch
 from backbeat.steps.memory_timeline import Chain
-from backbeat.steps.resident_memory import ResidentMemory
 
 _STAGES = ((3, 64, 56), (8, 128, 28), (36, 256, 14), (3, 512, 7))
 _FORWARD_S, _BACKWARD_S = 0.070, 0.140

@@ -18,6 +18,7 @@ from backbeat.cli.output import console, print_answer, print_json, say
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile, Sharding
 from backbeat.model.blocks import segments_of
+from backbeat.model.resident import ResidentMemory
 from backbeat.planners import STRATEGIES
 from backbeat.planners.memory_moves import uniform
 from backbeat.report.study_row import Question, device_fit, fitting_batch
@@ -27,7 +28,6 @@ from backbeat.report.words.commands import sharding_lines, wrapping_lines
 from backbeat.report.words.decision import decide_on_plan
 from backbeat.report.words.numbers import capitalised, describe, over_bound, scaling_range
 from backbeat.steps.memory_timeline import Chain, memory_timeline
-from backbeat.steps.resident_memory import ResidentMemory
 from backbeat.steps.sharded_memory import sharded_memory
 from backbeat.units import counted, first_few, format_bytes, format_seconds, parse_duration
 

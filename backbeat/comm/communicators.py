@@ -1,9 +1,10 @@
 """Communicators that carry one collective at a time, in the order given.
 
-A gloo process group runs two collectives at once on two worker threads, and two all-reduces of one size that meet in
-another order on another rank silently return each other's sums. A gloo communicator is therefore a process group of our
-own with one worker thread, used from one place in one order. NCCL's carry one collective at a time by themselves: the
-first communicator is the process group, further ones are process groups over the same ranks.
+Gloo matches the collectives of a process group by the order in which each rank calls them: two all-reduces of one size
+that another rank calls in another order silently return each other's sums. So a communicator is used from one place, in
+one order. Torch's gloo groups have two worker threads, which run two collectives at once: a gloo communicator is a
+process group of our own with one. NCCL's carry one collective at a time by themselves: the first communicator is the
+process group, further ones are process groups over the same ranks.
 """
 
 from __future__ import annotations
@@ -73,9 +74,7 @@ class Communicator:
         return self.group._allgather_base(whole, shard, self._gather)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Any:
-        """The sum of every rank's `whole`, of which this rank gets its part."""
-        if self._is_gloo:
-            return gloo.reduce_scatter(self.group, shard, whole)
+        """The sum of every rank's `whole`, of which this rank gets its part. On gloo it moves an all-reduce's bytes."""
         return self.group._reduce_scatter_base(shard, whole, self._scatter)
 
     def broadcast(self, message: torch.Tensor) -> Any:

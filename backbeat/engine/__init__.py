@@ -3,8 +3,7 @@
 Nothing here knows of training; `steps` builds the graphs.
 """
 
-from backbeat.engine.graph import Graph, SharedLink
-from backbeat.engine.in_order import GraphTimes
+from backbeat.engine.graph import Graph, GraphTimes, SharedLink
 from backbeat.engine.run import run
 
 __all__ = ["Graph", "GraphTimes", "SharedLink", "run"]

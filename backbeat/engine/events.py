@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from backbeat.engine.graph import NO_OP, Graph, Sent, deadlock
-from backbeat.engine.in_order import GraphTimes, alone_s, own_s
+from backbeat.engine.graph import NO_OP, Graph, GraphTimes, Sent, alone_s, deadlock, own_s
 
 TOGETHER = 1e-12
 """Of the time since the step began."""

@@ -15,8 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from backbeat.engine.graph import NO_OP, Graph, Lane
-from backbeat.engine.in_order import GraphTimes
+from backbeat.engine.graph import NO_OP, Graph, GraphTimes, Lane
 
 Causes = dict[tuple[str, str], float]
 """Seconds by (cause, part)."""

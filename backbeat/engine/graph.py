@@ -297,6 +297,33 @@ class Graph:
         return found
 
 
+class GraphTimes(NamedTuple):
+    """By op: when it starts, has its latency behind it, and ends."""
+
+    starts: list[float]
+    on_link: list[float]
+    ends: list[float]
+
+    @property
+    def end_s(self) -> float:
+        return max(self.ends, default=0.0)
+
+
+def alone_s(graph: Graph, number: int, sent: Sent, now: float, ends: list[float]) -> tuple[float, float]:
+    """Latency and work of an op that starts now and has its links to itself."""
+    own = own_s(graph, number, sent, now, ends)
+    return (own, sent.work_s) if own >= 0 else (0.0, sent.work_s + own)
+
+
+def own_s(graph: Graph, number: int, sent: Sent, now: float, ends: list[float]) -> float:
+    """Seconds of an op before its work; below zero, the head start that it takes on an idle link."""
+    own, behind, last = graph.seconds[number], sent.behind_s, sent.follows
+    if last == NO_OP or behind is None:
+        return own
+    ready = max([ends[other] for other in graph.before[number] if other != last], default=0.0)
+    return max(ready + own, ends[last] + behind) - now
+
+
 def check_size(graph: Graph) -> None:
     """Refuse a graph that would take long to run: whoever builds one collapses pieces before it comes to this."""
     if len(graph) > MOST_OPS:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import NamedTuple
 
-from backbeat.engine.graph import NO_OP, Graph
-from backbeat.engine.in_order import GraphTimes
+from backbeat.engine.graph import NO_OP, Graph, GraphTimes
 
 
 class HeldBytes(NamedTuple):
@@ -42,14 +42,19 @@ def held_over_time(graph: Graph, times: GraphTimes, resident: Mapping[str, float
     """
     held: defaultdict[str, float] = defaultdict(float, resident or {})
     levels: list[HeldBytes] = []
-    for moment, order, op, kind, change in _changes(graph, times):
+    changes = _changes(graph, times)
+    for (moment, _, op, kind, change), following in zip_longest(changes, changes[1:]):
         held[kind] += change
-        level = HeldBytes(moment, dict(held), op)
-        if levels and levels[-1].start_s == moment and order != _GOES_AT_ONCE:
-            levels[-1] = level
-        else:
-            levels.append(level)
+        # What goes as soon as it comes is there in between.
+        if following is None or following.at_s != moment or following.order == _GOES_AT_ONCE:
+            levels.append(HeldBytes(moment, dict(held), op))
     return levels or [HeldBytes(0.0, dict(held), NO_OP)]
+
+
+def issue_times(count: int) -> GraphTimes:
+    """Ops one after the other in the order of issue, as a host's allocator counts what they hold."""
+    starts = [float(number) for number in range(count)]
+    return GraphTimes(starts, starts, [start + 1 for start in starts])
 
 
 def peak_held(graph: Graph, times: GraphTimes, resident: Mapping[str, float] | None = None) -> HeldBytes:

@@ -1,10 +1,15 @@
-"""When the ops of a graph run: in one pass where that gives every time, otherwise from one moment to the next."""
+"""When the ops of a graph run: in one pass where that gives every time, otherwise from one moment to the next.
+
+One pass, each op after those before it, is enough where no op changes the pace of another. Computation that is slowed
+down may be among them, where whatever is in flight beside it was issued before it.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from backbeat.engine.events import run_events
-from backbeat.engine.graph import Graph, deadlock
-from backbeat.engine.in_order import GraphTimes, run_in_order
+from backbeat.engine.graph import Graph, GraphTimes, alone_s, deadlock
 
 
 def run(graph: Graph) -> GraphTimes:
@@ -34,3 +39,89 @@ def run(graph: Graph) -> GraphTimes:
     if graph.shares_links() or (graph.shares_pace() and not (graph.behind_compute and graph.forward_only)):
         return run_events(graph)
     return run_in_order(graph)
+
+
+def run_in_order(graph: Graph) -> GraphTimes:
+    """Each op after those before it, in the order of issue."""
+    count, sent = len(graph), graph.sent
+    before, seconds = graph.before, graph.seconds
+    starts, on_link, ends = [0.0] * count, [0.0] * count, [0.0] * count
+    slowed = {kind for kind in range(1, len(graph.kinds)) if graph.slows(kind)}
+    kind_of = graph.kind_of if slowed else {}
+    flights = _Flights(graph)
+    for number in range(count) if graph.forward_only else _sorted(graph):
+        start = 0.0
+        for other in before[number]:
+            end = ends[other]
+            if end > start:
+                start = end
+        starts[number] = start
+        own = seconds[number]
+        if number in sent:
+            message = sent[number]
+            _, work, behind_s, _, carrier, _ = message
+            if own < 0 or behind_s is not None:
+                own, work = alone_s(graph, number, message, start, ends)
+            on_link[number] = start + own
+            ends[number] = end = start + own + work
+            if carrier and slowed:
+                flights.add(carrier, start, end)
+        elif kind_of.get(number) in slowed:
+            on_link[number] = ends[number] = flights.computed(kind_of[number], start, own)
+        else:
+            on_link[number] = ends[number] = start + own
+    return GraphTimes(starts, on_link, ends)
+
+
+class _Flights:
+    """What is in flight on each GPU: all that a computation may be slowed down by was issued before it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.carriers = list(graph.carriers)
+        self.of_gpu: dict[int, list[list[Any]]] = {gpu: [] for gpu, _ in self.carriers}
+        """[start, end, transport] of what has not ended; what follows without a gap is one."""
+
+    def add(self, carrier: int, start: float, end: float) -> None:
+        gpu, transport = self.carriers[carrier]
+        flights = self.of_gpu[gpu]
+        if flights:
+            last = flights[-1]
+            if last[0] <= start <= last[1] and last[2] == transport:
+                if end > last[1]:
+                    last[1] = end
+                return
+        flights.append([start, end, transport])
+
+    def computed(self, kind: int, start: float, seconds: float) -> float:
+        """When so many seconds of computation, begun at `start`, are done."""
+        gpu, slowdowns = self.graph.kinds[kind]
+        flights = self.of_gpu.get(gpu, [])
+        while flights and flights[0][1] <= start:
+            flights.pop(0)
+        now, left = start, seconds
+        while True:
+            factor, until = 1.0, float("inf")
+            for begin, end, transport in flights:
+                if begin > now:
+                    until = min(until, begin)
+                elif end > now:
+                    factor, until = max(factor, slowdowns.get(transport, 1.0)), min(until, end)
+            if now + left * factor <= until:
+                return now + left * factor
+            left -= (until - now) / factor
+            now = until
+
+
+def _sorted(graph: Graph) -> list[int]:
+    """Every op after those it waits for."""
+    waiting, behind = graph.edges()
+    found = [number for number, count in enumerate(waiting) if not count]
+    for number in found:
+        for later in behind[number]:
+            waiting[later] -= 1
+            if not waiting[later]:
+                found.append(later)
+    if len(found) < len(graph):
+        raise deadlock(graph, [number for number, count in enumerate(waiting) if count])
+    return found

@@ -13,7 +13,7 @@ from itertools import pairwise
 import msgspec
 
 from backbeat.layouts.layout import Job, Layout
-from backbeat.layouts.replicas import rank_parameters, unit_parameters
+from backbeat.layouts.rank_parameters import rank_parameters, unit_parameters
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework
@@ -50,8 +50,12 @@ def layout_memory(
     chunks = split_layers(model, layout, by_cost=conventions.stages_by_cost)
     count = layout.micro_batches(job)
     waiting = [in_flight(layout.schedule, stage, pp, count, layout.chunks) for stage in range(pp)]
-    found = [_stage(layers, chunks[stage::pp], waiting[stage]) for stage in range(pp)]
-    return max(found, key=lambda each: each.total)
+    # Of stages alike the one that waits longest.
+    fullest: dict[tuple[StageLayers, ...], float] = {}
+    for stage in range(pp):
+        own = tuple(chunks[stage::pp])
+        fullest[own] = max(waiting[stage], fullest.get(own, 0.0))
+    return max((_stage(layers, *each) for each in fullest.items()), key=lambda each: each.total)
 
 
 def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> MemoryByKind:

@@ -13,17 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from backbeat.engine import run
 from backbeat.engine.graph import MOST_OPS, check_size
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.model.framework import Streams
-from backbeat.steps.stage_graph import ChunkTimes, stage_graph
+from backbeat.steps.stage_graph import ChunkTimes, StageGraph, stage_graph
 from backbeat.steps.stage_programs import Operation, PipelineSchedule
 
-_SIMULATED_ROUNDS = 6
+_SIMULATED_ROUNDS = 5
 """Of as many micro-batches as stages, at first, or fewer where these would be too many operations."""
 _FEWEST_ROUNDS = 3
 _OPS = 4
@@ -177,9 +177,14 @@ def _simulated(
     late_s: float | None = None,
 ) -> PipelineRun:
     chunks = [ChunkTimes(each.forward_s, each.input_s, each.weight_s) for each in times]
-    made = stage_graph(schedule, stages, count, chunks, send_s, streams, late_s)
-    check_size(made.graph)
-    found = run(made.graph)
+    if streams == "direction" and late_s is None:
+        made = _passes(schedule, stages, count, len(times))
+        graph = made.on(chunks, send_s)
+    else:
+        made = stage_graph(schedule, stages, count, chunks, send_s, streams, late_s)
+        graph = made.graph
+    check_size(graph)
+    found = run(graph)
     performed = [
         Performed(stage, operation, found.starts[op], found.ends[op])
         for stage, own in enumerate(made.ops)
@@ -187,6 +192,12 @@ def _simulated(
     ]
     performed.sort(key=lambda each: each.start_s)
     return PipelineRun(made.ends(found), made.last_backward(found), tuple(performed))
+
+
+@lru_cache(maxsize=8)
+def _passes(schedule: PipelineSchedule, stages: int, count: int, chunks: int) -> StageGraph:
+    """Many layouts have the same passes."""
+    return stage_graph(schedule, stages, count, [ChunkTimes(0.0, 0.0, 0.0)] * chunks, 0.0)
 
 
 def closed_form(

@@ -23,6 +23,7 @@ from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_w
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.stage_times import PartSeconds, StageTimer, StageTimes
 from backbeat.layouts.transformer import Transformer
+from backbeat.layouts.unit_passes import UnitPasses
 from backbeat.model import Network, Profile
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
@@ -156,6 +157,7 @@ class LayoutPredictor:
     """Ranks spin their computation, and their hosts do not run ahead of it."""
     pieces: dict[Hashable, StageTimes] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Those that were run."""
+    memories: dict[Layout, MemoryByKind] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.imbalance < float("inf"):
@@ -169,7 +171,9 @@ class LayoutPredictor:
 
     def memory(self, layout: Layout) -> MemoryByKind:
         """What one GPU holds. Quick to compute, so layouts that do not fit need not be timed."""
-        return layout_memory(self.model, layout, self.job, self.conventions, self.imbalance)
+        if layout not in self.memories:
+            self.memories[layout] = layout_memory(self.model, layout, self.job, self.conventions, self.imbalance)
+        return self.memories[layout]
 
     def timer(self, layout: Layout, slowdown: float = 1.0) -> StageTimer:
         """Of stages that compute `slowdown` times as long as healthy ones."""
@@ -207,16 +211,17 @@ class LayoutPredictor:
         pp, count = layout.pp, layout.micro_batches(self.job)
         kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
-        every = {slowdown: self.timer(layout, slowdown).pieces() for slowdown in set(slowdowns)}
+        timers = {slowdown: self.timer(layout, slowdown) for slowdown in set(slowdowns)}
         # What the framework adds to a micro-batch, half of it in each direction.
         pass_s = self.conventions.pass_s / layout.chunks
         added = StageTimes(pass_s / 2, pass_s / 2, 0.0, PartSeconds(host=pass_s))
-        found: dict[tuple[float, StageLayers], StageTimes] = {}
+        runs: dict[tuple[float, StageLayers], UnitPasses] = {}
         for index, kind in enumerate(kinds):
-            key = (slowdowns[index % pp], kind)
-            if key not in found:
-                found[key] = replicas.sharded_passes(every[key[0]][index], kind) + added
-        times = [found[slowdowns[index % pp], kind] for index, kind in enumerate(kinds)]
+            slowdown = slowdowns[index % pp]
+            if (slowdown, kind) not in runs:
+                runs[slowdown, kind] = replicas.unit_passes(timers[slowdown].pieces_of(kind), kind)
+        units = [runs[slowdowns[index % pp], kind] for index, kind in enumerate(kinds)]
+        times = [each.times + added for each in units]
         sent_bytes = 2 * layout.tokens(self.job) * self.model.hidden
         send = self._send_s(layout, sent_bytes)
         if family == "events":
@@ -226,10 +231,19 @@ class LayoutPredictor:
             passes = closed_form(layout.schedule, pp, count, times, send)
         stages = [sum(times[stage::pp], StageTimes()) for stage in range(pp)]
         windows = [end - last for end, last in zip(passes.end_s, passes.last_backward_s, strict=True)]
-        afters = [replicas.after(kinds[stage::pp], windows[stage], stages[stage]) for stage in range(pp)]
+        known: dict[Hashable, ReplicaTimes] = {}
+        afters = []
+        for stage in range(pp):
+            own = tuple(kinds[stage::pp])
+            # Stages alike end alike, but for rounding.
+            key = (own, slowdowns[stage], f"{windows[stage]:.9e}")
+            if key not in known:
+                known[key] = replicas.after(own, windows[stage], stages[stage], simulated=family == "events")
+            afters.append(known[key])
         updates = [each.update_s * self._factor * slow for each, slow in zip(afters, slowdowns, strict=True)]
         idle = 1 - count * sum(each.total_s for each in times) / pp / passes.seconds
-        gather_s = max(each.gather.total_s for each in afters)
+        first_s = max(sum(each.gather_s for each in units[stage::pp]) for stage in range(pp))
+        gather_s = max(first_s, *(each.gather.seconds for each in afters))
         return _StepTimes(stages, passes, afters, max(updates), gather_s, max(0.0, idle))
 
     @property
@@ -252,10 +266,10 @@ class LayoutPredictor:
         parts = busiest.parts.times(count)._asdict()
         sharded = count * (busiest.total_s - sum(busiest.parts)) if layout.zero >= 2 else 0.0
         idle = passes.seconds - count * busiest.total_s
-        last = max(range(pp), key=lambda stage: passes.end_s[stage] + times.afters[stage].reduce.total_s)
+        last = max(range(pp), key=lambda stage: passes.end_s[stage] + times.afters[stage].reduce.seconds)
         reducing = times.reduced_s - passes.seconds
         slower = min(times.afters[last].reduce.slower_s, reducing)
-        gather = max(times.afters, key=lambda each: each.gather.total_s).gather
+        gather = max(times.afters, key=lambda each: each.gather.seconds).gather
         parts["contention"] += slower + gather.slower_s
         breakdown = StepBreakdown(
             **parts,
@@ -263,7 +277,7 @@ class LayoutPredictor:
             bubble=max(0.0, idle) if pp > 1 else 0.0,
             reduce=reducing - slower,
             update=times.update_s,
-            gather=gather.exposed_s,
+            gather=times.gather_s - gather.slower_s,
         )
         peak = self.cluster.accelerator.peak_flops(self.job.precision) or 0.0
         flops = self.model.flops_per_token(self.job.sequence) * self.job.tokens
@@ -337,7 +351,7 @@ class _StepTimes:
     def reduced_s(self) -> float:
         """All stages wait for the norm of all gradients before they update."""
         ends = zip(self.passes.end_s, self.afters, strict=True)
-        return max(end + after.reduce.total_s for end, after in ends)
+        return max(end + after.reduce.seconds for end, after in ends)
 
     @property
     def step_s(self) -> float:
@@ -353,8 +367,8 @@ class _StepTimes:
             spans.append(Span(f"stage {stage}", name, start_s, end_s))
         end = self.step_s - gather
         for stage, (done, after) in enumerate(zip(passes.end_s, self.afters, strict=True)):
-            if after.reduce.total_s:
-                spans.append(Span(f"stage {stage}", "reduce gradients", done, done + after.reduce.total_s))
+            if after.reduce.seconds:
+                spans.append(Span(f"stage {stage}", "reduce gradients", done, done + after.reduce.seconds))
             spans.append(Span(f"stage {stage}", "update", end - update, end))
             if gather:
                 spans.append(Span(f"stage {stage}", "gather parameters", end, self.step_s))

@@ -1,140 +1,60 @@
 """What data parallelism adds to a step: gradients reduced, parameters updated and gathered, by ZeRO stage and overlap.
 
 Replicas of a dense parameter are dp · cp ranks, tp apart. Those of an expert are the tp · cp · dp ranks of a stage over
-ep, ep apart. With accumulation only the last micro-batch's backward can hide a reduction. With sharded gradients (ZeRO
-2 and 3) each micro-batch reduces its own. Computation takes longer beside either.
-
-Gradients travel tensor by tensor in buckets, in the order that backward completes them. A bucket is full once its
-tensors reach the cap, and no tensor is cut. So a matrix larger than the cap travels by itself, and the embedding, whose
-gradient is complete when backward ends, hides behind nothing.
+ep, ep apart. Without sharded gradients (ZeRO 0 and 1) a stage's last backward, and the first forward of the next step,
+are a step with buckets as of any data parallelism (`steps/bucket_graph.py`): with accumulation only the last
+micro-batch's backward can hide a reduction. With ZeRO 2 and 3 every micro-batch gathers and scatters (`unit_passes`).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
+from backbeat.cost import MessageTimes
 from backbeat.cost.collectives import Collective
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic
+from backbeat.engine import run
+from backbeat.engine.graph import check_size
 from backbeat.layouts.layout import Layout
-from backbeat.layouts.sharded_stage import Added, units_added
+from backbeat.layouts.rank_parameters import (
+    GradientBucket,
+    RankParameters,
+    dense_buckets,
+    equal_buckets,
+    modules_of,
+    rank_parameters,
+    unit_parameters,
+)
 from backbeat.layouts.stage_layers import StageLayers
 from backbeat.layouts.stage_times import StageTimes
-from backbeat.layouts.transformer import Transformer, weights
+from backbeat.layouts.transformer import Transformer
+from backbeat.layouts.unit_passes import UnitPasses, UnitRunner, UnitTraffic
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
-from backbeat.model.slowdown import least_s
-from backbeat.steps.schedule import capped
+from backbeat.steps.bucket_graph import COMPUTE, BucketStep, bucket_graph
+from backbeat.steps.schedule import Schedule, one_by_one
 
 _UPDATE_BYTES = 34
 """Moved for each parameter that Adam updates: its gradient (read for the norm as well), master copy and two moments in
 fp32, and the copy that is computed with."""
 
 
-class RankParameters(NamedTuple):
-    """Parameters that one rank of a stage holds, before replicas shard them."""
+class PassDelay(NamedTuple):
+    """What communication adds to a pass."""
 
-    dense: float
-    expert: float
+    seconds: float = 0.0
+    slower_s: float = 0.0
+    """Of it, computation that takes longer beside it."""
 
-
-def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) -> RankParameters:
-    """Of a stage that holds these chunks.
-
-    >>> from backbeat.layouts.architectures import transformer
-    >>> from backbeat.layouts.stage_layers import split_layers
-    >>> llama, layout = transformer("llama-3-70b"), Layout(tp=4, pp=2)
-    >>> held = [sum(rank_parameters(llama, layout, stage)) for stage in split_layers(llama, layout)]
-    >>> round(4 * sum(held) / llama.parameters, 3)
-    1.0
-    """
-    units = [unit for chunk in chunks for unit in _units(model, layout.tp, layout.ep, chunk)]
-    return RankParameters(
-        sum(count * held.dense for held, count in units), sum(count * held.expert for held, count in units)
-    )
-
-
-def unit_parameters(model: Transformer, layout: Layout, chunk: StageLayers) -> list[RankParameters]:
-    """The same by what is sharded on its own: embedding, layers, head, in the order of forward.
-
-    >>> tiny = Transformer(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
-    >>> [unit.dense for unit in unit_parameters(tiny, Layout(), StageLayers(2, 0, True, True))]
-    [800.0, 464.0, 464.0, 800.0]
-    """
-    return [held for held, count in _units(model, layout.tp, layout.ep, chunk) for _ in range(count)]
-
-
-@lru_cache(maxsize=1024)
-def _units(model: Transformer, tp: int, ep: int, chunk: StageLayers) -> list[tuple[RankParameters, int]]:
-    both = sum(each.held(tp) for each in model.attention) + model.norms * model.norm_parameters
-    dense = both + model.mlp_parameters(model.ffn) / tp
-    sparse = both + (model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp)
-    # A tied head on a stage of its own is a copy of the embedding there.
-    head = 0.0 if model.tied and chunk.first else model.head.parameters / tp
-    return [
-        (RankParameters(model.embedding_parameters / tp, 0.0), int(chunk.first)),
-        (RankParameters(dense, 0.0), chunk.dense),
-        (RankParameters(sparse, model.expert_parameters / ep), chunk.sparse),
-        (RankParameters(head, 0.0), int(chunk.last)),
-    ]
-
-
-class GradientBucket(NamedTuple):
-    """Gradients that travel together."""
-
-    elements: float
-    ready: float
-    """The share of backward that is done when they are complete."""
-
-
-class GradientModule(NamedTuple):
-    """A layer, the head or the embedding."""
-
-    tensors: tuple[float, ...]
-    """Elements of each that one rank holds."""
-    weight: float
-    """Elements that a token is multiplied by: how long its backward takes beside the others'."""
-
-
-@lru_cache(maxsize=4096)
-def dense_buckets(
-    model: Transformer, tp: int, chunks: tuple[StageLayers, ...], cap: float | None
-) -> tuple[GradientBucket, ...]:
-    """Those of a stage that holds these chunks, without experts; no cap is one bucket.
-
-    Of two layers each fills a bucket of 400, and so do the head, complete first, and the embedding, complete last:
-
-    >>> tiny = Transformer(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
-    >>> whole = (StageLayers(2, 0, True, True),)
-    >>> [(each.elements, round(each.ready, 2)) for each in dense_buckets(tiny, 1, whole, 400)]
-    [(800.0, 0.47), (464.0, 0.74), (464.0, 1.0), (808.0, 1.0)]
-    """
-    modules = modules_of(model, tp, chunks)
-    whole = sum(module.weight for module in modules) or 1.0
-    done = itertools.accumulate(module.weight for module in modules)
-    ready = [(size, at / whole) for module, at in zip(modules, done, strict=True) for size in module.tensors if size]
-    sizes = [size for size, _ in ready]
-    ends = capped(sizes, [float("inf") if cap is None else cap])
-    return tuple(
-        GradientBucket(sum(sizes[first:last]), ready[last - 1][1]) for first, last in itertools.pairwise([0, *ends])
-    )
-
-
-def equal_buckets(elements: float, cap: float | None) -> tuple[GradientBucket, ...]:
-    """The same where tensors are many and small: those of experts.
-
-    >>> equal_buckets(10.0, 5.0)
-    (GradientBucket(elements=5.0, ready=0.5), GradientBucket(elements=5.0, ready=1.0))
-    """
-    if not elements:
-        return ()
-    count = max(1, round(elements / cap)) if cap is not None else 1
-    return tuple(GradientBucket(elements / count, (index + 1) / count) for index in range(count))
+    @property
+    def exposed_s(self) -> float:
+        return self.seconds - self.slower_s
 
 
 class GradientMessage(NamedTuple):
@@ -142,62 +62,85 @@ class GradientMessage(NamedTuple):
 
     travel_s: float
     ready: float
+    """The share of backward that is done when it is complete."""
+    bytes: float
 
 
-def overlapped_with_backward(messages: Sequence[GradientMessage], backward_s: float, slowdown: float) -> Added:
-    """What messages add to the backward pass they overlap with.
+@dataclass(frozen=True, slots=True)
+class StageEnds:
+    """The first forward and the last backward of a stage, beside which buckets travel."""
 
-    They travel one after the other, each once it is complete. Computation beside them takes `slowdown` times as long.
+    forward_s: float
+    backward_s: float
+    slowdown: float = 1.0
+    """Of computation beside them."""
+    simulated: bool = True
+    """Otherwise as a recursion, without slowing anything down."""
 
-    >>> fast, slow = ([GradientMessage(each, 0.5), GradientMessage(each, 1.0)] for each in (1.0, 3.0))
-    >>> overlapped_with_backward(fast, 4.0, 1.0), overlapped_with_backward(slow, 4.0, 1.0)
-    (Added(exposed_s=1.0, slower_s=0.0, beside_s=0.0), Added(exposed_s=4.0, slower_s=0.0, beside_s=0.0))
-    """
-    alone, beside = (_finished(messages, backward_s, factor) for factor in (1.0, slowdown))
-    return Added(alone - backward_s, beside - alone)
+    def reduced(self, messages: Sequence[GradientMessage], *, overlaps: bool = True) -> PassDelay:
+        """What buckets add to backward. They travel one after the other, each once it is complete.
 
+        >>> fast, slow = ([GradientMessage(each, 0.5, 1), GradientMessage(each, 1.0, 1)] for each in (1.0, 3.0))
+        >>> StageEnds(1.0, 4.0).reduced(fast), StageEnds(1.0, 4.0).reduced(slow)
+        (PassDelay(seconds=1.0, slower_s=0.0), PassDelay(seconds=4.0, slower_s=0.0))
+        """
+        if not messages:
+            return PassDelay()
+        if not overlaps:
+            return PassDelay(sum(each.travel_s for each in messages))
+        ready, sizes, seconds = (
+            np.array(column)
+            for column in zip(
+                *((each.ready * self.backward_s, each.bytes, each.travel_s) for each in messages), strict=True
+            )
+        )
+        schedule = Schedule(ready, sizes, [0] * len(messages))
+        times = MessageTimes(seconds, seconds, np.zeros(len(messages)))
+        if not self.simulated:
+            return PassDelay(max(one_by_one(ready, times).end_s - self.backward_s, 0.0))
+        return self._run(BucketStep(
+            schedule=schedule, times=times, forward_s=0.0, backward_s=self.backward_s, update_s=0.0,
+            slowdowns={"network": self.slowdown},
+        ))  # fmt: skip
 
-def _finished(messages: Sequence[GradientMessage], backward_s: float, slowdown: float) -> float:
-    now = in_flight = done = 0.0
-    for travel_s, ready in (*messages, GradientMessage(0.0, 1.0)):
-        computing = (ready - done) * backward_s
-        # While messages are in flight computation is slower; what is left of it afterwards is not.
-        passed = least_s(computing, min(in_flight, computing * slowdown), slowdown)
-        now, done = now + passed, ready
-        in_flight = max(0.0, in_flight - passed) + travel_s
-    return now + in_flight
+    def gathered(self, gathers: Sequence[tuple[float, float]], *, ahead: bool, copies_s: float = 0.0) -> PassDelay:
+        """What gathers of parameters add to forward: each takes so long, and is needed by such a share of forward.
 
+        >>> StageEnds(2.0, 4.0).gathered([(1.0, 0.5), (1.5, 0.5)], ahead=True)
+        PassDelay(seconds=1.5, slower_s=0.0)
+        """
+        if not gathers:
+            return PassDelay()
+        if not ahead:
+            return PassDelay(copies_s + sum(seconds for seconds, _ in gathers))
+        if not self.simulated:
+            first, rest = gathers[0][0], sum(seconds for seconds, _ in gathers[1:])
+            return PassDelay(copies_s + first + max(0.0, rest - self.forward_s))
+        nothing = np.zeros(0)
+        found = self._run(BucketStep(
+            schedule=Schedule(nothing, nothing, []), times=MessageTimes(nothing, nothing, nothing),
+            forward_s=self.forward_s, backward_s=0.0, update_s=0.0, slowdowns={"network": self.slowdown},
+            gathers=[(seconds, share * self.forward_s) for seconds, share in gathers], gathers_ahead=True,
+        ))  # fmt: skip
+        return found._replace(seconds=found.seconds + copies_s)
 
-@lru_cache(maxsize=1024)
-def modules_of(model: Transformer, tp: int, chunks: tuple[StageLayers, ...]) -> tuple[GradientModule, ...]:
-    """In the order of backward; of a stage with both kinds, layers with experts are taken to stand last."""
-    attention = [each.held(tp) for each in model.attention]
-    norm = float(model.norm_parameters)
-    norms = (norm,) * model.norms
-    dense, shared = ([each.parameters / tp for each in model.mlp(inner)] for inner in (model.ffn, model.shared_ffn))
-    router = float(model.router.parameters)
-    taken = model.experts_per_token * weights(model.mlp(model.expert_ffn)) / tp
-    each_dense = GradientModule((*dense[::-1], *norms[1:], *attention[::-1], *norms[:1]), sum(attention) + sum(dense))
-    sparse = (*(shared[::-1] if model.shared_ffn else ()), router, *norms[1:], *attention[::-1], *norms[:1])
-    each_sparse = GradientModule(sparse, sum(attention) + sum(shared) + router + taken)
-    head = model.head.parameters / tp
-    found: list[GradientModule] = []
-    for chunk in reversed(chunks):
-        if chunk.last:
-            # A tied head is the embedding, where a stage has both.
-            found.append(GradientModule((norm,) if model.tied and chunk.first else (head, norm), head))
-        found += [each_sparse] * chunk.sparse + [each_dense] * chunk.dense
-        if chunk.first:
-            found.append(GradientModule((model.embedding_parameters / tp,), 0.0))
-    return tuple(found)
+    def _run(self, step: BucketStep) -> PassDelay:
+        graph = bucket_graph(step).graph
+        check_size(graph)
+        times = run(graph)
+        computing = [op for op, lanes in enumerate(graph.lanes) if lanes == COMPUTE]
+        own = sum(graph.seconds[op] for op in computing)
+        slower_s = sum(times.ends[op] - times.starts[op] for op in computing) - own
+        delay_s = max(times.end_s - own, 0.0)
+        return PassDelay(delay_s, min(max(slower_s, 0.0), delay_s) if self.slowdown > 1 else 0.0)
 
 
 class ReplicaTimes(NamedTuple):
     """What data parallelism adds to a stage's own passes: gradients reduced, parameters updated and gathered."""
 
-    reduce: Added
+    reduce: PassDelay
     update_s: float
-    gather: Added
+    gather: PassDelay
 
 
 @dataclass(frozen=True)
@@ -214,37 +157,34 @@ class ReplicaTimer:
     def reduction(self) -> Framework:
         return self.conventions.staged(self.layout.zero)
 
-    def sharded_passes(self, pieces: Sequence[tuple[StageTimes, int]], stage: StageLayers) -> StageTimes:
-        """A chunk's passes, from what it runs, where each micro-batch gathers parameters (ZeRO 3) and scatters
-        gradients (ZeRO 2 and 3), by units. Under the zero-bubble schedule, which takes backward in two, gradients of
-        inputs need the parameters, and those of weights are what is scattered."""
+    def unit_passes(self, pieces: Sequence[tuple[StageTimes, int]], stage: StageLayers) -> UnitPasses:
+        """A chunk's passes, from what it runs, where each micro-batch gathers parameters or scatters gradients."""
+        layout, zero = self.layout, self.layout.zero
         times = sum((each.times(count) for each, count in pieces), StageTimes())
-        zero, layout = self.layout.zero, self.layout
-        if zero < 2 or not pieces:
-            return times
+        groups = (layout.dense_group, layout.expert_group)
+        if zero < 2 or not pieces or all(workers == 1 for workers, _ in groups):
+            return UnitPasses(times)
+        width = self.reduction.reduced_bytes
+        known: dict[RankParameters, UnitTraffic] = {}
         units = unit_parameters(self.model, layout, stage)
-        gathers = [self._unit_s("all_gather", unit, 2) if zero == 3 else 0.0 for unit in units]
-        scatters = [self._unit_s("reduce_scatter", unit, self.reduction.reduced_bytes) for unit in units]
-        each = [one for one, count in pieces for _ in range(count)]
-        slowdown, none = self._slowdown(times), [0.0] * len(units)
-        forward = units_added([one.forward_s for one in each], gathers, none, slowdown)
-        # Backward begins with the head, which stays gathered.
-        again = [0.0 if stage.last else gathers[-1], *gathers[-2::-1]]
-        each, scatters = each[::-1], scatters[::-1]
-        if layout.schedule == "zero-bubble" and layout.pp > 1:
-            inputs = units_added([one.input_s for one in each], again, none, slowdown)
-            weights = units_added([one.weight_s for one in each], none, scatters, slowdown)
-        else:
-            inputs, weights = units_added([one.backward_s for one in each], again, scatters, slowdown), Added()
-        contention = times.parts.contention + (forward.slower_s + inputs.slower_s + weights.slower_s)
-        return StageTimes(
-            times.forward_s + forward.total_s,
-            times.input_s + inputs.total_s,
-            times.weight_s + weights.total_s,
-            times.parts._replace(contention=contention),
+        for unit in dict.fromkeys(units):
+            gather_s, scatter_s = self._unit_s("all_gather", unit, 2), self._unit_s("reduce_scatter", unit, width)
+            known[unit] = UnitTraffic(sum(unit), gather_s, scatter_s)
+        runner = UnitRunner(
+            pieces=[one for one, count in pieces for _ in range(count)],
+            traffic=[known[unit] for unit in units],
+            zero=zero,
+            shards=layout.dense_group[0],
+            reduce_bytes=width,
+            accelerator=self.cluster.accelerator,
+            slowdown=self.slowdown(times),
+            has_head=stage.last,
+            splits=layout.schedule == "zero-bubble" and layout.pp > 1,
+            piped=layout.pp > 1,
         )
+        return runner.passes()
 
-    def _slowdown(self, times: StageTimes) -> float:
+    def slowdown(self, times: StageTimes) -> float:
         """How many times as long a stage's passes take beside collectives of its replicas."""
         spent, whole = times.parts, times.total_s or 1.0
         return self.cluster.slowdown(
@@ -254,17 +194,29 @@ class ReplicaTimer:
             memory=spent.memory / whole,
         )
 
-    def after(self, chunks: Sequence[StageLayers], window_s: float, passes: StageTimes) -> ReplicaTimes:
+    def after(
+        self, chunks: Sequence[StageLayers], window_s: float, passes: StageTimes, *, simulated: bool = True
+    ) -> ReplicaTimes:
         """The times for a stage that holds these chunks. Its gradients become complete during its last `window_s`."""
-        zero = self.layout.zero
+        zero, reduction = self.layout.zero, self.reduction
         held = rank_parameters(self.model, self.layout, *chunks)
-        reduce = gather = Added()
-        slowdown = self._slowdown(passes)
+        reduce = gather = PassDelay()
+        ends = StageEnds(passes.forward_s, window_s, self.slowdown(passes), simulated)
         if zero < 2:
-            reduce = self._reduce(chunks, held.expert, window_s, slowdown)
-        if zero in (1, 2):
-            gather = self._gather(chunks, held, passes.forward_s, slowdown)
-        return ReplicaTimes(reduce.plus(self._tied(chunks)), self.update_s(held), gather)
+            found = [
+                ends.reduced(messages, overlaps=reduction.overlapped != "none")
+                for messages in self._messages(chunks, held.expert)
+            ]
+            # Without overlap all wait for all; otherwise links do not wait for each other.
+            if reduction.overlapped == "none":
+                reduce = PassDelay(sum(each.seconds for each in found))
+            else:
+                reduce = max(found, key=lambda each: each.seconds, default=reduce)
+        if zero == 1:
+            copies_s = self._slices_s(chunks, held.dense) if self.conventions.copies_slices else 0.0
+            gathers = self._gathers(chunks, held.expert)
+            gather = ends.gathered(gathers, ahead=reduction.hides_gathers, copies_s=copies_s)
+        return ReplicaTimes(reduce._replace(seconds=reduce.seconds + self._tied(chunks)), self.update_s(held), gather)
 
     def _buckets(
         self, chunks: Sequence[StageLayers], expert: float, cap: int | None
@@ -280,21 +232,25 @@ class ReplicaTimer:
                 found.append((group, made))
         return found
 
-    def _reduce(self, chunks: Sequence[StageLayers], expert: float, window_s: float, slowdown: float) -> Added:
+    def _messages(self, chunks: Sequence[StageLayers], expert: float) -> list[list[GradientMessage]]:
         """Gradients of experts and all others travel in groups of their own. Groups that cross the same link take turns
         on it, in the order in which buckets are complete; beside each other they share one backward pass."""
         kind, width = self.reduction.collective, self.reduction.reduced_bytes
         by_link: defaultdict[bool, list[GradientMessage]] = defaultdict(list)
         for group, buckets in self._buckets(chunks, expert, self.reduction.layout_cap):
-            travel_s = {size: self.cluster.collective_s(kind, width * size, *group) for size, _ in set(buckets)}
+            travel_s = self._travel_s(kind, width, group, buckets)
             by_link[self.cluster.inside(*group)] += [
-                GradientMessage(travel_s[each.elements], each.ready) for each in buckets
+                GradientMessage(travel_s[each.elements], each.ready, width * each.elements) for each in buckets
             ]
-        links = [sorted(messages, key=lambda each: each.ready) for messages in by_link.values()]
-        if self.reduction.overlapped == "none":
-            return Added(sum(each.travel_s for messages in links for each in messages))
-        found = [overlapped_with_backward(messages, window_s, slowdown) for messages in links]
-        return max(found, key=lambda each: each.total_s, default=Added())
+        return [sorted(messages, key=lambda each: each.ready) for messages in by_link.values()]
+
+    def _travel_s(
+        self, kind: Collective, width: int, group: tuple[int, int], buckets: Sequence[GradientBucket]
+    ) -> dict[float, float]:
+        """By elements: most buckets are alike."""
+        return {
+            size: self.cluster.collective_s(kind, width * size, *group) for size in {one.elements for one in buckets}
+        }
 
     def _tied(self, chunks: Sequence[StageLayers]) -> float:
         """The first and the last stage add up the gradients of an embedding that is the head as well."""
@@ -305,17 +261,17 @@ class ReplicaTimer:
         # Of two ranks each sends as much as it has: one half to add up, the other half added up.
         return self.cluster.send_s(size, 2, self.layout.stage_gpus * (self.layout.pp - 1))
 
-    def _gather(self, chunks: Sequence[StageLayers], held: RankParameters, forward_s: float, slowdown: float) -> Added:
-        total = first = 0.0
-        for group, buckets in self._buckets(chunks, held.expert, self.reduction.gather_elements):
-            each = [self.cluster.collective_s("all_gather", 2 * one.elements, *group) for one in buckets]
-            total, first = total + sum(each), max(first, each[-1])
-        if self.conventions.copies_slices:
-            total += self._slices_s(chunks, held.dense)
-        if not self.reduction.hides_gathers:
-            return Added(total)
-        # Forward starts with the first bucket, backward's last; the others travel beside it.
-        return Added.overlapped(forward_s, total - first, slowdown).plus(first)
+    def _gathers(self, chunks: Sequence[StageLayers], expert: float) -> list[tuple[float, float]]:
+        """Parameters of each bucket, in the order of forward: what they take, and the share of forward that needs them
+        next. Forward begins with the bucket that backward ends with."""
+        found = []
+        for group, buckets in self._buckets(chunks, expert, self.reduction.gather_elements):
+            travel_s = self._travel_s("all_gather", 2, group, buckets)
+            found += [(1 - one.ready, travel_s[one.elements]) for one in reversed(buckets)]
+        found.sort(key=lambda each: each[0])
+        begins = [0.0, *(begin for begin, _ in found[1:])]
+        ends = [*begins[1:], 1.0]
+        return [(seconds, end - begin) for (_, seconds), begin, end in zip(found, begins, ends, strict=False)]
 
     def _slices_s(self, chunks: Sequence[StageLayers], dense: float) -> float:
         """Launches of one copy for each tensor and replica, and three copies of all parameters."""

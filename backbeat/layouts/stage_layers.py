@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from backbeat.layouts.layout import Layout
 from backbeat.layouts.transformer import Transformer
@@ -39,6 +40,7 @@ class StageLayers:
         return {kind: count for kind, count in every.items() if count}
 
 
+@lru_cache(maxsize=1024)
 def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -> list[StageLayers]:
     """Consecutive layers for consecutive chunks. Where layers do not divide evenly, chunks in the middle take one more:
     the first also has the embedding, the last the head. `by_cost` divides them as nanotron does.

@@ -6,7 +6,6 @@ pieces.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -202,7 +201,8 @@ class _PieceRun:
             weight_s += self._spin(late, self.work.weight, backward=True)
         passes = [each.times() for each in (forward, backward, late)]
         if late is not backward:
-            return StageTimes(*(each.seconds for each in passes), _parts(passes))
+            forward_s, input_s, weight_s = (each.seconds for each in passes)
+            return StageTimes(forward_s, input_s, weight_s, _parts(passes))
         return StageTimes(passes[0].seconds, passes[1].seconds - weight_s, weight_s, _parts(passes[:2]))
 
     def _spin(self, under_way: PiecePass, works: list[Work], parameters: int = 0, *, backward: bool = False) -> float:
@@ -222,12 +222,12 @@ class _PieceRun:
         if not there.contention:
             return PiecePass()
         groups = {"tensor": (layout.tp, 1), "context": (layout.cp, layout.tp)}
-        return PiecePass(
-            {
-                family: {name: there.slowdown(*group, **{family: 1.0}) for name, group in groups.items()}
-                for family in FAMILIES
-            }
-        )
+
+        def slowdown(name: str, family: str) -> float:
+            workers, stride = groups[name]
+            return there.slowdown(workers, stride, **{family: 1.0})
+
+        return PiecePass({family: {name: slowdown(name, family) for name in groups} for family in FAMILIES})
 
     def _compute(
         self,
@@ -355,7 +355,8 @@ class _PieceRun:
 
 
 def _parts(passes: Iterable[PassTimes]) -> PartSeconds:
-    found: Counter[str] = Counter()
+    found = dict.fromkeys(PartSeconds._fields, 0.0)
     for each in passes:
-        found.update(each.causes)
+        for cause, seconds in each.causes.items():
+            found[cause] += seconds
     return PartSeconds(**found)

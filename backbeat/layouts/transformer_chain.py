@@ -12,7 +12,8 @@ from itertools import accumulate
 from msgspec import structs
 
 from backbeat.layouts.layout_memory import LayerMemory
-from backbeat.layouts.replicas import ReplicaTimer, modules_of, rank_parameters
+from backbeat.layouts.rank_parameters import modules_of, rank_parameters
+from backbeat.layouts.replicas import ReplicaTimer
 from backbeat.layouts.stage_layers import StageLayers
 from backbeat.layouts.stage_times import PartSeconds, StageTimer, StageTimes
 from backbeat.model.profile import ComputeShares

@@ -301,18 +301,17 @@ FRAMEWORKS = {
 }
 """By name."""
 
-_EARLIER = {
-    "torch-ddp": "torch",
-    "megatron-no-overlap": "megatron with overlap none",
-    "megatron-tp-overlap": "megatron with overlap dp+tp",
-    "megatron-deepep": "megatron with overlap dp+tp and dispatcher deepep",
-    "megatron-distributed-optimizer": "megatron with zero 1",
-    "nanotron-zero0": "nanotron with zero 0",
-    "deepspeed-zero1": "deepspeed",
-    "megatron-2021": "megatron with overlap none and, in a Framework of your own, flash_attention=False",
-    "megatron-deepspeed": "megatron with overlap none and, in a Framework of your own, flash_attention=False",
+_EARLIER: dict[str, tuple[str, dict[str, Any]]] = {
+    "torch-ddp": ("torch", {}),
+    "megatron-no-overlap": ("megatron", {"overlap": "none"}),
+    "megatron-tp-overlap": ("megatron", {"overlap": "dp+tp"}),
+    "megatron-deepep": ("megatron", {"overlap": "dp+tp", "dispatcher": "deepep"}),
+    "megatron-distributed-optimizer": ("megatron", {"zero": 1}),
+    "nanotron-zero0": ("nanotron", {"zero": 0}),
+    "deepspeed-zero1": ("deepspeed", {}),
 }
-"""Names of before, and what says the same."""
+"""Names of before, which go on meaning what they meant, and how that is said now."""
+_GONE = {"megatron-2021", "megatron-deepspeed"}
 
 
 def framework_named(framework: str | Framework, *, layouts: bool = False, **changed: Any) -> Framework:
@@ -322,8 +321,13 @@ def framework_named(framework: str | Framework, *, layouts: bool = False, **chan
     ('fp32', 'all')
     """
     if not isinstance(framework, Framework):
-        if framework in _EARLIER:
-            raise InputError(f"{framework!r} is no framework any more: say {_EARLIER[framework]}")
+        if framework in _GONE:
+            raise InputError(
+                f"{framework!r} is no framework any more: say megatron with overlap none and, in a Framework of your "
+                "own, flash_attention=False"
+            )
+        framework, meant = _EARLIER.get(framework, (framework, {}))
+        changed = meant | {name: value for name, value in changed.items() if value is not None}
         if framework not in FRAMEWORKS:
             hint = did_you_mean(framework, FRAMEWORKS, "; others as a Framework")
             raise InputError(f"{framework!r} is not a framework: {hint}")

@@ -70,7 +70,7 @@ class LeastPeak:
     """The programme over one chain. A room is what a peak may have beyond what is always there (`Chain.base`).
 
     >>> from backbeat.model import Profile
-    >>> from backbeat.steps.resident_memory import ResidentMemory
+    >>> from backbeat.model.resident import ResidentMemory
     >>> profile = Profile.load("gpt2-b8-bf16-h200")
     >>> chain = Chain(profile, ResidentMemory.of(profile))
     >>> programme = LeastPeak(chain)

@@ -26,12 +26,12 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRanges, MemoryPlan, segments_of
+from backbeat.model.resident import ResidentMemory
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_least_peak import LeastPeak
 from backbeat.planners.memory_moves import Segmenter, changes, count, every, one_by_one, random_change, uniform
 from backbeat.steps.memory_timeline import Chain, ChainRun, memory_timeline
 from backbeat.steps.predict import predict
-from backbeat.steps.resident_memory import ResidentMemory
 from backbeat.units import format_bytes
 
 Score = Callable[[ChainRun], tuple[float, ...]]

@@ -26,9 +26,8 @@ from backbeat.model.slowdown import slowdown_of
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
-from backbeat.steps.sharded_cost import ShardedCost
 from backbeat.steps.sharded_memory import sharded_memory
-from backbeat.steps.sharded_units import ModelPieces, ShardedChain, padded
+from backbeat.steps.sharded_units import ModelPieces, ShardedChain, ShardedCost, padded
 from backbeat.steps.unit_step import run_step
 
 Between = Literal["reshard", "whole", "last"]

@@ -17,11 +17,11 @@ from backbeat.errors import InputError
 from backbeat.model import Framework, Memory, MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.batches import extrapolates, strong_scaling, with_sibling
 from backbeat.model.prediction import GapParts, Note
+from backbeat.model.resident import ResidentMemory
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.planners.max_batch import largest_batch, with_blocks
 from backbeat.steps.memory_timeline import memory_timeline
 from backbeat.steps.predict import predict
-from backbeat.steps.resident_memory import ResidentMemory
 from backbeat.steps.sharded_memory import sharded_memory
 from backbeat.units import format_bytes
 

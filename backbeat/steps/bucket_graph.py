@@ -13,7 +13,6 @@ the one before it: not before what any bucket so far in the plan waited for, its
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,11 +24,8 @@ from backbeat.cost import LinkCost, MessageTimes
 from backbeat.engine import Graph, GraphTimes, SharedLink, run
 from backbeat.engine.graph import NO_OP
 from backbeat.model.framework import OverlappedPasses
-from backbeat.steps.host import HostIssue, IssuedWork
+from backbeat.steps.host import COMPUTE, HOST, HostIssue, IssuedPass
 from backbeat.steps.schedule import UNDISTURBED, ComputeClock, Flow, Schedule, one_by_one, with_compression
-
-COMPUTE = ("compute",)
-HOST = ("host",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,10 +285,10 @@ class BucketSteps:
             self.graph, forward, backward, messages, rounds[1:], update, first_forward, gathers, buffers, computing
         )
 
-    def _pass(self, label: Literal["forward", "backward"], after: Sequence[int] = ()) -> _Pass:
+    def _pass(self, label: Literal["forward", "backward"], after: Sequence[int] = ()) -> IssuedPass:
         host = self.step.host
         works = None if host is None else host.forward if label == "forward" else host.backward
-        return _Pass(self.graph, self.kind, label, works, after)
+        return IssuedPass(self.graph, self.kind, label, works, after)
 
     def _buffers(self) -> int:
         if not self.step.before_s:
@@ -386,48 +382,3 @@ def _op_times(times: MessageTimes) -> list[tuple[float, float, float | None]]:
         (alone - work, work, None if alone == busy else busy - work)
         for alone, busy, work in zip(*_columns(times), strict=True)
     ]
-
-
-class _Pass:
-    """Forward or backward under way: its computation in parts, each no earlier than the host has issued it."""
-
-    def __init__(
-        self, graph: Graph, kind: int, label: str, works: Sequence[IssuedWork] | None, after: Sequence[int]
-    ) -> None:
-        self.graph, self.kind, self.label = graph, kind, label
-        self.left = None if works is None else deque(works)
-        self.after = list(after)
-        """What the next part waits for."""
-        self.done_s = self.issued_s = 0.0
-        """Of its own time: what is computed, and up to where it is issued."""
-
-    def until(self, moment_s: float, after: Sequence[int] = ()) -> int:
-        """Compute up to a moment of its own time; the last op."""
-        self.after += after
-        while True:
-            end = moment_s
-            if self.left:
-                end = self._issue(moment_s)
-            last = self.graph.add(
-                COMPUTE, max(end - self.done_s, 0.0), after=self.after, kind=self.kind, label=self.label,
-                cause=self.label,
-            )  # fmt: skip
-            self.after, self.done_s = [], max(end, self.done_s)
-            if self.done_s >= moment_s:
-                return last
-
-    def _issue(self, moment_s: float) -> float:
-        """Issue what is computed next; up to where that is, of what is to be computed."""
-        while self.left and self.issued_s <= self.done_s:
-            work = self.left.popleft()
-            self.after.append(self.graph.add(HOST, work.host_s, cause="host"))
-            self.issued_s += work.device_s
-        # What rounding leaves over is the last work's.
-        return min(moment_s, self.issued_s) if self.left else moment_s
-
-    def finish(self, moment_s: float, after: Sequence[int] = ()) -> int:
-        """The same to its end: what computes nothing is issued, too."""
-        last = self.until(moment_s, after)
-        for work in self.left or ():
-            self.graph.add(HOST, work.host_s, cause="host")
-        return last

@@ -32,17 +32,9 @@ from backbeat.model.plan import Bucket
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.slowdown import least_s
-from backbeat.steps.bucket_graph import (
-    COMPUTE,
-    BucketGraph,
-    BucketStep,
-    BucketSteps,
-    BucketTravel,
-    bucket_graph,
-    link_of,
-)
+from backbeat.steps.bucket_graph import BucketGraph, BucketStep, BucketSteps, BucketTravel, bucket_graph, link_of
 from backbeat.steps.fusion import fuse_beside
-from backbeat.steps.host import HostIssue, Period, period_of
+from backbeat.steps.host import COMPUTE, HostIssue, Period, period_of
 from backbeat.steps.schedule import (
     CompressedCost,
     ComputeClock,

@@ -23,6 +23,7 @@ waits for, like `loss.item()` or a `GradScaler`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,6 +36,9 @@ from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE
 if TYPE_CHECKING:
     from backbeat.steps.sharded_units import ModelPiece
 
+COMPUTE = ("compute",)
+HOST = ("host",)
+"""Lanes."""
 COLLECTIVE_S = 80e-6
 """What queueing a collective costs the host, on the hosts of H200s."""
 GRADIENT_S = 3e-6
@@ -138,6 +142,51 @@ def host_issue(
         opens_s=collectives * COLLECTIVE_S + gradients * GRADIENT_S,
         reads_status=wrapped,
     )
+
+
+class IssuedPass:
+    """Forward or backward under way: its computation in parts, each no earlier than the host has issued it."""
+
+    def __init__(
+        self, graph: Graph, kind: int, label: str, works: Sequence[IssuedWork] | None, after: Sequence[int]
+    ) -> None:
+        self.graph, self.kind, self.label = graph, kind, label
+        self.left = None if works is None else deque(works)
+        self.after = list(after)
+        """What the next part waits for."""
+        self.done_s = self.issued_s = 0.0
+        """Of its own time: what is computed, and up to where it is issued."""
+
+    def until(self, moment_s: float, after: Sequence[int] = ()) -> int:
+        """Compute up to a moment of its own time; the last op."""
+        self.after += after
+        while True:
+            end = moment_s
+            if self.left:
+                end = self._issue(moment_s)
+            last = self.graph.add(
+                COMPUTE, max(end - self.done_s, 0.0), after=self.after, kind=self.kind, label=self.label,
+                cause=self.label,
+            )  # fmt: skip
+            self.after, self.done_s = [], max(end, self.done_s)
+            if self.done_s >= moment_s:
+                return last
+
+    def _issue(self, moment_s: float) -> float:
+        """Issue what is computed next; up to where that is, of what is to be computed."""
+        while self.left and self.issued_s <= self.done_s:
+            work = self.left.popleft()
+            self.after.append(self.graph.add(HOST, work.host_s, cause="host"))
+            self.issued_s += work.device_s
+        # What rounding leaves over is the last work's.
+        return min(moment_s, self.issued_s) if self.left else moment_s
+
+    def finish(self, moment_s: float, after: Sequence[int] = ()) -> int:
+        """The same to its end: what computes nothing is issued, too."""
+        last = self.until(moment_s, after)
+        for work in self.left or ():
+            self.graph.add(HOST, work.host_s, cause="host")
+        return last
 
 
 def done_s(works: Sequence[IssuedWork]) -> float:

@@ -41,8 +41,8 @@ from backbeat.model import Gradient, MemoryPlan, Plan, Profile
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of
 from backbeat.model.prediction import Note
 from backbeat.model.profile import device_alone
+from backbeat.model.resident import ResidentMemory
 from backbeat.steps.host import HostLane, longer_of, memory_costs
-from backbeat.steps.resident_memory import ResidentMemory
 
 Phase = Literal["forward", "loss", "recompute", "backward"]
 

@@ -17,9 +17,6 @@ from backbeat.model.profile import ComputeShares, device_alone
 from backbeat.steps.host import HostLane
 from backbeat.steps.sharded_units import ModelPiece, ModelPieces, innermost, owning_module
 
-Dimension = Literal["tensor", "context", "expert"]
-Pass = Literal["forward", "backward"]
-InnerKind = Literal["all_gather", "reduce_scatter", "all_reduce", "send", "all_to_all"]
 KeptUnder = Literal["none", "selective", "full"]
 
 
@@ -35,17 +32,6 @@ class ChainGradient:
     """Whose parameter it is; -1 where it is of none."""
     expert: bool = False
     """Of experts, which have other replicas than the rest."""
-
-
-@dataclass(frozen=True, slots=True)
-class InnerCollective:
-    """A collective of tensor, context or expert parallelism inside a piece."""
-
-    dimension: Dimension
-    kind: InnerKind
-    bytes: float
-    """Of the whole message."""
-    where: Pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +52,6 @@ class ChainPiece:
     host_backward_s: float | None = None
     kept_bytes: Mapping[KeptUnder, float] = field(default_factory=dict)
     """What it keeps for backward under each policy that is known."""
-    inner: tuple[InnerCollective, ...] = ()
 
     @property
     def backward_s(self) -> float:

@@ -9,12 +9,12 @@ The host issues both in one order. A collective begins when what was issued to c
 to compute after it runs beside it, until a pass waits for it. So what is hidden is the framework's order of issue.
 
 The host never waits for the device, and runs ahead of it: piece after piece, a pass takes the longer of what the device
-takes and what the host takes to issue it, which is the period of both lanes (`period`).
+takes and what the host takes to issue it, which is the period of both lanes (`host.period_of`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ class PiecePass:
         self.graph = Graph()
         self.host_s = 0.0
         self._kinds = {kind: self.graph.kind(each) for kind, each in (slowdowns or {}).items()}
-        self._own: Counter[str] = Counter()
+        self._own: defaultdict[str, float] = defaultdict(float)
         self._computed: tuple[int, ...] = ()
         self._waits: list[int] = []
 

@@ -27,7 +27,7 @@ from backbeat.steps.bucket_step import BucketRun, BucketWay, Explained
 from backbeat.steps.host import HostLane, Period, host_issue, paced_s
 from backbeat.steps.memory_timeline import memory_timeline
 from backbeat.steps.sharded_memory import sharded_memory
-from backbeat.steps.sharded_units import ModelPieces
+from backbeat.steps.sharded_units import ModelPieces, ShardedChain, chain_of
 from backbeat.steps.unit_step import UnitRun, UnitWay
 
 _REPEATS = 0.05
@@ -101,6 +101,8 @@ class _Worker:
     micro_batches: int
     peak_bytes: int | None
     notes: tuple[Note, ...]
+    chain: ShardedChain | None
+    """In the units of a sharded plan."""
 
     @classmethod
     def of(cls, measured: Profile, network: Network, plan: Plan, accumulation: int | None) -> _Worker:
@@ -116,11 +118,12 @@ class _Worker:
         micro_batches = profile.accumulation if accumulation is None else whole("accumulation", accumulation)
         if micro_batches < 1:
             raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
-        if plan.sharding is not None:
-            held = sharded_memory(measured, plan, micro_batches=micro_batches)
+        chain = chain_of(kept, plan) if plan.sharding is not None else None
+        if chain is not None:
+            held = sharded_memory(measured, plan, micro_batches=micro_batches, chain=chain)
             peak = held.total_bytes if held else None
         kept_s = paced_s(_compute_s(kept, micro_batches), kept_lane.step_s(micro_batches))
-        return cls(measured, profile, kept, kept_s, lane, micro_batches, peak, notes)
+        return cls(measured, profile, kept, kept_s, lane, micro_batches, peak, notes, chain)
 
     @cached_property
     def device_s(self) -> float:
@@ -183,7 +186,7 @@ class _Steps:
     def way(self) -> BucketWay | UnitWay:
         worker, plan = self.worker, self.plan
         if self._way is None and plan.sharding is not None:
-            self._way = UnitWay(worker.kept, plan, worker.micro_batches)
+            self._way = UnitWay(worker.kept, plan, worker.micro_batches, worker.chain)
         elif self._way is None:
             self._way = BucketWay(worker.profile, plan, worker.micro_batches, self.reduction)
         return self._way
@@ -270,7 +273,7 @@ def _explained(
         plan,
         why.largest_bytes,
         slowest_extrapolated=waits is not None and waits.extrapolated,
-        pieces=() if plan.sharding is None else ModelPieces.of(worker.measured).notes,
+        pieces=() if worker.chain is None else worker.chain.pieces.notes,
     )
     if paced > device:
         notes.append(Note("host_paces" if host_alone else "host_late", {"paced_s": paced, "device_s": device}))

@@ -11,27 +11,44 @@ Counted in the order in which the host issues work, as the device's allocator co
   micro-batch stay whole, in the reduce dtype.
 - Activations are kept, recomputed or offloaded block by block, as `memory_timeline` counts them. Those of a profile
   without blocks are taken to be there all the time.
+
+A profile is measured with whole fp32 parameters, in bf16 under autocast. Three things differ with sharded ones:
+
+- Autocast keeps a copy of every weight in the dtype it computes with, and autograd saves it. Parameters that are
+  gathered in that dtype need none.
+- Units that are gathered in that dtype get their inputs in it. Autocast passes on a stream in fp32, of which every
+  linear layer saves a copy of its own. torch 2.11 casts the inputs of a unit's first module, 2.13 those of each: units
+  of several modules may hold less there than is predicted.
+- The gradient of a weight is made beside the `.grad` that is there, and added to it. Under FSDP2 none is there: it
+  becomes the gradient itself, which is counted with them.
+
+The largest parameter stands for a block's gradients, since it makes them one after the other.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
-from backbeat.model import MemoryPlan, Network, Plan, Profile
+from msgspec.structs import replace
+
+from backbeat.engine import Graph
+from backbeat.engine.memory import HeldBytes, held_over_time, issue_times
+from backbeat.model import Block, MemoryPlan, Network, Plan, Profile
 from backbeat.model.blocks import ranges_of
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
+from backbeat.model.resident import ResidentMemory
 from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.memory_timeline import Chain, Phase, Tally
-from backbeat.steps.resident_memory import ResidentMemory
-from backbeat.steps.sharded_activations import sharded_activations, tied_block
-from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_units import ROOT, ShardedChain, chain_of
+from backbeat.steps.sharded_units import ROOT, ShardedChain, ShardedCost, chain_of
 from backbeat.steps.unit_graph import Call, calls
 from backbeat.steps.unit_step import run_step
 
+_HALF = ("bf16", "fp16")
 MOST_MICRO_BATCHES = 3
 """Those after the second hold what the second holds."""
 
@@ -94,85 +111,99 @@ def sharded_memory(
     return MemoryLevel(where, phase, held)
 
 
-class _Held:
-    """What is held of every unit, by kind, with running totals."""
-
-    def __init__(self) -> None:
-        self.totals: BytesByKind = Counter()
-        self._parts: dict[tuple[str, int | None], int] = {}
-        self.most: BytesByKind = Counter()
-        """The highest since the last part."""
-
-    def put(self, kind: str, unit: int, size: int) -> None:
-        self.take(kind, unit)
-        self._parts[kind, unit] = size
-        self.totals[kind] += size
-        if self.totals.total() > self.most.total():
-            self.most = self.totals.copy()
-
-    def take(self, kind: str, unit: int | None) -> None:
-        self.totals[kind] -= self._parts.pop((kind, unit), 0)
-
-    def moment(self, call: Call) -> Moment:
-        before, self.most = self.most, self.totals.copy()
-        return Moment(call, before, self.totals.copy())
-
-
 def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list[Moment]:
     """What is held at every part, in order of issue. `tied`: the last part makes all gradients of the root."""
-    sharding = chain.sharding
-    param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
-    gradients = [part.elements for part in chain.parts]
-    if tied:
-        gradients = [0 if one.unit == ROOT else one.elements for one in chain.parts]
-        gradients[-1] = chain.elements[ROOT]
-    indices: dict[int, list[int]] = {ROOT: []}
-    for index, part in enumerate(chain.parts):
-        indices.setdefault(part.unit, []).append(index)
-    held = _Held()
+    found = calls(chain, micro_batches)
+    buffers = _UnitBuffers(chain, micro_batches, tied=tied)
+    for number, call in enumerate(found):
+        buffers.add(number, call)
+    levels = held_over_time(buffers.closed(), issue_times(len(found)))
+    totals = [level.total for level in levels]
     moments: list[Moment] = []
-    forward, number = True, 0
-    buffer: int | None = None  # in forward: the unit whose gathered buffer is still there
-    for call in calls(chain, micro_batches):
-        event, unit = call.event, call.unit
-        elements = chain.elements[unit]
-        if event == "begin":
-            forward, number = True, number + 1
-        elif event == "all_gather":
-            held.put("gather_buffer", unit, elements * param)
-        elif event == "copy_out":
-            held.take("gather_buffer", buffer)
-            held.put("gathered", unit, elements * param)
-            if forward:
-                buffer = unit
-            else:
-                held.take("gather_buffer", unit)
-        elif event == "to_backward":
-            held.take("gather_buffer", buffer)
-            forward, buffer = False, None
-        elif event in ("loss", "forward"):
-            moments.append(held.moment(call))
-        elif event == "free":
-            held.take("gathered", unit)
-        elif event == "backward":
-            later = sharding.gradient_sync == "last" and number < micro_batches
-            before = reduced if sharding.gradient_sync == "last" and number > 1 else 0
-            held.put("whole_gradient", call.part, gradients[call.part] * (before + param))
-            moments.append(held.moment(call))
-            if later:
-                held.put("whole_gradient", call.part, gradients[call.part] * reduced)
-        elif event == "wait":
-            held.take("scatter_input", unit)
-        elif event == "reduce_scatter":
-            held.put("scatter_input", unit, elements * reduced)
-            for index in indices[unit]:
-                held.take("whole_gradient", index)
-            held.put("gradient", unit, -(-elements * ELEMENT_BYTES // sharding.mesh.shard))
-        elif event == "end":
-            for one in (ROOT, *range(chain.count)):
-                held.take("scatter_input", one)
-            moments.append(held.moment(call))
+    most = now = 0
+    for number, call in enumerate(found):
+        while now + 1 < len(levels) and levels[now + 1].start_s <= number:
+            now += 1
+            most = now if totals[now] > totals[most] else most
+        if call.event in ("forward", "loss", "backward", "end"):
+            moments.append(Moment(call, _whole(levels[most]), _whole(levels[now])))
+            most = now
     return moments
+
+
+def _whole(level: HeldBytes) -> BytesByKind:
+    return Counter({kind: int(size) for kind, size in level.by_kind.items()})
+
+
+class _UnitBuffers:
+    """What each call of a step takes, until which call. Calls are numbered in the order of issue."""
+
+    def __init__(self, chain: ShardedChain, micro_batches: int, *, tied: bool) -> None:
+        self.chain, self.sharding, self.micro_batches = chain, chain.sharding, micro_batches
+        self.graph = Graph()
+        self.held: dict[tuple[str, int], tuple[int, float]] = {}
+        """By kind and unit, or part: the call that took it, and its bytes."""
+        self.made = [0 if tied and part.unit == ROOT else part.elements for part in chain.parts]
+        """Elements whose gradients each part makes."""
+        if tied:
+            self.made[-1] = chain.elements[ROOT]
+        self.forward, self.micro_batch = True, 0
+        self.buffer: int | None = None
+        """In forward: the unit whose gathered buffer is still there."""
+
+    def add(self, number: int, call: Call) -> None:
+        event, unit = call.event, call.unit
+        elements = self.chain.elements[unit]
+        param, reduced = DTYPE_BYTES[self.sharding.param_dtype], DTYPE_BYTES[self.sharding.reduce_dtype]
+        if event == "begin":
+            self.forward, self.micro_batch = True, self.micro_batch + 1
+        elif event == "all_gather":
+            self._take("gather_buffer", unit, number, elements * param)
+        elif event == "copy_out":
+            self._free("gather_buffer", self.buffer if self.forward else None, number - 1)
+            self._take("gathered", unit, number, elements * param)
+            if self.forward:
+                self.buffer = unit
+            else:
+                self._free("gather_buffer", unit, number)
+        elif event == "to_backward":
+            self._free("gather_buffer", self.buffer, number - 1)
+            self.forward, self.buffer = False, None
+        elif event == "free":
+            self._free("gathered", unit, number - 1)
+        elif event == "backward":
+            summed = self.sharding.gradient_sync == "last"
+            before = reduced if summed and self.micro_batch > 1 else 0
+            self._take("whole_gradient", call.part, number, self.made[call.part] * (before + param))
+            if summed and self.micro_batch < self.micro_batches:
+                self._take("whole_gradient", call.part, number + 1, self.made[call.part] * reduced)
+        elif event == "wait":
+            self._free("scatter_input", unit, number - 1)
+        elif event == "reduce_scatter":
+            self._take("scatter_input", unit, number, elements * reduced)
+            for index, part in enumerate(self.chain.parts):
+                if part.unit == unit:
+                    self._free("whole_gradient", index, number)
+            # The shard comes as the input is done with.
+            self._take("gradient", unit, number + 1, -(-elements * ELEMENT_BYTES // self.sharding.mesh.shard))
+        elif event == "end":
+            for one in (ROOT, *range(self.chain.count)):
+                self._free("scatter_input", one, number - 1)
+
+    def closed(self) -> Graph:
+        """With what stays to the end."""
+        for (kind, _), (first, size) in self.held.items():
+            self.graph.hold(kind, size, first)
+        return self.graph
+
+    def _take(self, kind: str, unit: int, number: int, size: float) -> None:
+        self._free(kind, unit, number - 1)
+        self.held[kind, unit] = number, size
+
+    def _free(self, kind: str, unit: int | None, last: int) -> None:
+        if unit is not None and (kind, unit) in self.held:
+            first, size = self.held.pop((kind, unit))
+            self.graph.hold(kind, size, first, [last])
 
 
 class Activations(Tally):
@@ -283,3 +314,70 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
             add(now + length * share, name, phase, moment.during, high)
         now = max(now, end)
     return tuple(levels)
+
+
+def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
+    """A block after the last unit and after all parameters, whose backward makes the gradient of one of the root's: a
+    head tied to the embedding. A pooling, which has a classifier after it, is none."""
+    last = chain.parts[-1]
+    if last.unit != ROOT or not (largest := _largest_of_root(chain)):
+        return None
+    element = DTYPE_BYTES[profile.compute_dtype]
+    own = {piece.block: piece.elements for piece in chain.pieces.pieces}
+    behind = itertools.takewhile(lambda k: not own[k], reversed(last.blocks))
+    tied = (k for k in behind if profile.blocks[k].backward_peak_bytes >= largest * element)
+    return next(tied, None)
+
+
+def sharded_activations(profile: Profile, chain: ShardedChain) -> Profile:
+    """The profile with what its blocks take beside sharded parameters."""
+    autocast = profile.autocast in _HALF
+    native = autocast and chain.sharding.param_dtype in _HALF
+    element = DTYPE_BYTES[profile.compute_dtype]
+    tied = tied_block(profile, chain)
+    blocks = list(profile.blocks)
+    cast = _cast_blocks(profile, chain) if native else frozenset()
+    for piece in chain.pieces.pieces:
+        if piece.block is None:
+            continue
+        elements = piece.elements if piece.block != tied else (_largest_of_root(chain),)
+        block = blocks[piece.block]
+        less = element * sum(elements) if native else 0
+        less += block.cast_saving_bytes if piece.block in cast else 0
+        blocks[piece.block] = _with_less(block, less, element * max(elements, default=0))
+    return replace(profile, blocks=tuple(blocks))
+
+
+@lru_cache(maxsize=2**12)
+def _with_less(block: Block, saved_bytes: int, backward_bytes: int) -> Block:
+    """A planner asks for the same blocks in every plan that it tries."""
+    return replace(
+        block,
+        saved_bytes=max(block.saved_bytes - saved_bytes, 0),
+        forward_peak_bytes=max(block.forward_peak_bytes - saved_bytes, 0),
+        backward_peak_bytes=max(block.backward_peak_bytes - backward_bytes, 0),
+    )
+
+
+def _cast_blocks(profile: Profile, chain: ShardedChain) -> frozenset[int]:
+    """Blocks whose inputs come in the gathered dtype: the first of each unit, and those after it as long as what is
+    passed on stays in that dtype."""
+    found: set[int] = set()
+    stays = False
+    for part in chain.parts:
+        for place, index in enumerate(part.blocks):
+            block = profile.blocks[index]
+            if (place == 0 and part.unit != ROOT) or (stays and block.chained):
+                found.add(index)
+            stays = index in found and block.cast_output
+    return frozenset(found)
+
+
+def _largest_of_root(chain: ShardedChain) -> int:
+    """Elements of the largest parameter that the root holds."""
+    held = [0, *chain.pieces.loose]
+    of_root = {block for part in chain.parts if part.unit == ROOT for block in part.blocks}
+    for piece in chain.pieces.pieces:
+        if piece.block in of_root:
+            held.extend(piece.elements)
+    return max(held)

@@ -11,6 +11,7 @@ that swap, one's word is already on its way: the gradient goes first, then the a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,6 +39,24 @@ class StageGraph:
     """Of each stage, in the order in which it computes."""
     last: list[tuple[int, ...]]
     """What each stage computes last, and the sends that it waits for after that."""
+
+    def on(self, chunks: Sequence[ChunkTimes], send_s: float) -> Graph:
+        """The same passes where chunks and sends take other times; each transfer is one op, with NICs of its own.
+
+        >>> from backbeat.engine import run
+        >>> made = stage_graph("1f1b", 2, 2, [ChunkTimes(1.0, 1.0, 1.0)] * 2, 0.0)
+        >>> run(made.on([ChunkTimes(2.0, 2.0, 2.0)] * 2, 1.0)).end_s
+        21.0
+        """
+        stages = len(self.ops)
+        split = any(operation.kind == "W" for operation in self.ops[0])
+        found = copy.copy(self.graph)
+        found.seconds = [send_s] * len(self.graph)
+        for stage, own in enumerate(self.ops):
+            each = [_seconds(one, split=split) for one in chunks[stage::stages]]
+            for (kind, _, chunk), op in own.items():
+                found.seconds[op] = each[chunk][kind]
+        return found
 
     def ends(self, times: GraphTimes) -> tuple[float, ...]:
         """When each stage is done."""
@@ -74,10 +93,7 @@ def stage_graph(
     """
     building = _StageBuilding(stages, send_s, streams, late_s)
     split = schedule == "zero-bubble" and stages > 1
-    seconds = [
-        {"F": each.forward_s, "B": each.input_s if split else each.input_s + each.weight_s, "W": each.weight_s}
-        for each in chunks
-    ]
+    seconds = [_seconds(each, split=split) for each in chunks]
     acts = programs(schedule, stages, count, len(chunks) // stages, early=streams == "direction")
     found: list[dict[Operation, int]] = []
     last: list[tuple[int, ...]] = []
@@ -96,6 +112,10 @@ def stage_graph(
         found.append(own)
         last.append(reached)
     return StageGraph(building.graph, found, last)
+
+
+def _seconds(each: ChunkTimes, *, split: bool) -> dict[str, float]:
+    return {"F": each.forward_s, "B": each.input_s if split else each.input_s + each.weight_s, "W": each.weight_s}
 
 
 class _StageBuilding:

@@ -8,6 +8,7 @@ Megatron's 1F1B and interleaved schedules have the same.
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
@@ -92,6 +93,7 @@ class Act(NamedTuple):
     what: tuple[Transfer, ...] | Operation
 
 
+@lru_cache(maxsize=32)
 def programs(
     schedule: PipelineSchedule, stages: int, count: int, chunks: int, *, early: bool = False
 ) -> list[list[Act]]:

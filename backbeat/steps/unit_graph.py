@@ -21,6 +21,7 @@ Each call becomes ops.
 |---|---|
 | compute | copies out of gathered buffers, forward, backward, copies into reduce-scatter inputs, the update |
 | copy in | own shards into the buffers to gather |
+| host | where it is given, the issue of each part's forward and backward, and of the update |
 | communicator 0 | all-gathers, and reduce-scatters unless they have their own |
 | communicator 1, 2 | reduce-scatters (`separate_reduce_scatter`); the all-reduces of the copies (HSDP) |
 
@@ -39,15 +40,15 @@ What waits for what, beside the order of each lane:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from backbeat.engine import Graph
 from backbeat.engine.graph import Lane
-from backbeat.steps.bucket_graph import COMPUTE, link_of
-from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_units import ROOT, ShardedChain
+from backbeat.steps.bucket_graph import link_of
+from backbeat.steps.host import COMPUTE, HOST, HostIssue
+from backbeat.steps.sharded_units import ROOT, ShardedChain, ShardedCost
 
 Event = Literal[
     "begin", "all_gather", "copy_out", "forward", "to_backward", "loss", "backward", "free", "wait", "reduce_scatter",
@@ -192,6 +193,8 @@ class UnitStep:
     """Of computation beside collectives, by transport."""
     transports: tuple[str, str] = ("network", "network")
     """Of collectives among shards, and of those among copies of the model."""
+    host: HostIssue | None = None
+    """What the host takes for each part of the chain, collectives included; None where it is always ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +221,7 @@ class _LinkTimes:
 
     def of(self, event: str, unit: int) -> tuple[float, float]:
         if (event, unit) not in self.known:
-            curve, width = self.cost.collective(event)
-            size = self.chain.elements[unit] * width
-            seconds = curve.at(size)
-            work = min(curve.link_s_per_byte * size, seconds)
-            self.known[event, unit] = seconds - work, work
+            self.known[event, unit] = self.cost.unit_times(event, unit, self.chain.elements[unit])
         return self.known[event, unit]
 
 
@@ -263,9 +262,13 @@ class UnitSteps:
 
     def add(self) -> int:
         """The update that ends the step."""
-        for call in calls(self.step.chain, self.step.micro_batches):
-            self._add(call)
+        self.issue(calls(self.step.chain, self.step.micro_batches))
         return len(self.graph) - 1
+
+    def issue(self, issued: Iterable[Call]) -> None:
+        """These calls, behind those before them."""
+        for call in issued:
+            self._add(call)
 
     def _add(self, call: Call) -> None:
         event, unit = call.event, call.unit
@@ -280,9 +283,9 @@ class UnitSteps:
             else:
                 self.gather_waits_for, self.last_copy_out = (out,), ()
         elif event == "forward":
-            self._compute(call, self.chain.parts[call.part].forward_s)
+            self._compute(call, self.chain.parts[call.part].forward_s, *self._issued(call))
         elif event == "backward":
-            self._compute(call, self.chain.parts[call.part].backward_s)
+            self._compute(call, self.chain.parts[call.part].backward_s, *self._issued(call))
         elif event == "wait":
             self.compute_waits_for.append(self.scatters[unit])
         elif event == "reduce_scatter":
@@ -300,7 +303,18 @@ class UnitSteps:
             self.compute_waits_for.extend(self.unfinished)
             self.unfinished.clear()
         elif event == "update":
-            self._compute(call, self.step.update_s)
+            self._compute(call, self.step.update_s, *self._issued(call))
+
+    def _issued(self, call: Call) -> tuple[int, ...]:
+        host = self.step.host
+        if host is None:
+            return ()
+        seconds = host.update_s
+        if call.event == "forward":
+            seconds = host.forward[call.part].host_s
+        elif call.event == "backward":
+            seconds = host.backward[len(self.chain.parts) - 1 - call.part].host_s
+        return (self._put(call, HOST, seconds, (), cause="host"),)
 
     def _compute(self, call: Call, seconds: float, *after: int, cause: str = "") -> int:
         waits, self.compute_waits_for = self.compute_waits_for, []

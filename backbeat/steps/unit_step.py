@@ -16,11 +16,10 @@ from backbeat.cost import LinkCost
 from backbeat.engine import Graph, GraphTimes, run
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
-from backbeat.steps.bucket_graph import COMPUTE
 from backbeat.steps.bucket_step import Explained
+from backbeat.steps.host import COMPUTE
 from backbeat.steps.schedule import busy_periods
-from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_units import ROOT, ShardedChain, chain_of
+from backbeat.steps.sharded_units import ROOT, ShardedChain, ShardedCost, chain_of
 from backbeat.steps.unit_graph import UnitGraph, UnitStep, unit_graph
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from backbeat.engine import Graph, SharedLink, run
 from backbeat.engine.events import run_events
 from backbeat.engine.graph import MOST_OPS, check_size
-from backbeat.engine.in_order import run_in_order
+from backbeat.engine.run import run_in_order
 from backbeat.errors import DeadlockError, InputError
 from tests.engine.graph_problems import TRANSPORTS, GraphSpec, graph_specs, run_slowly, times
 

@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from backbeat import layouts
 from backbeat.layouts import Layout
-from backbeat.layouts.replicas import (
-    GradientMessage,
-    dense_buckets,
-    equal_buckets,
-    overlapped_with_backward,
-    rank_parameters,
-)
+from backbeat.layouts.rank_parameters import dense_buckets, equal_buckets, rank_parameters
+from backbeat.layouts.replicas import GradientMessage, StageEnds
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.steps.fusion import contended
 from backbeat.steps.schedule import Flow
@@ -71,14 +66,16 @@ def test_buckets_take_what_the_simulation_of_data_parallelism_says(
         return Flow(np.array(starts), np.array(starts), np.array(starts) + each)
 
     flow, _ = contended(one_by_one, window / buckets * np.arange(1, buckets + 1), slowdown)
-    messages = [GradientMessage(each, bucket.ready) for bucket in equal_buckets(float(buckets), 1.0)]
-    found = overlapped_with_backward(messages, window, slowdown)
-    assert flow.finishes[-1] == pytest.approx(window + found.total_s, rel=1e-6)
+    messages = [GradientMessage(each, bucket.ready, 1.0) for bucket in equal_buckets(float(buckets), 1.0)]
+    found = StageEnds(1.0, window, slowdown).reduced(messages)
+    assert flow.finishes[-1] == pytest.approx(window + found.seconds, rel=1e-6)
+    if slowdown == 1:
+        assert StageEnds(1.0, window, simulated=False).reduced(messages).seconds == pytest.approx(found.seconds)
 
 
 def test_what_is_complete_last_hides_behind_nothing() -> None:
-    found = overlapped_with_backward([GradientMessage(1.0, 0.5), GradientMessage(4.0, 1.0)], 10.0, 1.0)
-    assert found.exposed_s == pytest.approx(4.0)
+    found = StageEnds(5.0, 10.0).reduced([GradientMessage(1.0, 0.5, 1.0), GradientMessage(4.0, 1.0, 4.0)])
+    assert found.seconds == pytest.approx(4.0)
 
 
 def test_a_layer_of_experts_takes_the_time_of_those_a_token_goes_to() -> None:

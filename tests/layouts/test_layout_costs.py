@@ -19,7 +19,7 @@ from backbeat.layouts.layer_work import LayerBuilder
 from backbeat.layouts.layout import Job
 from backbeat.layouts.layout_memory import LayerMemory
 from backbeat.layouts.predict_layout import predictor_of
-from backbeat.layouts.replicas import rank_parameters, unit_parameters
+from backbeat.layouts.rank_parameters import rank_parameters, unit_parameters
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.stage_times import StageTimer, StageTimes
 from backbeat.layouts.transformer import Transformer
@@ -336,8 +336,14 @@ def units(model: Transformer, cluster: Cluster, layout: Layout) -> tuple[list[fl
     )
 
 
+def copies_s(model: Transformer, layout: Layout, each: int) -> float:
+    """So many bytes of each parameter, read and written."""
+    return each * parameters(model, layout).dense / H100.accelerator.bytes_per_s
+
+
 def test_every_pass_gathers_parameters_and_scatters_gradients_a_unit_at_a_time() -> None:
-    """Where the network is slow it never rests, but for the head's forward, whose parameters come last and stay."""
+    """Where the network is slow it rests only while the first unit's backward and what is copied hold it up: head and
+    embedding compute behind what travels anyway."""
     two, three = (
         layouts.predict(
             MODEL, SLOW, dp=8, zero=zero, framework=APART, global_batch=16, sequence=S, band=False
@@ -346,14 +352,16 @@ def test_every_pass_gathers_parameters_and_scatters_gradients_a_unit_at_a_time()
     )
     gathers, scatters, computed = units(MODEL, SLOW, Layout(dp=8))
     head, whole = computed[-1], sum(one.total_s for one in computed)
-    busy = 2 * sum(gathers) - gathers[-1] + sum(scatters) + head.forward_s
-    assert three.parameters == pytest.approx(2 * (busy - whole))
-    # Parameters that stay are gathered once, after the update; nothing is scattered before the head's backward is done.
+    copied = copies_s(MODEL, Layout(dp=8), 2 * 4 + 10 + 6)
+    # The head stays gathered from forward to backward.
+    least = 2 * sum(gathers) - gathers[-1] + sum(scatters)
+    assert least <= three.parameters / 2 + whole <= least + head.forward_s + copied
+    # Parameters that stay are gathered in the first forward alone; nothing is scattered before the head's backward.
     backward = sum(one.backward_s for one in computed)
-    assert two.parameters == pytest.approx(2 * (head.backward_s + sum(scatters) - backward))
-    layer = parameters(MODEL, Layout(dp=8)).dense / 4
-    buckets = round(4 * layer / 40e6)
-    assert two.gather == pytest.approx(buckets * SLOW.collective_s("all_gather", 2 * 4 * layer / buckets, 8), rel=1e-4)
+    least = head.backward_s + sum(scatters) - backward
+    assert least <= two.parameters / 2 <= least + copied
+    forward = sum(one.forward_s for one in computed)
+    assert sum(gathers) - forward <= two.gather <= sum(gathers) + copied
     assert (two.reduce, three.reduce, three.gather) == (0, 0, 0)
     assert two.update == three.update
 
@@ -403,7 +411,8 @@ def test_buckets_are_as_large_as_the_framework_makes_them(name: str, zero: int, 
         ahead = framework_named(behind, gather_overlap=True)
         hidden = found.gather - predicted(ahead).gather
         forward = hidden / (found.matmul + found.attention + found.memory) * (64 / gpus)
-        assert 0.25 < forward < 0.4
+        # One bucket is sent ahead: where few are needed at once, not all of forward hides them.
+        assert 0.2 < forward < 0.4
         # On a fast network they all hide; the first ends with the embedding, a parameter as large as a bucket.
         first = H100.collective_s("all_gather", 2 * held / round(held / 40e6), 8)
         assert first < step(model, ahead, dp=8).breakdown.gather < 2 * first
@@ -495,6 +504,7 @@ def test_a_pass_is_slowed_by_what_its_replicas_send_as_its_kinds_of_work_are() -
     slowdown = busy.slowdown(8, **dict(zip(("matmul", "attention", "memory"), shares, strict=True)))
     _, scatters, computed = units(wide, busy, layout)
     # The first layer's travel beside the embedding's backward alone, and the embedding's beside nothing.
-    shown = scatters[0] + scatters[1] - computed[0].backward_s
+    shown = scatters[0] + scatters[1] - slowdown * computed[0].backward_s
     assert found.contention == pytest.approx(8 * (1 - 1 / slowdown) * (sum(scatters) - shown))
-    assert found.parameters == pytest.approx(8 * shown)
+    # Gradients are copied, in 16 bits, into what is scattered, in 32.
+    assert found.parameters == pytest.approx(8 * (shown + copies_s(wide, layout, 2 + 4)))

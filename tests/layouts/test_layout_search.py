@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 
 import backbeat as bb
 from backbeat import layouts
 from backbeat.layouts import Layout
 from backbeat.layouts.layout import impossible, job_of
-from backbeat.layouts.layout_search import RECOMPUTE
+from backbeat.layouts.layout_search import RECOMPUTE, _candidates, _rank
+from backbeat.layouts.predict_layout import predictor_of
 
 JOB: dict[str, Any] = {"global_batch": 128, "sequence": 4096}
 
@@ -103,3 +105,26 @@ def test_a_framework_without_the_interleaved_schedule_is_not_told_to_use_it() ->
     )
     assert any(one.layout.chunks > 1 for one in with_chunks)
     assert all(one.layout.chunks == 1 for one in without)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "gpus", "framework"),
+    [
+        ("llama-3-8b", "dgx-h100", 64, "torchtitan"),
+        ("mixtral-8x7b", "dgx-h100", 64, "megatron"),
+        ("gpt3-13b", "dgx-a100", 32, "nanotron"),
+        pytest.param("llama-3-70b", "dgx-h100", 64, "megatron", marks=pytest.mark.long),
+    ],
+)
+def test_the_best_by_events_is_among_the_first_by_formula(model: str, cluster: str, gpus: int, framework: str) -> None:
+    """Of up to 125 layouts of each job among 16, which is what a search simulates."""
+    predictor = predictor_of(model, cluster, job_of(128, 4096), framework=framework)
+    weighed = []
+    for base in _candidates(predictor, gpus, (1,)):
+        tried = (msgspec.structs.replace(base, recompute=recompute) for recompute in RECOMPUTE)
+        fitting = next((one for one in tried if predictor.fits(one)), None)
+        if fitting is not None:
+            weighed.append(predictor.predict(fitting, "closed-form"))
+    weighed.sort(key=_rank)
+    events = [predictor.predict(one.layout, timeline=False).step_s for one in weighed[:125]]
+    assert events.index(min(events)) < 16

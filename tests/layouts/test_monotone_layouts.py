@@ -14,7 +14,7 @@ from backbeat import layouts
 from backbeat.layouts.layout import Job, Layout, impossible
 from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
 from backbeat.layouts.layout_prediction import Family
-from backbeat.layouts.replicas import rank_parameters
+from backbeat.layouts.rank_parameters import rank_parameters
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Block, Profile
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
+from backbeat.model.resident import ResidentMemory
 from backbeat.planners import memory_moves as moves
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch, memory_plan, needed, usable
 from backbeat.steps.memory_timeline import Chain, memory_timeline
-from backbeat.steps.resident_memory import ResidentMemory
 from tests.chains import chains, check_against_uniform, resnet152
 
 GB = 10**9

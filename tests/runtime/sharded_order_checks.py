@@ -1,6 +1,6 @@
 """What torch's `fully_shard` calls, in order, and what its all-gathers wait for, as predicted: a check a rule.
 
-The order is that of `steps.sharded_calls.calls`, the waits are those of `run_step`. A torch that changes its
+The order is that of `unit_graph.calls`, the waits are those of `run_step`. A torch that changes its
 schedule fails the check of the rule that it changed.
 """
 
@@ -23,8 +23,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.utils.checkpoint import checkpoint
 
 from backbeat.model import Block, Gradient, Mesh, Network, Plan, Profile, Sharding, ShardUnit
-from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_units import ROOT, chain_of
+from backbeat.steps.sharded_units import ROOT, ShardedCost, chain_of
 from backbeat.steps.unit_graph import calls
 from backbeat.steps.unit_step import run_step
 from tests.call_order import call_order

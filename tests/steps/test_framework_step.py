@@ -200,19 +200,6 @@ def test_a_framework_with_a_way_of_its_own_is_that_way(framework: str, way: str)
     assert whole.iteration_s == bb.predict(profile, network, framework="torch").iteration_s
 
 
-@pytest.mark.parametrize(
-    ("framework", "words"),
-    [
-        ("megatron-no-overlap", "megatron with overlap none"),
-        ("nanotron-zero0", "nanotron with zero 0"),
-        ("torch-ddp", "say torch$"),
-    ],
-)
-def test_earlier_names_say_the_new_way(framework: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        bb.predict(make_profile([4000], [1.0]), affine(0.0, 1e-3), framework=framework)
-
-
 def test_overlap_and_zero_go_with_a_framework_that_has_them() -> None:
     profile, network = make_profile([4000], [1.0]), affine(0.0, 1e-3)
     with pytest.raises(InputError, match="give framework="):

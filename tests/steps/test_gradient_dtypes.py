@@ -9,7 +9,7 @@ import backbeat as bb
 from backbeat.model.network import CollectiveTimes
 from backbeat.model.profile import Dtype, Gradient
 from backbeat.report.words.notes import worded
-from backbeat.steps.sharded_activations import sharded_activations
+from backbeat.steps.sharded_memory import sharded_activations
 from backbeat.steps.sharded_units import chain_of
 
 NETWORK = bb.Network(name="n", workers=8, all_reduce=CollectiveTimes(alpha_s=1e-4, beta_s_per_byte=1e-9))

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Bucket, MemoryPlan, Network, Plan, Profile, Segment
 from backbeat.model.batches import at_batch
+from backbeat.model.resident import ResidentMemory
 from backbeat.planners.memory_moves import uniform
 from backbeat.report.words.notes import worded
 from backbeat.steps.memory_timeline import Chain, memory_timeline
 from backbeat.steps.predict import predict
-from backbeat.steps.resident_memory import ResidentMemory
 from tests.chains import chains, check_against_uniform, resnet152
 from tests.steps.test_memory_timeline import four, range_lists, segment
 

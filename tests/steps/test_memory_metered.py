@@ -19,11 +19,11 @@ from backbeat.measure import profile as measure  # noqa: E402
 from backbeat.measure.model.chain_costs import BackwardBlockHooks  # noqa: E402
 from backbeat.model import MemoryPlan, Profile  # noqa: E402
 from backbeat.model.blocks import segments_of  # noqa: E402
+from backbeat.model.resident import ResidentMemory  # noqa: E402
 from backbeat.planners.memory_moves import uniform  # noqa: E402
 from backbeat.planners.memory_plan import MemorySearch, memory_plan, needed  # noqa: E402
 from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
 from backbeat.steps.memory_timeline import Chain, memory_timeline  # noqa: E402
-from backbeat.steps.resident_memory import ResidentMemory  # noqa: E402
 from tests.block_models import loss_of, resnet_case, transformer_case  # noqa: E402
 
 

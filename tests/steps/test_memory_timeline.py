@@ -13,8 +13,8 @@ import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import Block, Bucket, Compression, Gradient, HostLink, Memory, MemoryPlan, Plan, Profile, Segment
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of, segments_of
+from backbeat.model.resident import ResidentMemory
 from backbeat.steps.memory_timeline import Chain, Tally, memory_timeline
-from backbeat.steps.resident_memory import ResidentMemory
 from tests.chains import chains, resnet152
 from tests.problems import make_profile
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from backbeat import api
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.predict_layout import predictor_of
-from backbeat.layouts.replicas import rank_parameters
+from backbeat.layouts.rank_parameters import rank_parameters
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.layouts.transformer_chain import chain_of_layers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from backbeat import api
@@ -13,10 +15,9 @@ from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketStep, BucketSteps, bucket_graph, link_of
-from backbeat.steps.host import MOST_STEPS, IssuedWork, done_s, period_of
+from backbeat.steps.host import MOST_STEPS, HostIssue, IssuedWork, done_s, paced_s, period_of
 from backbeat.steps.schedule import Schedule
-from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_units import chain_of
+from backbeat.steps.sharded_units import ShardedCost, chain_of
 from backbeat.steps.unit_graph import UnitStep, UnitSteps, unit_graph
 from tests.chains import chains
 from tests.problems import networks
@@ -60,6 +61,35 @@ def test_a_sharded_step_is_its_own_period(
     found = period_of(steps.graph, steps.add)
     assert found.settled
     assert found.seconds == pytest.approx(run(unit_graph(step).graph).end_s, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=60)
+@given(
+    chains(most=6), networks(), st.integers(1, 2), st.sampled_from([1.0, 1.3]),
+    st.sampled_from([0.0, 0.3, 0.8, 1.5, 4.0]), st.data(),
+)  # fmt: skip
+def test_a_sharded_step_takes_the_longer_of_device_and_host(
+    profile: Profile, network: Network, micro_batches: int, slowdown: float, host: float, data: st.DataObject
+) -> None:
+    """The host never waits for the device there, so nothing else leads from one step to the next."""
+    chain = chain_of(profile, data.draw(sharded_plans(profile)))
+    cost = ShardedCost.of(profile, network, chain.sharding)
+    assume(not cost.blocking)
+    works = [(IssuedWork(host * one.forward_s, 0.0), IssuedWork(host * one.backward_s, 0.0)) for one in chain.parts]
+    forward, backward = [one for one, _ in works], [one for _, one in reversed(works)]
+    issue = HostIssue(forward=forward, backward=backward, update_s=1e-3)
+    step = UnitStep(
+        chain=chain, cost=cost, update_s=1e-3, micro_batches=micro_batches, slowdowns={"network": slowdown}, host=issue
+    )
+    steps = UnitSteps(step)
+    found = period_of(steps.graph, steps.add)
+    device_s = run(unit_graph(dataclasses.replace(step, host=None)).graph).end_s
+    host_s = micro_batches * sum(one.host_s for one in (*forward, *backward)) + 1e-3
+    if found.settled:
+        assert found.seconds == pytest.approx(paced_s(device_s, host_s), rel=1e-6)
+    else:
+        # So close to even that many steps do not tell who is slower.
+        assert found.seconds == pytest.approx(paced_s(device_s, host_s), rel=0.1)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])

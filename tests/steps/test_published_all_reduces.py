@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backbeat.steps.bucket_travel import BucketTravel
 
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
+from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import Schedule
 
 DATA = Path(__file__).parents[2] / "validation" / "published"

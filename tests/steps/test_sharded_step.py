@@ -16,7 +16,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.cost.accelerators import accelerator_named
 from backbeat.engine.events import run_events
-from backbeat.engine.in_order import run_in_order
+from backbeat.engine.run import run_in_order
 from backbeat.model import (
     Block,
     CollectiveTimes,
@@ -30,8 +30,7 @@ from backbeat.model import (
 )
 from backbeat.model.collective_times import CollectivePair, ShardedTimes
 from backbeat.report.words.notes import worded
-from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_units import ROOT, chain_of, owning_module
+from backbeat.steps.sharded_units import ROOT, ShardedCost, chain_of, owning_module
 from backbeat.steps.unit_step import run_step
 from tests.call_order import call_order
 from tests.chains import chains
@@ -84,7 +83,7 @@ def copying_at(bytes_per_s: float | None) -> AbstractContextManager[object]:
     known = None
     if bytes_per_s is not None:
         known = dataclasses.replace(accelerator_named("h200"), memory_gbps=bytes_per_s / 1e9)
-    return patch("backbeat.steps.sharded_cost.accelerator", return_value=known)
+    return patch("backbeat.steps.sharded_units.accelerator", return_value=known)
 
 
 def test_gathers_hide_behind_the_unit_before() -> None:

@@ -9,8 +9,7 @@ from backbeat.engine import run
 from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
-from backbeat.steps.sharded_cost import ShardedCost
-from backbeat.steps.sharded_units import ShardedChain, chain_of
+from backbeat.steps.sharded_units import ShardedChain, ShardedCost, chain_of
 from backbeat.steps.unit_graph import UnitGraph, UnitStep, unit_graph
 
 

@@ -9,12 +9,12 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.batches import at_batch
 from backbeat.model.blocks import BlockRanges
+from backbeat.model.resident import ResidentMemory
 from backbeat.planners.max_batch import largest_batch, whole_steps, with_blocks
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch, reserve_for, too_small, usable
 from backbeat.steps.memory_timeline import Chain
 from backbeat.steps.predict import predict
-from backbeat.steps.resident_memory import ResidentMemory
 
 _RETREAT = 0.95
 _BETWEEN = (0.25, 0.5, 0.75)
