@@ -24,15 +24,18 @@ class Row(NamedTuple):
 
 @cache
 def rows(table: str) -> tuple[Row, ...]:
-    """Of both halves, as they were answered when they were written; and of those that cannot be asked again."""
+    """Of both halves, as they were answered when they were written; and what cannot be asked again."""
     known = {case.id: case for case in cases.table(table).cases()}
     found: list[Row] = []
     for file in ("errors.json", "reported.json", "kept.json"):
         path = cases.FOLDER / table / file
-        asked = {row.case.id for row in found} if file == "kept.json" else set()
+        asked = {row.case.id: row for row in found} if file == "kept.json" else {}
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
-            if row["id"] not in asked:
+            again = asked.get(row["id"])
+            if again is None:
                 found.append(Row(known[row["id"]], row["route"], row.get("error"), row.get("memory")))
+            elif again.memory is None:
+                found.append(Row(again.case, row["route"], None, row.get("memory")))
     return tuple(found)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backbeat.layouts.cluster import cluster_of
 
+from backbeat.model.cluster import cluster_of
 from validation import cases, docs, figures, judge, measures, run, show
 from validation.ask import Answer, Asker, CannotAsk
 from validation.case import Case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,23 @@ def cases(table: Table, _rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
 
 def _of_one(path: Path, record: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     plan = path.with_name(f"{path.stem}-{name.replace(' ', '-').replace(',', '')}.plan.json")
+    measured = path.with_name(f"{path.stem}.profile.json")
+    alike = TREATED.get(name.removeprefix("uniform: ")) if name.startswith("uniform") else None
+    if alike:
+        found: Any = {"segments": every_block(json.loads(measured.read_text()), alike)}
+    else:
+        found = _named(plan) if plan.exists() else None
     return {
         "family": record["model"],
-        "profile": _named(path.with_name(f"{path.stem}.profile.json")),
-        "plan": _named(plan) if plan.exists() else None,
+        "profile": _named(measured),
+        "strategy": "ddp" if alike else name,
+        "plan": found,
         "own_network": "10gbe",
         "gpus": 1,
         "seconds": row["ms"] * 1e-3,
-        "unasked": None if plan.exists() else NOT_KEPT,
+        # Without the wrapper there are no buckets, which a plan's peak has.
+        **({"memory_bytes": None} if alike else {}),
+        "unasked": None if found else NOT_KEPT,
     }
 
 
@@ -80,18 +90,22 @@ def _of_steps(row: Mapping[str, Any]) -> dict[str, Any]:
 TREATED = {
     "recompute": {"action": "recompute"},
     "fetch": {"action": "recompute", "input": "offload"},
+    "recompute, inputs offloaded": {"action": "recompute", "input": "offload"},
     "offload": {"action": "offload"},
 }
-"""Every block alike, by `host_steps.py`."""
+"""Every block alike, without the wrapper."""
+
+
+def every_block(profile: Mapping[str, Any], alike: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"blocks": [one["name"]], **alike} for one in profile["blocks"] if not one.get("changes_input")]
 
 
 def _of_host(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for entry in record["models"].values():
         profile = {key: value for key, value in entry["profile"].items() if key != "schema"}
-        blocks = [one["name"] for one in profile["blocks"] if not one.get("changes_input")]
         for way, row in entry["rows"].items():
             if row.get("predicted_s"):
-                segments = [{"blocks": [name], **TREATED[way]} for name in blocks] if way in TREATED else None
+                segments = every_block(profile, TREATED[way]) if way in TREATED else None
                 yield {
                     "id": f"host-steps/{profile['name']}/{way}",
                     "identity": "host-steps",
