@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backbeat.model import Bucket, Compression, Plan, Profile
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.compressed import compressed_bucket, compressed_exchange, topk, updates
+from backbeat.runtime.compressed import attached_optimizers, compressed_bucket, compressed_exchange, residual, topk
 from backbeat.runtime.reduce import bucket, status
 
 SMALL_BYTES = 2**16
@@ -44,10 +44,10 @@ NO_LAUNCH = {
     "_record_function_enter_new", "_record_function_exit",
 }  # fmt: skip
 PHASES: tuple[tuple[Any, str, str], ...] = (
-    (compressed_bucket.CompressedBucket, "_add", "add gradients"),
+    (residual.ResidualMemory, "_add", "add gradients"),
     (compressed_bucket.CompressedBucket, "begin", "encode"),
     (compressed_bucket.CompressedBucket, "expose", "decode"),
-    (updates.Updates, "apply", "update"),
+    (attached_optimizers.AttachedOptimizers, "apply", "update"),
     (compressed_exchange.CompressedExchange, "add_to_status", "the status message"),
     (compressed_exchange.CompressedExchange, "_gather", "send"),
     (status.StatusMessage, "write", "the status message"),

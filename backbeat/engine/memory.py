@@ -21,10 +21,8 @@ class HeldBytes(NamedTuple):
     by_kind: Mapping[str, float]
     op: int
     """The one that starts then and holds more; none where something only goes."""
-
-    @property
-    def total(self) -> float:
-        return sum(self.by_kind.values())
+    total: float
+    """Of all kinds."""
 
 
 def held_over_time(graph: Graph, times: GraphTimes, resident: Mapping[str, float] | None = None) -> list[HeldBytes]:
@@ -38,17 +36,18 @@ def held_over_time(graph: Graph, times: GraphTimes, resident: Mapping[str, float
     >>> first, second = graph.add(("compute",), 1.0), graph.add(("compute",), 2.0)
     >>> _ = graph.hold("activation", 10, first, [first, second]), graph.hold("gradient", 5, second, [second])
     >>> [(level.start_s, level.total) for level in held_over_time(graph, run(graph), {"parameter": 7})]
-    [(0.0, 17.0), (1.0, 22.0), (3.0, 7.0)]
+    [(0.0, 17), (1.0, 22), (3.0, 7)]
     """
     held: defaultdict[str, float] = defaultdict(float, resident or {})
     levels: list[HeldBytes] = []
-    changes = _changes(graph, times)
+    changes, total = _changes(graph, times), sum(held.values())
     for (moment, _, op, kind, change), following in zip_longest(changes, changes[1:]):
         held[kind] += change
+        total += change
         # What goes as soon as it comes is there in between.
         if following is None or following.at_s != moment or following.order == _GOES_AT_ONCE:
-            levels.append(HeldBytes(moment, dict(held), op))
-    return levels or [HeldBytes(0.0, dict(held), NO_OP)]
+            levels.append(HeldBytes(moment, dict(held), op, total))
+    return levels or [HeldBytes(0.0, dict(held), NO_OP, total)]
 
 
 def issue_times(count: int) -> GraphTimes:
@@ -70,7 +69,7 @@ def peak_held(graph: Graph, times: GraphTimes, resident: Mapping[str, float] | N
     for change in changes[:until]:
         held[change.kind] += change.bytes
     last = changes[until - 1] if until else _Change(0.0, _COMES, NO_OP, "", 0.0)
-    return HeldBytes(last.at_s, dict(held), last.op)
+    return HeldBytes(last.at_s, dict(held), last.op, highest)
 
 
 _GOES, _COMES, _GOES_AT_ONCE = range(3)

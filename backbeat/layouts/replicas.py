@@ -37,7 +37,8 @@ from backbeat.layouts.transformer import Transformer
 from backbeat.layouts.unit_passes import UnitPasses, UnitRunner, UnitTraffic
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
-from backbeat.steps.bucket_graph import COMPUTE, BucketStep, bucket_graph
+from backbeat.steps.bucket_graph import BucketStep, bucket_graph
+from backbeat.steps.host import COMPUTE
 from backbeat.steps.schedule import Schedule, one_by_one
 
 _UPDATE_BYTES = 34

@@ -24,7 +24,7 @@ from backbeat.engine.graph import check_size
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Mesh, Sharding
 from backbeat.model.sharding import ShardUnit
-from backbeat.steps.bucket_graph import COMPUTE
+from backbeat.steps.host import COMPUTE
 from backbeat.steps.sharded_units import ModelPiece, ModelPieces, ShardedChain, ShardedCost
 from backbeat.steps.unit_graph import Call, UnitStep, UnitSteps, calls
 

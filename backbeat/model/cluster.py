@@ -41,6 +41,7 @@ class Cluster:
     load: Load = "typical"
     contention: bool = False
     """Whether computation takes longer beside communication: as the network says, or its transport lets assume."""
+    _networks: dict[int, Network] = field(default_factory=dict, init=False, repr=False, compare=False)
     _curves: dict[tuple[Collective, int], Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
     _slowdowns: dict[int, tuple[Slowdown, str] | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -78,7 +79,9 @@ class Cluster:
 
     def at(self, workers: int) -> Network:
         """The network of so many."""
-        return self.network.at(workers=workers, load=self.load)
+        if workers not in self._networks:
+            self._networks[workers] = self.network.at(workers=workers, load=self.load)
+        return self._networks[workers]
 
     def collective_s(self, kind: Collective, size: float, workers: int, stride: int = 1) -> float:
         """Seconds of a collective of `size` bytes in groups of `workers` ranks, `stride` apart, all groups at once."""

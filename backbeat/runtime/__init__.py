@@ -22,7 +22,7 @@ from backbeat.runtime.ddp.wrapper import DistributedDataParallel
 from backbeat.runtime.watch import Watch
 
 if TYPE_CHECKING:
-    from backbeat.runtime.parallel.any_plan import full_state_dict, load_full_state_dict, no_sync
+    from backbeat.runtime.parallel.every_kind import full_state_dict, load_full_state_dict, no_sync
     from backbeat.runtime.parallel.parallelize import parallelize
     from backbeat.runtime.sharded.shard import fully_shard
 
@@ -41,9 +41,9 @@ __all__ = [
 
 _LATER = {
     "fully_shard": "sharded.shard",
-    "full_state_dict": "parallel.any_plan",
-    "load_full_state_dict": "parallel.any_plan",
-    "no_sync": "parallel.any_plan",
+    "full_state_dict": "parallel.every_kind",
+    "load_full_state_dict": "parallel.every_kind",
+    "no_sync": "parallel.every_kind",
     "parallelize": "parallel.parallelize",
 }
 

@@ -67,7 +67,7 @@ SITES: dict[str, tuple[str, ...]] = {
     "runtime/ddp/tuner:Tuner._plan_and_switch document_from_rank_0": ("tune",),
     "runtime/watch:Watch._sample collect_on_rank_0": ("watch",),
     "runtime/sharded/shard:_compare agree": ("units",),
-    "runtime/parallel/any_plan:load_full_state_dict broadcast_object_list": ("loaded",),
+    "runtime/parallel/every_kind:load_full_state_dict broadcast_object_list": ("loaded",),
     "runtime/parallel/parallelize:parallelize same_on_all_ranks": ("search",),
     "runtime/parallel/request:ParallelRequest.conditions from_rank_0": ("search",),
     "runtime/parallel/probe:message_s gather": ("search",),

@@ -36,9 +36,9 @@ NETWORK = Network(
 def auto_measures_plans_and_switches(ctx: Context) -> str:
     wrapped = _trains_while_tuning(ctx, "auto", 40, network=NETWORK)
     report = wrapped.report()
-    assert report.state in ("watching", "settled"), report.state
+    assert report.state == "settled", report.state
     assert report.history, "nothing happened"
-    if report.state == "watching":
+    if "the plan runs" in report.history[-1]:
         assert report.strategy != "ddp"
         assert report.predicted_iteration_s is not None
     return str(report)
@@ -123,26 +123,22 @@ def auto_goes_back_if_worse(ctx: Context) -> None:
 
 
 @check
-def auto_compares_with_ddp_before_and_after(ctx: Context) -> None:
-    """What gains only over the job's first steps is not kept; what gains over later ones is."""
-    for after_s, kept in ((0.5, False), (1.5, True)):
-        model = ctx.build(lambda: mlp(depth=6))
-        wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
-        _timed_as(wrapped, measuring=(2.0, 0.01), trying=(1.0, 0.01), comparing=(after_s, 0.01))
-        seen = _until(ctx, wrapped, {"watching", "settled"})
-        (_, before), (planned, tried), (compared, again) = (seen[one] for one in ("measuring", "trying", "comparing"))
-        assert tried != before == again, "DDP's buckets do not run again"
-        # The plan was measured meanwhile, and none of its figures is told as DDP's.
-        assert compared.strategy == "ddp"
-        assert compared.iteration_s == 2.0
-        assert compared.predicted_iteration_s != planned.predicted_iteration_s
-        for bucket in compared.buckets:
-            assert bucket.launched_s is not None, bucket
-        report, buckets = seen["watching" if kept else "settled"]
-        assert buckets == (tried if kept else before)
-        assert report.predicted_iteration_s == (planned if kept else compared).predicted_iteration_s
-        assert ("the plan runs" if kept else "staying with DDP's buckets") in report.history[-1]
-        assert (report.strategy != "ddp") == kept
+def auto_keeps_a_plan_that_is_no_slower(ctx: Context) -> None:
+    """By figures of its own, not of DDP's buckets before it."""
+    model = ctx.build(lambda: mlp(depth=6))
+    wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
+    _timed_as(wrapped, measuring=(2.0, 0.01), trying=(2.0, 0.02))
+    seen = _until(ctx, wrapped, {"settled"})
+    (_, before), (_, tried), (report, after) = (seen[one] for one in ("measuring", "trying", "settled"))
+    assert tried == after != before
+    assert "the plan runs: 2000.00 ms an iteration, DDP's buckets took 2000.00 ms" in report.history[-1]
+    assert report.strategy != "ddp"
+    assert report.iteration_s == 2.0
+    assert report.exposed_s == 0.02
+    assert report.predicted_iteration_s is not None
+    for bucket in report.buckets:
+        assert bucket.launched_s is not None, bucket
+        assert bucket.predicted_launch_s is not None, bucket
 
 
 class LastFirst(nn.Module):
@@ -220,19 +216,3 @@ def backwards_that_begin_under_no_sync_are_timed(ctx: Context) -> None:
         loss.backward()
     if ctx.size > 1:
         assert wrapped.report().strategy == "single", wrapped.report().history
-
-
-@check
-def auto_follows_drift(ctx: Context) -> None:
-    """Exposed time that moves far from what it was makes the tuner measure again."""
-    for exposed_s, state, said in ((0.12, "watching", "the plan runs"), (0.9, "measuring", "exposed time moved")):
-        with mock.patch.object(tuner_module, "WATCH_EVERY", 12):
-            model = ctx.build(lambda: mlp(depth=6))
-            wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
-        times = {"measuring": (2.0, 0.1), "trying": (1.0, 0.1), "comparing": (1.5, 0.1), "watching": (1.0, exposed_s)}
-        _timed_as(wrapped, **times)
-        _until(ctx, wrapped, {"watching"})
-        train(ctx, model, wrapped, Oracle(ctx, model), steps=12, lr=0.01)
-        report = wrapped.report()
-        assert report.state == state, report.history
-        assert said in report.history[-1]

@@ -22,7 +22,7 @@ from torch import nn
 from backbeat.comm.communicators import Communicator, Communicators
 from backbeat.errors import BrokenStepError
 from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError
-from backbeat.runtime.reduce import failures
+from backbeat.runtime.reduce import lost_collectives
 
 CHECKS, check = registry()
 
@@ -119,11 +119,14 @@ def rank_lost_in_silence(ctx: Context) -> str:
         sent.append(all_reduce(communicator, message))
         return sent[-1]
 
+    def judged(work: Any) -> str:
+        return "COMM_ERROR" if work in lost else lost_collectives.DONE
+
     with (
         mock.patch.object(Communicators, "wait_raises", False),
         mock.patch.object(Communicator, "all_reduce", noted),
-        mock.patch.object(failures, "abort", side_effect=lambda backends, in_one_call: given_up.set()),
-        mock.patch.object(failures, "work_result", lambda work: "COMM_ERROR" if work in lost else failures.DONE),
+        mock.patch.object(lost_collectives, "abort", side_effect=lambda backends, in_one_call: given_up.set()),
+        mock.patch.object(lost_collectives, "work_result", judged),
         redirect_stderr(io.StringIO()) as said,
     ):
         wrapped, oracle = start(ctx, Interrupted)

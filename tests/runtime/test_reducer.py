@@ -17,7 +17,7 @@ NEEDS_TWO = {
     "a_strategy_by_name",
     "auto_calibrates_beneath_training",
     "auto_goes_back_if_worse",
-    "auto_follows_drift",
+    "auto_keeps_a_plan_that_is_no_slower",
     "different_models_are_refused",
     "different_plans_are_refused",
 }

@@ -13,7 +13,7 @@ from torch import nn
 from backbeat.errors import InputError
 from backbeat.model import Bucket, Gradient, Mesh, Plan, Profile, Sharding
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.compressed import updates
+from backbeat.runtime.compressed import attached_optimizers
 from backbeat.runtime.ddp.settings import bind, resolve_plan
 from backbeat.runtime.plain_model import check_model
 from backbeat.runtime.reduce.partition import reassign_communicators
@@ -194,7 +194,9 @@ def test_an_optimizer_inside_another_is_asked_for() -> None:
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
     parameters = [parameter for bucket in optimizer.param_groups for parameter in bucket["params"]]
-    updates.check_optimizer(optimizer, parameters, max_grad_norm=None, grad_scaler=None, per_parameter=False)
+    attached_optimizers.check_optimizer(
+        optimizer, parameters, max_grad_norm=None, grad_scaler=None, per_parameter=False
+    )
 
 
 @pytest.mark.parametrize("reducer", ["backbeat", "ddp"])

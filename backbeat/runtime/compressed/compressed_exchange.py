@@ -22,13 +22,13 @@ import torch
 from backbeat.comm.machine import cuda
 from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
+from backbeat.runtime.compressed.attached_optimizers import AttachedOptimizers
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.compressed.compression_options import CompressionOptions
 from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.owed import Residuals
 from backbeat.runtime.compressed.stores import Scratch, Store, make_stores
 from backbeat.runtime.compressed.topk import TopK
-from backbeat.runtime.compressed.updates import Updates
 from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.exchange import Exchange
@@ -45,7 +45,7 @@ class CompressedExchange(Exchange):
     def __init__(self, context: ReducerContext, options: CompressionOptions, *, host: bool = False) -> None:
         super().__init__(context)
         self.options = options
-        self.updates = Updates(self._check_step, momentum_correction=options.momentum_correction)
+        self.attached = AttachedOptimizers(self._check_step, momentum_correction=options.momentum_correction)
         self._host = host
         self.residuals = Residuals(context, self._join)
         self._compressed: list[CompressedBucket] = []
@@ -58,7 +58,7 @@ class CompressedExchange(Exchange):
 
     def _check_step(self) -> None:
         """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
-        if self.updates.running:
+        if self.attached.running:
             return
         arrived, parameters = self.context.step.arrivals.arrived_since_reduce, self.context.managed.parameters
         if 1 in arrived and any(arrived[index] and one.grad is not None for index, one in enumerate(parameters)):
@@ -69,7 +69,7 @@ class CompressedExchange(Exchange):
 
     def make_buckets(self, partition: Partition, status_length: int) -> list[BucketMemory]:
         # Refuses what cannot be, while the buckets there are go on as they were.
-        self._velocity = self.updates.corrects_momentum(self.context.managed.parameters)
+        self._velocity = self.attached.corrects_momentum(self.context.managed.parameters)
         """Residuals have velocities beside them."""
         stores = make_stores(partition, self.context, host=self._host, velocity=self._velocity)
         self.residuals.take_from_buckets()
@@ -92,16 +92,16 @@ class CompressedExchange(Exchange):
             self.context.managed.parameters,
             compressor=TopK(spec.compression.density, graphs),
             store=store,
-            dense=not self.updates.at_once,
-            momentum_of=self.updates.momentum_of if self._velocity else None,
+            dense=not self.attached.at_once,
+            momentum_of=self.attached.momentum_of if self._velocity else None,
             gathering=self._gathered,
         )
         self._scratch.reserve(bucket.numel, bucket.dtype)
         return bucket
 
     def check_open(self) -> None:
-        if self.updates.optimizers:
-            self.updates.check(self.context.managed.names, self.context.managed.parameters)
+        if self.attached.optimizers:
+            self.attached.check(self.context.managed.names, self.context.managed.parameters)
         elif self.options.momentum_correction:
             raise InputError(
                 "momentum_correction keeps the optimizer's momentum in its place: hand the optimizer over with "
@@ -142,7 +142,7 @@ class CompressedExchange(Exchange):
         bucket = sent.bucket
         if not isinstance(bucket, CompressedBucket):
             return super().receive(sent)
-        decodes = not self.updates.at_once and not self.context.step.absent
+        decodes = not self.attached.at_once and not self.context.step.absent
         if bucket.away:
             with self._beside():
                 self.wait(sent.bucket_index, bucket.work)
@@ -155,7 +155,7 @@ class CompressedExchange(Exchange):
 
     def hand_back(self, summed: SummedStatus | None, *, in_place: bool) -> None:
         used = None if summed is None else summed.used
-        at_once = self.updates.at_once
+        at_once = self.attached.at_once
         with self._beside():
             for bucket in self._compressed:
                 if self.context.step.absent:
@@ -175,13 +175,13 @@ class CompressedExchange(Exchange):
                 for index, parameter in zip(one.members, one.parameters, strict=True):
                     if not used[index]:
                         parameter.grad = unused_grads.get(index)
-        if self.updates.optimizers and not at_once:
+        if self.attached.optimizers and not at_once:
             self._update_dense(self.context.bucket_set.buckets, used)
 
     def give_up(self) -> None:
         """The step failed: finish the updates, which other ranks have begun, or take back what was sent."""
         used: Sequence[bool] | None = None
-        at_once = self.updates.at_once
+        at_once = self.attached.at_once
         if at_once and self._status is not None and any(bucket.away for bucket in self._compressed):
             offsets, numbers = self._status
             used = parse(offsets, numbers.cpu()).used
@@ -197,7 +197,7 @@ class CompressedExchange(Exchange):
     def undo(self) -> None:
         with torch.no_grad():
             for bucket in self._compressed:
-                if not self.updates.at_once:
+                if not self.attached.at_once:
                     bucket.give_back()
                 bucket.clean()
 
@@ -234,7 +234,7 @@ class CompressedExchange(Exchange):
 
     def _deliver(self, index: int, bucket: CompressedBucket) -> None:
         self.wait(index, bucket.work)
-        if self.updates.at_once:
+        if self.attached.at_once:
             self._apply(bucket, None)
         else:
             bucket.decode()
@@ -253,7 +253,7 @@ class CompressedExchange(Exchange):
     def _apply(self, bucket: CompressedBucket, used: Sequence[bool] | None) -> None:
         parameters = bucket.expose(self._scratch.buffer(bucket.dtype, bucket.device), used)
         if parameters:
-            self.updates.apply(parameters, without_momentum=self.options.momentum_correction)
+            self.attached.apply(parameters, without_momentum=self.options.momentum_correction)
 
     def _update_dense(self, buckets: Sequence[BucketMemory], used: Sequence[bool] | None) -> None:
         """Update the members of these that have their gradients in `.grad`, which are clipped before if asked for."""
@@ -265,9 +265,9 @@ class CompressedExchange(Exchange):
         ]
         if present:
             with without_modes(self.context.communicators.device.type):
-                if self.updates.max_grad_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(present, self.updates.max_grad_norm)
-                self.updates.apply(present)
+                if self.attached.max_grad_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(present, self.attached.max_grad_norm)
+                self.attached.apply(present)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

@@ -75,6 +75,7 @@ class HostBuffers:
     """Flat buffers in pinned memory, of which the device holds two at a time.
 
     They are fastest opened and closed in order, 0, 1, …, 0, 1, …; any other order is right too, and waits for copies.
+    Each has its place on the host for good; `memory.offload` has a pool, for tensors that come and go.
     """
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:

@@ -7,10 +7,9 @@ that trains.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -19,12 +18,13 @@ from torch.nn import Module
 from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
-from backbeat.errors import AgreedError, CommunicationError, InputError, first_line
+from backbeat.errors import CommunicationError, InputError, first_line
 from backbeat.model import Plan
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.compressed.owed import Residuals
 from backbeat.runtime.ddp.comm_hooks import Hook, HookExchange
 from backbeat.runtime.ddp.settings import WrapperSettings
+from backbeat.runtime.ddp.together import together
 from backbeat.runtime.memory.budget import BudgetCheck
 from backbeat.runtime.reduce.bucket import BucketMemory
 from backbeat.runtime.reduce.context import ReducerContext
@@ -44,32 +44,6 @@ logger = logging.getLogger("backbeat.runtime")
 
 SAMPLED = (8, 200)
 """So many steps at the start are timed for `report()` and the logging data, and then one in so many."""
-
-
-C = ParamSpec("C")
-R = TypeVar("R")
-
-
-def together(change: Callable[Concatenate[Reducer, C], R]) -> Callable[Concatenate[Reducer, C], R]:
-    """For methods in which ranks agree on a change and then make it.
-
-    An `AgreedError` is everybody's, and nothing has changed. A rank that fails in another way may be alone with it: the
-    others may have changed without it, or wait for it. It takes part in nothing more.
-    """
-
-    @functools.wraps(change)
-    def guarded(self: Reducer, /, *args: C.args, **kwargs: C.kwargs) -> R:
-        if self.lost is not None:
-            raise self.lost
-        try:
-            return change(self, *args, **kwargs)
-        except AgreedError:
-            raise
-        except BaseException as error:
-            self.give_up(error)
-            raise
-
-    return guarded
 
 
 class Reducer:
@@ -347,7 +321,7 @@ class Reducer:
 
     def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
         """Let compressed buckets update by this optimizer, which was checked."""
-        self.compressed_exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
+        self.compressed_exchange.attached.add(optimizer, max_grad_norm=max_grad_norm)
         # Updates that follow the last bucket wait to learn whether some rank has called the step off.
         self.runner.status.never_defer(self.settings.strict or max_grad_norm is not None)
         # Where each bucket is updated at once, decoded means need no buffers of their own.

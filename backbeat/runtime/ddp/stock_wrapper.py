@@ -12,7 +12,7 @@ from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.model import Plan
-from backbeat.runtime.compressed.updates import check_uncompressed
+from backbeat.runtime.compressed.attached_optimizers import check_uncompressed
 from backbeat.runtime.ddp.settings import (
     bind,
     refuse_inside,
@@ -153,7 +153,8 @@ def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _spread(state, bucket):  # type: ignore[no-untyped-def]  # torch inspects a hook's annotations and refuses strings
-    """Each bucket on the communicator its number gives it, scaled before the sum."""
+    """Each bucket on the communicator its number gives it, scaled before the sum. Torch's own hooks send on the process
+    group alone, in the bucket's dtype or in fp16 and bf16."""
     communicators, reduce_dtype = state
     buffer, size = bucket.buffer(), communicators.size
     message = buffer.mul_(1.0 / size) if reduce_dtype is None else buffer.mul(1.0 / size).to(reduce_dtype)

@@ -1,5 +1,8 @@
-"""`plan="auto"`: measure under DDP's buckets, plan, switch, measure DDP's buckets again, and keep those if the plan is
+"""`plan="auto"`: measure under DDP's buckets, plan, switch, measure the plan, and go back to DDP's buckets if it is
 slower.
+
+It times the job's own steps and changes buckets alone. `runtime/parallel/search.py` decides before training between
+all kinds of plans, on copies of the model and an example.
 
 Everything happens at the end of a step, in the same step on every rank. Decisions come from figures summed over ranks,
 or from rank 0. Ranks compare a new partition before it runs.
@@ -39,16 +42,11 @@ SETTLE_STEPS = 3
 """Steps after a change of buckets that are not measured."""
 MEASURED_STEPS = 10
 TOLERANCE = 0.01
-"""A plan may measure this much slower than DDP's buckets do before or after it, and no more."""
-DRIFT = 0.5
-"""Exposed time may move by this share of itself before the tuner plans anew."""
-DRIFT_FLOOR = 0.02
-"""Exposed time that moved by less than this share of an iteration is noise."""
+"""A plan may measure this much slower than DDP's buckets did before it, and no more."""
 WORTH_TELLING = 0.03
 """Units are mentioned where they are predicted to save more than this share of an iteration."""
 TELL_STEPS = 0.5
 """No further kind of units is predicted once that took as long as this share of an iteration."""
-WATCH_EVERY = 200
 CALIBRATE_STEPS = 2.0
 """Training stands still for as long as this many iterations while the network is measured: 0.4 % of the first 500."""
 CALIBRATE_S = (0.2, 2.0)
@@ -64,21 +62,13 @@ class TunerState(Enum):
     """What the tuner does until its next decision. The values are what `report()` prints."""
 
     MEASURING = "measuring"
-    """DDP's buckets, or after a drift those that run, are timed, to plan from."""
+    """The buckets that run are timed, to plan from: DDP's, or once parameters became trainable those of then."""
     WAITING = "waiting"
     """The same buckets run on until measuring the network costs little enough."""
     TRYING = "trying"
     """The plan is timed."""
-    COMPARING = "comparing"
-    """The buckets before the plan are timed once more."""
-    WATCHING = "watching"
-    """The plan runs, and is timed now and then."""
     SETTLED = "settled"
     """Nothing more is decided."""
-
-
-_TIMED = frozenset({TunerState.MEASURING, TunerState.TRYING, TunerState.COMPARING})
-"""States all of whose steps are timed; in the others only those before a decision are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +85,7 @@ class MeasuredBuckets:
 
 
 class Tuner:
-    """Takes one wrapper from DDP's buckets to a plan, and watches it."""
+    """Takes one wrapper from DDP's buckets to a plan, and back where that is slower."""
 
     def __init__(self, reducer: Reducer, strategy: str) -> None:
         # The reducer holds the tuner; held back strongly, neither would go when the last user lets go.
@@ -106,14 +96,13 @@ class Tuner:
         self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
         """As given; measured where it was not."""
         self._communicators = reducer.settings.buckets.communicators
-        self._watch_every = WATCH_EVERY
-        self._plans = 0
+        self._has_planned = False
         self.state = TunerState.MEASURING
         self.history: list[str] = []
         self.running = MeasuredBuckets(partition=reducer.partition)
         """What is known of the buckets that run now."""
-        self._base = self._tried = self.running
-        """What ran before the plan, and the plan while that is measured once more."""
+        self._base = self.running
+        """What ran before the plan."""
         # By the number of the step, which ranks have in common, not by calls: a step may break off on some of them.
         self._due = SETTLE_STEPS + MEASURED_STEPS
 
@@ -124,9 +113,6 @@ class Tuner:
     def restart(self, why: str) -> None:
         """Measure again: the graph or the world changed."""
         self._note(MeasuredBuckets(partition=self._reducer.partition))
-        self._measure_again(why)
-
-    def _measure_again(self, why: str) -> None:
         self._say(f"measuring again: {why}")
         self._begin(TunerState.MEASURING)
 
@@ -145,14 +131,10 @@ class Tuner:
         if not self.settled and self._means([float(not reducer.recorder.steps())])[0] > 0:
             self._put_off()
             return
-        if self.state in (TunerState.MEASURING, TunerState.WAITING):
-            self._plan_and_switch()
-        elif self.state is TunerState.TRYING:
+        if self.state is TunerState.TRYING:
             self._after_trial()
-        elif self.state is TunerState.COMPARING:
-            self._compare()
-        elif self.state is TunerState.WATCHING:
-            self._check_drift()
+        elif not self.settled:
+            self._plan_and_switch()
 
     def _put_off(self) -> None:
         """Decide later, by steps that every rank has timed."""
@@ -166,9 +148,10 @@ class Tuner:
         return self._due - int(self._reducer.steps)
 
     def _measuring(self) -> bool:
+        """Whether the next step is timed; of those that only wait, the ones before a decision are."""
         if self.settled:
             return False
-        return self.state in _TIMED or self._steps_left() <= MEASURED_STEPS
+        return self.state is not TunerState.WAITING or self._steps_left() <= MEASURED_STEPS
 
     def _begin(self, state: TunerState, steps: int = SETTLE_STEPS + MEASURED_STEPS) -> None:
         self.state = state
@@ -193,11 +176,11 @@ class Tuner:
             return
         profile = self._profile(found)
         network = self._measure_network(profile, iteration)
-        if self._auto and self._plans == 0:
+        if self._auto and not self._has_planned:
             self._tell_of_units(profile, network, iteration)
         made, error = self._make(profile, network)
         error = reducer.ranks.from_rank_0(error)
-        self._plans += 1
+        self._has_planned = True
         if error:
             if not self._auto:
                 raise AgreedError(f"planning with {self._strategy!r} failed: {error}")
@@ -249,55 +232,20 @@ class Tuner:
 
     @property
     def _base_words(self) -> str:
-        """What ran before: DDP's buckets, or after a drift an earlier plan's."""
+        """What ran before: DDP's buckets, or an earlier plan's."""
         strategy = self._base.partition.strategy
         return "DDP's buckets" if strategy == "ddp" else f"{strategy}'s buckets"
 
     def _after_trial(self) -> None:
-        """Unless the plan measured worse, DDP's buckets are measured once more; a strategy asked for by name stays."""
+        """Go back where the plan measured worse; a strategy asked for by name stays."""
         found = self._measured(self.running.plan)
         iteration, before = found.iteration_s or 0.0, self._base.iteration_s or 0.0
-        if not self._auto:
-            self._settle(f"the plan runs: {iteration * 1e3:.2f} ms an iteration, {before * 1e3:.2f} ms before", found)
-            return
-        self._switch(self._base)
-        if iteration > before * (1 + TOLERANCE):
-            self._settle(
-                f"going back to {self._base_words}: the plan measured {iteration * 1e3:.2f} ms an iteration, "
-                f"they took {before * 1e3:.2f} ms",
-                self._base,
-            )
-            return
-        # The first steps of a job are slower than the rest: what came later would seem to gain.
-        self._tried = found
-        self._begin(TunerState.COMPARING)
-
-    def _compare(self) -> None:
-        """Keep the plan where DDP's buckets were no faster before it, nor are after it."""
-        found = self._measured(self._base.plan)
-        before, after, planned = (one.iteration_s or 0.0 for one in (self._base, found, self._tried))
-        both = f"{before * 1e3:.2f} ms before and {after * 1e3:.2f} ms after"
-        if planned > min(before, after) * (1 + TOLERANCE):
-            words = f"staying with {self._base_words}: they took {both}, the plan {planned * 1e3:.2f} ms an iteration"
-            self._settle(words, found)
-            return
-        self._switch(self._tried)
-        self._say(f"the plan runs: {planned * 1e3:.2f} ms an iteration, {self._base_words} took {both}")
-        self._begin(TunerState.WATCHING, self._watch_every)
-
-    def _check_drift(self) -> None:
-        """Measure again where exposed time has moved."""
-        before = self.running.exposed_s or 0.0
-        found = self._measured(self.running.plan)
-        self._note(found)
-        exposed, iteration = found.exposed_s or 0.0, found.iteration_s or 0.0
-        moved = abs(exposed - before)
-        if moved > DRIFT * max(before, 1e-9) and moved > DRIFT_FLOOR * iteration:
-            # Looking costs measured steps: a job that keeps drifting is looked at less and less often.
-            self._watch_every *= 2
-            self._measure_again(f"exposed time moved from {before * 1e3:.2f} to {exposed * 1e3:.2f} ms")
-            return
-        self._begin(TunerState.WATCHING, self._watch_every)
+        both = f"{iteration * 1e3:.2f} ms an iteration, {self._base_words} took {before * 1e3:.2f} ms"
+        if self._auto and iteration > before * (1 + TOLERANCE):
+            self._switch(self._base)
+            self._settle(f"going back to {self._base_words}: the plan measured {both}", self._base)
+        else:
+            self._settle(f"the plan runs: {both}", found)
 
     def _settle(self, why: str, on: MeasuredBuckets) -> None:
         self._note(on)

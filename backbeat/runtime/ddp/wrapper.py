@@ -17,8 +17,8 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.report.tables.bucket_table import Report
 from backbeat.runtime.compressed import checkpoint
+from backbeat.runtime.compressed.attached_optimizers import check_optimizer, check_uncompressed
 from backbeat.runtime.compressed.compression_options import CompressionOptions
-from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
 from backbeat.runtime.ddp.bucket_report import make_report
 from backbeat.runtime.ddp.comm_hooks import builtin_hook
 from backbeat.runtime.ddp.logging_data import WrapperLogger
@@ -48,7 +48,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     Takes everything that the installed torch's wrapper takes, and:
 
     - `plan`: a `Plan`, the path of one, a strategy's name or "auto". Without it the buckets are stock DDP's. A name or
-      "auto" starts with DDP's buckets, measures, plans and switches; "auto" goes on watching.
+      "auto" starts with DDP's buckets, measures, plans and switches; "auto" goes back where that is slower.
     - `network`: a `Network`, a name or a path to plan with; measured on the job's own ranks where it is not given.
     - `communicators`: how many buckets may travel at once; the plan's own number where it is not given.
     - `reducer`: "backbeat", or "ddp" to run the plan through torch's own reducer.

@@ -23,7 +23,7 @@ from backbeat.runtime.compressed.checkpoint import load_residuals, remove_residu
 from backbeat.runtime.ddp.settings import split_options
 from backbeat.runtime.ddp.wrapper import DistributedDataParallel
 from backbeat.runtime.integrations.watching import lightning_packages
-from backbeat.runtime.parallel.any_plan import load_full_state_dict, no_sync
+from backbeat.runtime.parallel.every_kind import load_full_state_dict, no_sync
 
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

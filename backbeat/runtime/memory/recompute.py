@@ -6,6 +6,9 @@ placeholders. The first placeholder that backward unpacks runs the whole segment
 all, in the order in which forward packed them. Backward goes on over the original graph, so the hooks of parameters
 fire once, in the user's own backward. A placeholder dies when autograd frees its node, and its tensor with it.
 
+Torch's own checkpoint recomputes one call, from an input that it keeps. The blocks of a segment are called one by one,
+by the model, and only the first one's input is kept.
+
 What a block's forward depends on besides its arguments is as it was (`forward_context.py`).
 """
 

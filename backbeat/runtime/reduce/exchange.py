@@ -180,6 +180,7 @@ class Sender:
         for sent in step.in_flight:
             with self._span("wait", sent.bucket_index) if profiled else _nothing:
                 message = receive(sent)
+            # Elsewhere the sum is in its place, and no status message follows it.
             if message is not sent.bucket.travels or sent.bucket.status_length:
                 numbers = sent.bucket.take_sum(message)
         if step.status_in_flight is not None:

@@ -23,8 +23,9 @@ from backbeat.runtime.reduce.backward import Backward, GraphReach
 from backbeat.runtime.reduce.bucket import BucketSet
 from backbeat.runtime.reduce.context import ReducerContext
 from backbeat.runtime.reduce.exchange import Exchange, Sender
-from backbeat.runtime.reduce.failures import LostCollectives, Monitor, RankState
+from backbeat.runtime.reduce.failures import Monitor, RankState
 from backbeat.runtime.reduce.gradient_hooks import GradientHooks, Streams
+from backbeat.runtime.reduce.lost_collectives import LostCollectives
 from backbeat.runtime.reduce.managed_parameters import ManagedParameters, claim, release
 from backbeat.runtime.reduce.partition import Partition
 from backbeat.runtime.reduce.peers import Peers

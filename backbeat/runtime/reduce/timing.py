@@ -40,7 +40,11 @@ class TimedStep:
 
 
 class Recorder:
-    """Times steps on the host's clock, or with events on the device's."""
+    """Times steps on the host's clock, or with events on the device's.
+
+    `comm.clock` hands events out again and again, and waits for the device to read them. Here some steps in hundreds
+    are timed for as long as a job runs: events go once the device has passed them, and only who asks for times waits.
+    """
 
     def __init__(self, device: torch.device, keep: int = 64) -> None:
         self._cuda = device.type == "cuda"

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from backbeat.runtime.compressed import topk, updates
+from backbeat.runtime.compressed import attached_optimizers, topk
+from backbeat.runtime.compressed.attached_optimizers import AttachedOptimizers
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.compressed.stores import Scratch, Store
 from backbeat.runtime.compressed.topk import TopK
-from backbeat.runtime.compressed.updates import Updates
 from backbeat.runtime.reduce.partition import BucketSpec
 
 
@@ -111,11 +111,11 @@ class Owner:
 
 
 def test_ever_other_parameters_of_a_bucket_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "_MOST_SHARES", 8)
+    monkeypatch.setattr(attached_optimizers, "_MOST_SHARES", 8)
     parameters = [Parameter(torch.ones(1)) for _ in range(6)]
     optimizer = torch.optim.SGD(parameters, lr=0.5)
     owner = Owner()
-    known = Updates(owner.check, momentum_correction=False)
+    known = AttachedOptimizers(owner.check, momentum_correction=False)
     known.add(optimizer, max_grad_norm=None)
     known.check([f"p{index}" for index in range(6)], parameters)
     steps = [0] * 6

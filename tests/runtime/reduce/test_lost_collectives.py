@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import ErrorType, WorkResult
 
 from backbeat.errors import CommunicationError
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.reduce.failures import DONE, IN_FLIGHT, LostCollectives, work_result
+from backbeat.runtime.reduce.lost_collectives import DONE, IN_FLIGHT, LostCollectives, work_result
 from backbeat.runtime.reduce.step import InFlight
 
 

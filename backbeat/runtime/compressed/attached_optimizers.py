@@ -32,7 +32,7 @@ _MOST_SHARES = 1024
 """Where other parameters of a bucket are used in every step, what is looked up once is never asked for again."""
 
 
-class Updates:
+class AttachedOptimizers:
     """The optimizers handed over."""
 
     def __init__(self, check_step: Callable[[], None], *, momentum_correction: bool) -> None:
