@@ -18,16 +18,13 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.machine import host_name
 from backbeat.errors import do_not_answer, first_line
 from backbeat.runtime.reduce.peers import Ending, Peers, stop_watching
 from backbeat.runtime.weak_call import WeakCall
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("backbeat.runtime")
 
