@@ -178,9 +178,16 @@ class LayerBuilder:
             # Casts to 8 bits, and turned copies, of what goes in.
             made.moves(4 * rows * batch * inputs, 4 * rows * batch * outputs)
         # Experts have few rows each: adding up their gradients in fp32 takes longer than the arithmetic that hides it.
-        each = self.conventions.accumulate_bytes or (6 if batch > 1 else 0)
+        each = (self.conventions.accumulate_bytes or (6 if batch > 1 else 0)) / self.gradient_shards[batch > 1]
         if each:
             made.weight.append(Traffic("pointwise", each * batch * inputs * outputs, 4))
+
+    @property
+    def gradient_shards(self) -> tuple[int, int]:
+        """Of dense gradients and of experts'. FSDP2 scatters those of each micro-batch, and ranks add up shards."""
+        if self.conventions.by_unit and self.layout.zero >= 2:
+            return self.layout.dense_group[0], self.layout.expert_group[0]
+        return 1, 1
 
     def _attention(self, made: LayerWork, windowed: bool) -> None:
         """What every rank has of its own tokens comes before the others' are gathered."""

@@ -128,8 +128,9 @@ class StageTimer:
         one, ends = self.layout, piece in ("embedding", "head")
         ranks = (one.tp, one.cp, one.ep if piece == "sparse layer" else 1, one.micro_batch, one.sequence_parallel)
         again = "none" if ends else one.recompute
+        shards = self.builder.gradient_shards
         # Gradients of a tied head are added to the embedding's where a stage has both.
-        key = (piece, windowed, ranks, again, self.splits, self.compute_factor, ends and one.pp == 1, alone)
+        key = (piece, windowed, ranks, again, shards, self.splits, self.compute_factor, ends and one.pp == 1, alone)
         if key not in self.known:
             builder = self.builder
             work = getattr(builder, piece)() if ends else builder.layer(sparse=piece != "layer", windowed=windowed)

@@ -508,3 +508,16 @@ def test_a_pass_is_slowed_by_what_its_replicas_send_as_its_kinds_of_work_are() -
     assert found.contention == pytest.approx(8 * (1 - 1 / slowdown) * (sum(scatters) - shown))
     # Gradients are copied, in 16 bits, into what is scattered, in 32.
     assert found.parameters == pytest.approx(8 * (shown + copies_s(wide, layout, 2 + 4)))
+
+
+def test_fsdp2_adds_up_shards_of_gradients() -> None:
+    """Torch moves 12 bytes a parameter to add up those of a micro-batch; each of 8 ranks moves its share."""
+    job = Job(global_batch=64, sequence=S)
+    torchtitan = framework_named("torchtitan")
+    layer_s = {}
+    for zero in (1, 2):
+        timer = StageTimer(MODEL, Layout(dp=8, zero=zero), job, H100, operator_model("h100", "bf16"), torchtitan)
+        layer_s[zero] = timer.layer(sparse=False, alone=True).weight_s
+    held = unit_parameters(MODEL, Layout(), split_layers(MODEL, Layout())[0])[1].dense
+    saved = 12 * (1 - 1 / 8) * held / H100.accelerator.bytes_per_s
+    assert layer_s[1] - layer_s[2] == pytest.approx(saved, rel=0.3)
