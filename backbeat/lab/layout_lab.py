@@ -93,12 +93,12 @@ class LayoutCase:
         times = CollectiveTimes(alpha_s=0.0, beta_s_per_byte=8 / setting.rate_bits)
         network = Network(name=setting.name, workers=setting.ranks, all_reduce=times)
         cluster = LabCluster(network, self.accelerator, links=links)
-        conventions = framework_named(FRAMEWORK, streams=links.streams)
+        framework = framework_named(FRAMEWORK, streams=links.streams)
         return LayoutPredictor(
             model=self.model,
             cluster=cluster,
             job=self.job,
-            conventions=conventions,
+            framework=framework,
             compute_factor=self.dilation,
             spun=True,
         )

@@ -95,9 +95,9 @@ class LayerBuilder:
     """Puts the operators of a layer together, for one model, layout and job."""
 
     def __init__(
-        self, model: Transformer, layout: Layout, job: Job, conventions: Framework, imbalance: float = 1.0
+        self, model: Transformer, layout: Layout, job: Job, framework: Framework, imbalance: float = 1.0
     ) -> None:
-        self.model, self.layout, self.job, self.conventions = model, layout, job, conventions
+        self.model, self.layout, self.job, self.framework = model, layout, job, framework
         self.imbalance = imbalance
         """Tokens of the busiest rank over those of the average."""
         self.tokens, self.own_tokens = layout.tokens(job), layout.own_tokens(job)
@@ -122,7 +122,7 @@ class LayerBuilder:
         return made
 
     def _unfused(self, works: list[Work]) -> list[Work]:
-        factor = self.conventions.unfused
+        factor = self.framework.unfused
         if factor == 1:
             return works
         return [replace(work, bytes=work.bytes * factor) if isinstance(work, Traffic) else work for work in works]
@@ -147,7 +147,7 @@ class LayerBuilder:
         segment = made.at("columns")
         self._linear(segment, self.model.head, precision=self._half)
         logits = self.tokens * self.model.vocab / self.layout.tp
-        forward, backward = self.conventions.loss_bytes
+        forward, backward = self.framework.loss_bytes
         made.at("plain").moves(forward * logits, backward * logits)
         return made
 
@@ -178,14 +178,14 @@ class LayerBuilder:
             # Casts to 8 bits, and turned copies, of what goes in.
             made.moves(4 * rows * batch * inputs, 4 * rows * batch * outputs)
         # Experts have few rows each: adding up their gradients in fp32 takes longer than the arithmetic that hides it.
-        each = (self.conventions.accumulate_bytes or (6 if batch > 1 else 0)) / self.gradient_shards[batch > 1]
+        each = (self.framework.accumulate_bytes or (6 if batch > 1 else 0)) / self.gradient_shards[batch > 1]
         if each:
             made.weight.append(Traffic("pointwise", each * batch * inputs * outputs, 4))
 
     @property
     def gradient_shards(self) -> tuple[int, int]:
         """Of dense gradients and of experts'. FSDP2 scatters those of each micro-batch, and ranks add up shards."""
-        if self.conventions.by_unit and self.layout.zero >= 2:
+        if self.framework.by_unit and self.layout.zero >= 2:
             return self.layout.dense_group[0], self.layout.expert_group[0]
         return 1, 1
 
@@ -211,7 +211,7 @@ class LayerBuilder:
         queries, keys = self.job.sequence / layout.cp, float(self.job.sequence)
         width = (model.width + model.out_width) / 2
         core: list[Work]
-        if self.conventions.flash_attention:
+        if self.framework.flash_attention:
             kind = "causal" if model.causal else "full"
             if windowed and model.window < keys:
                 # Half of the products of queries and so many keys are what a window leaves of a sequence: of a sliding

@@ -35,7 +35,7 @@ class MemoryByKind(msgspec.Struct, frozen=True, kw_only=True):
     buffers: float
     """Of collectives."""
     reserve: float
-    """CUDA, NCCL and fragmentation, stated by the framework's conventions."""
+    """CUDA, NCCL and fragmentation, as the framework leaves them."""
 
     @property
     def total(self) -> float:
@@ -43,11 +43,11 @@ class MemoryByKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layout_memory(
-    model: Transformer, layout: Layout, job: Job, conventions: Framework, imbalance: float = 1.0
+    model: Transformer, layout: Layout, job: Job, framework: Framework, imbalance: float = 1.0
 ) -> MemoryByKind:
     """What a GPU of the fullest stage holds."""
-    layers, pp = LayerMemory(model, layout, job, conventions, imbalance), layout.pp
-    chunks = split_layers(model, layout, by_cost=conventions.stages_by_cost)
+    layers, pp = LayerMemory(model, layout, job, framework, imbalance), layout.pp
+    chunks = split_layers(model, layout, by_cost=framework.stages_by_cost)
     count = layout.micro_batches(job)
     waiting = [in_flight(layout.schedule, stage, pp, count, layout.chunks) for stage in range(pp)]
     # Of stages alike the one that waits longest.
@@ -59,7 +59,7 @@ def layout_memory(
 
 
 def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> MemoryByKind:
-    model, layout, job, conventions = layers.model, layers.layout, layers.job, layers.conventions
+    model, layout, job, framework = layers.model, layers.layout, layers.job, layers.framework
     held = rank_parameters(model, layout, *own)
     shared = held.dense / layout.dense_group[0] + held.expert / layout.expert_group[0]
     whole = sum(held)
@@ -78,20 +78,20 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
     logits = 0.0
     if any(chunk.last for chunk in own):
         # Those of one micro-batch, their softmax in fp32, and one gradient.
-        logits = (2 + sum(conventions.loss_bytes) // 6) * tokens * model.vocab / layout.tp
+        logits = (2 + sum(framework.loss_bytes) // 6) * tokens * model.vocab / layout.tp
         activations += 4 * layout.own_tokens(job) * model.hidden
     buffers = 2 * 2 * tokens * model.hidden if layout.tp > 1 else 0.0
     if zero >= 2:
-        each = conventions.gradient_bytes + (_WEIGHT_BYTES if zero == 3 else 0)
+        each = framework.gradient_bytes + (_WEIGHT_BYTES if zero == 3 else 0)
         buffers += each * max((_gathered(model, layout, chunk) for chunk in own), default=0.0)
     return MemoryByKind(
         weights=_WEIGHT_BYTES * (shared if zero == 3 else whole),
-        gradients=conventions.gradient_bytes * (shared if zero >= 2 else whole),
+        gradients=framework.gradient_bytes * (shared if zero >= 2 else whole),
         optimizer=_OPTIMIZER_BYTES * (shared if zero else whole),
         activations=activations,
         logits=logits,
         buffers=buffers,
-        reserve=float(conventions.reserve_bytes),
+        reserve=float(framework.reserve_bytes),
     )
 
 
@@ -121,7 +121,7 @@ class LayerMemory:
     model: Transformer
     layout: Layout
     job: Job
-    conventions: Framework
+    framework: Framework
     imbalance: float = 1.0
 
     def kept(self, *, sparse: bool) -> float:
@@ -149,7 +149,7 @@ class LayerMemory:
     @property
     def _scores(self) -> float:
         """Attention's scores, their softmax and its dropout; flash kernels keep none."""
-        if self.conventions.flash_attention:
+        if self.framework.flash_attention:
             return 0.0
         layout, sequence = self.layout, self.job.sequence
         pairs = layout.micro_batch * self.model.heads / layout.tp * sequence * sequence / layout.cp

@@ -88,7 +88,7 @@ def _candidates(predictor: LayoutPredictor, gpus: int, zero: Sequence[int]) -> I
             if impossible(model, one, job) is not None:
                 continue
             yield one
-            if pp > 1 and one.micro_batches(job) % pp == 0 and predictor.conventions.interleaves:
+            if pp > 1 and one.micro_batches(job) % pp == 0 and predictor.framework.interleaves:
                 for chunks in range(2, _MOST_CHUNKS + 1):
                     if model.layers % (pp * chunks) == 0:
                         yield msgspec.structs.replace(one, schedule="interleaved", chunks=chunks)

@@ -52,6 +52,6 @@ def measured_block(block: Profile | str | os.PathLike[str], predictor: LayoutPre
         )
     job = Job(global_batch=profile.batch_size, sequence=profile.sequence_length, precision=predictor.job.precision)
     alone = Layout(micro_batch=profile.batch_size)
-    timer = StageTimer(model, alone, job, predictor.cluster, predictor.operators, predictor.conventions)
+    timer = StageTimer(model, alone, job, predictor.cluster, predictor.operators, predictor.framework)
     predicted = layers * timer.layer(sparse=False, windowed=len(model.windowed) == model.layers).total_s
     return MeasuredBlock((profile.forward_s + profile.backward_s) / predicted, layers, profile.iteration_s)

@@ -129,7 +129,7 @@ def predictor_of(
         model=transformer(model),
         cluster=there,
         job=job,
-        conventions=framework_named(framework, layouts=True, overlap=overlap, dispatcher=dispatcher),
+        framework=framework_named(framework, layouts=True, overlap=overlap, dispatcher=dispatcher),
         imbalance=imbalance,
         compute_factor=compute_factor,
         stragglers=stragglers or {},
@@ -147,7 +147,7 @@ class LayoutPredictor:
     model: Transformer
     cluster: Cluster
     job: Job
-    conventions: Framework
+    framework: Framework
     imbalance: float = 1.0
     compute_factor: float = 1.0
     """Given by the caller; a measured block has a factor of its own on top."""
@@ -177,12 +177,12 @@ class LayoutPredictor:
     def memory(self, layout: Layout) -> MemoryByKind:
         """What one GPU holds. Quick to compute, so layouts that do not fit need not be timed."""
         if layout not in self.memories:
-            self.memories[layout] = layout_memory(self.model, layout, self.job, self.conventions, self.imbalance)
+            self.memories[layout] = layout_memory(self.model, layout, self.job, self.framework, self.imbalance)
         return self.memories[layout]
 
     def timer(self, layout: Layout, slowdown: float = 1.0) -> StageTimer:
         """Of stages that compute `slowdown` times as long as healthy ones."""
-        parts = (self.model, layout, self.job, self.cluster, self.operators, self.conventions)
+        parts = (self.model, layout, self.job, self.cluster, self.operators, self.framework)
         return StageTimer(
             *parts, imbalance=self.imbalance, compute_factor=self._factor * slowdown, spun=self.spun, known=self.pieces
         )
@@ -211,11 +211,11 @@ class LayoutPredictor:
     def _step_times(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool) -> _StepTimes:
         """One pipeline, whose stages compute `slowdowns` times as long as healthy ones."""
         pp, count = layout.pp, layout.micro_batches(self.job)
-        kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
-        replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
+        kinds = split_layers(self.model, layout, by_cost=self.framework.stages_by_cost)
+        replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.framework)
         timers = {slowdown: self.timer(layout, slowdown) for slowdown in set(slowdowns)}
         # What the framework adds to a micro-batch, half of it in each direction.
-        pass_s = self.conventions.pass_s / layout.chunks
+        pass_s = self.framework.pass_s / layout.chunks
         added = StageTimes(pass_s / 2, pass_s / 2, 0.0, PartSeconds(host=pass_s))
         runs: dict[tuple[float, StageLayers], UnitPasses] = {}
         for index, kind in enumerate(kinds):
@@ -227,7 +227,7 @@ class LayoutPredictor:
         sent_bytes = 2 * layout.tokens(self.job) * self.model.hidden
         send = self._send_s(layout, sent_bytes)
         if family == "events":
-            streams, late = self.conventions.streams, self.cluster.late_s(sent_bytes / layout.tp)
+            streams, late = self.framework.streams, self.cluster.late_s(sent_bytes / layout.tp)
             passes = run_pipeline(layout.schedule, pp, count, times, send, streams, late, listed=listed)
         else:
             passes = closed_form(layout.schedule, pp, count, times, send)

@@ -149,11 +149,11 @@ class ReplicaTimer:
     layout: Layout
     cluster: Cluster
     operators: OperatorModel
-    conventions: Framework
+    framework: Framework
 
     @property
     def reduction(self) -> Framework:
-        return self.conventions.staged(self.layout.zero)
+        return self.framework.staged(self.layout.zero)
 
     def unit_passes(self, pieces: Sequence[tuple[StageTimes, int]], stage: StageLayers) -> UnitPasses:
         """A chunk's passes, from what it runs, where each micro-batch gathers parameters or scatters gradients."""
@@ -211,7 +211,7 @@ class ReplicaTimer:
             else:
                 reduce = max(found, key=lambda each: each.seconds, default=reduce)
         if zero == 1:
-            copies_s = self._slices_s(chunks, held.dense) if self.conventions.copies_slices else 0.0
+            copies_s = self._slices_s(chunks, held.dense) if self.framework.copies_slices else 0.0
             gathers = self._gathers(chunks, held.expert)
             gather = ends.gathered(gathers, ahead=reduction.hides_gathers, copies_s=copies_s)
         return ReplicaTimes(reduce._replace(seconds=reduce.seconds + self._tied(chunks)), self.update_s(held), gather)
@@ -289,6 +289,6 @@ class ReplicaTimer:
         dense, expert = held
         if self.layout.zero:
             dense, expert = dense / self.layout.dense_group[0], expert / self.layout.expert_group[0]
-        kept = Traffic("pointwise", self.conventions.kept_bytes * sum(held), 4)
+        kept = Traffic("pointwise", self.framework.kept_bytes * sum(held), 4)
         updated = Traffic("update/fused/adam", _UPDATE_BYTES * (dense + expert))
         return self.operators.seconds(updated) + (self.operators.seconds(kept) if kept.bytes else 0.0)

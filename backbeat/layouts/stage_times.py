@@ -86,7 +86,7 @@ class StageTimer:
     job: Job
     cluster: Cluster
     operators: OperatorModel
-    conventions: Framework
+    framework: Framework
     imbalance: float = 1.0
     compute_factor: float = 1.0
     spun: bool = False
@@ -97,7 +97,7 @@ class StageTimer:
 
     @cached_property
     def builder(self) -> LayerBuilder:
-        return LayerBuilder(self.model, self.layout, self.job, self.conventions, self.imbalance)
+        return LayerBuilder(self.model, self.layout, self.job, self.framework, self.imbalance)
 
     @property
     def splits(self) -> bool:
@@ -110,7 +110,7 @@ class StageTimer:
 
     def pieces(self) -> list[list[tuple[StageTimes, int]]]:
         """What each chunk runs, in the order of forward, and how many of each: embedding, layers by kind, head."""
-        chunks = split_layers(self.model, self.layout, by_cost=self.conventions.stages_by_cost)
+        chunks = split_layers(self.model, self.layout, by_cost=self.framework.stages_by_cost)
         return [self.pieces_of(chunk) for chunk in chunks]
 
     def pieces_of(self, chunk: StageLayers) -> list[tuple[StageTimes, int]]:
@@ -141,7 +141,7 @@ class StageTimer:
         """Its family, and what it takes in this framework."""
         family, seconds = sustained_s(work, self.operators)
         if family == "attention":
-            seconds /= self.conventions.attention_share
+            seconds /= self.framework.attention_share
         return family, seconds * self.compute_factor
 
     @property
@@ -161,7 +161,7 @@ class StageTimer:
     def dispatched_bytes(self) -> float:
         """Tokens to their experts, or back."""
         ep, copies = self.layout.ep, float(self.model.experts_per_token)
-        if self.conventions.dispatcher == "deepep":
+        if self.framework.dispatcher == "deepep":
             copies = ep * (1 - (1 - 1 / ep) ** copies)
         rows = self.builder.tokens / self.layout.tp * copies * self.imbalance
         return 2 * rows * self.model.hidden
@@ -178,7 +178,7 @@ class _PieceRun:
 
     def __init__(self, timer: StageTimer, work: LayerWork, again: Recompute, *, ends: bool, alone: bool) -> None:
         self.timer, self.work, self.again = timer, work, again
-        layout, overlap = timer.layout, timer.conventions.hides_tensor
+        layout, overlap = timer.layout, timer.framework.hides_tensor
         self.tp, self.cp, self.ep = (1, 1, 1) if alone else (layout.tp, layout.cp, layout.ep)
         self.by_sequence = layout.shards_sequence and self.tp > 1
         self.overlaps = overlap != "none"
@@ -276,7 +276,7 @@ class _PieceRun:
             self._gather(under_way, compute)
         elif segment.place == "columns" and self.tp > 1:
             gathered = None
-            if self.by_sequence and self.timer.conventions.gathers_again:
+            if self.by_sequence and self.timer.framework.gathers_again:
                 gathered = self._tensor(under_way, "all_gather")
                 if not self.overlaps:
                     under_way.wait(gathered)
@@ -336,7 +336,7 @@ class _PieceRun:
         timer, cp, tp = self.timer, self.cp, self.tp
         if cp == 1:
             compute()
-        elif timer.conventions.context_exchange == "all-to-all":
+        elif timer.framework.context_exchange == "all-to-all":
             seconds = timer.cluster.exchange_s(timer.swapped_bytes, cp, tp)
             under_way.wait(under_way.send("context", seconds, host_s=self._launch_s(1)))
             compute()

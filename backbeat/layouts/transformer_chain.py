@@ -63,7 +63,7 @@ def chain_of_layers(timer: StageTimer, layers: StageLayers) -> ModelChain:
         gradients += [ChainGradient(name, size, at, number) for name, size in rows]
         if piece.expert_elements:
             gradients.append(ChainGradient(f"{piece.name}.experts", piece.expert_elements, at, number, expert=True))
-    replicas = ReplicaTimer(timer.model, timer.layout, timer.cluster, timer.operators, timer.conventions)
+    replicas = ReplicaTimer(timer.model, timer.layout, timer.cluster, timer.operators, timer.framework)
     return ModelChain(
         name=timer.model.name,
         pieces=tuple(pieces),
@@ -91,7 +91,7 @@ def _kept(timer: StageTimer, *, sparse: bool) -> dict[KeptUnder, float]:
     found: dict[KeptUnder, float] = {}
     for policy in _POLICIES:
         layout = structs.replace(timer.layout, recompute=policy)
-        memory = LayerMemory(timer.model, layout, timer.job, timer.conventions, timer.imbalance)
+        memory = LayerMemory(timer.model, layout, timer.job, timer.framework, timer.imbalance)
         found[policy] = memory.kept(sparse=sparse)
     return found
 

@@ -177,8 +177,8 @@ def test_ranks_hold_the_models_parameters(name: str | Transformer, fields: dict[
     assert layout.tp * dense == pytest.approx(own + copies - left, rel=1e-12)
 
 
-def step(model: Transformer, conventions: Framework | str, **fields: Any) -> layouts.LayoutPrediction:
-    return layouts.predict(model, H100, framework=conventions, global_batch=16, sequence=S, band=False, **fields)
+def step(model: Transformer, framework: Framework | str, **fields: Any) -> layouts.LayoutPrediction:
+    return layouts.predict(model, H100, framework=framework, global_batch=16, sequence=S, band=False, **fields)
 
 
 def group(kind: Any, tokens: float = S) -> float:
@@ -256,9 +256,9 @@ def test_keys_and_values_go_round_while_attention_works(tp: int, key_heads: int)
 def test_slices_hide_behind_the_product_that_they_are_of() -> None:
     """On a slow network: each of forward's behind its own; in backward what rows gather behind the input's gradient,
     and what columns gather again and scatter behind both gradients."""
-    conventions = framework_named(APART, overlap="dp+tp")
+    framework = framework_named(APART, overlap="dp+tp")
     job = Job(global_batch=16, sequence=S)
-    timer = StageTimer(MODEL, Layout(tp=2), job, SLOW, operator_model("h100", "bf16"), conventions)
+    timer = StageTimer(MODEL, Layout(tp=2), job, SLOW, operator_model("h100", "bf16"), framework)
     gather, scatter = (SLOW.waited_s(kind, 2 * S * H, 2) for kind in ("all_gather", "reduce_scatter"))
     found = timer.layer(sparse=False).parts
     products = sum(

@@ -24,10 +24,10 @@ EXPERTS = Transformer(
 )  # fmt: skip
 
 
-def kept(model: Transformer, conventions: Framework, *, sparse: bool = False, **fields: Any) -> float:
+def kept(model: Transformer, framework: Framework, *, sparse: bool = False, **fields: Any) -> float:
     """Bytes that a layer keeps of each token of a micro-batch."""
     layout = Layout(micro_batch=B, **fields)
-    return LayerMemory(model, layout, JOB, conventions).kept(sparse=sparse) / (S * B)
+    return LayerMemory(model, layout, JOB, framework).kept(sparse=sparse) / (S * B)
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])
@@ -35,8 +35,8 @@ def test_a_gpt_layer_keeps_what_korthikanti_et_al_count(t: int) -> None:
     scores = 5 * A * S / H
     assert kept(GPT, SCORES, tp=t, sequence_parallel=False) == H * (10 + (24 + scores) / t)
     assert kept(GPT, SCORES, tp=t) == H * (34 + scores) / t
-    for conventions, recompute in ((SCORES, "selective"), (FLASH, "none"), (FLASH, "selective")):
-        assert kept(GPT, conventions, tp=t, recompute=recompute) == H * 34 / t
+    for framework, recompute in ((SCORES, "selective"), (FLASH, "none"), (FLASH, "selective")):
+        assert kept(GPT, framework, tp=t, recompute=recompute) == H * 34 / t
     assert kept(GPT, SCORES, tp=t, recompute="full") == 2 * H / t
     assert kept(GPT, SCORES, tp=t, recompute="full", sequence_parallel=False) == 2 * H
     # Each of two ranks has half of every sequence, and scores of that half with all of it.
@@ -65,8 +65,8 @@ def test_latent_attention_keeps_what_it_squeezes() -> None:
     assert kept(latent, FLASH) - kept(plain, FLASH) == 2 * (2 * 96 + 2 * 32)
 
 
-def held(model: Transformer, layout: Layout, conventions: Framework = FLASH) -> MemoryByKind:
-    return layout_memory(model, layout, JOB, conventions)
+def held(model: Transformer, layout: Layout, framework: Framework = FLASH) -> MemoryByKind:
+    return layout_memory(model, layout, JOB, framework)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
