@@ -55,6 +55,10 @@ def judge(asked: argparse.Namespace) -> None:
     began = time.monotonic()
     chosen = [cases.table(name) for name in asked.tables or cases.names()]
     old = recorded(asked.against or str(RECORD))
+    lacking = [f"{file} ({one.name})" for one in chosen if asked.truth for file in one.missing(asked.truth)]
+    if lacking:
+        # A record written without them would forget these tables.
+        raise CaseError(f"--truth {asked.truth} has no {', '.join(lacking)}: name the folder that has them")
     run = Run(
         tables=tuple(one for one in chosen if not one.missing(asked.truth)),
         truth=asked.truth,

@@ -119,6 +119,18 @@ def test_no_table_is_an_error_in_a_line(capsys: pytest.CaptureFixture[str], monk
         judge.main()
 
 
+@pytest.mark.parametrize("tables", [[], ["megatron_papers"]])
+def test_a_folder_without_the_tables_writes_no_record(
+    tables: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would vanish from the record."""
+    before = judge.RECORD.read_bytes()
+    monkeypatch.setattr("sys.argv", ["judge.py", *tables, "--truth", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"--truth .* has no .*megatron_papers\.csv"):
+        judge.main()
+    assert judge.RECORD.read_bytes() == before
+
+
 def test_one_table_of_our_own_is_reported_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other half is read, noted and written; development rows and the record are not."""
     told = {"title": "t", "source": "s", "licence": "own", "rows": "rows.csv", "routes": ["shape"], "same": LAYOUT}
