@@ -38,7 +38,7 @@ from backbeat.planners.memory_plan import MemorySearch
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
-from backbeat.steps.memory_timeline import Chain
+from backbeat.steps.memory_timeline import BlockChain
 from backbeat.zoo import models
 
 BATCH = {"resnet152": 256, "bert_large": 64}
@@ -254,7 +254,7 @@ def planned_rows(table: Table, profile: Profile, kind: str, device: str, iterati
                 segments=len(made.memory.segments),
             )
     if kind == "dense":
-        chain = Chain(profile, ResidentMemory.of(profile, None, "device", 1))
+        chain = BlockChain(profile, ResidentMemory.of(profile, None, "device", 1))
         for policy, ranges in uniform(chain).items():
             if policy == "keep":
                 continue

@@ -27,7 +27,7 @@ from backbeat.report.words.answer import above_linear, caveats, memory_line
 from backbeat.report.words.commands import sharding_lines, wrapping_lines
 from backbeat.report.words.decision import decide_on_plan
 from backbeat.report.words.numbers import capitalised, describe, over_bound, scaling_range
-from backbeat.steps.memory_timeline import Chain, memory_timeline
+from backbeat.steps.memory_timeline import BlockChain, memory_timeline
 from backbeat.steps.sharded_memory import sharded_memory
 from backbeat.units import counted, first_few, format_bytes, format_seconds, parse_duration
 
@@ -212,7 +212,7 @@ def _memory(
         shown = ["", tables.segments_table(one, memory, console().width), ""]
     if budget is not None:
         policies = {"this plan": result}
-        chain = Chain(one, ResidentMemory.of(one, made, residuals, cluster.workers))
+        chain = BlockChain(one, ResidentMemory.of(one, made, residuals, cluster.workers))
         for name, ranges in uniform(chain).items():
             alike = replace(made, memory=MemoryPlan(segments=segments_of(one, ranges), residuals=residuals))
             policies[f"{name}, every block"] = predict(one, cluster, alike, accumulation=accumulation)

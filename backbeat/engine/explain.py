@@ -13,54 +13,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from backbeat.engine.graph import NO_OP, Graph, GraphTimes, Lane
 
 Causes = dict[tuple[str, str], float]
 """Seconds by (cause, part)."""
-
-
-class OpSpan(NamedTuple):
-    """One op on one of its lanes."""
-
-    lane: Lane
-    op: int
-    start_s: float
-    end_s: float
-
-
-def op_spans(graph: Graph, times: GraphTimes) -> list[OpSpan]:
-    """All that take time, lane by lane in the order in which lanes were first used."""
-    by_lane: dict[Lane, list[OpSpan]] = {}
-    for number, lanes in enumerate(graph.lanes):
-        start, end = times.starts[number], times.ends[number]
-        for lane in lanes if end > start else ():
-            by_lane.setdefault(lane, []).append(OpSpan(lane, number, start, end))
-    return [span for spans in by_lane.values() for span in spans]
-
-
-def critical_path(graph: Graph, times: GraphTimes, last: int = NO_OP) -> list[int]:
-    """The ops, first to last, of which each started when the one before it ended; to the op that ends last, or to
-    another.
-
-    >>> from backbeat.engine.graph import Graph
-    >>> from backbeat.engine.run import run
-    >>> graph = Graph()
-    >>> short, long = graph.add(("a",), 1.0), graph.add(("b",), 3.0)
-    >>> last = graph.add(("a",), 1.0, after=(long,))
-    >>> critical_path(graph, run(graph))
-    [1, 2]
-    """
-    if last == NO_OP and len(graph):
-        last = max(range(len(graph)), key=lambda number: (times.ends[number], number))
-    found = [number for number, _, _ in _back(graph, times, last, 0.0, float("inf"))]
-    return found[::-1]
-
-
-def limits(graph: Graph, times: GraphTimes) -> Causes:
-    """What the whole step is put down to: its critical path. All of it adds up to the step."""
-    return _put_down(graph, times, critical_path(graph, times)[-1:], 0.0, times.end_s)
 
 
 def exposed(graph: Graph, times: GraphTimes, lane: Lane) -> Causes:
@@ -78,7 +35,7 @@ def exposed(graph: Graph, times: GraphTimes, lane: Lane) -> Causes:
     {('all-reduce', 'transfer'): 1.0}
     """
     found: defaultdict[tuple[str, str], float] = defaultdict(float)
-    reached, last = 0.0, critical_path(graph, times)[-1:]
+    reached = 0.0
     for number, lanes in enumerate(graph.lanes):
         if lane not in lanes:
             continue
@@ -89,6 +46,7 @@ def exposed(graph: Graph, times: GraphTimes, lane: Lane) -> Causes:
         if number not in graph.sent and slower > 0:
             found[graph.causes[number], "contention"] += slower
     if times.end_s > reached:
+        last = [max(range(len(graph)), key=lambda number: (times.ends[number], number))]
         _add(found, _put_down(graph, times, last, reached, times.end_s))
     return dict(found)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import NamedTuple
 
-from backbeat.engine.graph import NO_OP, Graph, GraphTimes
+from backbeat.engine.graph import Graph, GraphTimes
 
 
 class HeldBytes(NamedTuple):
@@ -19,8 +19,6 @@ class HeldBytes(NamedTuple):
 
     start_s: float
     by_kind: Mapping[str, float]
-    op: int
-    """The one that starts then and holds more; none where something only goes."""
     total: float
     """Of all kinds."""
 
@@ -41,35 +39,19 @@ def held_over_time(graph: Graph, times: GraphTimes, resident: Mapping[str, float
     held: defaultdict[str, float] = defaultdict(float, resident or {})
     levels: list[HeldBytes] = []
     changes, total = _changes(graph, times), sum(held.values())
-    for (moment, _, op, kind, change), following in zip_longest(changes, changes[1:]):
+    for (moment, _, kind, change), following in zip_longest(changes, changes[1:]):
         held[kind] += change
         total += change
         # What goes as soon as it comes is there in between.
         if following is None or following.at_s != moment or following.order == _GOES_AT_ONCE:
-            levels.append(HeldBytes(moment, dict(held), op, total))
-    return levels or [HeldBytes(0.0, dict(held), NO_OP, total)]
+            levels.append(HeldBytes(moment, dict(held), total))
+    return levels or [HeldBytes(0.0, dict(held), total)]
 
 
 def issue_times(count: int) -> GraphTimes:
     """Ops one after the other in the order of issue, as a host's allocator counts what they hold."""
     starts = [float(number) for number in range(count)]
     return GraphTimes(starts, starts, [start + 1 for start in starts])
-
-
-def peak_held(graph: Graph, times: GraphTimes, resident: Mapping[str, float] | None = None) -> HeldBytes:
-    """The highest level; of equal ones the first."""
-    held: defaultdict[str, float] = defaultdict(float, resident or {})
-    total = highest = sum(held.values())
-    changes = _changes(graph, times)
-    until = 0
-    for index, change in enumerate(changes, start=1):
-        total += change.bytes
-        if total > highest:
-            highest, until = total, index
-    for change in changes[:until]:
-        held[change.kind] += change.bytes
-    last = changes[until - 1] if until else _Change(0.0, _COMES, NO_OP, "", 0.0)
-    return HeldBytes(last.at_s, dict(held), last.op, highest)
 
 
 _GOES, _COMES, _GOES_AT_ONCE = range(3)
@@ -79,7 +61,6 @@ _GOES, _COMES, _GOES_AT_ONCE = range(3)
 class _Change(NamedTuple):
     at_s: float
     order: int
-    op: int
     kind: str
     bytes: float
 
@@ -88,9 +69,9 @@ def _changes(graph: Graph, times: GraphTimes) -> list[_Change]:
     found: list[_Change] = []
     for kind, size, first, users in graph.buffers:
         comes = times.starts[first]
-        found.append(_Change(comes, _COMES, first, kind, size))
+        found.append(_Change(comes, _COMES, kind, size))
         if users:
             goes = max([times.ends[user] for user in users])
-            found.append(_Change(goes, _GOES if goes > comes else _GOES_AT_ONCE, NO_OP, kind, -size))
+            found.append(_Change(goes, _GOES if goes > comes else _GOES_AT_ONCE, kind, -size))
     found.sort()
     return found

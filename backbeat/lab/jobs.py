@@ -11,8 +11,8 @@ from backbeat.layouts.layout import Layout
 from backbeat.layouts.stage_layers import StageLayers
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Plan, Profile
+from backbeat.steps.model_chain import Chain, ChainPiece
 from backbeat.steps.schedule import Schedule
-from backbeat.steps.sharded_units import ModelPiece, ModelPieces
 
 FEWEST_ITERATIONS = 6
 MOST_ITERATIONS = 60
@@ -37,7 +37,7 @@ class ShardedJob:
     """One training step of FSDP2, on real parameters."""
 
     plan: Plan
-    pieces: tuple[ModelPiece, ...]
+    pieces: tuple[ChainPiece, ...]
     loose: tuple[int, ...]
     """Elements of the root's own parameters."""
     update_s: float
@@ -128,7 +128,7 @@ class RankResult:
 def lab_job(profile: Profile, plan: Plan, *, stock: bool = False) -> LabJob:
     """The plan's buckets as messages; `dynamic` fusion is replayed as the buckets that its simulation formed."""
     if plan.sharding is not None:
-        whole = ModelPieces.of(profile)
+        whole = Chain.of_profile(profile)
         update_s = profile.update_s / plan.sharding.mesh.shard
         return ShardedJob(plan=plan, pieces=whole.pieces, loose=whole.loose, update_s=update_s)
     schedule, _ = Schedule.of_plan(profile, plan)

@@ -29,7 +29,7 @@ from backbeat.lab.jobs import LayoutJob, ShardedJob, TransferJob
 from backbeat.layouts.stage_layers import StageLayers
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.runtime import fully_shard
-from backbeat.steps.sharded_units import ModelPiece
+from backbeat.steps.model_chain import ChainPiece
 
 Compute = Callable[[float], None]
 """Takes this many seconds on the device."""
@@ -73,7 +73,7 @@ class SpunModel(nn.Module):
 
 
 class SpunModule(nn.Module):
-    def __init__(self, piece: ModelPiece, pace: SpunPace, device: torch.device) -> None:
+    def __init__(self, piece: ChainPiece, pace: SpunPace, device: torch.device) -> None:
         super().__init__()
         self._pace, self._forward_s, self._backward_s = pace, piece.forward_s, piece.backward_s
         for number, count in enumerate(piece.elements):

@@ -25,7 +25,8 @@ from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Mesh, Sharding
 from backbeat.model.sharding import ShardUnit
 from backbeat.steps.host import COMPUTE
-from backbeat.steps.sharded_units import ModelPiece, ModelPieces, ShardedChain, ShardedCost
+from backbeat.steps.model_chain import Chain, ChainPiece
+from backbeat.steps.sharded_units import ShardedChain, ShardedCost
 from backbeat.steps.unit_graph import Call, UnitStep, UnitSteps, calls
 
 _FREE = Curve.affine(0.0, 0.0)
@@ -99,7 +100,7 @@ class UnitRunner:
 
     def _chain(self) -> ShardedChain:
         named = [
-            ModelPiece(f"unit.{number}", one.forward_s, one.backward_s, _whole(traffic))
+            ChainPiece(f"unit.{number}", one.forward_s, one.backward_s, _whole(traffic))
             for number, (one, traffic) in enumerate(zip(self.pieces, self.traffic, strict=True))
         ]
         last = len(named) - 1 if self.has_head else None
@@ -117,7 +118,7 @@ class UnitRunner:
             units=units,
             reshard_after_backward=self.zero == 3,
         )
-        return ShardedChain.of(ModelPieces(tuple(named)), sharding)
+        return ShardedChain.of(Chain(tuple(named)), sharding)
 
     @property
     def _cost(self) -> TrafficCost:

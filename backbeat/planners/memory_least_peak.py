@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
 from backbeat.planners.memory_moves import one_by_one, recompute_needs
-from backbeat.steps.memory_timeline import Chain
+from backbeat.steps.memory_timeline import BlockChain
 
 _DROPPED = RECOMPUTE
 """What a recomputed block does with its output: it is gone unless the next block keeps it."""
@@ -67,19 +67,19 @@ class _State(NamedTuple):
 
 
 class LeastPeak:
-    """The programme over one chain. A room is what a peak may have beyond what is always there (`Chain.base`).
+    """The programme over one chain. A room is what a peak may have beyond what is always there (`BlockChain.base`).
 
     >>> from backbeat.model import Profile
     >>> from backbeat.model.resident import ResidentMemory
     >>> profile = Profile.load("gpt2-b8-bf16-h200")
-    >>> chain = Chain(profile, ResidentMemory.of(profile))
+    >>> chain = BlockChain(profile, ResidentMemory.of(profile))
     >>> programme = LeastPeak(chain)
     >>> room = chain.run(programme.ranges()).peak_bytes - chain.base
     >>> programme.within(room)[0] is None, programme.within(room - 1)
     (False, (None, 4940299264))
     """
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: BlockChain) -> None:
         self.chain = chain
         self._steps = {
             (first, output): self._steps_from(first, output)

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, BlockRanges
-from backbeat.steps.memory_timeline import Chain
+from backbeat.steps.memory_timeline import BlockChain
 from backbeat.steps.schedule import running_sums
 
 _FRONT = 128
 """Pairs kept for each block by `Segmenter`; a longer front is thinned."""
 
 
-def uniform(chain: Chain) -> dict[str, BlockRanges]:
+def uniform(chain: BlockChain) -> dict[str, BlockRanges]:
     """Every block treated alike, where its position in the chain allows it."""
     policies = {"keep": one_by_one(chain, KEEP), "recompute": _each_recomputed(chain, RECOMPUTE)}
     if chain.has_host:
@@ -31,7 +31,7 @@ def uniform(chain: Chain) -> dict[str, BlockRanges]:
     return policies
 
 
-def count(chain: Chain) -> int:
+def count(chain: BlockChain) -> int:
     """How many plans there are for the chain."""
     from_block = [1] * (chain.count + 1)
     for first in reversed(range(chain.count)):
@@ -39,7 +39,7 @@ def count(chain: Chain) -> int:
     return from_block[0]
 
 
-def every(chain: Chain, first: int = 0) -> Iterator[BlockRanges]:
+def every(chain: BlockChain, first: int = 0) -> Iterator[BlockRanges]:
     """All plans from block `first` on; only for chains that have few."""
     if first == chain.count:
         yield ()
@@ -49,7 +49,7 @@ def every(chain: Chain, first: int = 0) -> Iterator[BlockRanges]:
             yield (one, *rest)
 
 
-def _ranges_from(chain: Chain, first: int) -> Iterator[BlockRange]:
+def _ranges_from(chain: BlockChain, first: int) -> Iterator[BlockRange]:
     """Every range that may begin with this block."""
     yield from ((first, first + 1, action) for action in chain.alone)
     last = first + 1
@@ -60,11 +60,11 @@ def _ranges_from(chain: Chain, first: int) -> Iterator[BlockRange]:
         last += 1
 
 
-def one_by_one(chain: Chain, action: int) -> BlockRanges:
+def one_by_one(chain: BlockChain, action: int) -> BlockRanges:
     return tuple((k, k + 1, action) for k in range(chain.count))
 
 
-def _each_recomputed(chain: Chain, action: int) -> BlockRanges:
+def _each_recomputed(chain: BlockChain, action: int) -> BlockRanges:
     """Every block a segment of its own. A block that cannot begin a segment joins the one before it, or is kept."""
     ranges: list[BlockRange] = []
     for k in range(chain.count):
@@ -77,14 +77,14 @@ def _each_recomputed(chain: Chain, action: int) -> BlockRanges:
     return tuple(ranges)
 
 
-def changes(chain: Chain, ranges: BlockRanges) -> Iterator[BlockRanges]:
+def changes(chain: BlockChain, ranges: BlockRanges) -> Iterator[BlockRanges]:
     """Every plan one change away, starting with the first blocks, whose tensors are largest."""
     for index in range(len(ranges)):
         for replaced, by in _at(chain, ranges, index):
             yield (*ranges[:index], *by, *ranges[index + replaced :])
 
 
-def random_change(chain: Chain, ranges: BlockRanges, draw: random.Random) -> BlockRanges | None:
+def random_change(chain: BlockChain, ranges: BlockRanges, draw: random.Random) -> BlockRanges | None:
     """A plan one change away from a range drawn at random; None where that range allows no change."""
     index = draw.randrange(len(ranges))
     options = list(_at(chain, ranges, index))
@@ -94,7 +94,7 @@ def random_change(chain: Chain, ranges: BlockRanges, draw: random.Random) -> Blo
     return (*ranges[:index], *by, *ranges[index + replaced :])
 
 
-def _at(chain: Chain, ranges: BlockRanges, index: int) -> Iterator[tuple[int, BlockRanges]]:
+def _at(chain: BlockChain, ranges: BlockRanges, index: int) -> Iterator[tuple[int, BlockRanges]]:
     """(how many ranges from `index` on are replaced, by which)."""
     first, last, what = ranges[index]
     again, begins = chain.again, chain.may_begin[first]
@@ -159,7 +159,7 @@ class Segmenter:
     host, which a front cannot represent. The price stands for that: several are tried, and the simulation decides.
     """
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: BlockChain) -> None:
         self.chain = chain
         self.needs = [recompute_needs(chain, first) for first in range(chain.count)]
         self.forward_sums = running_sums(chain.forward)
@@ -223,7 +223,7 @@ class Segmenter:
         return _undominated(parts)
 
 
-def recompute_needs(chain: Chain, first: int, *, gives_up_input: bool = False) -> list[int]:
+def recompute_needs(chain: BlockChain, first: int, *, gives_up_input: bool = False) -> list[int]:
     """The most that a recomputed segment from `first` needs beyond its input, for every block it may end with.
     `gives_up_input`: where its first block does not save it, the input goes once it has been read."""
     needs: list[int] = []

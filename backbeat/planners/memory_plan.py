@@ -30,7 +30,7 @@ from backbeat.model.resident import ResidentMemory
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_least_peak import LeastPeak
 from backbeat.planners.memory_moves import Segmenter, changes, count, every, one_by_one, random_change, uniform
-from backbeat.steps.memory_timeline import Chain, ChainRun, memory_timeline
+from backbeat.steps.memory_timeline import BlockChain, ChainRun, memory_timeline
 from backbeat.steps.predict import predict
 from backbeat.units import format_bytes
 
@@ -103,7 +103,7 @@ class Chosen:
 class MemorySearch:
     """Searches plans for one chain, at any number of budgets; simulations are kept from one budget to the next."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: BlockChain) -> None:
         self.chain = chain
         self.segmenter = Segmenter(chain)
         self.run: Callable[[BlockRanges], ChainRun] = cache(chain.run)
@@ -221,7 +221,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """The fastest plan found for this budget less its reserve; refused where even the least peak is above that."""
     reserve = reserve_for(profile, reserve)
-    chain = Chain(profile, ResidentMemory.of(profile, plan, residuals, workers))
+    chain = BlockChain(profile, ResidentMemory.of(profile, plan, residuals, workers))
     search = MemorySearch(chain)
     chosen = search.fastest(usable(budget_bytes, reserve))
     if chosen is None:

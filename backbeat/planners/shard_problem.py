@@ -26,8 +26,9 @@ from backbeat.model.slowdown import slowdown_of
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
+from backbeat.steps.model_chain import Chain
 from backbeat.steps.sharded_memory import sharded_memory
-from backbeat.steps.sharded_units import ModelPieces, ShardedChain, ShardedCost, padded
+from backbeat.steps.sharded_units import ShardedChain, ShardedCost, padded
 from backbeat.steps.unit_step import run_step
 
 Between = Literal["reshard", "whole", "last"]
@@ -71,18 +72,18 @@ class ShardProblem:
         self.profile, self.network = profile, network
         self.micro_batches = options.accumulation or profile.accumulation
         self.slowdown = slowdown_of(profile, network, sharded=True).factor
-        self.pieces = ModelPieces.of(profile)
+        self.whole = Chain.of_profile(profile)
         usual = fsdp(profile, network, options).sharding
         assert usual is not None
         self.usual = usual
         self.stock = [unit.modules[0] for unit in usual.units]
-        self.names = [*self.stock, *_after_blocks(self.pieces, self.stock, profile.index)]
+        self.names = [*self.stock, *_after_blocks(self.whole, self.stock, profile.index)]
         self.cost: Callable[[int], ShardedCost] = cache(self._cost)
         self.seconds: Callable[..., float] = cache(self._seconds)
         # The last is kept: its time and its peak are asked for one after the other.
         self.chain: Callable[[ShardChoice], ShardedChain] = lru_cache(maxsize=1)(self._chain)
         self.peaks: dict[ShardChoice, int] = {}
-        self._pieces: dict[int, ModelPieces] = {0: self.pieces}
+        self._chains: dict[int, Chain] = {0: self.whole}
 
     @cached_property
     def breaks(self) -> frozenset[int]:
@@ -137,14 +138,14 @@ class ShardProblem:
         choice = ShardChoice(ends=(len(self.names),), shard=shard)
         return ShardedCost.of(self.profile, self.network, self.sharding(choice))
 
-    def pieces_with(self, choice: ShardChoice) -> ModelPieces:
+    def chain_with(self, choice: ShardChoice) -> Chain:
         count = choice.recomputed
-        if count not in self._pieces:
-            self._pieces[count] = ModelPieces.of(self.profile, self.memory(choice))
-        return self._pieces[count]
+        if count not in self._chains:
+            self._chains[count] = Chain.of_profile(self.profile, self.memory(choice))
+        return self._chains[count]
 
     def _chain(self, choice: ShardChoice) -> ShardedChain:
-        return ShardedChain.of(self.pieces_with(choice), self.sharding(choice))
+        return ShardedChain.of(self.chain_with(choice), self.sharding(choice))
 
     def _seconds(self, choice: ShardChoice, reduced_in: ShardedDtype | None = None) -> float:
         """The step of one worker, by the engine; or with gradients `reduced_in` another dtype."""
@@ -176,9 +177,9 @@ class ShardProblem:
         elements, forward, backward = np.zeros((3, count))
         gaps = np.zeros((2, count + 1))
         joined = np.zeros(count, dtype=bool)
-        root = float(padded(self.pieces.loose, shard))
+        root = float(padded(self.whole.loose, shard))
         reached, apart, first_is_last = 0, True, None
-        for piece in self.pieces_with(choice).pieces:
+        for piece in self.chain_with(choice).pieces:
             if piece.elements and first_is_last is None:
                 first_is_last = piece.name in index
             at = index.get(piece.name)
@@ -193,9 +194,9 @@ class ShardProblem:
         return Atoms(elements, forward, backward, gaps[0], gaps[1], joined, root, bool(first_is_last))
 
 
-def _after_blocks(pieces: ModelPieces, stock: Sequence[str], parameters: Container[str]) -> list[str]:
+def _after_blocks(chain: Chain, stock: Sequence[str], parameters: Container[str]) -> list[str]:
     """What follows the last repeated block and may be a unit. A parameter of the model itself is in no module."""
-    holding = [piece for piece in pieces.pieces if piece.elements]
+    holding = [piece for piece in chain.pieces if piece.elements]
     alike = set(stock)
     indices = [index for index, piece in enumerate(holding) if piece.name in alike]
     first, last = (indices[0], indices[-1] + 1) if indices else (0, 0)

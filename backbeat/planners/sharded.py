@@ -83,7 +83,7 @@ def sharded(profile: Profile, network: Network, options: StrategyOptions) -> Pla
     best = search.simplest([*found, *newer_found] if newer else found)
     gained = best if newer else search.simplest([*found, *newer_found])
     plan = problem.plan(best.choice)
-    notes, memory = (*problem.pieces.notes, *_advice(problem, best, gained, options)), plan.memory
+    notes, memory = (*problem.whole.notes, *_advice(problem, best, gained, options)), plan.memory
     if budget is not None:
         memory = replace(memory or MemoryPlan(), budget_bytes=budget, peak_bytes=best.peak_bytes)
     return replace(plan, memory=memory, notes=notes)

@@ -10,7 +10,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.sharding import Mesh, ShardedDtype, Sharding, ShardUnit
 from backbeat.planners.draft import StrategyOptions
-from backbeat.steps.sharded_units import ModelPieces, repeated
+from backbeat.steps.model_chain import Chain, repeated
 
 
 def fsdp(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
@@ -63,8 +63,8 @@ def _one_a_block(
     reshard: bool,
     sync_every: bool = True,
 ) -> Plan:
-    pieces = ModelPieces.of(profile)
-    units = repeated([piece.name for piece in pieces.pieces if piece.elements])
+    chain = Chain.of_profile(profile)
+    units = repeated([piece.name for piece in chain.pieces if piece.elements])
     # fp32 sums, as under DDP with autocast; parameters travel as they are computed with.
     gathered: dict[str, ShardedDtype] = {"bf16": "bf16", "fp16": "fp16"}
     sharding = Sharding(
@@ -77,4 +77,4 @@ def _one_a_block(
         gradient_sync="every" if sync_every else "last",
         reshard_after_backward=reshard,
     )
-    return Plan(strategy=strategy, model=profile.model, workers=network.workers, sharding=sharding, notes=pieces.notes)
+    return Plan(strategy=strategy, model=profile.model, workers=network.workers, sharding=sharding, notes=chain.notes)

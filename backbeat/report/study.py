@@ -20,8 +20,8 @@ from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective,
 from backbeat.report.measured import Measured
 from backbeat.report.study_row import Compared, DeviceFit, Question, StudyRow, by_whole_batch, device_fit, study_row
 from backbeat.report.words.numbers import fastest
+from backbeat.steps.model_chain import Chain, repeated
 from backbeat.steps.predict import predict
-from backbeat.steps.sharded_units import ModelPieces, repeated
 from backbeat.units import parse_workers
 
 STOCK, PLANNED = "ddp", "best"
@@ -246,7 +246,7 @@ def bucket_sweep(profile: Profile, network: Network, reduce_dtype: str | None) -
 def sharded_labels(profile: Profile, network: Network, counts: Sequence[int]) -> list[str]:
     """The strategies to weigh beside DDP on these numbers of GPUs. HSDP is that of whole nodes. A model without
     repeated blocks has no units: then there is nothing to weigh."""
-    units = len(repeated([piece.name for piece in ModelPieces.of(profile).pieces if piece.elements]))
+    units = len(repeated([piece.name for piece in Chain.of_profile(profile).pieces if piece.elements]))
     if not units:
         return []
     node = network.topology.gpus_per_node

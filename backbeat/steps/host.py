@@ -34,7 +34,7 @@ from backbeat.model import Profile
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE
 
 if TYPE_CHECKING:
-    from backbeat.steps.sharded_units import ModelPiece
+    from backbeat.steps.model_chain import ChainPiece
 
 COMPUTE = ("compute",)
 HOST = ("host",)
@@ -114,7 +114,7 @@ class HostIssue:
 
 
 def host_issue(
-    host: HostLane, profile: Profile, pieces: Sequence[ModelPiece], *, collectives: int = 0, gradients: int = 0,
+    host: HostLane, profile: Profile, pieces: Sequence[ChainPiece], *, collectives: int = 0, gradients: int = 0,
     wrapped: bool = False,
 ) -> HostIssue:  # fmt: skip
     """For the profile's pieces, with so many collectives and hooks of gradients; `wrapped` by backbeat's own wrapper,

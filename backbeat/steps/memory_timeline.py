@@ -93,7 +93,7 @@ def memory_timeline(
     profile: Profile, memory_plan: MemoryPlan, plan: Plan | None = None, *, workers: int | None = None
 ) -> MemoryTimeline:
     """Predict peak and times of one iteration; `plan` says how gradients are held (None: dense, flat buffers)."""
-    chain = Chain(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
+    chain = BlockChain(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
     run = chain.run(ranges_of(profile, memory_plan))
     notes: tuple[Note, ...] = ()
     if profile.launch_bound and not memory_plan.keeps_all and profile.host_recompute_s is None:
@@ -128,7 +128,7 @@ class Tally:
             self.now = moment
 
 
-class Chain:
+class BlockChain:
     """A profile's blocks as plain lists, with what is on the device whatever the plan."""
 
     def __init__(self, profile: Profile, resident: ResidentMemory) -> None:

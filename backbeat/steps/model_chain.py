@@ -1,163 +1,161 @@
-"""A model as a chain of pieces, for one kind of GPU, mesh and micro-batch: what every builder of steps is given.
+"""A model as a chain of pieces in the order of forward: what builders of sharded steps are given.
 
-Made from a measured profile here, from a transformer's shape by `layouts.transformer_chain`. Times are the device's
-own, without communication and without waiting for the host.
+A piece is a block of the profile or, where it has none, the gradients that one repeated module owns (`layers.0`,
+`transformer.h.3`). Times are the device's own, without communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 
-from backbeat.errors import InputError
+import numpy as np
+
 from backbeat.model import MemoryPlan, Profile
-from backbeat.model.profile import ComputeShares, device_alone
-from backbeat.steps.host import HostLane
-from backbeat.steps.sharded_units import ModelPiece, ModelPieces, innermost, owning_module
-
-KeptUnder = Literal["none", "selective", "full"]
-
-
-@dataclass(frozen=True, slots=True)
-class ChainGradient:
-    """One parameter's gradient tensor, as one rank has it."""
-
-    name: str
-    elements: float
-    ready_s: float
-    """When backward has finished it, after backward begins."""
-    piece: int
-    """Whose parameter it is; -1 where it is of none."""
-    expert: bool = False
-    """Of experts, which have other replicas than the rest."""
+from backbeat.model.blocks import FETCH, RECOMPUTE, ranges_of
+from backbeat.model.resident import ResidentMemory
+from backbeat.model.sharding import enclosing
+from backbeat.steps.memory_timeline import BlockChain
 
 
 @dataclass(frozen=True, slots=True)
 class ChainPiece:
-    """The smallest part of a model that can be a unit or be computed again: an embedding, a block, a head, a loss."""
+    """The smallest part of a model that can be a unit, or be computed again."""
 
     name: str
     forward_s: float
-    input_s: float
-    """Of backward, what the piece before waits for."""
-    weight_s: float = 0.0
-    """Of backward, the rest: gradients of weights. 0 where the two are not known apart."""
-    elements: tuple[float, ...] = ()
-    """Of each parameter that has a gradient, without experts."""
-    expert_elements: float = 0.0
-    host_forward_s: float | None = None
-    """What the host takes to issue it; unknown where there is none."""
-    host_backward_s: float | None = None
-    kept_bytes: Mapping[KeptUnder, float] = field(default_factory=dict)
-    """What it keeps for backward under each policy that is known."""
-
-    @property
-    def backward_s(self) -> float:
-        return self.input_s + self.weight_s
+    backward_s: float
+    elements: tuple[int, ...]
+    """Of each parameter with a gradient."""
+    block: int | None = None
+    """Its index among the profile's blocks."""
 
 
-@dataclass(frozen=True)
-class ModelChain:
-    """Pieces in the order of forward, gradients in the order in which backward finishes them.
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Pieces in the order of forward.
 
-    A profile of two layers without blocks: gradients are grouped by the module that owns them.
+    Two layers of a profile without blocks: gradients are grouped by the module that owns them.
 
     >>> from backbeat.model import Gradient
     >>> profile = Profile(
     ...     name="two", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=2.0, backward_s=4.0,
     ...     update_s=0.5, gradients=tuple(Gradient(name=f"b.{k}.w", bytes=8, ready_s=4.0 - 2 * k) for k in (1, 0)))
-    >>> chain = ModelChain.of_profile(profile)
-    >>> [(piece.name, piece.forward_s, piece.backward_s, piece.elements) for piece in chain.pieces]
+    >>> [(piece.name, piece.forward_s, piece.backward_s, piece.elements) for piece in Chain.of_profile(profile).pieces]
     [('b.0', 1.0, 2.0, (2,)), ('b.1', 1.0, 2.0, (2,))]
-    >>> [(gradient.name, gradient.ready_s) for gradient in chain.gradients]
-    [('b.1.w', 2.0), ('b.0.w', 4.0)]
     """
 
-    name: str
     pieces: tuple[ChainPiece, ...]
-    gradients: tuple[ChainGradient, ...]
-    update_s: float
-    """Of all parameters that the rank holds."""
-    loose: tuple[float, ...] = ()
-    """Elements of parameters that no piece holds."""
-    host: HostLane = field(default_factory=HostLane)
-    """What the host takes for the whole of it."""
-    shares: ComputeShares | None = None
-    """How its time is divided between kinds of work."""
+    loose: tuple[int, ...] = ()
+    """Elements of parameters that no piece holds: the root's."""
     notes: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        ready = [gradient.ready_s for gradient in self.gradients]
-        if ready != sorted(ready):
-            raise InputError(f"the gradients of {self.name} do not stand in the order in which they are ready")
-
-    @classmethod
-    def of_profile(cls, profile: Profile, memory: MemoryPlan | None = None) -> ModelChain:
-        """With `memory`, every time is of an iteration that recomputes or offloads as it says."""
-        own = device_alone(profile)
-        found = ModelPieces.of(own, memory)
-        index = {piece.name: number for number, piece in enumerate(found.pieces)}
-        gradients = []
-        for gradient in own.gradients:
-            name = innermost(gradient.name, index) if own.blocks else owning_module(gradient.name)
-            elements = -(-gradient.bytes // own.element_bytes)
-            gradients.append(
-                ChainGradient(gradient.name, elements, gradient.ready_s, -1 if name is None else index[name])
-            )
-        return cls(
-            name=profile.name,
-            pieces=tuple(_piece(piece, own) for piece in found.pieces),
-            gradients=tuple(gradients),
-            update_s=own.update_s,
-            loose=found.loose,
-            host=HostLane.of(profile),
-            shares=own.compute_shares,
-            notes=found.notes,
-        )
-
-    @cached_property
+    @property
     def forward_s(self) -> float:
         return sum(piece.forward_s for piece in self.pieces)
 
-    @cached_property
+    @property
     def backward_s(self) -> float:
         return sum(piece.backward_s for piece in self.pieces)
 
-    @cached_property
-    def elements(self) -> float:
-        """Parameters with a gradient."""
-        return sum(self.loose) + sum(sum(piece.elements) + piece.expert_elements for piece in self.pieces)
-
-    def model_pieces(self) -> ModelPieces:
-        """As units are cut from it."""
-        return ModelPieces(
-            tuple(
-                ModelPiece(piece.name, piece.forward_s, piece.backward_s, _whole(piece.elements), number)
-                for number, piece in enumerate(self.pieces)
-            ),
-            _whole(self.loose),
-            self.notes,
-        )
+    @classmethod
+    def of_profile(cls, profile: Profile, memory: MemoryPlan | None = None) -> Chain:
+        """With `memory`, every time is of an iteration that recomputes or offloads as it says."""
+        return _of_blocks(profile, memory) if profile.blocks else _of_gradients(profile)
 
 
-def _whole(elements: tuple[float, ...]) -> tuple[int, ...]:
-    return tuple(-int(-count // 1) for count in elements)
+def _of_blocks(profile: Profile, memory: MemoryPlan | None) -> Chain:
+    index = {block.name: number for number, block in enumerate(profile.blocks)}
+    held: list[list[int]] = [[] for _ in profile.blocks]
+    loose: list[int] = []
+    for gradient in profile.gradients:
+        name = innermost(gradient.name, index)
+        (loose if name is None else held[index[name]]).append(-(-gradient.bytes // profile.element_bytes))
+    forward, backward, after = _block_times(profile, memory)
+    pieces = [
+        ChainPiece(block.name, f, b, tuple(elements), number)
+        for number, (block, f, b, elements) in enumerate(zip(profile.blocks, forward, backward, held, strict=True))
+    ]
+    if max(after) > 0:
+        pieces.append(ChainPiece("loss", *after, ()))
+    return Chain(tuple(pieces), tuple(loose))
 
 
-def _piece(piece: ModelPiece, profile: Profile) -> ChainPiece:
-    if piece.block is None:
-        return ChainPiece(piece.name, piece.forward_s, piece.backward_s, elements=piece.elements)
-    block = profile.blocks[piece.block]
-    # What enters a block is the output of the one before, and is counted there.
-    kept = block.saved_bytes + (block.output_bytes if block.saves_output else 0)
-    return ChainPiece(
-        piece.name,
-        piece.forward_s,
-        piece.backward_s,
-        elements=piece.elements,
-        host_forward_s=block.host_forward_s,
-        host_backward_s=block.host_backward_s,
-        kept_bytes={"none": float(kept), "full": float(block.input_bytes)},
+def _block_times(profile: Profile, memory: MemoryPlan | None) -> tuple[list[float], list[float], tuple[float, float]]:
+    """Forward and backward of each block, and of what follows the last."""
+    nothing = ResidentMemory(parameter_bytes=0, buffer_bytes=0, optimizer_bytes=0, batch_bytes=0, gradient_bytes=0)
+    chain = BlockChain(profile, nothing)
+    forward, backward = list(chain.forward), list(chain.backward)
+    after = (chain.loss_forward, chain.loss_backward)
+    if memory is None or not memory.segments:
+        return forward, backward, after
+    actions = ranges_of(profile, memory)
+    run = chain.run(actions)
+    for first, last, what in actions:
+        if what in (RECOMPUTE, FETCH):
+            # When backward reaches the segment.
+            backward[last - 1] += sum(chain.forward[first:last])
+    # Waits for copies from and to the host, and the host's own pace, lengthen the whole.
+    longer = (run.backward_s - after[1]) / sum(backward) if sum(backward) > 0 else 1.0
+    stalled = (run.forward_s - after[0]) / sum(forward) if sum(forward) > 0 else 1.0
+    return [seconds * stalled for seconds in forward], [seconds * longer for seconds in backward], after
+
+
+def innermost(name: str, modules: Container[str]) -> str | None:
+    """Of these modules the innermost that holds a parameter.
+
+    >>> innermost("layers.0.attn.weight", {"layers", "layers.0"})
+    'layers.0'
+    """
+    return next((module for module in reversed(enclosing(name)) if module in modules), None)
+
+
+def repeated(names: Sequence[str]) -> list[str]:
+    """Of these modules, those that have siblings of the same name but for a number.
+
+    >>> repeated(["embed", "layers.0", "layers.1", "norm", "head1"])
+    ['layers.0', 'layers.1']
+    """
+    alike = [re.sub(r"\d+", "#", name) for name in names]
+    return [name for name, kind in zip(names, alike, strict=True) if kind != name and alike.count(kind) > 1]
+
+
+def owning_module(name: str) -> str:
+    """The outermost numbered module that holds a parameter, or the parameter's own module.
+
+    >>> owning_module("transformer.h.3.attn.c_proj.weight"), owning_module("lm_head.weight")
+    ('transformer.h.3', 'lm_head')
+    """
+    modules = enclosing(name)[:-1]
+    return next((module for module in modules if re.search(r"\d+$", module)), modules[-1] if modules else name)
+
+
+def _of_gradients(profile: Profile) -> Chain:
+    """Without blocks: times from the gradients' own, in the reverse of ready order."""
+    spans = np.diff(profile.ready, prepend=0.0)
+    spans[-1] += profile.backward_s - float(profile.ready[-1])
+    known = [gradient.forward_s for gradient in profile.gradients if gradient.forward_s is not None]
+    guessed = len(known) < len(profile.gradients)
+    weights = spans if guessed else np.array(known)
+    total = float(weights.sum())
+    forward = (
+        weights * (profile.forward_s / total) if total > 0 else np.full(len(spans), profile.forward_s / len(spans))
     )
+    pieces: dict[str, ChainPiece] = {}
+    rows = zip(reversed(profile.gradients), forward[::-1].tolist(), spans[::-1].tolist(), strict=True)
+    for gradient, forward_s, backward_s in rows:
+        name = owning_module(gradient.name)
+        piece = pieces.get(name, ChainPiece(name, 0.0, 0.0, ()))
+        pieces[name] = replace(
+            piece,
+            forward_s=piece.forward_s + forward_s,
+            backward_s=piece.backward_s + backward_s,
+            elements=(*piece.elements, -(-gradient.bytes // profile.element_bytes)),
+        )
+    notes = [
+        f"the profile {profile.name} has no blocks: gradients are grouped by module name, like {next(iter(pieces))}"
+    ]
+    if guessed:
+        notes.append("forward times are guessed from backward's")
+    return Chain(tuple(pieces.values()), notes=tuple(notes))

@@ -26,8 +26,9 @@ from backbeat.model.slowdown import ComputeSlowdown, slowdown_of
 from backbeat.steps.bucket_step import BucketRun, BucketWay, Explained
 from backbeat.steps.host import HostLane, Period, host_issue, paced_s
 from backbeat.steps.memory_timeline import memory_timeline
+from backbeat.steps.model_chain import Chain
 from backbeat.steps.sharded_memory import sharded_memory
-from backbeat.steps.sharded_units import ModelPieces, ShardedChain, chain_of
+from backbeat.steps.sharded_units import ShardedChain, chain_of
 from backbeat.steps.unit_step import UnitRun, UnitWay
 
 _REPEATS = 0.05
@@ -223,7 +224,7 @@ class _Steps:
         issued_s = worker.lane.step_s(micro_batches, **counts)
         if not (self.wrapped and worker.lane.by_block and way.dynamic is None):
             return _HostedStep(run, paced_s(run.end_s, issued_s), issued_s, slowdown)
-        pieces = ModelPieces.of(worker.kept, self.plan.memory).pieces
+        pieces = Chain.of_profile(worker.kept, self.plan.memory).pieces
         issue = host_issue(worker.lane, worker.measured, pieces, **counts, wrapped=True)
         status_s = issue.after_status_s(micro_batches) + run.tail_s
 
@@ -273,7 +274,7 @@ def _explained(
         plan,
         why.largest_bytes,
         slowest_extrapolated=waits is not None and waits.extrapolated,
-        pieces=() if worker.chain is None else worker.chain.pieces.notes,
+        pieces=() if worker.chain is None else worker.chain.whole.notes,
     )
     if paced > device:
         notes.append(Note("host_paces" if host_alone else "host_late", {"paced_s": paced, "device_s": device}))

@@ -43,7 +43,7 @@ from backbeat.model.blocks import ranges_of
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.model.resident import ResidentMemory
 from backbeat.model.slowdown import slowdown_of
-from backbeat.steps.memory_timeline import Chain, Phase, Tally
+from backbeat.steps.memory_timeline import BlockChain, Phase, Tally
 from backbeat.steps.sharded_units import ROOT, ShardedChain, ShardedCost, chain_of
 from backbeat.steps.unit_graph import Call, calls
 from backbeat.steps.unit_step import run_step
@@ -221,7 +221,7 @@ class Activations(Tally):
         self.at_loss = self.loss_bytes = constant
         """Kept at the end of forward, and the most at the loss."""
         if self.names:
-            blocks = Chain(sharded_activations(profile, chain), resident)
+            blocks = BlockChain(sharded_activations(profile, chain), resident)
             blocks.run(ranges_of(profile, plan.memory or MemoryPlan()), self)
 
     def see(self, above: int, block: int, phase: Phase) -> None:
@@ -301,7 +301,7 @@ def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batch
             continue
         start, end = next(parts)
         mine = set(chain.parts[moment.call.part].blocks)
-        pieces = [piece for piece in chain.pieces.pieces if piece.block in mine]
+        pieces = [piece for piece in chain.whole.pieces if piece.block in mine]
         blocks: list[tuple[int | None, float]] = [(piece.block, piece.forward_s) for piece in pieces]
         if event == "backward":
             blocks = [(piece.block, piece.backward_s) for piece in reversed(pieces)]
@@ -323,7 +323,7 @@ def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
     if last.unit != ROOT or not (largest := _largest_of_root(chain)):
         return None
     element = DTYPE_BYTES[profile.compute_dtype]
-    own = {piece.block: piece.elements for piece in chain.pieces.pieces}
+    own = {piece.block: piece.elements for piece in chain.whole.pieces}
     behind = itertools.takewhile(lambda k: not own[k], reversed(last.blocks))
     tied = (k for k in behind if profile.blocks[k].backward_peak_bytes >= largest * element)
     return next(tied, None)
@@ -337,7 +337,7 @@ def sharded_activations(profile: Profile, chain: ShardedChain) -> Profile:
     tied = tied_block(profile, chain)
     blocks = list(profile.blocks)
     cast = _cast_blocks(profile, chain) if native else frozenset()
-    for piece in chain.pieces.pieces:
+    for piece in chain.whole.pieces:
         if piece.block is None:
             continue
         elements = piece.elements if piece.block != tied else (_largest_of_root(chain),)
@@ -375,9 +375,9 @@ def _cast_blocks(profile: Profile, chain: ShardedChain) -> frozenset[int]:
 
 def _largest_of_root(chain: ShardedChain) -> int:
     """Elements of the largest parameter that the root holds."""
-    held = [0, *chain.pieces.loose]
+    held = [0, *chain.whole.loose]
     of_root = {block for part in chain.parts if part.unit == ROOT for block in part.blocks}
-    for piece in chain.pieces.pieces:
+    for piece in chain.whole.pieces:
         if piece.block in of_root:
             held.extend(piece.elements)
     return max(held)

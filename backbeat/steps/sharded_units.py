@@ -1,71 +1,29 @@
-"""A profile cut into the units of a sharded plan: what each computes, the elements it holds, and what its collectives
-and copies take.
+"""A chain cut into the units of a sharded plan: what each computes, the elements it holds, and what its collectives and
+copies take.
 
-Forward is a row of *pieces*: the profile's blocks, or, where it has none, its gradients grouped by the repeated module
-that owns them (`layers.0`, `transformer.h.3`). A unit holds consecutive pieces; what no unit holds is the root's, both
-its parameters and its computation. A *part* is a run of pieces of one unit.
+A unit holds consecutive pieces; what no unit holds is the root's, both its parameters and its computation. A *part* is
+a run of pieces of one unit.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-
-import numpy as np
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.errors import InputError
-from backbeat.model import MemoryPlan, Network, Plan, Profile, Sharding
-from backbeat.model.blocks import FETCH, RECOMPUTE, ranges_of
+from backbeat.model import Network, Plan, Profile, Sharding
 from backbeat.model.cluster import Cluster
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
-from backbeat.model.resident import ResidentMemory
 from backbeat.model.sharding import enclosing
-from backbeat.steps.memory_timeline import Chain
+from backbeat.steps.model_chain import Chain, ChainPiece
 
 ROOT = -1
 """The root's index, after the units."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPiece:
-    """The smallest part of a model that can be a unit."""
-
-    name: str
-    forward_s: float
-    backward_s: float
-    elements: tuple[int, ...]
-    """Of each parameter with a gradient."""
-    block: int | None = None
-    """Its index among the profile's blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPieces:
-    """A model in the order of forward."""
-
-    pieces: tuple[ModelPiece, ...]
-    loose: tuple[int, ...] = ()
-    """Elements of parameters that no piece holds: the root's."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def forward_s(self) -> float:
-        return sum(piece.forward_s for piece in self.pieces)
-
-    @property
-    def backward_s(self) -> float:
-        return sum(piece.backward_s for piece in self.pieces)
-
-    @classmethod
-    def of(cls, profile: Profile, memory: MemoryPlan | None = None) -> ModelPieces:
-        """With `memory`, every time is of an iteration that recomputes or offloads as it says."""
-        return _of_blocks(profile, memory) if profile.blocks else _of_gradients(profile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +48,8 @@ class ShardedChain:
     reduced_last: frozenset[int]
     """Units whose input needs no gradient: autograd never reaches their input, so they are reduced when all of backward
     is done."""
-    pieces: ModelPieces
+    whole: Chain
+    """Before it was cut."""
     sharding: Sharding
 
     @property
@@ -104,14 +63,14 @@ class ShardedChain:
         return self.elements[ROOT] > 0
 
     @classmethod
-    def of(cls, pieces: ModelPieces, sharding: Sharding) -> ShardedChain:
-        owner = _owners([piece.name for piece in pieces.pieces], sharding)
-        _join_gaps(owner, pieces.pieces)
+    def of(cls, chain: Chain, sharding: Sharding) -> ShardedChain:
+        owner = _owners([piece.name for piece in chain.pieces], sharding)
+        _join_gaps(owner, chain.pieces)
         held: list[list[int]] = [[] for _ in range(len(sharding.units) + 1)]
-        held[ROOT].extend(pieces.loose)
+        held[ROOT].extend(chain.loose)
         shards = sharding.mesh.shard
         parts: list[UnitPart] = []
-        for unit, run in groupby(zip(owner, pieces.pieces, strict=True), key=itemgetter(0)):
+        for unit, run in groupby(zip(owner, chain.pieces, strict=True), key=itemgetter(0)):
             own = [piece for _, piece in run]
             elements = [count for piece in own for count in piece.elements]
             held[unit].extend(elements)
@@ -126,8 +85,8 @@ class ShardedChain:
                     "remove it, its modules are the root's"
                 )
         units = tuple(padded(inside, shards) for inside in held)
-        holding = [unit for unit, piece in zip(owner, pieces.pieces, strict=True) if piece.elements]
-        return cls(tuple(parts), units, frozenset({ROOT, *holding[:1]}), pieces, sharding)
+        holding = [unit for unit, piece in zip(owner, chain.pieces, strict=True) if piece.elements]
+        return cls(tuple(parts), units, frozenset({ROOT, *holding[:1]}), chain, sharding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +180,7 @@ def chain_of(profile: Profile, plan: Plan) -> ShardedChain:
     if plan.sharding is None:
         raise InputError(f"the plan {plan.strategy!r} has no sharding: make one with `backbeat plan --strategy fsdp`")
     plan.check(profile)
-    return ShardedChain.of(ModelPieces.of(profile, plan.memory), plan.sharding)
+    return ShardedChain.of(Chain.of_profile(profile, plan.memory), plan.sharding)
 
 
 def padded(elements: Iterable[int], shards: int) -> int:
@@ -248,7 +207,7 @@ def _owners(names: Sequence[str], sharding: Sharding) -> list[int]:
     return owner
 
 
-def _join_gaps(owner: list[int], pieces: Sequence[ModelPiece]) -> None:
+def _join_gaps(owner: list[int], pieces: Sequence[ChainPiece]) -> None:
     """Pieces without parameters between two of one unit run while it is gathered."""
     last = 0
     for index in range(1, len(owner)):
@@ -268,99 +227,3 @@ def _check_order(parts: Sequence[UnitPart], sharding: Sharding) -> None:
             f"units[{where}] is not a run of consecutive blocks after those before it: list units, and the modules "
             "of each, in the order of forward"
         )
-
-
-def _of_blocks(profile: Profile, memory: MemoryPlan | None) -> ModelPieces:
-    index = {block.name: number for number, block in enumerate(profile.blocks)}
-    held: list[list[int]] = [[] for _ in profile.blocks]
-    loose: list[int] = []
-    for gradient in profile.gradients:
-        name = innermost(gradient.name, index)
-        (loose if name is None else held[index[name]]).append(-(-gradient.bytes // profile.element_bytes))
-    forward, backward, after = _block_times(profile, memory)
-    pieces = [
-        ModelPiece(block.name, f, b, tuple(elements), number)
-        for number, (block, f, b, elements) in enumerate(zip(profile.blocks, forward, backward, held, strict=True))
-    ]
-    if max(after) > 0:
-        pieces.append(ModelPiece("loss", *after, ()))
-    return ModelPieces(tuple(pieces), tuple(loose))
-
-
-def _block_times(profile: Profile, memory: MemoryPlan | None) -> tuple[list[float], list[float], tuple[float, float]]:
-    """Forward and backward of each block, and of what follows the last."""
-    nothing = ResidentMemory(parameter_bytes=0, buffer_bytes=0, optimizer_bytes=0, batch_bytes=0, gradient_bytes=0)
-    chain = Chain(profile, nothing)
-    forward, backward = list(chain.forward), list(chain.backward)
-    after = (chain.loss_forward, chain.loss_backward)
-    if memory is None or not memory.segments:
-        return forward, backward, after
-    actions = ranges_of(profile, memory)
-    run = chain.run(actions)
-    for first, last, what in actions:
-        if what in (RECOMPUTE, FETCH):
-            # When backward reaches the segment.
-            backward[last - 1] += sum(chain.forward[first:last])
-    # Waits for copies from and to the host, and the host's own pace, lengthen the whole.
-    longer = (run.backward_s - after[1]) / sum(backward) if sum(backward) > 0 else 1.0
-    stalled = (run.forward_s - after[0]) / sum(forward) if sum(forward) > 0 else 1.0
-    return [seconds * stalled for seconds in forward], [seconds * longer for seconds in backward], after
-
-
-def innermost(name: str, modules: Container[str]) -> str | None:
-    """Of these modules the innermost that holds a parameter.
-
-    >>> innermost("layers.0.attn.weight", {"layers", "layers.0"})
-    'layers.0'
-    """
-    return next((module for module in reversed(enclosing(name)) if module in modules), None)
-
-
-def repeated(names: Sequence[str]) -> list[str]:
-    """Of these modules, those that have siblings of the same name but for a number.
-
-    >>> repeated(["embed", "layers.0", "layers.1", "norm", "head1"])
-    ['layers.0', 'layers.1']
-    """
-    alike = [re.sub(r"\d+", "#", name) for name in names]
-    return [name for name, kind in zip(names, alike, strict=True) if kind != name and alike.count(kind) > 1]
-
-
-def owning_module(name: str) -> str:
-    """The outermost numbered module that holds a parameter, or the parameter's own module.
-
-    >>> owning_module("transformer.h.3.attn.c_proj.weight"), owning_module("lm_head.weight")
-    ('transformer.h.3', 'lm_head')
-    """
-    modules = enclosing(name)[:-1]
-    return next((module for module in modules if re.search(r"\d+$", module)), modules[-1] if modules else name)
-
-
-def _of_gradients(profile: Profile) -> ModelPieces:
-    """Without blocks: times from the gradients' own, in the reverse of ready order."""
-    spans = np.diff(profile.ready, prepend=0.0)
-    spans[-1] += profile.backward_s - float(profile.ready[-1])
-    known = [gradient.forward_s for gradient in profile.gradients if gradient.forward_s is not None]
-    guessed = len(known) < len(profile.gradients)
-    weights = spans if guessed else np.array(known)
-    total = float(weights.sum())
-    forward = (
-        weights * (profile.forward_s / total) if total > 0 else np.full(len(spans), profile.forward_s / len(spans))
-    )
-    pieces: dict[str, ModelPiece] = {}
-    rows = zip(reversed(profile.gradients), forward[::-1].tolist(), spans[::-1].tolist(), strict=True)
-    for gradient, forward_s, backward_s in rows:
-        name = owning_module(gradient.name)
-        piece = pieces.get(name, ModelPiece(name, 0.0, 0.0, ()))
-        pieces[name] = replace(
-            piece,
-            forward_s=piece.forward_s + forward_s,
-            backward_s=piece.backward_s + backward_s,
-            elements=(*piece.elements, -(-gradient.bytes // profile.element_bytes)),
-        )
-    notes = [
-        f"the profile {profile.name} has no blocks: gradients are grouped by module name, like {next(iter(pieces))}"
-    ]
-    if guessed:
-        notes.append("forward times are guessed from backward's")
-    return ModelPieces(tuple(pieces.values()), notes=tuple(notes))

@@ -106,8 +106,8 @@ class UnitRun:
             for begins in (times.on_link, times.starts)
         )
         shares = (sent.work_s for op, sent in graph.sent.items() if cost.one_link or calls[op].event != "all_reduce")
-        pieces = way.chain.pieces
-        compute_s = way.micro_batches * (pieces.forward_s + pieces.backward_s)
+        whole = way.chain.whole
+        compute_s = way.micro_batches * (whole.forward_s + whole.backward_s)
         computed = compute_s + way.update_s + copies
         bandwidth = moving if cost.blocking else min(moving, max(sum(shares) - computed, 0.0))
         return Breakdown(
@@ -179,9 +179,9 @@ def sharded_bound(chain: ShardedChain, cost: ShardedCost, update_s: float, micro
 
     Sharing a link and slowing computation down only add.
     """
-    pieces = chain.pieces
-    elements = np.array([float(sum(piece.elements)) for piece in pieces.pieces])
-    total = float(elements.sum() + sum(pieces.loose))
+    whole = chain.whole
+    elements = np.array([float(sum(piece.elements)) for piece in whole.pieces])
+    total = float(elements.sum() + sum(whole.loose))
     gathers = chain.sharding.mesh.shard > 1
     gathered, scattered = elements * cost.param_bytes * gathers, elements * cost.reduce_bytes
     holding = elements[elements > 0]
@@ -189,14 +189,14 @@ def sharded_bound(chain: ShardedChain, cost: ShardedCost, update_s: float, micro
     # Padding only adds to a unit's bytes, and a unit may hold everything.
     most = float(sum(chain.elements))
     latency, per_byte = LinkCost(cost.gather).cheapest(smallest * cost.param_bytes, most * cost.param_bytes)
-    forward = np.array([piece.forward_s for piece in pieces.pieces])
-    backward = np.array([piece.backward_s for piece in pieces.pieces])
+    forward = np.array([piece.forward_s for piece in whole.pieces])
+    backward = np.array([piece.backward_s for piece in whole.pieces])
     out_s = 2 * total * cost.param_bytes * gathers * cost.copy_s_per_byte
     into_s = total * (cost.param_bytes + cost.reduce_bytes) * cost.copy_s_per_byte
     # A piece without parameters waits for nothing of its own.
     arrival = np.where(gathered > 0, latency + per_byte * np.cumsum(gathered), 0.0)
     forward_end = max(float(forward.sum()) + out_s, float((arrival + np.cumsum(forward[::-1])[::-1]).max()))
-    between = (micro_batches - 1) * (pieces.forward_s + pieces.backward_s)
+    between = (micro_batches - 1) * (whole.forward_s + whole.backward_s)
     ready = np.cumsum(backward[::-1])[::-1]
     sizes = smallest * cost.reduce_bytes, most * cost.reduce_bytes
     back_latency, back = LinkCost(cost.scatter).cheapest(*sizes)
@@ -207,5 +207,5 @@ def sharded_bound(chain: ShardedChain, cost: ShardedCost, update_s: float, micro
     link = total * (per_byte * cost.param_bytes * gathers + back * cost.reduce_bytes)
     if cost.blocking:
         alone = latency * gathers + back_latency + across_latency + link + across * total * cost.reduce_bytes
-        return between + pieces.forward_s + pieces.backward_s + out_s + into_s + alone + update_s
+        return between + whole.forward_s + whole.backward_s + out_s + into_s + alone + update_s
     return max(end, link / max(cost.sharing.best_efficiency(3), 1.0)) + update_s

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 
 from backbeat.engine import Graph, SharedLink, run
-from backbeat.engine.explain import critical_path, exposed, limits, op_spans
+from backbeat.engine.explain import exposed
 from tests.engine.graph_problems import GraphSpec, graph_specs
 
 
 @settings(max_examples=200)
 @given(graph_specs())
-def test_all_of_a_step_is_put_down_to_something(spec: GraphSpec) -> None:
+def test_all_that_a_lane_waits_for_is_put_down_to_something(spec: GraphSpec) -> None:
     graph, _ = spec.graph()
     times = run(graph)
-    assert sum(limits(graph, times).values()) == pytest.approx(times.end_s)
-    path = critical_path(graph, times)
-    for before, after in itertools.pairwise(path):
-        assert times.ends[before] == times.starts[after]
     for lane in {lane for lanes in graph.lanes for lane in lanes}:
         own = [op for op, lanes in enumerate(graph.lanes) if lane in lanes]
         busy = sum(times.ends[op] - times.starts[op] for op in own)
@@ -45,13 +39,3 @@ def test_a_message_that_computation_waits_for() -> None:
     assert exposed(graph, times, "compute") == pytest.approx(
         {("backward", "contention"): 1.0, ("all-reduce", "transfer"): 1.0, ("all-reduce", "sharing"): 1.0}
     )
-    assert limits(graph, times) == pytest.approx(
-        {
-            ("backward", "own"): 1.0,
-            ("all-reduce", "latency"): 1.0,
-            ("all-reduce", "transfer"): 2.0,
-            ("all-reduce", "sharing"): 2.0,
-            ("update", "own"): 0.5,
-        }
-    )
-    assert [span.op for span in op_spans(graph, times) if span.lane == "compute"] == [0, 3, 4]

@@ -17,17 +17,17 @@ from backbeat.model.resident import ResidentMemory
 from backbeat.planners import memory_moves as moves
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch, memory_plan, needed, usable
-from backbeat.steps.memory_timeline import Chain, memory_timeline
+from backbeat.steps.memory_timeline import BlockChain, memory_timeline
 from tests.chains import chains, check_against_uniform, resnet152
 
 GB = 10**9
 
 
 def searching(profile: Profile) -> MemorySearch:
-    return MemorySearch(Chain(profile, ResidentMemory.of(profile)))
+    return MemorySearch(BlockChain(profile, ResidentMemory.of(profile)))
 
 
-def every(chain: Chain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:
+def every(chain: BlockChain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:
     """All there is to choose from, offloaded blocks one by one."""
     if first == chain.count:
         yield ()

@@ -12,8 +12,8 @@ from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.steps.bucket_graph import BucketStep, BucketSteps, bucket_graph, link_of
 from backbeat.steps.host import HostIssue, HostLane, host_issue, period_of
+from backbeat.steps.model_chain import Chain
 from backbeat.steps.schedule import Schedule
-from backbeat.steps.sharded_units import ModelPieces
 from tests.chains import chains
 from tests.problems import affine, networks
 
@@ -46,7 +46,7 @@ def bucket_step(
 
 
 def issue_of(profile: Profile, counts: dict[str, int], wrapped: bool) -> HostIssue:
-    pieces = ModelPieces.of(device_alone(profile)).pieces
+    pieces = Chain.of_profile(device_alone(profile)).pieces
     return host_issue(HostLane.of(profile), profile, pieces, **counts, wrapped=wrapped)
 
 

@@ -16,7 +16,7 @@ from backbeat.model.profile import device_alone
 from backbeat.report.words.answer import limit
 from backbeat.report.words.notes import worded
 from backbeat.steps.host import COLLECTIVE_S, GRADIENT_S, HostLane, host_issue
-from backbeat.steps.sharded_units import ModelPieces
+from backbeat.steps.model_chain import Chain
 from tests.chains import chains, resnet152
 from tests.problems import affine, networks, profiles
 
@@ -168,7 +168,7 @@ def test_fsdp_takes_of_the_host_what_was_measured(
 def test_what_a_memory_plan_adds_is_issued_in_backward() -> None:
     profile = four()
     plain = HostLane.of(profile)
-    pieces = ModelPieces.of(device_alone(profile)).pieces
+    pieces = Chain.of_profile(device_alone(profile)).pieces
     one, more = (host_issue(lane, profile, pieces) for lane in (plain, plain.longer(2e-3)))
     assert plain.longer(2e-3).step_s(3) == pytest.approx(plain.step_s(3) + 6e-3)
     assert one.forward == more.forward

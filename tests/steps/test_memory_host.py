@@ -15,7 +15,7 @@ from backbeat.model.batches import at_batch
 from backbeat.model.resident import ResidentMemory
 from backbeat.planners.memory_moves import uniform
 from backbeat.report.words.notes import worded
-from backbeat.steps.memory_timeline import Chain, memory_timeline
+from backbeat.steps.memory_timeline import BlockChain, memory_timeline
 from backbeat.steps.predict import predict
 from tests.chains import chains, check_against_uniform, resnet152
 from tests.steps.test_memory_timeline import four, range_lists, segment
@@ -86,13 +86,13 @@ def test_what_the_host_takes_is_shared_by_micro_batches() -> None:
 def test_never_below_the_device_and_the_same_where_the_host_is_unknown_or_free(
     data: st.DataObject, profile: Profile, host: float, again: float
 ) -> None:
-    alone = Chain(profile, ResidentMemory.of(profile))
+    alone = BlockChain(profile, ResidentMemory.of(profile))
     units = data.draw(range_lists(alone))
     expected = alone.run(units)
 
-    def run(host_s: float | None, recompute_s: float | None) -> Chain:
+    def run(host_s: float | None, recompute_s: float | None) -> BlockChain:
         known = hosted(profile, host_s, recompute_s)
-        return Chain(known, ResidentMemory.of(known))
+        return BlockChain(known, ResidentMemory.of(known))
 
     for chain in (run(None, None), run(host, None), run(None, again), run(0.0, 0.0), run(host, 0.0)):
         found = chain.run(units)

@@ -14,7 +14,7 @@ from backbeat.errors import InputError
 from backbeat.model import Block, Bucket, Compression, Gradient, HostLink, Memory, MemoryPlan, Plan, Profile, Segment
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of, segments_of
 from backbeat.model.resident import ResidentMemory
-from backbeat.steps.memory_timeline import Chain, Tally, memory_timeline
+from backbeat.steps.memory_timeline import BlockChain, Tally, memory_timeline
 from tests.chains import chains, resnet152
 from tests.problems import make_profile
 
@@ -186,7 +186,7 @@ def test_residuals_on_the_host_cannot_outrun_the_link() -> None:
 
 
 @st.composite
-def range_lists(draw: st.DrawFn, chain: Chain) -> list[BlockRange]:
+def range_lists(draw: st.DrawFn, chain: BlockChain) -> list[BlockRange]:
     ranges: list[BlockRange] = []
     first = 0
     while first < chain.count:
@@ -206,7 +206,7 @@ def range_lists(draw: st.DrawFn, chain: Chain) -> list[BlockRange]:
 
 @given(st.data(), chains())
 def test_all_that_was_taken_is_given_back(data: st.DataObject, profile: Profile) -> None:
-    chain = Chain(profile, ResidentMemory.of(profile))
+    chain = BlockChain(profile, ResidentMemory.of(profile))
     tally = Tally(chain.base)
     run = chain.run(data.draw(range_lists(chain)), tally)
     # The gradient of what enters the first block is left.
@@ -216,7 +216,7 @@ def test_all_that_was_taken_is_given_back(data: st.DataObject, profile: Profile)
 
 @given(st.data(), chains())
 def test_time_is_computation_recomputation_and_stalls(data: st.DataObject, profile: Profile) -> None:
-    chain = Chain(profile, ResidentMemory.of(profile))
+    chain = BlockChain(profile, ResidentMemory.of(profile))
     ranges = data.draw(range_lists(chain))
     run = chain.run(ranges)
     again = sum(sum(chain.forward[first:last]) for first, last, what in ranges if what in (RECOMPUTE, FETCH))
@@ -234,7 +234,7 @@ def test_more_recomputation_never_holds_more_at_the_end_of_forward(data: st.Data
     """Of blocks that save their input: then recomputing drops saved tensors and adds nothing."""
     blocks = tuple(replace(block, saves_input=True) for block in profile.blocks)
     profile = replace(profile, blocks=blocks)
-    chain = Chain(profile, ResidentMemory.of(profile))
+    chain = BlockChain(profile, ResidentMemory.of(profile))
     chosen = data.draw(st.lists(st.booleans(), min_size=chain.count, max_size=chain.count))
     more = [first or data.draw(st.booleans()) for first in chosen]
     some, all_of_them = (
@@ -246,7 +246,7 @@ def test_more_recomputation_never_holds_more_at_the_end_of_forward(data: st.Data
 
 @given(st.data(), chains())
 def test_units_and_segments_say_the_same(data: st.DataObject, profile: Profile) -> None:
-    chain = Chain(profile, ResidentMemory.of(profile))
+    chain = BlockChain(profile, ResidentMemory.of(profile))
     ranges = data.draw(range_lists(chain))
     again = ranges_of(profile, MemoryPlan(segments=segments_of(profile, ranges)))
     assert astuple(chain.run(again))[:9] == astuple(chain.run(ranges))[:9]

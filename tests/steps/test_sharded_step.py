@@ -30,7 +30,8 @@ from backbeat.model import (
 )
 from backbeat.model.collective_times import CollectivePair, ShardedTimes
 from backbeat.report.words.notes import worded
-from backbeat.steps.sharded_units import ROOT, ShardedCost, chain_of, owning_module
+from backbeat.steps.model_chain import owning_module
+from backbeat.steps.sharded_units import ROOT, ShardedCost, chain_of
 from backbeat.steps.unit_step import run_step
 from tests.call_order import call_order
 from tests.chains import chains
@@ -162,7 +163,7 @@ def test_on_gloo_everything_comes_one_after_the_other(
     graph = made.graph
     travelling = sum(message.work_s for message in graph.sent.values())
     assert times.end_s == pytest.approx(sum(graph.seconds) + travelling)
-    computed = micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s)
+    computed = micro_batches * (chain.whole.forward_s + chain.whole.backward_s)
     sent = sum(graph.seconds[op] for op in graph.sent) + travelling
     copied = sum(own for own, cause in zip(graph.seconds, graph.causes, strict=True) if cause == "copy")
     assert times.end_s == pytest.approx(computed + sent + copied)
@@ -324,8 +325,8 @@ def test_the_bound_holds_and_the_parts_add_up(profile: Profile, network: Network
     with copying_at(rate):
         step = stepped(profile, network, plan, micro_batches=micro_batches, slowdown=slowdown)
     assert step.bound_s <= step.end_s * (1 + 1e-9)
-    pieces = chain_of(profile, plan).pieces
-    single = micro_batches * (pieces.forward_s + pieces.backward_s) + profile.update_s
+    whole = chain_of(profile, plan).whole
+    single = micro_batches * (whole.forward_s + whole.backward_s) + profile.update_s
     assert _parts(step) == pytest.approx(step.end_s - single, rel=1e-6, abs=1e-9)
     parts = step.breakdown
     assert min(parts.latency_s, parts.bandwidth_s, parts.waiting_s, parts.copies_s) >= -1e-12

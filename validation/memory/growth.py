@@ -13,7 +13,7 @@ from backbeat.model.resident import ResidentMemory
 from backbeat.planners.max_batch import largest_batch, whole_steps, with_blocks
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch, reserve_for, too_small, usable
-from backbeat.steps.memory_timeline import Chain
+from backbeat.steps.memory_timeline import BlockChain
 from backbeat.steps.predict import predict
 
 _RETREAT = 0.95
@@ -94,8 +94,8 @@ def _planned(profile: Profile, size: int, schedule: Callable[[Profile], Plan]) -
             size = _smaller(size)
 
 
-def _chain(profile: Profile, workers: int | None) -> Chain:
-    return Chain(profile, ResidentMemory.of(profile, workers=workers))
+def _chain(profile: Profile, workers: int | None) -> BlockChain:
+    return BlockChain(profile, ResidentMemory.of(profile, workers=workers))
 
 
 def _smaller(size: int) -> int:
