@@ -11,7 +11,7 @@ from collections import deque
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+from backbeat.model.layout import PipelineSchedule
 
 
 class Operation(NamedTuple):
@@ -89,7 +89,7 @@ pipeline, which is chunk · stages + stage."""
 class Act(NamedTuple):
     """One thing that a stage does next: wait for transfers, compute, or post sends and receives as one batch."""
 
-    verb: Literal["wait", "do", "post"]
+    verb: Literal[wait, do, post]
     what: tuple[Transfer, ...] | Operation
 
 

@@ -60,10 +60,10 @@ def test_units_cut_from_it_are_those_cut_from_the_profile(name: str) -> None:
     ("model", "label"),
     [
         ("llama-3-8b", "dp=8"),
-        ("llama-3-8b", "dp=8,recompute=full"),
-        ("llama-3-8b", "dp=4,pp=2,recompute=selective"),
-        ("mixtral-8x7b", "dp=8,pp=2"),
-        ("gpt3-175b", "dp=1,pp=4"),
+        ("llama-3-8b", "dp=8+recompute=full"),
+        ("llama-3-8b", "dp=4+pp=2+recompute=selective"),
+        ("mixtral-8x7b", "dp=8+pp=2"),
+        ("gpt3-175b", "dp=1+pp=4"),
     ],
 )
 def test_layers_take_what_their_stage_takes_without_communication(model: str, label: str) -> None:
