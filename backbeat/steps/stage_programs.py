@@ -89,7 +89,7 @@ pipeline, which is chunk · stages + stage."""
 class Act(NamedTuple):
     """One thing that a stage does next: wait for transfers, compute, or post sends and receives as one batch."""
 
-    verb: Literal[wait, do, post]
+    verb: Literal["wait", "do", "post"]
     what: tuple[Transfer, ...] | Operation
 
 
