@@ -23,7 +23,7 @@ SEARCHES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mixtral-8x7b", {"gpus": 512, "global_batch": 1024, "sequence": 4096}),
     ("llama-3-8b", {"gpus": 64, "global_batch": 256, "sequence": 8192, "zero": (1, 2, 3)}),
 )
-LARGEST = "dp=8,tp=8,pp=16"
+LARGEST = "dp=8+tp=8+pp=16"
 """Of a Llama-3 405B: 16 stages, 256 micro-batches."""
 
 

@@ -27,10 +27,15 @@ def timed(session: dict[str, Any], setting: Setting) -> TimedLinks:
     return links_of(session["transfers"], setting, session["facts"]["versions"]["torch"])
 
 
+def layout_of(text: str) -> Layout:
+    """Records join its parts by commas, and call chunks vp."""
+    return Layout.parse(text.replace(",", "+").replace("vp=", "chunks="))
+
+
 def case_of(text: str, hidden: int, batch: int, sequence: int, dilation: float) -> LayoutCase:
     """On an H100, so many times as long."""
     return LayoutCase(
-        model=model_of(hidden), job=job_of(batch, sequence), layout=Layout.parse(text),
+        model=model_of(hidden), job=job_of(batch, sequence), layout=layout_of(text),
         accelerator=accelerator_named("h100"), dilation=dilation,
     )  # fmt: skip
 

@@ -88,7 +88,7 @@ def lab(
         list[str] | None,
         typer.Option(
             metavar="FIELDS",
-            help="Run this layout of --model instead, like pp=4,schedule=1f1b or tp=2,pp=2. May be repeated.",
+            help="Run this layout of --model instead, like pp=4+schedule=1f1b or tp=2+pp=2. May be repeated.",
         ),
     ] = None,
     model: Annotated[

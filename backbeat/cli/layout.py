@@ -34,7 +34,7 @@ def layout(
     layout_text: Annotated[
         str | None,
         typer.Option(
-            "--layout", metavar="FIELDS", help="One in full: dp=8,tp=4,pp=2,micro=1,recompute=selective,schedule=1f1b."
+            "--layout", metavar="FIELDS", help="One in full: dp=8+tp=4+pp=2+micro=1+recompute=selective+schedule=1f1b."
         ),
     ] = None,
     accelerator: Annotated[str | None, typer.Option(help="The GPUs, like h100. Default: the network's own.")] = None,

@@ -33,26 +33,26 @@ def test_several_numbers_of_gpus_are_compared() -> None:
     text = run("llama-3-70b", "dgx-h100", "--gpus", "64,128", "--global-batch", "512", "--sequence", "8192")
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines if line.startswith((" 64 ", "  64 ", " 128 "))] == ["64", "128"]
-    # A layout that is too long for its column goes on behind a comma.
+    assert [line.split()[0] for line in lines[:6] if line.startswith((" 64 ", "  64 ", " 128 "))] == ["64", "128"]
+    # A layout that is too long for its column goes on behind a plus.
     assert all(line.strip().split()[0].count("=") for line in lines[2:6] if not line.split()[0].isdigit())
     assert "On 128 GPUs a step takes" in text
     assert "times as fast as 64" in text
 
 
 def test_one_layout_is_shown_in_full() -> None:
-    text = run("llama-3-70b", "dgx-h100", "--layout", "dp=2,tp=4,pp=8,micro=1,recompute=selective,schedule=1f1b")
+    text = run("llama-3-70b", "dgx-h100", "--layout", "dp=2+tp=4+pp=8+micro=1+recompute=selective+schedule=1f1b")
     for word in ("matrix products", "pipeline bubble", "activations", "stage 7", "Limited by"):
         assert word in text
     assert max(map(len, text.splitlines())) <= 80
-    data = json.loads(run("llama-3-70b", "dgx-h100", "--layout", "dp=2,tp=4,pp=8,micro=1", "--json"))
+    data = json.loads(run("llama-3-70b", "dgx-h100", "--layout", "dp=2+tp=4+pp=8+micro=1", "--json"))
     assert data["timeline"]
     assert data["gpus"] == 64
 
 
 def test_the_decision_names_flags_of_megatron() -> None:
     words = ("llama-3-70b", "dgx-h100", "--global-batch", "512", "--sequence", "8192")
-    text = run(*words, "--layout", "dp=2,tp=4,pp=4,cp=2,micro=1,vp=5,recompute=full")
+    text = run(*words, "--layout", "dp=2+tp=4+pp=4+cp=2+micro=1+chunks=5+recompute=full")
     flags = text[text.index("Flags of Megatron-LM for 64 GPUs:\n") :].replace("\\\n", " ").split("\n", 1)[1].split()
     for words_of in (
         ["--tensor-model-parallel-size", "4", "--sequence-parallel", "--pipeline-model-parallel-size", "4"],
@@ -65,8 +65,8 @@ def test_the_decision_names_flags_of_megatron() -> None:
     assert max(map(len, text.splitlines())) <= 80
     # Of what Megatron-LM does not have, and of other frameworks, no flags are claimed.
     for other in (
-        ("--layout", "dp=8,zero=3,recompute=full"),
-        ("--layout", "tp=4,pp=2,schedule=gpipe,recompute=full"),
+        ("--layout", "dp=8+zero=3+recompute=full"),
+        ("--layout", "tp=4+pp=2+schedule=gpipe+recompute=full"),
         ("--framework", "nanotron"),
     ):
         given = other if other[0] == "--layout" else (*other, "--layout", "tp=8")
@@ -77,14 +77,14 @@ def test_the_decision_names_flags_of_megatron() -> None:
 
 @pytest.mark.parametrize(("zero", "advised"), [(1, True), (3, False)])
 def test_sharding_is_not_advised_to_what_is_sharded(zero: int, advised: bool) -> None:
-    layout = f"dp=32,tp=2,pp=1,zero={zero},recompute=full"
+    layout = f"dp=32+tp=2+pp=1+zero={zero}+recompute=full"
     text = run("llama-3-8b", "dgx-h100", "--global-batch", "512", "--sequence", "8192", "--layout", layout)
     assert "Limited by recomputation" in text
     assert ("(zero=3) help" in " ".join(text.split())) == advised
 
 
 def test_slow_ranks_are_named_by_rank_or_node() -> None:
-    words = ("llama-3-8b", "dgx-h100", "--layout", "dp=8,tp=2,micro=1", "--global-batch", "64", "--json")
+    words = ("llama-3-8b", "dgx-h100", "--layout", "dp=8+tp=2+micro=1", "--global-batch", "64", "--json")
     plain, rank, node = (
         json.loads(run(*words, *more))
         for more in ((), ("--straggler", "rank=3,slowdown=1.3"), ("--straggler", "node=1,slowdown=1.3"))
@@ -102,8 +102,8 @@ def test_a_page_is_written_instead(tmp_path: Path) -> None:
     text = page.read_text()
     assert '"8":{"headline":"Use ' in text
     assert '"16":{"headline":"Use ' in text
-    run(*words, "--layout", "dp=4,tp=2,micro=1")
-    assert '"8":{"headline":"Use dp=4,tp=2,micro=1' in page.read_text()
+    run(*words, "--layout", "dp=4+tp=2+micro=1")
+    assert '"8":{"headline":"Use tp=2+dp=4+micro=1' in page.read_text()
 
 
 def test_what_does_not_fit_says_what_would_take_least() -> None:
@@ -119,8 +119,9 @@ def test_what_does_not_fit_says_what_would_take_least() -> None:
     ("words", "why"),
     [
         (["llama-3-8b", "dgx-h100"], "--gpus is missing"),
-        (["llama-3-8b", "dgx-h100", "--gpus", "8", "--layout", "dp=2,tp=3"], "dp(2) * tp(3)"),
-        (["llama-3-8b", "dgx-h100", "--layout", "dp=2,tq=3"], "'tq=3'"),
+        (["llama-3-8b", "dgx-h100", "--gpus", "8", "--layout", "dp=2+tp=3"], "dp(2) * tp(3)"),
+        (["llama-3-8b", "dgx-h100", "--layout", "dp=2+tq=3"], "'tq=3'"),
+        (["llama-3-8b", "dgx-h100", "--layout", "dp=8,tp=4,mb=2,full"], "write dp=8+tp=4+micro=2+recompute=full"),
         (["llama-3-8b", "dgx-h100", "--gpus", "8", "--zero", "5"], "ZeRO stages"),
         (["llama-3-8b", "dgx-h100", "--gpus", "8", "--straggler", "rank=8,slowdown=1.3"], "ranks of 8 GPUs are 0 to 7"),
         (["llama-3-8b", "dgx-h100", "--gpus", "64", "--straggler", "node=9,slowdown=2"], "(node 9) is not there"),
@@ -145,7 +146,7 @@ def test_bad_input_is_said_in_one_line(words: list[str], why: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--layout", "dp=0"), "--layout dp=0: dp: Expected `int` >= 1: correct it"),
+        (("--layout", "dp=0"), "'dp=0': dp: Expected `int` >= 1: correct it"),
         (("--layout", "schedule=foo"), "it must be 1f1b or gpipe or interleaved or zero-bubble"),
         (("--gpus", "8", "--precision", "fp7"), "precision: Invalid enum value 'fp7': it must be bf16 or fp16 or fp8"),
     ],

@@ -30,23 +30,33 @@ UNITS: tuple[tuple[str, dict[str, Any]], ...] = (
 _JOB: dict[str, Any] = {"global_batch": 128, "sequence": 4096}
 _OLD: dict[str, Any] = {"overlap": "none", "flash_attention": False, "loss_bytes": (26, 12)}
 LAYOUTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    *(("llama-3-8b", "dgx-h100", f"dp=8,zero={zero}", {"contention": True}) for zero in range(4)),
+    *(("llama-3-8b", "dgx-h100", f"dp=8+zero={zero}", {"contention": True}) for zero in range(4)),
     *(
-        ("llama-3-8b", "dgx-h100", f"dp=4,tp=2,pp=4,{schedule}", {})
-        for schedule in ("schedule=gpipe", "schedule=1f1b", "schedule=zero-bubble", "vp=2")
+        ("llama-3-8b", "dgx-h100", f"dp=4+tp=2+pp=4+{schedule}", {})
+        for schedule in ("schedule=gpipe", "schedule=1f1b", "schedule=zero-bubble", "chunks=2")
     ),
     *(
-        ("llama-3-70b", "gcp-a3-mega", "dp=4,tp=8,pp=4,cp=2,vp=5,selective", {"framework": framework})
+        ("llama-3-70b", "gcp-a3-mega", "dp=4+tp=8+pp=4+cp=2+chunks=5+recompute=selective", {"framework": framework})
         for framework in ("megatron", "megatron-tp-overlap", "megatron-no-overlap", "nanotron", "torchtitan")
     ),
-    ("llama-3-70b", "dgx-h100", "dp=4,tp=8,pp=4,mb=2,full", {"family": "closed-form", "precision": "fp8"}),
-    ("llama-3-70b", "dgx-h100", "dp=4,tp=8,pp=4", {"stragglers": {13: 1.3, 100: 1.1}}),
-    ("llama-3-8b", "10gbe", "dp=4,cp=4,no sp,tp=2", {"accelerator": "a100", "framework": "deepspeed"}),
-    ("gpt3-175b", "dgx-a100", "dp=2,tp=8,pp=8,full,no sp,zero=0", {"framework": "megatron-2021"}),
-    ("gpt3-13b", "dgx-a100", "dp=4,tp=4,pp=2,selective", {"framework": "megatron-deepspeed"}),
-    ("mixtral-8x7b", "dgx-h100", "dp=8,tp=2,ep=8", {"imbalance": 1.2}),
-    ("deepseek-v3", "dgx-b200", "dp=16,tp=2,pp=4,ep=16,full,zero=2", {"framework": "megatron-deepep"}),
-    ("qwen3-235b-a22b", "dgx-h100", "dp=16,tp=4,ep=64,zero=3", {}),
+    ("llama-3-70b", "dgx-h100", "dp=4+tp=8+pp=4+micro=2+recompute=full", {"family": "closed-form", "precision": "fp8"}),
+    ("llama-3-70b", "dgx-h100", "dp=4+tp=8+pp=4", {"stragglers": {13: 1.3, 100: 1.1}}),
+    (
+        "llama-3-8b",
+        "10gbe",
+        "dp=4+cp=4+sequence_parallel=false+tp=2",
+        {"accelerator": "a100", "framework": "deepspeed"},
+    ),
+    (
+        "gpt3-175b",
+        "dgx-a100",
+        "dp=2+tp=8+pp=8+recompute=full+sequence_parallel=false+zero=0",
+        {"framework": "megatron-2021"},
+    ),
+    ("gpt3-13b", "dgx-a100", "dp=4+tp=4+pp=2+recompute=selective", {"framework": "megatron-deepspeed"}),
+    ("mixtral-8x7b", "dgx-h100", "dp=8+tp=2+ep=8", {"imbalance": 1.2}),
+    ("deepseek-v3", "dgx-b200", "dp=16+tp=2+pp=4+ep=16+recompute=full+zero=2", {"framework": "megatron-deepep"}),
+    ("qwen3-235b-a22b", "dgx-h100", "dp=16+tp=4+ep=64+zero=3", {}),
 )
 
 

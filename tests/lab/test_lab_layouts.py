@@ -37,7 +37,7 @@ def test_layouts_are_run_beside_both_predictions(model: str, tmp_path: Path) -> 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
-    assert [row["layout"] for row in shown["rows"]] == ["pp=2,micro=1", "tp=2,micro=1"]
+    assert [row["layout"] for row in shown["rows"]] == ["pp=2+micro=1", "tp=2+micro=1"]
     for row in shown["rows"]:
         assert row["measured_s"] > 0
         assert set(row["predicted_s"]) == set(row["error"]) == {"events", "closed-form"}

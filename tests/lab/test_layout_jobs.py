@@ -47,7 +47,7 @@ def case(text: str, dilation: float = 10.0) -> LayoutCase:
     )
 
 
-@pytest.mark.parametrize("text", ["pp=4,schedule=gpipe", "pp=4", "pp=4,vp=2", "pp=4,schedule=zero-bubble"])
+@pytest.mark.parametrize("text", ["pp=4+schedule=gpipe", "pp=4", "pp=4+chunks=2", "pp=4+schedule=zero-bubble"])
 def test_a_pipeline_is_predicted_from_what_its_stages_are_told_to_compute(text: str) -> None:
     told = case(text).run_job(FOUR)
     assert (told.micro_batches, told.activation_bytes) == (8, 512 * 256 * 2)
@@ -80,7 +80,7 @@ def test_dilation_stretches_computation_alone() -> None:
 
 
 def test_each_transfer_is_timed_once_around_its_size() -> None:
-    jobs = tuple(case(text).run_job(FOUR) for text in ("pp=4", "pp=4,vp=2", "tp=2,pp=2"))
+    jobs = tuple(case(text).run_job(FOUR) for text in ("pp=4", "pp=4+chunks=2", "tp=2+pp=2"))
     timed = transfers(jobs, 1e-9)
     found = {(one.kind, one.workers, one.bytes) for one in timed}
     whole = 512 * 256 * 2
@@ -126,15 +126,15 @@ def test_what_was_run_is_an_answer_like_the_others(text: str) -> None:
 
 def test_layouts_of_two_dimensions_need_ordered_launches() -> None:
     assert communicators([case("pp=4"), case("tp=4")]) == 1
-    assert communicators([case("pp=4"), case("tp=2,pp=2")]) == 2
+    assert communicators([case("pp=4"), case("tp=2+pp=2")]) == 2
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("dp=2,pp=2", "leave dp out"),
-        ("tp=4,sp=false", "with sequence parallelism only"),
-        ("pp=4,recompute=full", "does not recompute"),
+        ("dp=2+pp=2", "leave dp out"),
+        ("tp=4+sequence_parallel=false", "with sequence parallelism only"),
+        ("pp=4+recompute=full", "does not recompute"),
         ("micro=1", "is one GPU"),
         ("tp=3", "heads"),
     ],

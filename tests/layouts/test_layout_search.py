@@ -32,7 +32,7 @@ def test_ranked_layouts_fit_use_all_gpus_and_repeat(model: str) -> None:
 
 def test_no_layout_that_is_tried_by_hand_beats_the_search() -> None:
     best = layouts.search("llama-3-8b", "dgx-h100", gpus=16, **JOB)[0]
-    for text in ("dp=16,micro=1,recompute=full", "dp=8,tp=2,micro=1", "dp=4,tp=4,micro=2", "dp=8,pp=2,micro=1"):
+    for text in ("dp=16+micro=1+recompute=full", "dp=8+tp=2+micro=1", "dp=4+tp=4+micro=2", "dp=8+pp=2+micro=1"):
         one = layouts.predict("llama-3-8b", "dgx-h100", text, **JOB)
         assert not one.fits or one.step_s >= best.step_s
 

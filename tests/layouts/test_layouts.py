@@ -40,7 +40,7 @@ def cluster(nic: float = 50e9, inside: float = 450e9) -> bb.Network:
         ({"dp": 8, "micro_batch": 3}, r"global_batch\(64\) % \(dp\(8\) \* micro_batch\(3\)\) = 16 != 0"),
         ({"pp": 8, "chunks": 2, "global_batch": 12}, r"micro-batches\(12\) % pp\(8\) != 0"),
         ({"dp": 8, "chunks": 2}, "chunks"),
-        ({"pp": 8, "schedule": "interleaved"}, "like vp=2"),
+        ({"pp": 8, "schedule": "interleaved"}, "like chunks=2"),
         ({"dp": 8, "zero": 4}, "zero"),
         ({"dp": 8, "schedule": "best"}, "schedule"),
         ({"dp": 8, "precision": "fp4"}, "precision"),
@@ -56,7 +56,7 @@ def test_layouts_that_cannot_be_are_refused_with_the_equation(fields: dict[str, 
         layouts.predict("llama-3-8b", "dgx-h100", gpus=8, **{**JOB, **fields})
 
 
-@pytest.mark.parametrize("given", ["dp=2,tp=2,full", Layout(dp=2, tp=2, recompute="full")])
+@pytest.mark.parametrize("given", ["dp=2+tp=2+recompute=full", Layout(dp=2, tp=2, recompute="full")])
 def test_fields_change_the_layout_that_is_given(given: Layout | str) -> None:
     found = layouts.predict("llama-3-8b", "dgx-h100", given, zero=3, dp=4, **JOB)
     assert found.layout == Layout(dp=4, tp=2, recompute="full", zero=3)
@@ -142,7 +142,7 @@ def test_parts_add_up_to_the_step_and_families_agree(tp: int, pp: int, micro: in
     assert max(span.end_s for span in events.timeline) == pytest.approx(events.step_s)
 
 
-@pytest.mark.parametrize("text", ["dp=2", "dp=2,pp=4", "dp=2,pp=2,vp=2", "dp=2,pp=4,schedule=zero-bubble"])
+@pytest.mark.parametrize("text", ["dp=2", "dp=2+pp=4", "dp=2+pp=2+chunks=2", "dp=2+pp=4+schedule=zero-bubble"])
 def test_the_timeline_shows_every_pass_and_what_follows(text: str) -> None:
     found = layouts.predict("llama-3-8b", "dgx-h100", text, overlap="none", **JOB)
     layout = found.layout

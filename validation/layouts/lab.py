@@ -34,7 +34,6 @@ from backbeat.lab.layout_lab import (
     time_links,
 )
 from backbeat.lab.setting import Setting
-from backbeat.layouts.layout import Layout
 from backbeat.layouts.layout_prediction import COMPUTE
 from validation import collect, lab_layouts
 from validation.collect import Record
@@ -70,7 +69,7 @@ def planned(setting: Setting, hidden: int, sequence: int) -> list[dict[str, Any]
     for share in WAITING:
         for text in LAYOUTS[setting.nodes]:
             record: dict[str, Any] = {"text": text, "hidden": hidden, "sequence": sequence, "waiting_wanted": share}
-            layout = Layout.parse(text)
+            layout = lab_layouts.layout_of(text)
             record["batch"] = layout.pp if layout.tp > 1 else 8
             low, high = 0.01, 1e5
             for _ in range(30):

@@ -129,7 +129,7 @@ def _row(rank: int, one: LayoutPrediction) -> list[Cell]:
     rates = [one.job.tokens / one.gpus / seconds for seconds in (slowest, fastest)]
     return [
         (str(rank), rank),
-        one.layout.short_label,
+        one.layout.label,
         (format_seconds(one.step_s), one.step_s),
         (f"{one.tokens_per_s_per_gpu:,.0f}", one.tokens_per_s_per_gpu),
         *((f"{rate:,.0f}", rate) for rate in rates),

@@ -42,11 +42,12 @@ PART_WORDS = {
 
 def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool = False) -> Table:
     """One row a layout, best first; with `counts`, one row a number of GPUs."""
-    width = (34 if any(one.band_s is not None for one in found) else 46) - 6 * counts
+    others = 35 if any(one.band_s is not None for one in found) else 23
+    width = 80 - others - 6 * counts - max((len(one.limited_by) for one in found), default=0)
     rows = [
         (
             str(one.gpus) if counts else "",
-            "\n".join(folded([f"{part}," for part in one.layout.short_label.split(",")], width))[:-1],
+            "\n".join(folded([f"{part}+" for part in one.layout.label.split("+")], width))[:-1],
             f"{one.tokens_per_s_per_gpu:.0f}",
             _band(one),
             f"{one.mfu:.0%}",

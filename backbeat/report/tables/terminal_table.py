@@ -83,8 +83,8 @@ def natural_width(table: Table) -> int:
 def folded(parts: list[str], width: int, between: str = "") -> list[str]:
     """Parts on as few lines as they take, none of them broken.
 
-    >>> folded(["dp=8,", "tp=4,", "pp=2,"], 10)
-    ['dp=8,tp=4,', 'pp=2,']
+    >>> folded(["tp=4+", "dp=8+", "pp=2"], 10)
+    ['tp=4+dp=8+', 'pp=2']
     """
     lines = parts[:1]
     for part in parts[1:]:
