@@ -20,8 +20,9 @@ from backbeat.engine import run
 from backbeat.engine.graph import MOST_OPS, check_size
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.model.framework import Streams
+from backbeat.model.layout import PipelineSchedule
 from backbeat.steps.stage_graph import ChunkTimes, StageGraph, stage_graph
-from backbeat.steps.stage_programs import Operation, PipelineSchedule
+from backbeat.steps.stage_programs import Operation
 
 _SIMULATED_ROUNDS = 5
 """Of as many micro-batches as stages, at first, or fewer where these would be too many operations."""

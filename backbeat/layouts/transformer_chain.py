@@ -31,7 +31,7 @@ def chain_of_layers(timer: StageTimer, layers: StageLayers) -> ModelChain:
     """These layers, as `timer` says what they take; with its layout's recomputation in backward.
 
     >>> from backbeat.layouts import Layout
-    >>> from backbeat.layouts.layout import Job
+    >>> from backbeat.model.layout import Job
     >>> from backbeat.layouts.predict_layout import predictor_of
     >>> predictor = predictor_of("llama-3-8b", "dgx-h100", Job(global_batch=8, sequence=4096))
     >>> chain = chain_of_layers(predictor.timer(Layout(dp=8)), StageLayers(32, 0, True, True))

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from backbeat.engine import Graph, GraphTimes
 from backbeat.engine.graph import Label
 from backbeat.model.framework import Streams
-from backbeat.steps.stage_programs import Operation, PipelineSchedule, Transfer, programs
+from backbeat.model.layout import PipelineSchedule
+from backbeat.steps.stage_programs import Operation, Transfer, programs
 
 
 class ChunkTimes(NamedTuple):

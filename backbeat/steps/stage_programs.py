@@ -11,7 +11,7 @@ from collections import deque
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+from backbeat.model.layout import PipelineSchedule
 
 
 class Operation(NamedTuple):

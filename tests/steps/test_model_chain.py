@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat import api
-from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.predict_layout import predictor_of
 from backbeat.layouts.rank_parameters import rank_parameters
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.stage_times import StageTimes
 from backbeat.layouts.transformer_chain import chain_of_layers
 from backbeat.model import Network, Profile
+from backbeat.model.layout import Job, Layout
 from backbeat.model.profile import device_alone
 from backbeat.steps.model_chain import ModelChain
 from backbeat.steps.sharded_units import ShardedChain, chain_of

@@ -34,8 +34,8 @@ from backbeat.lab.layout_lab import (
     time_links,
 )
 from backbeat.lab.setting import Setting
-from backbeat.layouts.layout import Layout
 from backbeat.layouts.layout_prediction import COMPUTE
+from backbeat.model.layout import Layout
 from validation import collect, lab_layouts
 from validation.collect import Record
 
