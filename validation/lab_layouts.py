@@ -10,7 +10,7 @@ from backbeat.lab.layout_lab import LayoutCase, TimedLinks, links_of
 from backbeat.lab.setting import Setting
 from backbeat.layouts import Transformer
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.layout import Layout, job_of
+from backbeat.model.layout import Layout, job_of
 from validation.case import Case
 
 LAYERS, VOCABULARY = 8, 8192

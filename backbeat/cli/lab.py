@@ -19,8 +19,8 @@ from backbeat.lab.jobs import turns_s
 from backbeat.lab.plans import PlanChoice, parse_plans, shorthand
 from backbeat.lab.setting import Setting, check_requirements, parse_delay, parse_links, parse_share, parse_stragglers
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.layout import Layout, job_of
 from backbeat.model import Plan, Profile
+from backbeat.model.layout import Layout, job_of
 from backbeat.report.tables.terminal_table import WINNER, table_of
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 

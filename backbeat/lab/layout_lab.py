@@ -24,14 +24,15 @@ from backbeat.lab.experiment import Repeated, play, slowest
 from backbeat.lab.jobs import LayoutJob, TransferJob, TransferKind
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
-from backbeat.layouts.layout import Job, Layout, check_layout
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
+from backbeat.layouts.possible_layout import check_layout
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Streams, framework_named
+from backbeat.model.layout import Job, Layout
 
 FRAMEWORK = "torchtitan"
 """What torch's pipelining and DTensor do is what it does."""

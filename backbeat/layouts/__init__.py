@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import search
 from backbeat.layouts.predict_layout import predict
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.framework import Framework
+from backbeat.model.layout import Job, Layout
 
 __all__ = [
     "Cluster",

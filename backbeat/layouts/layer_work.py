@@ -8,9 +8,9 @@ from typing import Literal
 
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of
-from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.transformer import Linear, Transformer
 from backbeat.model.framework import Framework
+from backbeat.model.layout import Job, Layout
 
 FAMILIES = ("matmul", "attention", "memory")
 

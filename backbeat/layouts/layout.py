@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from backbeat.errors import InputError
 from backbeat.layouts.transformer import Transformer
-from backbeat.model.layout import Job, Layout, Precision, Recompute, job_of
-
-__all__ = ["Job", "Layout", "Precision", "Recompute", "check_layout", "impossible", "job_of"]
+from backbeat.model.layout import Job, Layout
 
 
 def check_layout(model: Transformer, layout: Layout, job: Job, gpus: int | None = None) -> None:

@@ -12,11 +12,11 @@ from itertools import pairwise
 
 import msgspec
 
-from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.rank_parameters import rank_parameters, unit_parameters
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework
+from backbeat.model.layout import Job, Layout
 from backbeat.steps.stage_programs import in_flight
 
 _WEIGHT_BYTES = 2
@@ -111,7 +111,7 @@ class LayerMemory:
 
     >>> from backbeat.layouts.architectures import transformer
     >>> from backbeat.model.framework import framework_named
-    >>> from backbeat.layouts.layout import Job, Layout
+    >>> from backbeat.model.layout import Job, Layout
     >>> gpt, flash = transformer("gpt3-175b"), framework_named("megatron")
     >>> layer = LayerMemory(gpt, Layout(tp=8), Job(global_batch=1, sequence=2048), flash)
     >>> round(layer.kept(sparse=False) / (2048 * 12288), 2)

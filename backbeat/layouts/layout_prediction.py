@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.layout_memory import MemoryByKind
+from backbeat.model.layout import Job, Layout
 from backbeat.model.prediction import Span
 
 Family = Literal["closed-form", "events", "execution"]

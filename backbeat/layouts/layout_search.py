@@ -13,10 +13,11 @@ from typing import Any, Unpack
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.layouts.layout import Layout, Recompute, impossible, job_of
 from backbeat.layouts.layout_prediction import LayoutPrediction
+from backbeat.layouts.possible_layout import impossible
 from backbeat.layouts.predict_layout import ClusterInput, LayoutPredictor, ModelInput, PredictorOptions, predictor_of
 from backbeat.layouts.slow_ranks import check_stragglers
+from backbeat.model.layout import Layout, Recompute, job_of
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SIMULATED = 16

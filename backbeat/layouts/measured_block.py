@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
-from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.stage_times import StageTimer
+from backbeat.model.layout import Job, Layout
 from backbeat.model.profile import DTYPE_BYTES, Profile
 
 if TYPE_CHECKING:

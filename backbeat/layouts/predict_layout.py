@@ -13,11 +13,11 @@ import msgspec
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.layout import Job, Layout, check_layout, job_of
 from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
 from backbeat.layouts.measured_block import MeasuredBlock, measured_block
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run_pipeline
+from backbeat.layouts.possible_layout import check_layout
 from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
 from backbeat.layouts.stage_layers import StageLayers, split_layers
@@ -28,6 +28,7 @@ from backbeat.model import Network, Profile
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
 from backbeat.model.framework import Framework, framework_named
+from backbeat.model.layout import Job, Layout, job_of
 from backbeat.model.prediction import Span
 
 ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]

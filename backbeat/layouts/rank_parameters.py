@@ -11,9 +11,9 @@ import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
-from backbeat.layouts.layout import Layout
 from backbeat.layouts.stage_layers import StageLayers
 from backbeat.layouts.transformer import Transformer, weights
+from backbeat.model.layout import Layout
 from backbeat.steps.schedule import capped
 
 

@@ -21,7 +21,6 @@ from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic
 from backbeat.engine import run
 from backbeat.engine.graph import check_size
-from backbeat.layouts.layout import Layout
 from backbeat.layouts.rank_parameters import (
     GradientBucket,
     RankParameters,
@@ -37,6 +36,7 @@ from backbeat.layouts.transformer import Transformer
 from backbeat.layouts.unit_passes import UnitPasses, UnitRunner, UnitTraffic
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
+from backbeat.model.layout import Layout
 from backbeat.steps.bucket_graph import BucketStep, bucket_graph
 from backbeat.steps.host import COMPUTE
 from backbeat.steps.schedule import Schedule

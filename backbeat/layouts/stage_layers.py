@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from backbeat.layouts.layout import Layout
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from backbeat.cost.collectives import Collective
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Work
 from backbeat.layouts.layer_work import FAMILIES, LayerBuilder, LayerSegment, LayerWork, sustained_s
-from backbeat.layouts.layout import Job, Layout, Recompute
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
+from backbeat.model.layout import Job, Layout, Recompute
 from backbeat.steps.piece_graph import HOST, PassTimes, PiecePass
 
 

@@ -21,10 +21,10 @@ from backbeat.lab.layout_lab import (
     transfers,
 )
 from backbeat.lab.setting import Setting
-from backbeat.layouts.layout import Layout, job_of
 from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.layouts.pipeline import run_pipeline
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.layout import Layout, job_of
 
 SMALL = Transformer(name="small", layers=8, hidden=256, heads=8, ffn=1024, vocab=1024)
 FOUR = Setting(nodes=4, rate_bits=1e9)

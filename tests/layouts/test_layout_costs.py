@@ -16,7 +16,6 @@ from backbeat.cost.operator_model import operator_model
 from backbeat.cost.operators import Attention, Product, Traffic, family_of
 from backbeat.layouts import Layout
 from backbeat.layouts.layer_work import LayerBuilder
-from backbeat.layouts.layout import Job
 from backbeat.layouts.layout_memory import LayerMemory
 from backbeat.layouts.predict_layout import predictor_of
 from backbeat.layouts.rank_parameters import rank_parameters, unit_parameters
@@ -25,6 +24,7 @@ from backbeat.layouts.stage_times import StageTimer, StageTimes
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import FRAMEWORKS, Framework, framework_named
+from backbeat.model.layout import Job
 
 H100, SLOW = layouts.cluster_of("dgx-h100"), layouts.cluster_of("10gbe", "h100")
 S, H = 4096, 1024

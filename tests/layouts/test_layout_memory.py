@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.layout_memory import LayerMemory, MemoryByKind, layout_memory
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework, framework_named
+from backbeat.model.layout import Job, Layout
 
 FLASH, SCORES = framework_named("megatron"), framework_named("megatron", flash_attention=False, loss_bytes=(26, 12))
 S, B, H, A = 1024, 2, 512, 8

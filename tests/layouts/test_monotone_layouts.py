@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from backbeat.layouts.possible_layout import impossible
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from backbeat import layouts
-from backbeat.layouts.layout import Job, Layout, impossible
 from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
 from backbeat.layouts.layout_prediction import Family
 from backbeat.layouts.rank_parameters import rank_parameters
@@ -20,6 +20,7 @@ from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.framework import Framework, framework_named
+from backbeat.model.layout import Job, Layout
 from backbeat.model.topology import Topology
 
 SAME = 1 + 1e-9

@@ -14,10 +14,10 @@ from backbeat import layouts
 from backbeat.errors import InputError, nearest
 from backbeat.layouts import LayoutPrediction
 from backbeat.layouts.architectures import BUNDLED as MODELS
-from backbeat.layouts.layout import Precision
 from backbeat.model import Network
 from backbeat.model.files import bundled
 from backbeat.model.framework import LAYOUT_FRAMEWORKS, Overlap
+from backbeat.model.layout import Precision
 from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.report.pages.report_page import rendered, script_json
 from backbeat.report.pages.sections import Cell

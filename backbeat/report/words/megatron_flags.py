@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework
+from backbeat.model.layout import Job, Layout
 from backbeat.report.tables.terminal_table import folded
 
 _FLAG_COLUMNS = 76

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat import layouts
 from backbeat.layouts import Layout
-from backbeat.layouts.layout import Recompute
+from backbeat.model.layout import Recompute
 from backbeat.report.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.report.pages.layout_page import (
     HEADINGS,

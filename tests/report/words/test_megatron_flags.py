@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import FRAMEWORKS, framework_named
+from backbeat.model.layout import Job, Layout
 from backbeat.report.words.megatron_flags import flag_lines, megatron_flags
 
 JOB = Job(global_batch=64, sequence=4096)
