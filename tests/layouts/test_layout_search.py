@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from backbeat.layouts.possible_layout import impossible
 
 import backbeat as bb
 from backbeat import layouts
 from backbeat.layouts import Layout
 from backbeat.layouts.layout_search import RECOMPUTE, _candidates, _rank
+from backbeat.layouts.possible_layout import impossible
 from backbeat.layouts.predict_layout import predictor_of
 from backbeat.model.layout import job_of
 

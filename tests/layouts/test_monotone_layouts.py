@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from backbeat.layouts.possible_layout import impossible
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from backbeat import layouts
 from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
 from backbeat.layouts.layout_prediction import Family
+from backbeat.layouts.possible_layout import impossible
 from backbeat.layouts.rank_parameters import rank_parameters
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
