@@ -10,8 +10,8 @@ from functools import partial
 
 from backbeat.model import Gradient, Network, Prediction, Profile, Source
 from backbeat.model.prediction import knee
+from backbeat.model.rule import PLANS as SIMPLER_WITHIN
 from backbeat.planners import SHARDED
-from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.study import STOCK, Study, chosen
 from backbeat.report.study_row import DeviceFit
 from backbeat.report.words.commands import Settings, sharding_lines, wrapping_lines
