@@ -15,7 +15,7 @@ from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout
-from backbeat.model.prediction import MemoryByKind
+from backbeat.model.memory import MemoryByKind
 from backbeat.steps.stage_programs import in_flight
 
 _WEIGHT_BYTES = 2
@@ -75,7 +75,7 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
             # Of collectives.
             "buffers": buffers,
             # CUDA, NCCL and fragmentation, as the framework leaves them.
-            "reserve": float(framework.reserve_bytes),
+            "other": float(framework.reserve_bytes),
         }
     )
 

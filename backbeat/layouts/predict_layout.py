@@ -29,7 +29,8 @@ from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
 from backbeat.model.framework import Framework, framework_named
 from backbeat.model.layout import Job, Layout, job_of
-from backbeat.model.prediction import COMPUTE, Band, Breakdown, MemoryByKind, Note, Prediction, Span
+from backbeat.model.memory import MemoryByKind
+from backbeat.model.prediction import COMPUTE, Band, Breakdown, Note, Prediction, Span
 from backbeat.steps.stage_graph import StageTimes, added
 
 ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]

@@ -82,7 +82,7 @@ def test_a_parameter_takes_eighteen_bytes_and_replicas_share_them(zero: int) -> 
     assert found.parameters == pytest.approx(2 * (shared if zero == 3 else whole), rel=1e-12)
     assert found.gradients == pytest.approx(4 * (shared if zero >= 2 else whole), rel=1e-12)
     assert found.optimizer == pytest.approx(12 * (shared if zero >= 1 else whole), rel=1e-12)
-    assert found.reserve == 3e9
+    assert found.other == 3e9
     # Both collectives' buffers of tp; what the rank lacks of the embedding and a layer: gradients, then both.
     lacking = (32000 * H / 2 + (dense - 32000 * H) / 4) * 7 / 8 + experts / 4 * 3 / 4
     tokens = S / 2
@@ -94,22 +94,22 @@ def test_stages_hold_their_own_layers_and_only_the_last_has_logits() -> None:
     layer, token = kept(LLAMA, FLASH) * S * B, 4 * S * B * H
     alone = held(LLAMA, Layout(micro_batch=B))
     assert alone.activations == 4 * layer + token
-    assert alone.logits == 5 * S * B * 32000
-    assert held(LLAMA, Layout(micro_batch=B), SCORES).logits == 8 * S * B * 32000
+    assert alone.loss == 5 * S * B * 32000
+    assert held(LLAMA, Layout(micro_batch=B), SCORES).loss == 8 * S * B * 32000
     halved = held(LLAMA, Layout(micro_batch=B, tp=2))
-    assert (halved.activations, halved.logits) == (alone.activations / 2, alone.logits / 2)
+    assert (halved.activations, halved.loss) == (alone.activations / 2, alone.loss / 2)
     between = held(LLAMA, Layout(micro_batch=B, tp=2, sequence_parallel=False)).activations - halved.activations
     assert between == 4 * 8 * H * S * B / 2 + token / 2
     # The first of two stages holds two micro-batches, the last one and the logits: these weigh more here.
     last = held(LLAMA, Layout(micro_batch=B, pp=2))
     assert last.activations == 2 * layer + token
-    assert last.logits == alone.logits
+    assert last.loss == alone.loss
     small = Transformer(name="small vocabulary", layers=4, hidden=H, heads=A, kv_heads=2, ffn=1536, vocab=100)
     first = held(small, Layout(micro_batch=B, pp=2))
     assert first.activations == 2 * 2 * layer
-    assert first.logits == 0
+    assert first.loss == 0
     # Of a last stage in two parts, one has the logits.
-    assert held(LLAMA, Layout(micro_batch=B, pp=2, chunks=2)).logits == alone.logits
+    assert held(LLAMA, Layout(micro_batch=B, pp=2, chunks=2)).loss == alone.loss
     # Recomputed, a stage keeps every layer's input, and the rest of the layer that it is at.
     full = held(small, Layout(micro_batch=B, pp=2, recompute="full"))
     assert full.activations == 2 * 2 * 2 * S * B * H + layer - 2 * S * B * H
