@@ -71,8 +71,7 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
             "gradients": framework.gradient_bytes * (shared if zero >= 2 else whole),
             "optimizer": _OPTIMIZER_BYTES * (shared if zero else whole),
             "activations": activations,
-            "logits": logits,
-            # Of collectives.
+            "loss": logits,
             "buffers": buffers,
             # CUDA, NCCL and fragmentation, as the framework leaves them.
             "other": float(framework.reserve_bytes),
