@@ -175,7 +175,8 @@ def content(found: Study, settings: Settings) -> dict[str, Any]:
         one, fit = row.prediction, row.fit
         share = numbers.utilisation(one, profile)
         fields: dict[str, Any] = msgspec.to_builtins(one)
-        del fields["timeline"], fields["gap_parts"]
+        for left_out in ("timeline", "gap_parts", "plan"):
+            del fields[left_out]
         fields |= {
             "notes": [{"kind": note.kind, **note.values, "text": note_text(note)} for note in one.notes],
             "gap": one.gap,

@@ -13,8 +13,8 @@ from backbeat import api
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
 from backbeat.model.batches import strong_scaling
+from backbeat.model.rule import PLANS as SIMPLER_WITHIN
 from backbeat.planners import is_sharded
-from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.chrome_trace import TracedIteration
 from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.report.measured import Measured

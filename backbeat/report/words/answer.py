@@ -10,8 +10,8 @@ from functools import partial
 
 from backbeat.model import Gradient, Network, Prediction, Profile, Source
 from backbeat.model.prediction import knee
+from backbeat.model.rule import PLANS as SIMPLER_WITHIN
 from backbeat.planners import SHARDED
-from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.study import STOCK, Study, chosen
 from backbeat.report.study_row import DeviceFit
 from backbeat.report.words.commands import Settings, sharding_lines, wrapping_lines
@@ -217,8 +217,8 @@ def _sending(study: Study, settings: Settings, command: Callable[[str], str]) ->
             Action(
                 title=f"Run the plan: {faster_than(faster, 'stock DDP')}",
                 text=f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
-                f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
-                f"{over_bound(best):.1%} above it.",
+                f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s or 0.0)}; this one "
+                f"is {over_bound(best):.1%} above it.",
                 code=_script("" if file else command(label), wrapping_lines(file or "plan.json", study.reduce_dtype)),
             )
         )

@@ -11,7 +11,7 @@ from typing import Literal
 from backbeat.model import Plan, Prediction
 from backbeat.model.batches import strong_scaling
 from backbeat.model.prediction import knee
-from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.model.rule import PLANS as SIMPLER_WITHIN
 from backbeat.report.study import PLANNED, STOCK, Study, chosen
 from backbeat.report.study_row import DeviceFit, StudyRow, study_row
 from backbeat.report.words.commands import Settings, sharding_lines

@@ -40,7 +40,7 @@ def gap_line(prediction: Prediction, parts: GapParts) -> str:
     what = "buckets" if prediction.communicators == 1 else "buckets and communicators"
     lanes = "one communicator" if prediction.communicators == 1 else f"{prediction.communicators} communicators"
     named = {lanes: parts.communicators_s, "contention": parts.contention_s, "host": parts.host_s, what: parts.plan_s}
-    shares = sorted(((seconds / prediction.bound_s, name) for name, seconds in named.items()), reverse=True)
+    shares = sorted(((seconds / (prediction.bound_s or 1.0), name) for name, seconds in named.items()), reverse=True)
     told = [f"{name} {_percent(share)}" for share, name in shares if share >= _WORTH_TELLING]
     return f"{_percent(prediction.gap)} above its bound" + (f": {', '.join(told)}" if told else "")
 

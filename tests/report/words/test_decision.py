@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.model.rule import PLANS as SIMPLER_WITHIN
 from backbeat.report.figures.compared import SHARDED_KINDS
 from backbeat.report.pages.report_page import report
 from backbeat.report.pages.sections import sections, step_memories
