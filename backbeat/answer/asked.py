@@ -28,7 +28,8 @@ from backbeat.model.batches import at_batch, with_sibling
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
 from backbeat.model.layout import Layout, job_of
-from backbeat.model.prediction import Breakdown, Cost, MemoryByKind, Note
+from backbeat.model.memory import MemoryByKind
+from backbeat.model.prediction import Breakdown, Cost, Note
 from backbeat.model.question import Question
 from backbeat.model.rule import SPLITS
 
@@ -328,7 +329,7 @@ class Asked:
         sizes = {"replicate": layout.dp, "tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
         if layout.zero == 3:
             sizes = {"shard": layout.dp, **{name: size for name, size in sizes.items() if name != "replicate"}}
-        memory = msgspec.structs.asdict(found.memory)
+        memory = {_KINDS.get(name, name): size for name, size in msgspec.structs.asdict(found.memory).items()}
         limit = found.limit_bytes
         micro_batches = layout.micro_batches(job)
         way = Way(word or self._word(layout), "layout", parts={})
@@ -403,6 +404,7 @@ class Asked:
         return msgspec.structs.replace(found, cost=Cost(hours, hours * found.gpus, money))
 
 
+_KINDS = {"weights": "parameters", "logits": "loss", "reserve": "other"}
 _SHAPES_LACK = {
     "lora": "adapters are not predicted from a shape: profile the module with them (`backbeat profile --analytic`)",
     "optimizer": "shapes are predicted with AdamW: profile the module with another (`backbeat profile --analytic`)",

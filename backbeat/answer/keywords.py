@@ -11,6 +11,7 @@ from backbeat.errors import InputError, did_you_mean, nearest
 from backbeat.model.checks import whole
 from backbeat.model.framework import Dispatcher, Framework, Overlap
 from backbeat.model.layout import Recompute
+from backbeat.model.measured_run import Run
 from backbeat.model.question import (
     MOST_BATCH,
     MOST_GLOBAL_BATCH,
@@ -18,7 +19,6 @@ from backbeat.model.question import (
     MOST_SEQUENCE,
     PRECISIONS,
 )
-from backbeat.model.run import Run
 from backbeat.model.topology import Load
 from backbeat.units import parse_bytes, parse_count, parse_duration, parse_price
 

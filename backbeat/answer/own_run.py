@@ -9,7 +9,7 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from backbeat.errors import InputError
-from backbeat.model.run import Run
+from backbeat.model.measured_run import Run
 from backbeat.units import format_seconds
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def compute_factor(asked: Asked, run: Run) -> float:
     if way.searched:
         raise InputError(f"measured is of {run.way!r}, which leaves sizes open: say those that it ran with")
     # What nobody said of the micro-batch stays as it is predicted.
-    batch = {"batch": job.predict(way.word, run.gpus).batch} if way.plan is None else {}
-    job = replace(job, given={**job.given, **batch})
+    ran = job.predict(run.way, run.gpus)
+    job = replace(job, given={**job.given, "batch": ran.batch, "global_batch": ran.global_batch})
 
     def step_s(factor: float) -> float:
         return replace(job, compute_factor=factor).predict(run.way, run.gpus).step_s

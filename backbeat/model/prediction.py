@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model.layout import Layout
+from backbeat.model.memory import MemoryByKind
+from backbeat.model.rule import Fits
 
 if TYPE_CHECKING:
     from backbeat.model.plan import Plan
-
-Fits = Literal["yes", "tight", "no"]
 
 COMPUTE = ("matmul", "attention", "memory", "host", "recompute", "update")
 """Parts of a layout's step that are computation; the rest is waiting for others."""
@@ -138,17 +138,6 @@ class Note(msgspec.Struct, frozen=True):
 
     def __hash__(self) -> int:
         return hash((self.kind, tuple(self.values.items())))
-
-
-class MemoryByKind(msgspec.Struct, frozen=True):
-    """What one GPU holds when it holds most."""
-
-    by_kind: Mapping[str, float]
-    """Bytes of parameters, gradients, optimizer, activations, …"""
-
-    @property
-    def peak_bytes(self) -> int:
-        return round(sum(self.by_kind.values()))
 
 
 class Cost(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ import pytest
 from backbeat.answer.asked import Asked
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
-from backbeat.model.run import Run, StepTimes
+from backbeat.model.measured_run import Run, StepTimes
 from backbeat.planners.planned import planned, predicted
 
 RESNET, LLAMA, SHAPE, CLUSTER = "resnet50-b64-bf16-h200", "llama-1b-b2-bf16-h200", "llama-3-8b", "aws-p5en"
