@@ -281,7 +281,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return [(start - backward, end - backward) for start, end in found]
 
     def _repr_html_(self) -> str:
-        from backbeat.report.notebook import prediction_html  # late: report stands above model
+        from backbeat.show.notebook import prediction_html  # late: report stands above model
 
         return prediction_html(self)
 
