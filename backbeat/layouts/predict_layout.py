@@ -326,7 +326,7 @@ class LayoutPredictor:
         alone_s = self._alone_s(layout)
         other = {name: seconds for name, seconds in parts.items() if name not in ("matmul", "attention")}
         largest = max(other, key=lambda name: other[name])
-        sizes = {"shard" if layout.zero else "replicate": layout.dp, "tp": layout.tp, "pp": layout.pp}
+        sizes = {"shard" if layout.zero == 3 else "replicate": layout.dp, "tp": layout.tp, "pp": layout.pp}
         sizes |= {"cp": layout.cp, "ep": layout.ep}
         return Prediction(
             strategy=layout.label,
