@@ -23,7 +23,7 @@ _SIZE = {
     "g": 10**9, "gb": 10**9, "gib": 2**30,
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
-_RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "gbe": 1e9}
 _TIME = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "m": 60.0, "h": 3600.0}
 _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Zµ/]*)\s*$")
 
@@ -52,8 +52,8 @@ def parse_bytes(text: str | int) -> int:
 def parse_rate(text: str) -> float:
     """Bits per second.
 
-    >>> parse_rate("10gbit"), parse_rate("200Mbit/s"), parse_rate("450GB/s")
-    (10000000000.0, 200000000.0, 3600000000000.0)
+    >>> parse_rate("10gbit"), parse_rate("200Mbit/s"), parse_rate("450GB/s"), parse_rate("25GbE")
+    (10000000000.0, 200000000.0, 3600000000000.0, 25000000000.0)
     """
     bare = re.sub(r"(/s|ps)$", "", text.strip())
     # A capital B is bytes; Gb/s could be either, and is refused.
