@@ -26,7 +26,7 @@ from backbeat.model.specification import (
     typical_hop_s,
 )
 from backbeat.model.topology import FabricKind
-from backbeat.report.tables.network_tables import every_row, network_table
+from backbeat.show.tables.network_tables import every_row, network_table
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate, parse_workers
 
 _FASTEST_PCIE = 64e9
