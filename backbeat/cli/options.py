@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from backbeat import model
+from backbeat.layouts.architectures import BUNDLED
 from backbeat.model.files import bundled
 from backbeat.model.framework import FRAMEWORKS
 from backbeat.planners import STRATEGIES
@@ -21,6 +22,7 @@ def _completed(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
 
 
 profile_names = _completed(lambda: bundled(model.Profile))
+model_names = _completed(lambda: [*BUNDLED, *bundled(model.Profile)])
 network_names = _completed(lambda: bundled(model.Network))
 bundled_names = _completed(lambda: [*bundled(model.Network), *bundled(model.Profile)])
 strategy_names = _completed(lambda: STRATEGIES)
@@ -30,6 +32,28 @@ Profile = Annotated[
 ]
 Network = Annotated[
     str, typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=network_names)
+]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A config.json, a profile's file, or a bundled name.", autocompletion=model_names
+    ),
+]
+Cluster = Annotated[
+    str, typer.Argument(metavar="CLUSTER", help="A network file, or a bundled name.", autocompletion=network_names)
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option("--gpus", "-n", help="64, 8..512 (doubling) or 8,16,48. Default: the cluster's own."),
+]
+Ways = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--way",
+        "-w",
+        help=f"Comma-separated: {', '.join(STRATEGIES)}, hsdp:8, or layouts like tp=8+pp=2. Default: all that may be.",
+        autocompletion=strategy_names,
+    ),
 ]
 Strategies = Annotated[
     list[str] | None,

@@ -23,6 +23,8 @@ MEMORY_ERROR = {"profile": 0.025, "shape": 0.075}
 """How far nine of ten predicted peaks are off, by what was known: `memory` and `sharded_memory`, and `simumax_b200`."""
 BY_HAND = ("ddp", "fsdp", "hsdp", "zero1", "zero2")
 """What needs no plan file, the simplest first."""
+PLANNED = ("mg-wfbp", "asc-wfbp", "adaptive", "optimal", "best", "compressed", "sharded")
+"""What a planner chooses; people write everything else by hand."""
 SPLITS = ("tp", "pp", "cp", "ep")
 """Dimensions of a mesh that share more than batch and parameters."""
 
@@ -40,6 +42,15 @@ def simplicity(
     # What a step computes is simpler than what it leaves out.
     place = BY_HAND.index(name) if name in BY_HAND else len(BY_HAND) + (name == "compressed")
     return place, sum(size > 1 for size in (mesh or {}).values()), communicators, buckets
+
+
+def by_hand(way: str) -> bool:
+    """Whether people write it without a planner.
+
+    >>> [by_hand(way) for way in ("hsdp:8", "tp=8+pp=2", "best", "plan.json")]
+    [True, True, False, False]
+    """
+    return way.partition(":")[0] not in PLANNED and not way.endswith(".json")
 
 
 def tolerance(one: Mapping[str, int], other: Mapping[str, int]) -> float:

@@ -6,13 +6,6 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-import backbeat as bb
-from backbeat import layouts
-from backbeat.layouts import Layout
-from backbeat.model.layout import Recompute
 from backbeat.show.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.show.pages.layout_page import (
     HEADINGS,
@@ -23,6 +16,13 @@ from backbeat.show.pages.layout_page import (
     respond_layouts,
 )
 from backbeat.show.tables.layout_tables import drawn_batch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat import layouts
+from backbeat.layouts import Layout
+from backbeat.model.layout import Recompute
 from tests.show.hostile import MARKUP
 
 JOB: dict[str, Any] = {"global_batch": 32, "sequence": 2048, "precision": "bf16", "framework": "megatron"}
