@@ -107,7 +107,8 @@ def predict(
     if plan is None:
         raise InputError("there is nothing to predict: give a plan, a strategy's name, or framework=")
     sent, plan = resolve(profile, network, plan, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
-    return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+    found = simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+    return replace(found, parameters=profile.trained)
 
 
 def resolve(

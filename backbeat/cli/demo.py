@@ -15,9 +15,9 @@ from backbeat.cli.plan import plan
 from backbeat.cli.predict import content, predict
 from backbeat.cli.report import report
 from backbeat.model import Network, Profile
-from backbeat.report.study import PLANNED, STOCK, by_name, compare
-from backbeat.report.study_row import Question
-from backbeat.report.words.commands import Settings
+from backbeat.show.study import PLANNED, STOCK, by_name, compare
+from backbeat.show.study_row import Question
+from backbeat.show.words.commands import Settings
 from backbeat.units import parse_workers
 
 MODEL, NETWORK, WORKERS = "resnet50-b64-bf16-h200", "100gbe", "4..2048"

@@ -21,7 +21,7 @@ from backbeat.lab.setting import Setting, check_requirements, parse_delay, parse
 from backbeat.layouts.architectures import transformer
 from backbeat.model import Plan, Profile
 from backbeat.model.layout import Layout, job_of
-from backbeat.report.tables.terminal_table import WINNER, table_of
+from backbeat.show.tables.terminal_table import WINNER, table_of
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from backbeat.errors import InputError
 from backbeat.layouts import LayoutPrediction, transformer
 from backbeat.model import Network
 from backbeat.model.framework import LAYOUT_FRAMEWORKS, Framework, framework_named
-from backbeat.report.pages.layout_page import layout_content, layout_report
-from backbeat.report.tables import layout_tables as tables
-from backbeat.report.words import layout_answer as words
-from backbeat.report.words.megatron_flags import flag_lines, megatron_flags, why_no_flags
+from backbeat.show.pages.layout_page import layout_content, layout_report
+from backbeat.show.tables import layout_tables as tables
+from backbeat.show.words import layout_answer as words
+from backbeat.show.words.megatron_flags import flag_lines, megatron_flags, why_no_flags
 from backbeat.units import counted, format_seconds, parse_workers
 
 

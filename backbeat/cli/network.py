@@ -19,7 +19,7 @@ from backbeat.model import CollectiveTimes, Fabric, Network, Source
 from backbeat.model.slowdown import CHANNELS
 from backbeat.model.specification import Specification, reached_inside, transport_of, typical_hop_s
 from backbeat.model.topology import FabricKind
-from backbeat.report.tables.network_tables import every_row, network_table
+from backbeat.show.tables.network_tables import every_row, network_table
 from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
 
 _LONGEST_HOP_S = 10e-3

@@ -21,12 +21,12 @@ from backbeat.model.blocks import segments_of
 from backbeat.model.resident import ResidentMemory
 from backbeat.planners import STRATEGIES
 from backbeat.planners.memory_moves import uniform
-from backbeat.report.study_row import Question, device_fit, fitting_batch
-from backbeat.report.tables import plan_tables as tables
-from backbeat.report.words.answer import above_linear, caveats, memory_line
-from backbeat.report.words.commands import sharding_lines, wrapping_lines
-from backbeat.report.words.decision import decide_on_plan
-from backbeat.report.words.numbers import capitalised, describe, over_bound, scaling_range
+from backbeat.show.study_row import Question, device_fit, fitting_batch
+from backbeat.show.tables import plan_tables as tables
+from backbeat.show.words.answer import above_linear, caveats, memory_line
+from backbeat.show.words.commands import sharding_lines, wrapping_lines
+from backbeat.show.words.decision import decide_on_plan
+from backbeat.show.words.numbers import capitalised, describe, over_bound, scaling_range
 from backbeat.steps.memory_timeline import BlockChain, memory_timeline
 from backbeat.steps.sharded_memory import sharded_memory
 from backbeat.units import counted, first_few, format_bytes, format_seconds, parse_duration

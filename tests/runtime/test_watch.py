@@ -25,12 +25,12 @@ from backbeat.comm.machine import host_name
 from backbeat.engine.explain import busy_periods
 from backbeat.errors import InputError
 from backbeat.model import Bucket, Plan, PlanPrediction
-from backbeat.report.drift import StepSample, slower_words
 from backbeat.runtime import DistributedDataParallel, watched_steps
 from backbeat.runtime.integrations.watching import lightning_watch, scalars, watch_trainer
 from backbeat.runtime.reduce.timing import TimedStep
 from backbeat.runtime.watch import Watch, _over_ranks
 from backbeat.runtime.watched_steps import HookedSteps, RankFigures, _figures, _promised
+from backbeat.show.drift import StepSample, slower_words
 from tests.forks import Fork, torchrun
 
 JOB = """

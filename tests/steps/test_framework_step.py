@@ -13,7 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import Framework, Memory, Network, Profile
 from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.planners.baselines import framework_plan
-from backbeat.report.study_row import device_fit
+from backbeat.show.study_row import device_fit
 from backbeat.steps.bucket_step import BucketWay
 from tests.problems import affine, make_profile, networks, profiles
 
