@@ -140,6 +140,15 @@ class Note(msgspec.Struct, frozen=True):
         return hash((self.kind, tuple(self.values.items())))
 
 
+class Cost(msgspec.Struct, frozen=True):
+    """What a whole training takes."""
+
+    hours: float
+    gpu_hours: float
+    money: float | None = None
+    """Where the price of a GPU-hour is known."""
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """One model on one cluster in one way, predicted."""
 
@@ -211,6 +220,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[Note, ...] = ()
     gap_parts: GapParts | None = None
     """Where it was asked for."""
+    cost: Cost | None = None
+    """Where it was said how much is trained."""
 
     @property
     def way(self) -> str:

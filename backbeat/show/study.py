@@ -9,12 +9,12 @@ from functools import cached_property
 from itertools import chain, count
 from typing import Any
 
-from backbeat import api
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
 from backbeat.model.batches import strong_scaling
 from backbeat.model.rule import PLANS as SIMPLER_WITHIN
 from backbeat.planners import is_sharded
+from backbeat.planners.planned import resolved
 from backbeat.show.chrome_trace import TracedIteration
 from backbeat.show.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.show.measured import Measured
@@ -236,7 +236,7 @@ def bucket_sweep(profile: Profile, network: Network, reduce_dtype: str | None) -
         return ()
     found = []
     for size in BUCKETS_MB:
-        sent, plan = api.resolve(profile, network, STOCK, reduce_dtype=reduce_dtype, bucket_bytes=size * 2**20)
+        sent, plan = resolved(profile, network, STOCK, reduce_dtype=reduce_dtype, bucket_bytes=size * 2**20)
         found.append((size, predict(sent, network, plan)))
         if len(plan.buckets) == 1:
             break

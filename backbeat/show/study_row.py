@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from backbeat import api
 from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Framework, Memory, MemoryPlan, Network, Plan, Prediction, Profile
@@ -20,6 +19,7 @@ from backbeat.model.prediction import GapParts, Note
 from backbeat.model.resident import ResidentMemory
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.planners.max_batch import largest_batch, with_blocks
+from backbeat.planners.planned import predicted, resolved
 from backbeat.steps.memory_timeline import memory_timeline
 from backbeat.steps.predict import predict
 from backbeat.steps.sharded_memory import sharded_memory
@@ -150,7 +150,7 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
         schedule = {"strategy": schedule.way}
     if isinstance(schedule, Framework):
         plan = None
-        prediction = api.predict(profile, network, framework=schedule, accumulation=accumulation)
+        prediction = predicted(profile, network, framework=schedule, accumulation=accumulation)
         find_gap: Callable[[], GapParts | None] = lambda: None  # noqa: E731
 
         def on_device(of: Profile) -> Profile:
@@ -160,12 +160,12 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
     else:
         choices: dict[str, Any] = {"strategy": schedule} if isinstance(schedule, Plan) else {**schedule}
         choices |= {"accumulation": accumulation, "reduce_dtype": question.reduce_dtype}
-        sent, plan = api.resolve(profile, network, choices.pop("strategy"), **choices)
+        sent, plan = resolved(profile, network, choices.pop("strategy"), **choices)
         prediction = predict(sent, network, plan, accumulation=accumulation)
         find_gap = partial(_gap_parts, sent, network, plan, accumulation)
 
         def on_device(of: Profile) -> Profile:
-            return api.resolve(of, network, plan, reduce_dtype=question.reduce_dtype)[0]
+            return resolved(of, network, plan, reduce_dtype=question.reduce_dtype)[0]
 
     budget, peak = question.memory_budget, prediction.peak_bytes
     fit = device_fit(on_device(profile), plan, network.workers, budget_bytes=budget, predicted_bytes=peak)
@@ -201,7 +201,7 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
     with suppress(InputError):
         whole = strong_scaling(profile, global_batch, 1, accumulation=accumulation)
     if whole is not None:
-        alone_s = api.predict(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
+        alone_s = predicted(whole, question.network.at(workers=1), "ddp", accumulation=accumulation).iteration_s
         how = f": {whole.notes[-1]}" if extrapolates(profile, whole.batch_size) else ""
         why = Note("whole_batch", {"samples": global_batch, "how": how})
     found = []
