@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
+from backbeat.model.layout import Layout
+from backbeat.model.memory import MemoryByKind
+from backbeat.model.rule import Fits
+
+if TYPE_CHECKING:
+    from backbeat.model.plan import Plan
+
+COMPUTE = ("matmul", "attention", "memory", "host", "recompute", "update")
+"""Parts of a layout's step that are computation; the rest is waiting for others."""
 
 _WORTH_IT = 0.5
 """Past the knee an added worker brings less than this share of what one worker does alone."""
@@ -28,8 +38,25 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the exposed time comes from. The parts add up to it."""
+    """Where the time goes. What buckets and units expose adds up to the exposed time. Parts of a layout's step are of
+    the stage that has most to do, and add up to the step."""
 
+    matmul_s: float = 0.0
+    attention_s: float = 0.0
+    memory_s: float = 0.0
+    """Norms, activations, residuals, loss: what moves bytes."""
+    recompute_s: float = 0.0
+    update_s: float = 0.0
+    tensor_s: float = 0.0
+    """Exposed collectives of tensor parallelism; likewise of context and expert parallelism."""
+    context_s: float = 0.0
+    expert_s: float = 0.0
+    parameters_s: float = 0.0
+    """A layout waiting for sharded parameters and gradients in each pass (ZeRO 2 and 3)."""
+    bubble_s: float = 0.0
+    """The pipeline fills and drains, waits for slower stages and for sends."""
+    reduce_s: float = 0.0
+    """A layout's exposed reduction of gradients."""
     latency_s: float = 0.0
     """After backward, some message is starting and none is moving bytes."""
     bandwidth_s: float = 0.0
@@ -49,8 +76,13 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     sharding_s: float = 0.0
     """What a sharded update takes less than a whole one: zero or negative."""
     host_s: float = 0.0
-    """The device waiting for the host to issue work, beyond what it does on one worker; negative where it waits for
-    communication instead, which then costs that much less."""
+    """The device waiting for the host to issue work: in a layout all of it, elsewhere what goes beyond that of one
+    worker; negative where it waits for communication instead, which then costs that much less."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """By name, without the unit."""
+        return {name.removesuffix("_s"): getattr(self, name) for name in self.__struct_fields__}
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,34 +140,78 @@ class Note(msgspec.Struct, frozen=True):
         return hash((self.kind, tuple(self.values.items())))
 
 
+class Cost(msgspec.Struct, frozen=True):
+    """What a whole training takes."""
+
+    hours: float
+    gpu_hours: float
+    money: float | None = None
+    """Where the price of a GPU-hour is known."""
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """One (profile, network, plan), predicted."""
+    """One model on one cluster in one way, predicted."""
 
     strategy: str
+    """The way, by its name."""
     workers: int
-    communicators: int
-    buckets: int
+    """GPUs."""
+    model: str = ""
+    cluster: str = ""
+    mesh: Mapping[str, int] = {}
+    """Sizes of what GPUs share: replicate, shard, tp, pp, cp, ep; those above 1."""
+    framework: str | None = None
+    """Whose habits."""
+    runs_by: str | None = None
+    """What runs it, where the framework does not."""
+    global_batch: int = 0
+    """Samples, or sequences, of one step over all GPUs."""
+    batch: int = 0
+    """Of one micro-batch of one replica."""
+    micro_batches: int = 1
+    recompute: str = "none"
+    sequence: int | None = None
+    """Tokens of one; None where samples are no sequences."""
+    precision: str | None = None
+    parameters: int | None = None
+    flops: float | None = None
+    """Of one step over all GPUs, as MFU counts them."""
+    peak_flops: float | None = None
+    """What one GPU could do in a second in this precision."""
+    layout: Layout | None = None
+    """Where the way is one."""
+    plan: Plan | None = None
+    communicators: int = 1
+    buckets: int = 0
     iteration_s: float
     """T(N), straggler wait included."""
+    range_s: tuple[float, float] | None = None
+    """The 10th and the 90th percentile of where the median step of such a job is found."""
     single_s: float
-    """T(1), the same iteration on one worker."""
+    """T(1): the same work for each GPU, on one that communicates with nobody. A layout's has unlimited memory."""
     scaling_factor: float
     """T(1) / T(N); under a memory plan, T(1) of a worker that keeps everything."""
     exposed_s: float
-    """T(N) - T(1)."""
-    bound_s: float
-    """No plan that ends its communication within the iteration is faster than this."""
+    """T(N) - T(1); in a layout what collectives and waits add."""
+    bound_s: float | None = None
+    """No plan that ends its communication within the iteration is faster than this; None where none is known."""
     samples_per_s: float
     """Samples a second of the whole job."""
     breakdown: Breakdown
     bottleneck: str
     """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`,
     `contention`, `gather`, `copies`; `memory`, where what is not kept of activations costs more than these; or `host`,
-    where it issues work slower than the device does it."""
+    where it issues work slower than the device does it. Of a layout its largest part that is no plain arithmetic."""
+    bubble_share: float = 0.0
+    """Of a pipeline's time, what the average stage does nothing in."""
     band: Band | None = None
     network_band: NetworkBand | None = None
     """The iteration on a quiet and on a busy cluster, where the network has a band; `iteration_s` is a typical
     day's."""
+    memory: MemoryByKind | None = None
+    device_bytes: int | None = None
+    """What a GPU has for it."""
+    fits: Fits | None = None
     peak_bytes: int | None = None
     """Device memory at its highest, where the plan shards or says what is kept of activations."""
     extrapolated: bool = False
@@ -144,11 +220,46 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[Note, ...] = ()
     gap_parts: GapParts | None = None
     """Where it was asked for."""
+    cost: Cost | None = None
+    """Where it was said how much is trained."""
+
+    @property
+    def way(self) -> str:
+        return self.strategy
+
+    @property
+    def gpus(self) -> int:
+        return self.workers
+
+    @property
+    def step_s(self) -> float:
+        return self.iteration_s
+
+    @property
+    def jitter_s(self) -> tuple[float, float] | None:
+        """The 10th and the 90th percentile of single steps."""
+        return None if self.band is None else (self.band.p10_s, self.band.p90_s)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the whole job; None where samples are no sequences."""
+        return None if self.sequence is None else self.samples_per_s * self.sequence
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        return None if self.tokens_per_s is None else self.tokens_per_s / self.workers
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over what the GPUs could do at the peak rate of this precision."""
+        if not self.flops or not self.peak_flops or self.iteration_s <= 0:
+            return None
+        return self.flops / (self.iteration_s * self.workers * self.peak_flops)
 
     @property
     def gap(self) -> float:
         """How far this plan is above the bound, as a share of it."""
-        return self.iteration_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
+        return self.iteration_s / self.bound_s - 1 if self.bound_s else 0.0
 
     @property
     def on_busy(self) -> Prediction:
@@ -174,7 +285,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return [(start - backward, end - backward) for start, end in found]
 
     def _repr_html_(self) -> str:
-        from backbeat.report.notebook import prediction_html  # late: report stands above model
+        from backbeat.show.notebook import prediction_html  # late: report stands above model
 
         return prediction_html(self)
 

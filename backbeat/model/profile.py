@@ -307,6 +307,11 @@ class Profile(Document, frozen=True, kw_only=True):
         )
 
     @property
+    def trained(self) -> int:
+        """Parameters that are trained, where gradients are as large as on the device."""
+        return self.total_bytes // self.element_bytes
+
+    @property
     def element_bytes(self) -> int:
         """Of one element of a gradient."""
         return DTYPE_BYTES[self.gradient_dtype]

@@ -22,6 +22,7 @@ from itertools import combinations, product
 from backbeat.cost import LinkCost
 from backbeat.cost.bound import communication_bound
 from backbeat.model import Network, Profile
+from backbeat.model.rule import PLANS
 from backbeat.model.slowdown import slowdown_of
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import asc_wfbp, ddp, mg_wfbp, single, wfbp
@@ -29,8 +30,6 @@ from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.merge_buckets import iteration_s, simplified
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
 
-SIMPLER_WITHIN = 0.01
-"""Of two plans whose predicted iterations differ by no more than this share, the simpler is taken."""
 _EVALUATIONS = 600
 """Engine runs spent on improving one candidate; a plan of ten buckets takes some 50 µs each."""
 _IMPROVED = 3
@@ -45,7 +44,7 @@ _EXHAUSTIVE_NOTE = "the simplest plan within 1 % of the optimum, by exhaustive s
 
 
 def best(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
-    """The simplest plan found within `SIMPLER_WITHIN` of the fastest; not slower than stock DDP. If the fastest plan
+    """The simplest plan found within `PLANS` of the fastest; not slower than stock DDP. If the fastest plan
     gains more than that over stock DDP, so does this one.
 
     Plans are found as if communication did not slow computation down; stock DDP is taken where it does and that plan
@@ -70,7 +69,7 @@ def _without_contention(profile: Profile, network: Network, options: StrategyOpt
     floor = communication_bound(profile.ready, profile.sizes, cost, most)
     candidates, fastest = [one], floor
     # Several communicators are worth trying only if they could gain enough.
-    if iteration_s(profile, one[0]) > iteration_s(profile, floor) * (1 + SIMPLER_WITHIN):
+    if iteration_s(profile, one[0]) > iteration_s(profile, floor) * (1 + PLANS):
         if most > 1:
             candidates += search.on_several(network, most, floor)
         fastest = min(end for end, _ in candidates)
@@ -78,8 +77,8 @@ def _without_contention(profile: Profile, network: Network, options: StrategyOpt
     # counts would be lost.
     plain = [search.score(one(profile, network, StrategyOptions())) for one in (ddp, single)]
     stock = iteration_s(profile, plain[0][0])
-    limit = iteration_s(profile, fastest) * (1 + SIMPLER_WITHIN)
-    limit = min(limit, stock / (1 + SIMPLER_WITHIN) if stock > limit else stock)
+    limit = iteration_s(profile, fastest) * (1 + PLANS)
+    limit = min(limit, stock / (1 + PLANS) if stock > limit else stock)
     limit = max(limit, min(iteration_s(profile, end) for end, _ in candidates))
 
     def slack(end: float) -> float:

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product
 
-from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.model.rule import PLANS
 from backbeat.planners.shard_problem import Between, Scored, ShardChoice, ShardProblem
 from backbeat.planners.unit_programme import unit_ends
 
@@ -69,7 +69,7 @@ class ShardSearch:
         starts = ((self.problem.seconds(choice), choice) for choice in dict.fromkeys(self.starts()))
         for seconds, choice in sorted(starts, key=lambda one: one[0]):
             # Whatever makes it fit makes it slower.
-            if found and seconds > min(one.seconds for one in found) * (1 + SIMPLER_WITHIN):
+            if found and seconds > min(one.seconds for one in found) * (1 + PLANS):
                 break
             kind = choice.shard, bool(choice.kept)
             if self.fits(choice) or not self.many or tried[kind] < _FITTED:
@@ -101,7 +101,7 @@ class ShardSearch:
     def simplest(self, found: list[Scored]) -> Scored:
         """The fewest changes from `fsdp` within 1 % of the fastest, and not slower than `fsdp` where that fits."""
         fastest = min(one.seconds for one in found)
-        limit = fastest * (1 + SIMPLER_WITHIN)
+        limit = fastest * (1 + PLANS)
         if self.fits(self.stock):
             limit = max(min(limit, self.problem.seconds(self.stock)), fastest)
         return min((one for one in found if one.seconds <= limit), key=lambda one: (self.changes(one), one.seconds))

@@ -28,7 +28,7 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import MemoryPlan
-from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.model.rule import PLANS
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_plan import needed, reserve_for, usable
 from backbeat.planners.shard_problem import Scored, ShardProblem
@@ -91,7 +91,7 @@ def sharded(profile: Profile, network: Network, options: StrategyOptions) -> Pla
 
 def _advice(problem: ShardProblem, best: Scored, gained: Scored, options: StrategyOptions) -> Iterator[str]:
     """What would make a step shorter: a newer torch, with which it is `gained`, and gradients reduced in bf16."""
-    if gained.seconds < best.seconds * (1 - SIMPLER_WITHIN):
+    if gained.seconds < best.seconds * (1 - PLANS):
         settings = [f"{gained.choice.buffers} reduce-scatter inputs"] * (gained.choice.buffers > 1)
         settings += ["a communicator for reduce-scatters"] * gained.choice.separate
         yield (
@@ -100,7 +100,7 @@ def _advice(problem: ShardProblem, best: Scored, gained: Scored, options: Strate
         )
     if options.reduce_dtype is None:
         in_bf16 = problem.seconds(best.choice, "bf16")
-        if in_bf16 < best.seconds * (1 - SIMPLER_WITHIN):
+        if in_bf16 < best.seconds * (1 - PLANS):
             yield (
                 f"gradients reduced in bf16 would make a step {_shorter(best.seconds, in_bf16)}: plan with "
                 "--reduce-dtype bf16 if training bears sums in two bytes"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from backbeat.cost.accelerators import accelerator
 from backbeat.cost.collectives import traffic
 from backbeat.cost.stragglers import Straggling, straggling
 from backbeat.engine import run
@@ -66,24 +67,24 @@ def predict(
     steps = _Steps(worker, plan, reduction, broadcast_buffers=broadcast_buffers)
     step = steps.on(network)
     found = _explained(worker, network, plan, step, _waits(worker, network))
+    found = replace(found, framework=None if reduction is None else reduction.name)
     if gap_parts:
         found = replace(found, gap_parts=steps.gap_parts(network, step, found))
+    margin = _ANALYTIC if profile.analytic else _REPEATS
     if network.edges is None:
-        return found
+        return replace(found, range_s=(found.iteration_s * (1 - margin), found.iteration_s * (1 + margin)))
     quiet, busy = (steps.on(edge).paced_s for edge in network.edges)
     # A faster link may delay a bucket that shares it: by so little that it is no edge of the band.
     quiet_s = found.iteration_s + min(quiet - step.paced_s, 0.0)
     busy_s = found.iteration_s + max(busy - step.paced_s, 0.0)
-    return replace(
-        found,
-        network_band=NetworkBand(
-            quiet_s=quiet_s,
-            busy_s=busy_s,
-            quiet_scaling_factor=found.scaling_factor * found.iteration_s / quiet_s if quiet_s > 0 else 1.0,
-            busy_scaling_factor=found.scaling_factor * found.iteration_s / busy_s if busy_s > 0 else 1.0,
-            margin=_ANALYTIC if profile.analytic else _REPEATS,
-        ),
+    band = NetworkBand(
+        quiet_s=quiet_s,
+        busy_s=busy_s,
+        quiet_scaling_factor=found.scaling_factor * found.iteration_s / quiet_s if quiet_s > 0 else 1.0,
+        busy_scaling_factor=found.scaling_factor * found.iteration_s / busy_s if busy_s > 0 else 1.0,
+        margin=margin,
     )
+    return replace(found, network_band=band, range_s=(band.shortest_s, band.longest_s))
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class _Steps:
         if not (self.wrapped and worker.lane.by_block and way.dynamic is None):
             return _HostedStep(run, paced_s(run.end_s, issued_s), issued_s, slowdown)
         pieces = Chain.of_profile(worker.kept, self.plan.memory).pieces
-        issue = host_issue(worker.lane, worker.measured, pieces, **counts, wrapped=True)
+        issue = host_issue(worker.lane, worker.measured, pieces, **counts)
         status_s = issue.after_status_s(micro_batches) + run.tail_s
 
         def repeated() -> Period:
@@ -238,7 +239,7 @@ class _Steps:
         graph = None if isinstance(step.run, _AloneRun) else step.run.graph
         if graph is None:
             return None
-        left = found.iteration_s - found.bound_s
+        left = found.iteration_s - (found.bound_s or 0.0)
         free = graph.retimed({}, slowdowns={})
         without = (step.paced_s, step.run.end_s, run(free).end_s, run(free.unlimited()).end_s)
         parts = []
@@ -262,9 +263,9 @@ def _explained(
 ) -> Prediction:
     """The step with the wait for the slowest worker, and why it takes as long."""
     profile, single, micro_batches = worker.profile, worker.single_s, worker.micro_batches
-    device, paced, why = step.run.end_s, step.paced_s, step.run.explained()
+    device_s, paced, why = step.run.end_s, step.paced_s, step.run.explained()
     wait = waits.wait_s if waits else 0.0
-    host_alone = paced > device and step.issued_s >= paced
+    host_alone = paced > device_s and step.issued_s >= paced
     iteration = paced + wait
     bound = paced_s(why.bound_s, worker.lane.step_s(micro_batches)) + wait
     not_kept_s = single - worker.kept_s
@@ -276,17 +277,31 @@ def _explained(
         slowest_extrapolated=waits is not None and waits.extrapolated,
         pieces=() if worker.chain is None else worker.chain.whole.notes,
     )
-    if paced > device:
-        notes.append(Note("host_paces" if host_alone else "host_late", {"paced_s": paced, "device_s": device}))
+    if paced > device_s:
+        notes.append(Note("host_paces" if host_alone else "host_late", {"paced_s": paced, "device_s": device_s}))
     if not_kept_s > _NEGLIGIBLE * single:
         notes.append(Note("not_kept", {"not_kept_s": not_kept_s}))
     if step.slowdown.factor >= _WORTH_SAYING:
         notes.append(Note("slowed", {"factor": step.slowdown.factor, "origin": step.slowdown.origin}))
-    breakdown = replace(why.breakdown, stragglers_s=wait, host_s=(paced - device) - (single - worker.device_s))
-    waiting = (Span("compute", "waiting for the host", device, paced),) if paced > device else ()
+    breakdown = replace(why.breakdown, stragglers_s=wait, host_s=(paced - device_s) - (single - worker.device_s))
+    waiting = (Span("compute", "waiting for the host", device_s, paced),) if paced > device_s else ()
+    samples = network.workers * profile.batch_size * micro_batches
+    device = accelerator(profile.device)
     return Prediction(
         strategy=plan.strategy,
         workers=network.workers,
+        model=profile.model,
+        cluster=network.name,
+        mesh=_mesh(plan, network.workers),
+        global_batch=samples,
+        batch=profile.batch_size,
+        micro_batches=micro_batches,
+        sequence=profile.sequence_length,
+        precision=profile.precision,
+        parameters=worker.measured.trained,
+        flops=None if profile.flops_per_sample is None else profile.flops_per_sample * samples,
+        peak_flops=None if device is None else device.peak_flops(profile.precision),
+        plan=plan,
         communicators=plan.communicators,
         buckets=why.number,
         iteration_s=iteration,
@@ -294,7 +309,7 @@ def _explained(
         scaling_factor=worker.kept_s / iteration if iteration > 0 else 1.0,
         exposed_s=iteration - single,
         bound_s=iteration if iteration < bound <= iteration * (1 + _ROUNDING) else bound,
-        samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,
+        samples_per_s=samples / iteration if iteration > 0 else 0.0,
         breakdown=breakdown,
         bottleneck="host" if host_alone else _bottleneck(breakdown, not_kept_s, single),
         band=Band(p10_s=paced + waits.p10_s, p90_s=paced + waits.p90_s, extrapolated=waits.extrapolated)
@@ -305,6 +320,13 @@ def _explained(
         timeline=(*why.timeline, *waiting),
         notes=(*worker.notes, *notes),
     )
+
+
+def _mesh(plan: Plan, workers: int) -> dict[str, int]:
+    sizes = {"replicate": workers}
+    if plan.sharding is not None:
+        sizes = {"replicate": plan.sharding.mesh.replicate, "shard": plan.sharding.mesh.shard}
+    return {name: size for name, size in sizes.items() if size > 1}
 
 
 def broadcast_s(network: Network, size: int) -> float:

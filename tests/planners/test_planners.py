@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import ConcurrencyPoint, Network, Profile
 from backbeat.model.files import decode, encode
+from backbeat.model.rule import PLANS
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.planners.adaptive import _constant_buffers
 from backbeat.planners.baselines import merge_sweep
-from backbeat.planners.best import SIMPLER_WITHIN, _neighbours
+from backbeat.planners.best import _neighbours
 from backbeat.planners.draft import Draft
 from backbeat.planners.merge_buckets import simplified
 from backbeat.steps.schedule import capped
@@ -49,7 +50,7 @@ def test_optimal_is_never_beaten_on_one_communicator(profile: Profile, network: 
 def test_best_is_never_beaten_by_more_than_simplicity_is_worth(profile: Profile, network: Network) -> None:
     best = bb.predict(profile, network, "best").iteration_s
     for strategy in WITHIN_ITERATION:
-        assert best <= bb.predict(profile, network, strategy).iteration_s * (1 + SIMPLER_WITHIN + 1e-9), strategy
+        assert best <= bb.predict(profile, network, strategy).iteration_s * (1 + PLANS + 1e-9), strategy
     assert best <= bb.predict(profile, network, "ddp").iteration_s * (1 + 1e-9)
 
 
@@ -78,7 +79,7 @@ def test_no_second_communicator_for_a_gain_below_one_per_cent() -> None:
     two = bb.predict(profile, network, bb.plan(profile, network, "asc-wfbp"))
     best = bb.predict(profile, network, "best")
     # The last bucket waits for the one before it; a second communicator would hide that, 1 ms of 300.
-    assert two.iteration_s < best.iteration_s < two.iteration_s * (1 + SIMPLER_WITHIN)
+    assert two.iteration_s < best.iteration_s < two.iteration_s * (1 + PLANS)
     assert (best.communicators, best.buckets) == (1, 23)
 
 
@@ -95,7 +96,7 @@ def test_best_is_close_to_the_optimum_of_small_problems_on_two_communicators(
     )
     floor = profile.forward_s + max(least, profile.backward_s) + profile.update_s
     assert bb.predict(profile, network, bb.plan(profile, network, "best", communicators=2)).iteration_s <= floor * (
-        1 + SIMPLER_WITHIN + 1e-9
+        1 + PLANS + 1e-9
     )
 
 
@@ -277,5 +278,5 @@ def test_any_bucketing_is_reached_by_small_changes() -> None:
 @given(profiles(), networks())
 def test_best_gains_one_percent_on_ddp_where_any_plan_does(profile: Profile, network: Network) -> None:
     ddp, optimal, best = (bb.predict(profile, network, name).iteration_s for name in ("ddp", "optimal", "best"))
-    if min(optimal, best) > 0 and profile.iteration_s == () and ddp / optimal - 1 > SIMPLER_WITHIN * 1.01:
-        assert ddp / best - 1 >= SIMPLER_WITHIN * 0.99
+    if min(optimal, best) > 0 and profile.iteration_s == () and ddp / optimal - 1 > PLANS * 1.01:
+        assert ddp / best - 1 >= PLANS * 0.99

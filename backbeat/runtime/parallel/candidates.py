@@ -9,18 +9,18 @@ from typing import Any
 import msgspec
 import torch
 
-from backbeat.api import plan as make_plan
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Network, Plan, PlanPrediction, Profile
 from backbeat.model.framework import FRAMEWORKS
+from backbeat.model.rule import simplicity
 from backbeat.planners import BUDGETED, unit_strategies
+from backbeat.planners.planned import planned as make_plan
 from backbeat.steps.predict import predict
 from backbeat.units import counted
 
 SHARDED_KINDS = ("units", "copies")
 """Units of one sharded copy of the model, and of several: HSDP."""
 KINDS = ("stock", "buckets", *SHARDED_KINDS, "compressed")
-"""From the simplest to the one that changes most."""
 STOCK_FRAMEWORK = FRAMEWORKS["torch"]
 
 
@@ -40,6 +40,16 @@ class Candidate:
     @property
     def bound_s(self) -> float:
         return self._predicted.bound_s or 0.0
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """Lower is simpler."""
+        plan, mesh = self.plan, {}
+        if plan.sharding is not None:
+            mesh = {"replicate": plan.sharding.mesh.replicate, "shard": plan.sharding.mesh.shard}
+        way = {"stock": "ddp", "compressed": "compressed"}.get(self.kind, plan.strategy)
+        pieces = len(plan.buckets) if plan.sharding is None else len(plan.sharding.units)
+        return simplicity(way, mesh, communicators=plan.communicators, buckets=pieces)
 
     @property
     def name(self) -> str:

@@ -8,15 +8,13 @@ from operator import attrgetter
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
-from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.runtime.parallel.candidates import KINDS, Candidate
+from backbeat.model.rule import PLANS, WAYS, recommended
+from backbeat.runtime.parallel.candidates import Candidate
 from backbeat.runtime.parallel.trials import Trials
 from backbeat.units import format_seconds
 
 MOST_EXTRAPOLATION = 8
 """Where messages may be more than this many times as large as those measured, predictions exclude no candidate."""
-PREDICTION_ERROR = 0.05
-"""A gain that is only predicted counts beyond this share: predictions of different kinds are off by as much."""
 LARGE_BYTES = 64 * 2**20
 """Above this size, a message takes its bytes over the link's rate: larger ones need not be measured."""
 
@@ -41,18 +39,17 @@ def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:
     if stock is None:
         return list(candidates)
     others = [one for one in candidates if one is not stock]
-    gains = any(one.predicted_s < stock.predicted_s * (1 - SIMPLER_WITHIN) for one in others)
+    gains = any(one.predicted_s < stock.predicted_s * (1 - WAYS) for one in others)
     if not gains and _at_bound(stock):
         return [stock]
-    return [stock, *(one for one in others if one.predicted_s < stock.predicted_s * (1 + 5 * SIMPLER_WITHIN))]
+    return [stock, *(one for one in others if one.predicted_s < stock.predicted_s * (1 + WAYS))]
 
 
 def simplest(candidates: Sequence[Candidate], seconds: Mapping[str, float], tolerance: float) -> Candidate:
     """The simplest of those that are as fast as the fastest, within the tolerance."""
     known = [one for one in candidates if one.name in seconds]
-    limit = min(seconds[one.name] for one in known) * (1 + max(tolerance, SIMPLER_WITHIN))
-    equal = [one for one in known if seconds[one.name] <= limit]
-    return min(equal, key=lambda one: (KINDS.index(one.kind), seconds[one.name]))
+    within = max(tolerance, PLANS)
+    return recommended(known, lambda one: seconds[one.name], lambda one: one.simplicity, within)
 
 
 def in_words(
@@ -74,7 +71,7 @@ def in_words(
             text += f"; {format_seconds(seconds[best])} with {best}{how}"
         if best is not None and seconds[best] < found_s and tolerance < math.inf:
             off = "turns may differ by" if best in measured else "predictions may be off by"
-            gain = f"the {tolerance:.1%} that {off}" if tolerance > SIMPLER_WITHIN else f"{SIMPLER_WITHIN:.0%}"
+            gain = f"the {tolerance:.1%} that {off}" if tolerance > PLANS else f"{PLANS:.0%}"
             text += f", no gain beyond {gain}"
     elif stock_s is not None:
         how = " measured" if "stock DDP" in measured and taken.name not in measured else ""
@@ -87,7 +84,7 @@ def in_words(
     if taken.kind == "stock" and len(seconds) == 1 and _at_bound(taken):
         return f"{text}; by prediction the bound leaves nothing to gain"
     bound = f"the bound of {format_seconds(taken.bound_s)}"
-    if over < -SIMPLER_WITHIN:
+    if over < -PLANS:
         # The bound is computation or the link.
         waited_s = (taken.plan.predicted and taken.plan.predicted.exposed_s) or 0.0
         steps = found_s < taken.predicted_s - waited_s
@@ -97,7 +94,7 @@ def in_words(
 
 
 def _at_bound(stock: Candidate) -> bool:
-    return stock.predicted_s <= stock.bound_s * (1 + SIMPLER_WITHIN)
+    return stock.predicted_s <= stock.bound_s * (1 + PLANS)
 
 
 def decide(
@@ -128,7 +125,7 @@ def decide(
     elif untried:
         scale = next((measured[one.name] / one.predicted_s for one in left if one.name in measured), 1.0)
         seconds = {one.name: one.predicted_s * scale for one in left}
-        tolerance = math.inf if extrapolated > MOST_EXTRAPOLATION else max(PREDICTION_ERROR, scale - 1, 1 / scale - 1)
+        tolerance = math.inf if extrapolated > MOST_EXTRAPOLATION else max(WAYS, scale - 1, 1 / scale - 1)
         why = "" if len(tried) == 1 else f" ({no_memory or 'no time was left to try all; budget_s= gives more'})"
     taken = simplest(left, seconds, tolerance)
     words = in_words(taken, seconds, tolerance, measured, why)
