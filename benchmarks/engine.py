@@ -15,12 +15,12 @@ from functools import partial
 
 from backbeat import plan
 from backbeat.cost import LinkCost
-from backbeat.engine import Graph, run
+from backbeat.engine import Graph, SharedLink, run
 from backbeat.layouts.pipeline import run_pipeline
 from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
-from backbeat.steps.bucket_graph import BucketStep, bucket_graph, link_of
+from backbeat.steps.bucket_graph import BucketStep, bucket_graph
 from backbeat.steps.schedule import Schedule, one_by_one
 from backbeat.steps.sharded_units import ShardedCost, chain_of
 from backbeat.steps.stage_graph import StageTimes, stage_graph
@@ -67,7 +67,7 @@ def buckets(name: str, cluster: str, gpus: int, ways: tuple[tuple[str, int | Non
                 step = BucketStep(
                     schedule=schedule,
                     times=cost.times(schedule.sizes),
-                    link=link_of(cost),
+                    link=SharedLink.of(cost),
                     forward_s=profile.forward_s,
                     backward_s=profile.backward_s,
                     update_s=profile.update_s,

@@ -14,8 +14,8 @@ from backbeat.layouts import Layout
 from backbeat.layouts.rank_parameters import dense_buckets, equal_buckets, rank_parameters
 from backbeat.layouts.replicas import GradientMessage, StageEnds
 from backbeat.layouts.stage_layers import StageLayers, split_layers
-from backbeat.steps.fusion import contended
 from backbeat.steps.schedule import Flow
+from tests.steps.fixed_point import contended
 
 MODELS = st.sampled_from(["llama-3.2-1b", "llama-3-8b", "gpt3-13b", "mixtral-8x7b", "deepseek-v3"])
 
