@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import backbeat as bb
 from backbeat.cost import LinkCost
 from backbeat.cost.bound import communication_bound
 from backbeat.cost.curve import Curve
 from backbeat.model import Network, Plan, Profile
+from backbeat.planners.planned import planned
 from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import UNDISTURBED, ComputeClock, Flow, Schedule, busy_periods
 from tests.cost.test_bound import measured_costs
@@ -146,7 +146,7 @@ def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown
 @given(profiles(most=12), networks(), slowdowns)
 def test_compressed_iterations_slow_down_too(profile: Profile, network: Network, slowdown: float) -> None:
     compute = profile.forward_s + profile.backward_s + profile.update_s
-    plan = bb.plan(profile, network, "compressed", density=0.1)
+    plan = planned(profile, network, "compressed", density=0.1)
     alone, found = (stepped(profile, network, plan, slowdown=factor) for factor in (1.0, slowdown))
     assert found.end_s >= alone.end_s * (1 - ROUNDING)
     assert found.bound_s <= found.end_s * (1 + ROUNDING)
@@ -160,7 +160,7 @@ def test_two_messages_by_hand() -> None:
     first travels from 1 to 2 s, the second is ready after another half second, and backward ends at 5 s."""
     profile = make_profile([1, 1], [1.0, 2.0], backward=4.0)
     network = affine(1.0, 0.0)
-    found = stepped(profile, network, bb.plan(profile, network, "wfbp"), slowdown=2.0)
+    found = stepped(profile, network, planned(profile, network, "wfbp"), slowdown=2.0)
     sent = [(span.start_s, span.end_s) for span in found.timeline if span.lane == "communicator 0"]
     assert sent == [(1.0, 2.0), (2.5, 3.5)]
     assert found.end_s == 5.0
@@ -180,5 +180,5 @@ def _end(profile: Profile, flow: Flow, clock: ComputeClock) -> float:
 
 def _plan(profile: Profile, network: Network, strategy: str, communicators: int) -> Plan:
     if strategy in ("horovod", "optimal"):
-        return bb.plan(profile, network, strategy)
-    return bb.plan(profile, network, strategy, communicators=communicators)
+        return planned(profile, network, strategy)
+    return planned(profile, network, strategy, communicators=communicators)
