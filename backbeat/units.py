@@ -23,7 +23,7 @@ _SIZE = {
     "g": 10**9, "gb": 10**9, "gib": 2**30,
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
-_RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "gbe": 1e9}
 _COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _TIME = {
     "": 1.0,
@@ -66,8 +66,8 @@ def parse_count(text: str) -> float:
 def parse_rate(text: str) -> float:
     """Bits per second.
 
-    >>> parse_rate("10gbit"), parse_rate("200Mbit/s"), parse_rate("450GB/s")
-    (10000000000.0, 200000000.0, 3600000000000.0)
+    >>> parse_rate("10gbit"), parse_rate("200Mbit/s"), parse_rate("450GB/s"), parse_rate("25GbE")
+    (10000000000.0, 200000000.0, 3600000000000.0, 25000000000.0)
     """
     bare = re.sub(r"(/s|ps)$", "", text.strip())
     # A capital B is bytes; Gb/s could be either, and is refused.
