@@ -111,7 +111,7 @@ class Asked:
         told = {name: value for name, value in told.items() if value is not None and name not in self.given}
         if not told:
             return self
-        framework = framework_named(told.get("framework", self.framework))
+        framework = framework_named(plan.framework) if "framework" in told and plan.framework else self.framework
         return replace(self, given={**self.given, **told}, framework=framework)
 
     def plan(self, way: Any, gpus: int | None = None) -> Plan:

@@ -220,15 +220,6 @@ def test_thousands_of_gradients_on_a_measured_curve() -> None:
     assert exact.predicted.iteration_s == pytest.approx(straight.predicted.iteration_s, rel=1e-3)
 
 
-def test_names_are_loaded_before_they_are_planned_or_predicted() -> None:
-    profile, network = make_profile([1.0], [1000]), Network.load("10gbe")
-    for call in (bb.plan, bb.predict):
-        with pytest.raises(bb.InputError, match="a Network; "):
-            call(profile, "10gbe", "ddp")
-        with pytest.raises(bb.InputError, match="a Profile; "):
-            call("resnet50", network, "ddp")
-
-
 def test_bad_options_are_refused() -> None:
     profile, network = make_profile([1], [0.0]), affine(1e-3, 1e-9)
     with pytest.raises(bb.InputError, match="did you mean 'optimal'"):
