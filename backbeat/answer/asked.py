@@ -20,7 +20,6 @@ from backbeat.answer.subject import ClusterInput, ModelInput, accelerator_of, cl
 from backbeat.answer.ways import Way, idle_keyword, way_of
 from backbeat.cost.accelerators import Accelerator, accelerator
 from backbeat.errors import InputError
-from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.predict_layout import LayoutPredictor, predictor_of
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import Framework, Network, Plan, PlanPrediction, Prediction, Profile
@@ -28,8 +27,7 @@ from backbeat.model.batches import at_batch, with_sibling
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
 from backbeat.model.layout import Layout, Parallelism, job_of
-from backbeat.model.memory import MemoryByKind
-from backbeat.model.prediction import Breakdown, Cost, Note
+from backbeat.model.prediction import Cost, Note
 from backbeat.model.question import Question
 from backbeat.model.rule import SPLITS, recommended, simplicity, tolerance
 
@@ -371,51 +369,11 @@ class Asked:
         own = 1 if self.profile is None else self.profile.batch_size * self.profile.accumulation
         return self.given.get("global_batch") or gpus * (self.given.get("batch") or own)
 
-    def _of_layout(self, found: LayoutPrediction, word: str | None = None) -> Prediction:
-        layout, job = found.layout, found.job
-        parts = found.breakdown.parts
-        waits = sum(parts[name] for name in ("stragglers", "bubble", "tensor", "context", "expert", "reduce", "gather"))
-        exposed = waits + parts["parameters"] + parts["contention"]
-        sizes = {"replicate": layout.dp, "tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
-        if layout.zero == 3:
-            sizes = {"shard": layout.dp, **{name: size for name, size in sizes.items() if name != "replicate"}}
-        memory = {_KINDS.get(name, name): size for name, size in msgspec.structs.asdict(found.memory).items()}
-        limit = found.limit_bytes
-        micro_batches = layout.micro_batches(job)
-        way = Way(word or self._word(layout), "layout", parts={})
-        return Prediction(
-            strategy=way.word,
-            workers=found.gpus,
-            model=found.model,
-            cluster=self.network.name,
-            mesh={name: size for name, size in sizes.items() if size > 1},
-            framework=self.framework.name,
-            runs_by=way.runs_by(self.framework),
-            global_batch=job.global_batch,
-            batch=layout.micro_batch,
-            micro_batches=micro_batches,
-            recompute=layout.recompute,
-            sequence=job.sequence,
-            precision=job.precision,
-            parameters=self.shape.parameters if self.shape else None,
-            flops=self.shape.flops_per_token(job.sequence) * job.tokens if self.shape else None,
-            peak_flops=self.gpu.peak_flops(job.precision) if self.gpu else None,
-            layout=layout,
-            iteration_s=found.step_s,
-            range_s=found.band_s,
-            single_s=found.step_s - exposed,
-            scaling_factor=(found.step_s - exposed) / found.step_s,
-            exposed_s=exposed,
-            samples_per_s=job.global_batch / found.step_s,
-            breakdown=Breakdown(**{f"{name}_s": seconds for name, seconds in parts.items()}),
-            bottleneck=found.limited_by,
-            bubble_share=found.bubble_share,
-            memory=MemoryByKind(memory),
-            device_bytes=limit,
-            fits="yes" if found.memory_bytes <= limit else "no",
-            peak_bytes=found.memory_bytes,
-            timeline=found.timeline,
-            notes=tuple(Note("text", {"text": text}) for text in found.notes),
+    def _of_layout(self, found: Prediction, word: str | None = None) -> Prediction:
+        assert found.layout is not None
+        way = Way(word or self._word(found.layout), "layout", parts={})
+        return msgspec.structs.replace(
+            found, strategy=way.word, cluster=self.network.name, runs_by=way.runs_by(self.framework)
         )
 
     def _word(self, layout: Layout) -> str:
@@ -456,7 +414,6 @@ class Asked:
 
 _BY_SHAPE = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 """What replicas of a shape shard."""
-_KINDS = {"weights": "parameters", "logits": "loss", "reserve": "other"}
 _SHAPES_LACK = {
     "lora": "adapters are not predicted from a shape: profile the module with them (`backbeat profile --analytic`)",
     "optimizer": "shapes are predicted with AdamW: profile the module with another (`backbeat profile --analytic`)",

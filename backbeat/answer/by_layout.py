@@ -14,11 +14,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
-from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.possible_layout import impossible
 from backbeat.layouts.predict_layout import LayoutPredictor
 from backbeat.model import Framework
 from backbeat.model.layout import Job, Layout, Recompute
+from backbeat.model.prediction import Prediction
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -38,23 +38,23 @@ class LayoutWays:
     """The micro-batch, where it is fixed."""
     recompute: Recompute | None = None
 
-    def ranked(self, most: int = 1) -> list[LayoutPrediction]:
+    def ranked(self, most: int = 1) -> list[Prediction]:
         """The fastest that fit, the fastest first, and with every layout asked for also the best that has tp and the
         best that has pp. Where none fits, the one that takes least memory."""
-        weighed = sorted((self.predictor.predict(one, "closed-form") for one in self._fitting), key=_rank)
+        weighed = sorted(((one, self.predictor.predict(one, "closed-form")) for one in self._fitting), key=_rank)
         if not weighed:
             return [self._least()] if self._possible else []
         taken = weighed[: max(_SIMULATED, most) if len(weighed) > 1 else 1]
         if self.parts is None:
             for name in ("tp", "pp"):
-                taken += [one for one in weighed if getattr(one.layout, name) > 1 and one not in taken][:2]
-        found = sorted((self.predictor.predict(one.layout, timeline=most == 1) for one in taken), key=_rank)
+                taken += [one for one in weighed if getattr(one[0], name) > 1 and one not in taken][:2]
+        found = sorted(((one, self.predictor.predict(one, timeline=most == 1)) for one, _ in taken), key=_rank)
         kept = found[:most]
         if self.parts is None:
             for name in ("tp", "pp"):
-                if not any(getattr(one.layout, name) > 1 for one in kept):
-                    kept += [one for one in found if getattr(one.layout, name) > 1][:1]
-        return [self.predictor.banded(one) for one in kept]
+                if not any(getattr(one, name) > 1 for one, _ in kept):
+                    kept += [one for one in found if getattr(one[0], name) > 1][:1]
+        return [self.predictor.ranged(one) for _, one in kept]
 
     @cached_property
     def _fitting(self) -> list[Layout]:
@@ -68,11 +68,11 @@ class LayoutWays:
                     break
         return found
 
-    def _least(self) -> LayoutPrediction:
+    def _least(self) -> Prediction:
         recompute = self.recompute or RECOMPUTE[-1]
         whole = (replace(one, recompute=recompute) for one in self._possible)
-        least = min(whole, key=lambda one: (self.predictor.memory(one).total, one.label))
-        return self.predictor.banded(self.predictor.predict(least))
+        least = min(whole, key=lambda one: (self.predictor.memory(one).peak_bytes, one.label))
+        return self.predictor.ranged(self.predictor.predict(least))
 
     @cached_property
     def _possible(self) -> list[Layout]:
@@ -154,9 +154,9 @@ def usual_zero(framework: Framework, pp: int) -> int:
     return max(1, min(framework.zero, 2 if pp > 1 else 3))
 
 
-def _rank(found: LayoutPrediction) -> tuple[Any, ...]:
-    layout = found.layout
-    return (found.step_s, layout.pp, layout.tp, layout.cp, layout.ep, layout.chunks, layout.micro_batch, layout.label)
+def _rank(found: tuple[Layout, Prediction]) -> tuple[Any, ...]:
+    layout, one = found
+    return (one.step_s, layout.pp, layout.tp, layout.cp, layout.ep, layout.chunks, layout.micro_batch, layout.label)
 
 
 def _divisors(number: int) -> list[int]:

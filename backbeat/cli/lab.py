@@ -350,7 +350,7 @@ def _layouts_table(setting: Setting, results: Sequence[ExecutedLayout]) -> Table
     ran = results[0].answers["execution"]
     rows = []
     for result in results:
-        row = [result.answers["execution"].layout.label, format_seconds(result.measured_s)]
+        row = [result.answers["execution"].strategy, format_seconds(result.measured_s)]
         row += [f"within {result.repeat:.1%}", f"{result.waiting:.0%}"]
         for family in ("events", "closed-form"):
             row += [format_seconds(result.answers[family].step_s), f"{result.error(family):+.1%}"]

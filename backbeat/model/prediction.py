@@ -246,6 +246,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.sequence is None else self.samples_per_s * self.sequence
 
     @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        return None if self.tokens_per_s is None else self.tokens_per_s / self.workers
+
+    @property
     def mfu(self) -> float | None:
         """Model FLOPs over what the GPUs could do at the peak rate of this precision."""
         if not self.flops or not self.peak_flops or self.iteration_s <= 0:

@@ -135,7 +135,7 @@ def test_a_sharded_step_by_hand() -> None:
     slowed = BucketWay(profile, framework_plan(profile, network, behind), 1, behind).on(network, 2.0)
     # Half of the first layer is done beside the second gather, the rest after it.
     assert slowed.begin_s == pytest.approx(1 + 1 + 0.5 + 1)
-    assert slowed.forward_slower_s == pytest.approx(0.5)
+    assert slowed.first.slower_s == pytest.approx(0.5)
 
 
 def test_measured_halves_are_used() -> None:

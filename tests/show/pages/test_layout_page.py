@@ -63,9 +63,9 @@ def test_bars_add_up_to_memory_and_step_and_the_limit_is_the_devices() -> None:
     found = [layouts.predict("llama-3.2-1b", DGX, dp=dp, tp=8 // dp, **JOB) for dp in (2, 8)]
     memory, steps = memory_bars(found), step_bars(found)
     for index, one in enumerate(found):
-        assert sum(trace["x"][index] for trace in memory["data"]) == pytest.approx(one.memory.total / 1e9)
+        assert sum(trace["x"][index] for trace in memory["data"]) == pytest.approx(one.memory.peak_bytes / 1e9)
         assert sum(trace["x"][index] for trace in steps["data"]) == pytest.approx(one.step_s, rel=1e-3)
-    assert memory["layout"]["shapes"][0]["x0"] == found[0].limit_bytes / 1e9
+    assert memory["layout"]["shapes"][0]["x0"] == found[0].device_bytes / 1e9
     assert "limit 80.0 GB" in memory["layout"]["annotations"][0]["text"]
 
 
