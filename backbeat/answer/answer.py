@@ -24,8 +24,10 @@ from backbeat.answer.decision import (
 from backbeat.answer.do import Words, what_to_run
 from backbeat.answer.row import Row
 from backbeat.answer.rows import curve_of, rows_of
+from backbeat.errors import NothingFitsError
 from backbeat.model.prediction import Prediction
 from backbeat.model.question import Question
+from backbeat.units import format_bytes
 
 SCHEMA = "backbeat.answer/1"
 NOTHING = Decision(way=None, gpus=0)
@@ -57,6 +59,12 @@ class Answer:
     def taken(self) -> Row:
         """The recommended row; where nothing fits the one that takes least memory."""
         return self.best or min(self.rows, key=lambda row: (-row.gpus, row.peak_bytes or 0))
+
+    def worded(self) -> Answer:
+        """The same with its decision in words."""
+        from backbeat.show.words.verdict import decision_text  # late: words stand above
+
+        return replace(self, decision=replace(self.decision, text=decision_text(self)))
 
     def data(self) -> dict[str, Any]:
         """As `backbeat.answer/1` has it."""
@@ -112,3 +120,12 @@ def answered(
     equal = {id(row) for row in level_rows(there, asked=named)}
     level = tuple(index for index, row in enumerate(rows) if id(row) in equal)
     return replace(made, best=taken, level=level, decision=decision)
+
+
+def decided(asked: Asked, gpus: int) -> str:
+    """The way that an answer for this number of GPUs recommends."""
+    found = answered(asked, [gpus])
+    if found.decision.way is None:
+        least = found.taken
+        raise NothingFitsError(f"nothing fits {gpus} GPUs: {least.way} takes least, {format_bytes(least.peak or 0)}")
+    return found.decision.way

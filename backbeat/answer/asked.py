@@ -29,7 +29,7 @@ from backbeat.model.framework import framework_named
 from backbeat.model.layout import Layout, Parallelism, job_of
 from backbeat.model.prediction import Cost, Note
 from backbeat.model.question import Question
-from backbeat.model.rule import SPLITS, recommended, simplicity, tolerance
+from backbeat.model.rule import SPLITS
 
 _LONGEST = 4096
 """Tokens of a sequence where nobody says."""
@@ -135,21 +135,6 @@ class Asked:
             predicted=predicted,
         )
 
-    def recommended(self, gpus: int | None = None) -> str:
-        """The way that the rule recommends of all that fit; where none fits, of all."""
-        count = self.network.workers if gpus is None else gpu_count(gpus)
-        found = [self.predict(way, count, strict=False) for way in self.ways(count)]
-        if self.shape is not None:
-            found += self.layouts(None, count, most=3)
-        fitting = [one for one in found if one.fits != "no"] or found
-        best = recommended(
-            fitting,
-            lambda one: one.step_s,
-            lambda one: simplicity(one.way, one.mesh, communicators=one.communicators, buckets=one.buckets),
-            lambda one, other: tolerance(one.mesh, other.mesh),
-        )
-        return best.way
-
     def check(self, *ways: Any) -> None:
         """Refuse a keyword that can act on none of these ways."""
         idle = [self._idle(self.way(each) if not isinstance(each, Way) else each) for each in ways]
@@ -211,6 +196,8 @@ class Asked:
         if factor != 1:
             there = msgspec.structs.replace(there.slower(factor), update_s=there.update_s * factor)
         asked = self.given.get("recompute")
+        idle = dict(self._idle(way))
+        acting = {name: value for name, value in self.given.items() if name not in idle}
         if asked == "selective":
             raise InputError("recompute is selective: blocks of a profile are recomputed whole; say full, or none")
         found: Prediction | None = None
@@ -223,7 +210,7 @@ class Asked:
                 way=way,
                 framework=self.framework,
                 micro_batches=micro_batches,
-                given=self.given,
+                given=acting,
                 recompute=recompute,
             )
             found = self._slowed(step, gpus)

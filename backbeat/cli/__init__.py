@@ -107,7 +107,7 @@ def load(name: str) -> Any:
 app = typer.Typer(
     name="backbeat",
     cls=Verbs,
-    help="How to train a model on many GPUs: how fast each way is, whether it fits, what it costs, and how sure that is.",
+    help="How to train a model on many GPUs: how fast, whether it fits, what it costs, and how sure that is.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

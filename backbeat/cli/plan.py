@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,14 +10,14 @@ import msgspec
 import typer
 from rich.table import Table
 
-from backbeat.answer.answer import answered
+from backbeat.answer.answer import decided
 from backbeat.answer.asked import Asked
-from backbeat.answer.do import buckets_lines, units_lines, what_to_run
+from backbeat.answer.do import what_to_run
 from backbeat.answer.rows import row_of
 from backbeat.cli import options
 from backbeat.cli.job import Job, of_a_job
 from backbeat.cli.output import console, print_answer, print_json, say
-from backbeat.errors import InputError, NothingFitsError
+from backbeat.errors import InputError
 from backbeat.model import Plan, Prediction
 from backbeat.show.answer_screen import commands
 from backbeat.show.tables import plan_tables as tables
@@ -36,7 +37,7 @@ def plan(
     count = asked.network.workers if gpus is None else gpus
     if job.ways is not None and len(job.ways) > 1:
         raise InputError(f"--way {','.join(job.ways)} names several: a plan has one; `backbeat predict` compares them")
-    way = job.ways[0] if job.ways else _decided(asked, count)
+    way = job.ways[0] if job.ways else decided(asked, count)
     made = asked.plan(way, gpus)
     if output is not None:
         made.save(output)
@@ -45,13 +46,6 @@ def plan(
         print_json({"schema": made.schema, **msgspec.to_builtins(made)})
         return
     _show(job, asked, made, asked.predict(made, gpus), str(output or "plan.json"), written=output is not None)
-
-
-def _decided(asked: Asked, gpus: int) -> str:
-    found = answered(asked, [gpus])
-    if found.decision.way is None:
-        raise NothingFitsError(verdict.nothing_fits(found))
-    return found.decision.way
 
 
 def _show(job: Job, asked: Asked, made: Plan, one: Prediction, file: str, *, written: bool) -> None:
@@ -67,13 +61,7 @@ def _show(job: Job, asked: Asked, made: Plan, one: Prediction, file: str, *, wri
         shown += ["", tables.segments_table(asked.profile, made.memory, width)]
     if one.memory is not None and one.memory.by_kind:
         shown += ["", tables.memory_table(one.memory)]
-    dtype, optimizer = asked.given.get("reduce_dtype"), None if asked.profile is None else asked.profile.optimizer
-    if made.sharding is not None:
-        lines = units_lines(file, optimizer)
-    elif made.buckets:
-        lines = buckets_lines(file, dtype)
-    else:
-        lines = what_to_run(asked, row, job.words)[1]
+    by, lines = what_to_run(asked, row, replace(job.words, files={one.way: file}))
     print_answer(
         *shown,
         "",
@@ -83,6 +71,7 @@ def _show(job: Job, asked: Asked, made: Plan, one: Prediction, file: str, *, wri
         *dict.fromkeys([*(f"* {note}" for note in made.notes), *(f"* {note}" for note in worded(one.notes))]),
         "",
         "It does not fit: take more GPUs, or a way that shards." if one.fits == "no" else None,
-        f"{'In' if written else 'Write it with -o plan.json, then in'} the training script:",
+        None if written else "Write it with -o plan.json.",
+        verdict.do_heading(by, lines),
         *commands(tuple(lines)),
     )

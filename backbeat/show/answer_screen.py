@@ -28,7 +28,7 @@ def screen(answer: Answer, words: Words) -> list[Table | str | None]:
     about += [f"* {note}" for note in caveats.notes_of(answer, _NOTES)]
     tail = ["", verdict.decision_text(answer)]
     if found.do:
-        tail += [verdict.do_heading(answer), *commands(found.do)]
+        tail += [verdict.do_heading(found.do_by, found.do), *commands(found.do)]
     room = LINES - sum(map(_lines, [*head, *about, *tail])) - 4
     rows = max(min(room, len(shown_rows(answer))), len(answer.sizes))
     return [*head, answer_table(answer, rows), "", *about, *tail]

@@ -7,6 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from backbeat.show.study import Study, study
+from backbeat.show.study_row import StudyRow
+from backbeat.show.words.answer import answer
+from backbeat.show.words.commands import Settings
+from backbeat.show.words.decision import decide, judged
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
@@ -18,11 +23,6 @@ from backbeat.model import CollectiveTimes, Fabric, Gradient, Network, Profile, 
 from backbeat.model.batches import join, strong_scaling
 from backbeat.model.prediction import Breakdown, NetworkBand, Prediction
 from backbeat.planners.planned import planned, predicted
-from backbeat.show.study import Study, study
-from backbeat.show.study_row import StudyRow
-from backbeat.show.words.answer import answer
-from backbeat.show.words.commands import Settings
-from backbeat.show.words.decision import decide, judged
 from tests.problems import affine, make_profile
 
 LLAMA = "llama-1b-b4-bf16-h200"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import msgspec
+from backbeat.show.study import buckets_of, study
 from hypothesis import given
 
 import backbeat as bb
 from backbeat.planners.planned import planned, predicted
 from backbeat.show.chrome_trace import chrome_trace
-from backbeat.show.study import buckets_of, study
 from tests.problems import networks, profiles
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from backbeat.show.study import study
 from msgspec.structs import replace
 
 import backbeat as bb
@@ -15,7 +16,6 @@ from backbeat.errors import InputError
 from backbeat.planners.planned import planned, predicted
 from backbeat.show.measured import finished_spans, read_lab, read_trace
 from backbeat.show.pages.report_page import report, timelines
-from backbeat.show.study import study
 from tests.problems import affine, make_profile
 
 

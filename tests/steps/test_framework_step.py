@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from backbeat.show.study_row import device_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -14,7 +15,6 @@ from backbeat.model import Framework, Memory, Network, Profile
 from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.planners.baselines import framework_plan
 from backbeat.planners.planned import predicted
-from backbeat.show.study_row import device_fit
 from backbeat.steps.bucket_step import BucketWay
 from tests.problems import affine, make_profile, networks, profiles
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from backbeat.show.words.answer import limit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -14,7 +15,6 @@ from backbeat.model.batches import at_batch, join
 from backbeat.model.collective_times import ShardedHost, ShardedTimes
 from backbeat.model.profile import device_alone
 from backbeat.planners.planned import planned, predicted
-from backbeat.show.words.answer import limit
 from backbeat.show.words.notes import worded
 from backbeat.steps.host import COLLECTIVE_S, GRADIENT_S, HostLane, host_issue
 from backbeat.steps.model_chain import Chain

@@ -12,7 +12,7 @@ from backbeat.units import format_seconds
 
 LIMITS = {
     "compute": "computation: communication hides behind it, and a faster network would not help",
-    "bandwidth": "bandwidth: more bytes than fit behind backward; fewer bytes or more computation per step help",
+    "bandwidth": "bandwidth: more bytes than fit behind backward; fewer (--reduce-dtype bf16) or a larger batch help",
     "latency": "the latency of messages: fewer, larger ones help",
     "waiting": "late gradients: what is ready last has nothing to hide behind; a larger share of computing helps",
     "stragglers": "the slowest GPU, for which all others wait; steadier GPUs help, no schedule does",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from backbeat.answer.answer import Answer
 from backbeat.answer.decision import Measure
-from backbeat.answer.do import RUNTIME, Words
+from backbeat.answer.do import RUNTIME
 from backbeat.answer.row import Row
 from backbeat.model.memory import described
 from backbeat.show.words.numbers import format_count, format_hours, format_money, format_number
@@ -91,7 +91,9 @@ def verdict(answer: Answer) -> str:
         return nothing_fits(answer)
     if taken.gpus == 1:
         return f"One GPU works alone, and communicates with nobody: {figures(taken)}."
-    work = format_number(taken.gpus * taken.scaling_factor)
+    work = format_number(min(taken.scaling_factor, 1.0) * taken.gpus)
+    if taken.scaling_factor > 1.0005:
+        work += " and more (each updates only its share of the parameters)"
     top = max(answer.curve, default=taken.gpus)
     if found.meets_deadline is not None:
         hours = format_hours(answer.question.deadline / 3600) if answer.question.deadline else ""
@@ -140,6 +142,8 @@ def decision_text(answer: Answer) -> str:
     name, where = called(taken.way), counted(taken.gpus, "GPU")
     how = f" ({mesh_words(taken.mesh)})" if len(taken.mesh) > 1 else ""
     first = f"Decision: {name}{how} on {where}"
+    if found.knee == 1 and taken.gpus > 1:
+        first = f"Decision: keep to one GPU. If it is spread all the same: {name}{how} on {where}"
     if found.over is not None:
         level = [answer.rows[index] for index in answer.level]
         against = called(found.over)
@@ -161,7 +165,7 @@ def _size(answer: Answer) -> str:
     parts = []
     if found.meets_deadline is False:
         parts.append("No number of GPUs asked for meets the deadline.")
-    if found.knee is not None and found.knee < taken.gpus and found.meets_deadline is None:
+    if found.knee is not None and 1 < found.knee < taken.gpus and found.meets_deadline is None:
         parts.append(f"Beyond {counted(found.knee, 'GPU')} an added one brings less than half of its own work.")
     if found.cheapest not in (None, taken.gpus):
         cheap = next(row for row in answer.rows if row.gpus == found.cheapest)
@@ -200,17 +204,11 @@ def doubt(answer: Answer) -> str:
     return text
 
 
-def do_heading(answer: Answer) -> str:
+def do_heading(by: str | None, lines: Sequence[str]) -> str:
     """Where the lines go."""
-    by = answer.decision.do_by
     if by in ("torch", RUNTIME, "horovod"):
-        first = answer.decision.do[0].startswith("backbeat ") if answer.decision.do else False
+        first = bool(lines) and lines[0].startswith("backbeat ")
         return "Make the plan, then in the training script:" if first else "In the training script:"
     if by is not None and by.startswith("not in "):
         return f"It is {by}; its plan, for what runs it:"
     return f"What {by} is given:"
-
-
-def other_commands(answer: Answer, words: Words) -> list[str]:
-    """Where more of the answer is."""
-    return [words.command("report", answer.taken.gpus, answer.question, "-o", "report.html")]

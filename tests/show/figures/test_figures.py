@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from backbeat.show.study import buckets_of, curve_workers, study
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +27,6 @@ from backbeat.show.figures.scaling_curve import Scaling, draw_scaling
 from backbeat.show.figures.timeline import draw_timeline, timeline
 from backbeat.show.measured import Measured
 from backbeat.show.notebook import prediction_figure
-from backbeat.show.study import buckets_of, curve_workers, study
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from backbeat.show.study import study
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
@@ -19,7 +20,6 @@ from backbeat.model.prediction import knee
 from backbeat.planners.planned import planned
 from backbeat.show.figures import plot
 from backbeat.show.figures.scaling_curve import Scaling
-from backbeat.show.study import study
 from tests.problems import affine, make_profile
 from tests.show.hostile import MARKUP, hostile_network, hostile_profile
 

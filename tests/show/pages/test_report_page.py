@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from backbeat.show.study import study
+from backbeat.show.words.commands import Settings
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +17,6 @@ import backbeat as bb
 from backbeat.model import Plan
 from backbeat.planners.planned import planned
 from backbeat.show.pages.report_page import MOST_BYTES, plotly_source, report, script_json
-from backbeat.show.study import study
-from backbeat.show.words.commands import Settings
 from tests.problems import affine, make_profile
 from tests.show.hostile import MARKUP, NAMES, hostile_network, hostile_profile
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backbeat.answer.megatron_flags import megatron_flags
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.model.layout import Job, Layout
-from backbeat.show.words.megatron_flags import flag_lines, megatron_flags
 
 JOB = Job(global_batch=64, sequence=4096)
 
@@ -46,7 +46,6 @@ def test_every_stage_has_the_layers_of_the_layout(pp: int, chunks: int, layers: 
         assert layers_of(text.strip('"')) == counts
         # It takes one of the two.
         assert "--num-virtual-stages-per-pipeline-rank" not in flags
-    assert max(map(len, flag_lines(made).splitlines())) <= 80
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
