@@ -19,6 +19,7 @@ from backbeat.answer.decision import (
     level_rows,
     ordered,
     over,
+    remedies_of,
     what_to_measure,
 )
 from backbeat.answer.do import Words, what_to_run
@@ -58,7 +59,7 @@ class Answer:
     @property
     def taken(self) -> Row:
         """The recommended row; where nothing fits the one that takes least memory."""
-        return self.best or min(self.rows, key=lambda row: (-row.gpus, row.peak_bytes or 0))
+        return self.best or min(self.rows, key=lambda row: (-row.gpus, row.peak or 0))
 
     def worded(self) -> Answer:
         """The same with its decision in words."""
@@ -96,7 +97,7 @@ def answered(
     made = Answer(question=question, asked=asked, rows=rows, curve=curve, best=None, level=(), decision=NOTHING)
     knee = knee_of(curve)
     if not best:
-        return replace(made, decision=replace(NOTHING, gpus=max(found), knee=knee))
+        return replace(made, decision=replace(NOTHING, gpus=max(found), remedies=remedies_of(asked, found[max(found)])))
     deadline = None if question.deadline is None else question.deadline / 3600
     size, meets = chosen_size(best, knee, deadline)
     taken, there = best[size], found[size]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from backbeat.answer.asked import Asked
 from backbeat.answer.row import Row
+from backbeat.errors import InputError
 from backbeat.model.prediction import Prediction
 from backbeat.model.rule import level, recommended, tolerance
 
@@ -37,6 +38,8 @@ class Decision:
     """What the range decides nothing of."""
     measure: Measure | None = None
     """What would decide it."""
+    remedies: tuple[str, ...] = ()
+    """Where nothing fits: flags of which each, tried, makes it fit."""
     do: tuple[str, ...] = ()
     """What to run: as it stands, what was predicted."""
     do_by: str | None = None
@@ -163,6 +166,30 @@ def doubts_of(
         if low <= deadline_hours < high:
             found.append("deadline")
     return tuple(found)
+
+
+def remedies_of(asked: Asked, rows: Sequence[Row]) -> tuple[str, ...]:
+    """What makes the way that takes least memory fit: each was tried."""
+    least = min(rows, key=lambda row: row.peak or 0)
+    way, gpus, given = least.way, least.prediction.gpus, asked.given
+    changed: list[tuple[str, int, dict[str, Any]]] = []
+    changed += [(f"--gpus {gpus * times}", gpus * times, {}) for times in (2, 4, 8, 16)]
+    changed += [("--recompute full", gpus, {"recompute": "full"})] * (given.get("recompute") != "full")
+    batch = given.get("batch") or least.prediction.batch
+    changed += [(f"--batch {batch >> by}", gpus, {"batch": batch >> by}) for by in range(1, batch.bit_length())]
+    found: dict[str, str] = {}
+    for flag, count, more in changed:
+        kind = flag.partition(" ")[0]
+        if kind not in found and _fits(replace(asked, given={**given, **more}), way, count):
+            found[kind] = flag
+    return tuple(found.values())
+
+
+def _fits(asked: Asked, way: str, gpus: int) -> bool:
+    try:
+        return asked.predict(way, gpus, strict=False).fits in ("yes", "tight")
+    except InputError:
+        return False
 
 
 def what_to_measure(asked: Asked, taken: Row) -> Measure:

@@ -11,12 +11,12 @@ from typing import Any
 from backbeat.answer.asked import Asked
 from backbeat.answer.megatron_flags import megatron_flags
 from backbeat.answer.row import Row
+from backbeat.answer.ways import OURS as RUNTIME
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout
 from backbeat.model.question import Question
 
-RUNTIME = "backbeat.runtime"
 _NOT_ASKED = (
     "model",
     "cluster",

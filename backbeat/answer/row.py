@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from backbeat.answer.checked import Checked
+from backbeat.answer.ways import OURS as RUNTIME
 from backbeat.model.prediction import Prediction
 from backbeat.model.rule import by_hand, simplicity
 
@@ -55,7 +56,8 @@ class Row:
     @property
     def simplicity(self) -> tuple[int, ...]:
         one = self.prediction
-        return simplicity(one.way, one.mesh, communicators=one.communicators, buckets=one.buckets)
+        own = one.runs_by == RUNTIME
+        return simplicity(one.way, one.mesh, communicators=one.communicators, buckets=one.buckets, plan_file=own)
 
     @property
     def range_s(self) -> tuple[float, float]:

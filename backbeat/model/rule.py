@@ -30,9 +30,15 @@ SPLITS = ("tp", "pp", "cp", "ep")
 
 
 def simplicity(
-    way: str, mesh: Mapping[str, int] | None = None, *, communicators: int = 1, buckets: int = 1
+    way: str,
+    mesh: Mapping[str, int] | None = None,
+    *,
+    communicators: int = 1,
+    buckets: int = 1,
+    plan_file: bool = False,
 ) -> tuple[int, ...]:
-    """Lower is simpler: what needs no plan file, then fewer parallel dimensions, communicators, buckets.
+    """Lower is simpler: what needs no plan file, then fewer parallel dimensions, communicators, buckets. What people
+    write by hand may still need a `plan_file` where their framework lacks it.
 
     >>> ways = ["best", "zero2", "tp=8", "hsdp:8", "ddp", "fsdp"]
     >>> sorted(ways, key=lambda way: simplicity(way, {"replicate": 8, "tp": 8} if way == "tp=8" else {}))
@@ -40,7 +46,9 @@ def simplicity(
     """
     name = way.partition(":")[0]
     # What a step computes is simpler than what it leaves out.
-    place = BY_HAND.index(name) if name in BY_HAND else len(BY_HAND) + (name == "compressed")
+    place = len(BY_HAND) * 2 + (name == "compressed")
+    if name in BY_HAND:
+        place = BY_HAND.index(name) + plan_file * len(BY_HAND)
     return place, sum(size > 1 for size in (mesh or {}).values()), communicators, buckets
 
 
@@ -65,21 +73,18 @@ def tolerance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
 def level(
     ways: Iterable[Way], seconds: Callable[[Way], float], within: float | Callable[[Way, Way], float]
 ) -> list[Way]:
-    """The fastest and all that nobody can tell from it, in the order given.
+    """The ways that no other beats by more than the tolerance of the two, in the order given.
 
     >>> level([1.0, 1.02, 1.2], seconds=lambda each: each, within=0.025)
     [1.0, 1.02]
     """
     listed = list(ways)
-    if not listed:
-        return []
-    fastest = min(listed, key=seconds)
-    least = seconds(fastest)
-    return [
-        each
-        for each in listed
-        if seconds(each) <= least * (1 + (within if isinstance(within, float) else within(fastest, each)))
-    ]
+
+    def beaten(slow: Way, fast: Way) -> bool:
+        share = within if isinstance(within, float) else within(fast, slow)
+        return seconds(slow) > seconds(fast) * (1 + share)
+
+    return [each for each in listed if not any(beaten(each, other) for other in listed)]
 
 
 def recommended(

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from backbeat.answer.answer import Answer
 from backbeat.answer.decision import Measure
-from backbeat.answer.do import RUNTIME
 from backbeat.answer.row import Row
+from backbeat.answer.ways import OURS as RUNTIME
 from backbeat.model.memory import described
 from backbeat.show.words.numbers import format_count, format_hours, format_money, format_number
 from backbeat.units import counted, format_bytes, format_seconds
@@ -119,19 +119,12 @@ def nothing_fits(answer: Answer) -> str:
 
 
 def advice_where_nothing_fits(answer: Answer) -> str:
-    """What would make it fit: more GPUs only where shards are most of it."""
-    least = answer.taken
-    memory = least.memory
-    by_kind = memory.by_kind if memory is not None else {}
-    shared = sum(by_kind.get(kind, 0.0) for kind in ("parameters", "optimizer", "gradients"))
-    rest = sum(by_kind.values()) - shared
-    limit = least.device_bytes or 0
-    if by_kind and rest > limit:
-        return (
-            "Decision: make it fit first. More GPUs do not help: what one GPU computes takes "
-            f"{format_bytes(rest)} by itself. A smaller --batch or --sequence, --recompute full, or tp and cp do."
-        )
-    return "Decision: make it fit first: more GPUs, a smaller --batch, or --recompute full."
+    """What would make it fit: only what was tried."""
+    found = answer.decision.remedies
+    advice = f"Any of these does: {', '.join(found)}." if found else "A smaller --sequence, or --way tp+pp, may."
+    if not any(one.startswith("--gpus") for one in found):
+        advice += " More GPUs do not help: what one GPU computes is too large by itself."
+    return f"Decision: make it fit first. {advice}"
 
 
 def decision_text(answer: Answer) -> str:
