@@ -32,14 +32,14 @@ import msgspec
 
 import backbeat as bb
 from backbeat import layouts
-from backbeat.cost.accelerators import accelerator_named
-from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Product
 from backbeat.errors import BackbeatError
 from backbeat.layouts import Layout, Transformer, layer_work
 from backbeat.layouts.architectures import BUNDLED as MODELS
 from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.model import Network, Plan, Profile, cluster
+from backbeat.model.accelerator import accelerator_named, operator_model
 from backbeat.model.framework import FRAMEWORKS, Framework
 from backbeat.steps.predict import predict
 from validation import blocks, specified

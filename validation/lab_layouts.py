@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from backbeat.cost.accelerators import accelerator_named
 from backbeat.lab.layout_lab import LayoutCase, TimedLinks, links_of
 from backbeat.lab.setting import Setting
 from backbeat.layouts import Transformer
 from backbeat.layouts.architectures import transformer
+from backbeat.model.accelerator import accelerator_named
 from backbeat.model.layout import Layout, job_of
 from validation.case import Case
 

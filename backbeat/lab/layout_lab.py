@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.collectives import Collective
 from backbeat.cost.samples import quantile
 from backbeat.errors import InputError
@@ -30,6 +29,7 @@ from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
+from backbeat.model.accelerator import Accelerator
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Streams, framework_named
 from backbeat.model.layout import Job, Layout

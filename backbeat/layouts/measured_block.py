@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.layouts.stage_times import StageTimer
+from backbeat.model.accelerator import accelerator
 from backbeat.model.layout import Job, Layout
 from backbeat.model.profile import DTYPE_BYTES, Profile
 

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
@@ -25,6 +25,7 @@ from backbeat.layouts.stage_times import PartSeconds, StageTimer, StageTimes
 from backbeat.layouts.transformer import Transformer
 from backbeat.layouts.unit_passes import UnitPasses
 from backbeat.model import Network, Profile
+from backbeat.model.accelerator import operator_model
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
 from backbeat.model.framework import Framework, framework_named
@@ -168,7 +169,7 @@ class LayoutPredictor:
 
     @cached_property
     def operators(self) -> OperatorModel:
-        return _operators(self.cluster.accelerator.short_name, self.job.precision)
+        return _operators(self.cluster.accelerator, self.job.precision)
 
     @cached_property
     def _edges(self) -> tuple[LayoutPredictor, ...]:
@@ -282,7 +283,7 @@ class LayoutPredictor:
             update=times.update_s,
             gather=times.gather_s - gather.slower_s,
         )
-        peak = self.cluster.accelerator.peak_flops(self.job.precision) or 0.0
+        peak = self.cluster.accelerator.rate(self.job.precision) or 0.0
         flops = self.model.flops_per_token(self.job.sequence) * self.job.tokens
         return LayoutPrediction(
             model=self.model.name,

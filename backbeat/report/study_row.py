@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from backbeat import api
-from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Framework, Memory, MemoryPlan, Network, Plan, Prediction, Profile
+from backbeat.model.accelerator import accelerator
 from backbeat.model.batches import extrapolates, strong_scaling, with_sibling
 from backbeat.model.prediction import GapParts, Note
 from backbeat.model.resident import ResidentMemory

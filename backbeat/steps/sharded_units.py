@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile, Sharding
+from backbeat.model.accelerator import accelerator
 from backbeat.model.cluster import Cluster
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.model.sharding import enclosing

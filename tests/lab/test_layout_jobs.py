@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import accelerator_named
 from backbeat.errors import InputError
 from backbeat.lab.layout_lab import (
     LayoutCase,
@@ -24,6 +23,7 @@ from backbeat.lab.setting import Setting
 from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.layouts.pipeline import run_pipeline
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.accelerator import accelerator_named
 from backbeat.model.layout import Layout, job_of
 
 SMALL = Transformer(name="small", layers=8, hidden=256, heads=8, ffn=1024, vocab=1024)

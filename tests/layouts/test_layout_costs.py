@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backbeat import layouts
-from backbeat.cost.operator_model import operator_model
 from backbeat.cost.operators import Attention, Product, Traffic, family_of
 from backbeat.layouts import Layout
 from backbeat.layouts.layer_work import LayerBuilder
@@ -22,6 +21,7 @@ from backbeat.layouts.rank_parameters import rank_parameters, unit_parameters
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.stage_times import StageTimer, StageTimes
 from backbeat.layouts.transformer import Transformer
+from backbeat.model.accelerator import operator_model
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import FRAMEWORKS, Framework, framework_named
 from backbeat.model.layout import Job
