@@ -4,8 +4,8 @@ Operators are measured over grids of sizes (`operator_curves`), and `operator_mo
 were not measured, by their rooflines (arithmetic at the peak rate or memory traffic at the peak bandwidth, whichever
 takes longer) and three rules:
 
-- What the best share of the roofline explains is as much longer as the other GPU's own roofline. The rest is latency,
-  which peak rates do not change.
+- An operator that is bound by the peak rates keeps its share of the other GPU's own roofline. One that waits for
+  latency keeps its time: peak rates do not change that.
 - An operator fills a GPU as many times as it has tiles per multiprocessor. So a GPU with more multiprocessors reaches
   the efficiency measured for a smaller operator. For a product, rows and columns shrink by the root of the ratio of
   multiprocessors; for attention, heads do; for a convolution, pixels.
