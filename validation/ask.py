@@ -37,10 +37,10 @@ from backbeat.cost.operators import Product
 from backbeat.errors import BackbeatError
 from backbeat.layouts import Layout, Transformer, layer_work
 from backbeat.layouts.architectures import BUNDLED as MODELS
-from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.model import Network, Plan, Profile, cluster
 from backbeat.model.accelerator import accelerator_named, operator_model
 from backbeat.model.framework import FRAMEWORKS, Framework
+from backbeat.model.prediction import COMPUTE
 from backbeat.steps.predict import predict
 from validation import blocks, specified
 from validation.case import Case
@@ -160,10 +160,11 @@ class Asker:
             framework=self.framework(case.framework or "megatron"), compute_factor=factor,
             family="closed-form" if quick else "events", band=not quick,
         )  # fmt: skip
-        low, high = found.band_s or (None, None)
+        low, high = found.range_s or (None, None)
         reserve = self.framework(case.framework or "megatron").reserve_bytes
         return Answer(
-            seconds=found.step_s, low_s=low, high_s=high, memory_bytes=found.memory.total - reserve, fits=found.fits,
+            seconds=found.step_s, low_s=low, high_s=high,
+            memory_bytes=(found.peak_bytes or 0) - reserve, fits=found.fits != "no",
             computing=sum(found.breakdown.parts[name] for name in COMPUTE) / found.step_s,
         )  # fmt: skip
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model.layout import Layout
+from backbeat.model.memory import MemoryByKind
+from backbeat.model.rule import Fits
 
 if TYPE_CHECKING:
     from backbeat.model.plan import Plan
-
-Fits = Literal["yes", "tight", "no"]
 
 COMPUTE = ("matmul", "attention", "memory", "host", "recompute", "update")
 """Parts of a layout's step that are computation; the rest is waiting for others."""
@@ -140,15 +140,13 @@ class Note(msgspec.Struct, frozen=True):
         return hash((self.kind, tuple(self.values.items())))
 
 
-class MemoryByKind(msgspec.Struct, frozen=True):
-    """What one GPU holds when it holds most."""
+class Cost(msgspec.Struct, frozen=True):
+    """What a whole training takes."""
 
-    by_kind: Mapping[str, float]
-    """Bytes of parameters, gradients, optimizer, activations, …"""
-
-    @property
-    def peak_bytes(self) -> int:
-        return round(sum(self.by_kind.values()))
+    hours: float
+    gpu_hours: float
+    money: float | None = None
+    """Where the price of a GPU-hour is known."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,6 +220,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[Note, ...] = ()
     gap_parts: GapParts | None = None
     """Where it was asked for."""
+    cost: Cost | None = None
+    """Where it was said how much is trained."""
 
     @property
     def way(self) -> str:
@@ -244,6 +244,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     def tokens_per_s(self) -> float | None:
         """Of the whole job; None where samples are no sequences."""
         return None if self.sequence is None else self.samples_per_s * self.sequence
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        return None if self.tokens_per_s is None else self.tokens_per_s / self.workers
 
     @property
     def mfu(self) -> float | None:
@@ -281,7 +285,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return [(start - backward, end - backward) for start, end in found]
 
     def _repr_html_(self) -> str:
-        from backbeat.report.notebook import prediction_html  # late: report stands above model
+        from backbeat.show.notebook import prediction_html  # late: report stands above model
 
         return prediction_html(self)
 

@@ -89,11 +89,11 @@ def recommended(
 
 
 def fits(peak_bytes: float, device_bytes: float, error: float) -> Fits:
-    """Whether a peak fits, where predicted peaks are off by `error`.
+    """Whether a peak fits, where predicted peaks are off by `error`: tight, where nobody can tell from the prediction.
 
     >>> [fits(peak, 80e9, 0.025) for peak in (70e9, 79e9, 81e9, 90e9)]
-    ['yes', 'tight', 'no', 'no']
+    ['yes', 'tight', 'tight', 'no']
     """
-    if peak_bytes > device_bytes:
+    if peak_bytes > device_bytes * (1 + error):
         return "no"
-    return "tight" if peak_bytes * (1 + error) > device_bytes else "yes"
+    return "tight" if peak_bytes > device_bytes * (1 - error) else "yes"

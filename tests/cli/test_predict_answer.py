@@ -17,11 +17,11 @@ from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Fabric, Gradient, Network, Profile, Topology
 from backbeat.model.batches import join
 from backbeat.model.prediction import Breakdown, NetworkBand, Prediction
-from backbeat.report.study import Study, study
-from backbeat.report.study_row import StudyRow
-from backbeat.report.words.answer import answer
-from backbeat.report.words.commands import Settings
-from backbeat.report.words.decision import decide, judged
+from backbeat.show.study import Study, study
+from backbeat.show.study_row import StudyRow
+from backbeat.show.words.answer import answer
+from backbeat.show.words.commands import Settings
+from backbeat.show.words.decision import decide, judged
 from tests.problems import affine, make_profile
 
 LLAMA = "llama-1b-b4-bf16-h200"
@@ -277,7 +277,7 @@ def test_a_plan_that_keeps_less_fits() -> None:
     less = bb.plan(model, network, memory_bytes=16 * 10**9)
     assert kept.verdict == "memory"
     found = study(model, network, [8], strategies=[], plans={"less": less})
-    from backbeat.report.study_row import device_fit
+    from backbeat.show.study_row import device_fit
 
     fit = device_fit(model, found.plans["less"], 8)
     assert fit is not None
@@ -345,7 +345,7 @@ def test_tokens_utilisation_and_money() -> None:
     profile = replace(bb.Profile.load(LLAMA), flops_per_sample=8e12)
     network = bb.Network.load("nvlink-ib400")
     result = bb.predict(profile, network, "ddp")
-    from backbeat.report.words.numbers import costs, tokens_per_s, utilisation
+    from backbeat.show.words.numbers import costs, tokens_per_s, utilisation
 
     assert tokens_per_s(result, profile) == pytest.approx(1024 * result.samples_per_s)
     assert utilisation(result, profile) == pytest.approx(8e12 * result.samples_per_s / 16 / 989.4e12)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.cost.stragglers import ComputeTimes, between_ranks, straggling
-from backbeat.report.words.notes import worded
+from backbeat.show.words.notes import worded
 from tests.problems import affine, make_profile
 
 

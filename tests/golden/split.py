@@ -12,7 +12,7 @@ from backbeat.model.framework import framework_named
 from tests.golden.core import digest, parts_of, spans_of
 
 UNIT_COLUMNS = ["iteration_s", "exposed_s", "bound_s", "single_s", "parts", "peak_bytes", "units", "timeline"]
-LAYOUT_COLUMNS = ["step_s", "mfu", "bubble_share", "memory_bytes", "breakdown", "memory", "band_s", "timeline"]
+LAYOUT_COLUMNS = ["step_s", "mfu", "bubble_share", "memory_bytes", "breakdown", "memory", "range_s", "timeline"]
 
 PROFILES = ("resnet50-b64-bf16-h200", "llama-1b-b2-bf16-h200")
 SEARCHED_ON = {"sharded": PROFILES[1]}
@@ -102,10 +102,10 @@ def layout_rows() -> Iterator[tuple[str, list[Any]]]:
         yield (
             " ".join([model, cluster, layout, *(f"{k}={v}" for k, v in options.items())]),
             [
-                *(found.step_s, found.mfu, found.bubble_share, found.memory.total),
+                *(found.step_s, found.mfu, found.bubble_share, found.peak_bytes),
                 found.breakdown.parts,
-                {name: getattr(found.memory, name) for name in found.memory.__struct_fields__},
-                list(found.band_s or ()),
+                dict(found.memory.by_kind) if found.memory else {},
+                list(found.range_s or ()),
                 digest([[span.lane, span.name, span.start_s, span.end_s] for span in found.timeline]),
             ],
         )

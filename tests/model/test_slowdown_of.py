@@ -14,7 +14,7 @@ from backbeat.model import ComputeShares, Network, Profile, Slowdown, Topology
 from backbeat.model.collective_times import ShardedTimes
 from backbeat.model.files import bundled
 from backbeat.model.slowdown import CHANNELS, RING_MEMORY, WORK_KINDS, SlowdownCurve, emulated, slowdown_of
-from backbeat.report.words.notes import worded
+from backbeat.show.words.notes import worded
 from tests.problems import affine, make_profile, networks, profiles
 
 BUS = 2 * 7 / 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import backbeat as bb
 from backbeat.model import CollectiveTimes, WorkersRow
-from backbeat.report.words.notes import worded
+from backbeat.show.words.notes import worded
 from tests.problems import make_profile
 
 PROFILE = make_profile([40_000_000, 40_000_000], [0.01, 0.02])

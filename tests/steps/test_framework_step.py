@@ -13,7 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import Framework, Memory, Network, Profile
 from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.planners.baselines import framework_plan
-from backbeat.report.study_row import device_fit
+from backbeat.show.study_row import device_fit
 from backbeat.steps.bucket_step import BucketWay
 from tests.problems import affine, make_profile, networks, profiles
 
@@ -134,7 +134,7 @@ def test_a_sharded_step_by_hand() -> None:
     slowed = BucketWay(profile, framework_plan(profile, network, behind), 1, behind).on(network, 2.0)
     # Half of the first layer is done beside the second gather, the rest after it.
     assert slowed.begin_s == pytest.approx(1 + 1 + 0.5 + 1)
-    assert slowed.forward_slower_s == pytest.approx(0.5)
+    assert slowed.first.slower_s == pytest.approx(0.5)
 
 
 def test_measured_halves_are_used() -> None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.model.network import CollectiveTimes
 from backbeat.model.profile import Dtype, Gradient
-from backbeat.report.words.notes import worded
+from backbeat.show.words.notes import worded
 from backbeat.steps.sharded_memory import sharded_activations
 from backbeat.steps.sharded_units import chain_of
 

@@ -13,8 +13,8 @@ from backbeat.model import Gradient, MemoryPlan, Profile, Segment
 from backbeat.model.batches import at_batch, join
 from backbeat.model.collective_times import ShardedHost, ShardedTimes
 from backbeat.model.profile import device_alone
-from backbeat.report.words.answer import limit
-from backbeat.report.words.notes import worded
+from backbeat.show.words.answer import limit
+from backbeat.show.words.notes import worded
 from backbeat.steps.host import COLLECTIVE_S, GRADIENT_S, HostLane, host_issue
 from backbeat.steps.model_chain import Chain
 from tests.chains import chains, resnet152

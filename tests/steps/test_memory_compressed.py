@@ -8,7 +8,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.cost.message import message_bytes, selection_bytes
 from backbeat.model import Bucket, CollectiveTimes, Compression, Plan
-from backbeat.report.words.notes import worded
+from backbeat.show.words.notes import worded
 from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import CompressedCost, Schedule
 from tests.problems import affine, make_profile

@@ -16,7 +16,7 @@ from backbeat.model.framework import FRAMEWORKS
 from backbeat.model.prediction import knee
 from backbeat.model.slowdown import Slowdown
 from backbeat.planners import SHARDED, STRATEGIES
-from backbeat.report.words.notes import worded
+from backbeat.show.words.notes import worded
 from backbeat.steps.predict import predict
 from tests.problems import affine, curve, make_profile, networks, profiles
 

@@ -28,7 +28,7 @@ from backbeat.model import (
 )
 from backbeat.model.accelerator import accelerator_named
 from backbeat.model.collective_times import CollectivePair, ShardedTimes
-from backbeat.report.words.notes import worded
+from backbeat.show.words.notes import worded
 from backbeat.steps.model_chain import owning_module
 from backbeat.steps.sharded_units import ROOT, ShardedCost, chain_of
 from backbeat.steps.unit_step import run_step
