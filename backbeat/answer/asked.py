@@ -20,9 +20,8 @@ from backbeat.answer.subject import ClusterInput, ModelInput, accelerator_of, cl
 from backbeat.answer.ways import Way, idle_keyword, way_of
 from backbeat.cost.accelerators import Accelerator, accelerator
 from backbeat.errors import InputError
-from backbeat.layouts.predict_layout import LayoutPredictor, predictor_of
-from backbeat.layouts.transformer import Transformer
 from backbeat.model import Framework, Network, Prediction, Profile
+from backbeat.model.architecture import Architecture
 from backbeat.model.batches import at_batch, with_sibling
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
@@ -30,6 +29,7 @@ from backbeat.model.layout import Layout, job_of
 from backbeat.model.prediction import Cost, Note
 from backbeat.model.question import Question
 from backbeat.model.rule import SPLITS
+from backbeat.steps.predict_layout import LayoutPredictor, predictor_of
 
 _LONGEST = 4096
 """Tokens of a sequence where nobody says."""
@@ -42,7 +42,7 @@ class Asked:
     """A job on a cluster, to be predicted."""
 
     question: Question
-    subject: Profile | Transformer
+    subject: Profile | Architecture
     network: Network
     gpu: Accelerator | None
     """What computes; None where nobody says."""
@@ -138,7 +138,7 @@ class Asked:
         return self.subject if isinstance(self.subject, Profile) else None
 
     @property
-    def shape(self) -> Transformer | None:
+    def shape(self) -> Architecture | None:
         """The model's, where it is known."""
         return _shape(self.subject)
 
@@ -368,18 +368,18 @@ _SHAPES_LACK = {
 }
 
 
-def _shape(subject: Profile | Transformer) -> Transformer | None:
-    if isinstance(subject, Transformer):
+def _shape(subject: Profile | Architecture) -> Architecture | None:
+    if isinstance(subject, Architecture):
         return subject
     return getattr(subject, "architecture", None)
 
 
-def _decodes(subject: Profile | Transformer) -> bool:
+def _decodes(subject: Profile | Architecture) -> bool:
     shape = _shape(subject)
     return shape is not None and shape.causal
 
 
-def _gpu(subject: Profile | Transformer, network: Network, cluster: ClusterInput, given: Any) -> Accelerator | None:
+def _gpu(subject: Profile | Architecture, network: Network, cluster: ClusterInput, given: Any) -> Accelerator | None:
     """What computes: the GPU that was named, the network's own, or that of the profile."""
     if given is not None:
         return accelerator_of(given)

@@ -14,11 +14,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
-from backbeat.layouts.possible_layout import impossible
-from backbeat.layouts.predict_layout import LayoutPredictor
 from backbeat.model import Framework
 from backbeat.model.layout import Job, Layout, Recompute
+from backbeat.model.possible_layout import impossible
 from backbeat.model.prediction import Prediction
+from backbeat.steps.predict_layout import LayoutPredictor
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)

@@ -13,21 +13,21 @@ from functools import cached_property, partial
 from backbeat.cost.collectives import Collective
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Work
-from backbeat.layouts.layer_work import FAMILIES, LayerBuilder, LayerSegment, LayerWork, sustained_s
-from backbeat.layouts.stage_layers import StageLayers, split_layers
-from backbeat.layouts.transformer import Transformer
+from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout, Recompute
+from backbeat.steps.layer_work import FAMILIES, LayerBuilder, LayerSegment, LayerWork, sustained_s
 from backbeat.steps.piece_graph import HOST, PiecePass
 from backbeat.steps.stage_graph import StageTimes, added
+from backbeat.steps.stage_layers import StageLayers, split_layers
 
 
 @dataclass(frozen=True)
 class StageTimer:
     """Times of layers and stages, for one model, layout, job and cluster."""
 
-    model: Transformer
+    model: Architecture
     layout: Layout
     job: Job
     cluster: Cluster

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from backbeat.cost.accelerators import accelerator_named
 from backbeat.engine import run
-from backbeat.layouts.unit_passes import UnitRunner, UnitTraffic
 from backbeat.steps.stage_graph import StageTimes
 from backbeat.steps.unit_graph import UnitStep, unit_graph
+from backbeat.steps.unit_passes import UnitRunner, UnitTraffic
 
 seconds = st.floats(0.0, 1.0)
 PIECES = st.builds(StageTimes, seconds, seconds, seconds)

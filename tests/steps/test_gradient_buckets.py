@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat import layouts
-from backbeat.layouts import Layout
-from backbeat.layouts.rank_parameters import dense_buckets, equal_buckets, rank_parameters
-from backbeat.layouts.replicas import GradientMessage, StageEnds
-from backbeat.layouts.stage_layers import StageLayers, split_layers
+from backbeat.importers.config_json import read_architecture
+from backbeat.model.layout import Layout
+from backbeat.steps.predict_layout import predict_layout
+from backbeat.steps.rank_parameters import dense_buckets, equal_buckets, rank_parameters
+from backbeat.steps.replicas import GradientMessage, StageEnds
 from backbeat.steps.schedule import Flow
+from backbeat.steps.stage_layers import StageLayers, split_layers
 from tests.steps.fixed_point import contended
 
 MODELS = st.sampled_from(["llama-3.2-1b", "llama-3-8b", "gpt3-13b", "mixtral-8x7b", "deepseek-v3"])
@@ -25,7 +26,7 @@ MODELS = st.sampled_from(["llama-3.2-1b", "llama-3-8b", "gpt3-13b", "mixtral-8x7
 def test_buckets_hold_every_parameter_in_the_order_of_backward(
     name: str, tp: int, pp: int, by_cost: bool, cap: float
 ) -> None:
-    model, layout = layouts.transformer(name), Layout(tp=tp, pp=pp)
+    model, layout = read_architecture(name), Layout(tp=tp, pp=pp)
     stages = split_layers(model, layout, by_cost=by_cost)
     assert sum(stage.layers for stage in stages) == model.layers
     assert [sum(getattr(stage, end) for stage in stages) for end in ("first", "last")] == [1, 1]
@@ -43,13 +44,13 @@ def test_buckets_hold_every_parameter_in_the_order_of_backward(
 
 
 def test_stages_of_equal_cost_leave_room_for_the_head() -> None:
-    small = layouts.transformer({"layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "vocab": 131072})
+    small = read_architecture({"layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "vocab": 131072})
     even, weighed = (
-        layouts.predict(small, "dgx-h100", framework=framework, pp=4, global_batch=32, sequence=4096, band=False)
+        predict_layout(small, "dgx-h100", framework=framework, pp=4, global_batch=32, sequence=4096, band=False)
         for framework in ("megatron", "nanotron")
     )
     assert weighed.bubble_share < even.bubble_share
-    deep = layouts.predict(small, "dgx-h100", framework="nanotron", pp=8, dp=2, global_batch=32, sequence=4096)
+    deep = predict_layout(small, "dgx-h100", framework="nanotron", pp=8, dp=2, global_batch=32, sequence=4096)
     assert deep.step_s > 0, "the last stage has nothing to do"
 
 
@@ -80,7 +81,7 @@ def test_what_is_complete_last_hides_behind_nothing() -> None:
 
 def test_a_layer_of_experts_takes_the_time_of_those_a_token_goes_to() -> None:
     """Of 2 of 8 experts, of the one that all tokens share, of the router, and of attention as in any layer."""
-    model = layouts.transformer(
+    model = read_architecture(
         {"layers": 2, "dense_layers": 1, "hidden": 8, "heads": 1, "ffn": 32, "vocab": 100, "experts": 8}
         | {"experts_per_token": 2, "expert_ffn": 4, "shared_ffn": 16}
     )
@@ -95,7 +96,8 @@ def test_a_tied_embedding_is_added_up_between_stages() -> None:
     shape = {"layers": 8, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 131072}
     job: dict[str, Any] = {"pp": 4, "tp": 8, "global_batch": 8, "sequence": 1024, "band": False}
     apart, tied = (
-        layouts.predict({**shape, "tied": each}, "dgx-h100", **job).breakdown.reduce_s for each in (False, True)
+        predict_layout(read_architecture({**shape, "tied": each}), "dgx-h100", **job).breakdown.reduce_s
+        for each in (False, True)
     )
     assert apart == 0
     assert tied > 2 * 131072 * 1024 / 8 / 50e9, "a NIC of 50 GB/s carries what a GPU has, in four bytes"
@@ -105,7 +107,7 @@ def test_chunks_reduce_their_gradients_one_after_the_other() -> None:
     job: dict[str, Any] = {"dp": 16, "pp": 4, "tp": 4, "global_batch": 64, "sequence": 4096, "band": False}
     for family in ("events", "closed-form"):
         one, four = (
-            layouts.predict("llama-3-70b", "aws-p5", chunks=each, family=family, **job).breakdown.reduce_s
+            predict_layout("llama-3-70b", "aws-p5", chunks=each, family=family, **job).breakdown.reduce_s
             for each in (1, 4)
         )
         assert four < one
@@ -114,9 +116,9 @@ def test_chunks_reduce_their_gradients_one_after_the_other() -> None:
 def test_nanotron_copies_a_slice_of_every_tensor_from_every_replica() -> None:
     job: dict[str, Any] = {"framework": "nanotron", "sequence": 4096, "band": False}
     few, many = (
-        layouts.predict("llama-3.2-1b", "aws-p5", dp=dp, global_batch=dp, **job).breakdown.gather_s for dp in (8, 128)
+        predict_layout("llama-3.2-1b", "aws-p5", dp=dp, global_batch=dp, **job).breakdown.gather_s for dp in (8, 128)
     )
     tensors = 16 * 6 + 2
     assert many - few > (128 - 8) * tensors * 4e-6
-    zero = layouts.predict("llama-3.2-1b", "aws-p5", dp=128, zero=0, global_batch=128, **job)
+    zero = predict_layout("llama-3.2-1b", "aws-p5", dp=128, zero=0, global_batch=128, **job)
     assert zero.breakdown.gather_s == 0

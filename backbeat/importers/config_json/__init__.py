@@ -1,4 +1,4 @@
-"""Models by name, and Hugging Face's config.json."""
+"""Architectures by name, and from Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -9,28 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from backbeat.errors import InputError
-from backbeat.layouts.config_reader import read_config
-from backbeat.layouts.transformer import Transformer
-from backbeat.model.files import ZOO, checked
-
-BUNDLED = {
-    one.name: one for one in msgspec.json.decode((ZOO / "architectures.json").read_bytes(), type=list[Transformer])
-}
-"""By name. GPT-3 as in its paper, but for heads that do not divide its hidden width: these are as others train with.
-Llama, Mixtral, Qwen and DeepSeek are as in their published configurations."""
+from backbeat.importers.config_json.reader import read_config
+from backbeat.model.architecture import BUNDLED, Architecture
+from backbeat.model.files import checked
 
 
-def transformer(model: Transformer | str | os.PathLike[str] | Mapping[str, Any]) -> Transformer:
+def read_architecture(model: Architecture | str | os.PathLike[str] | Mapping[str, Any]) -> Architecture:
     """A model by its bundled name, its config.json (or the folder that holds it), or as a dict of either kind.
 
-    >>> transformer("llama-3-8b").layers, transformer({"model_type": "gpt2", "n_embd": 768, "n_layer": 12,
+    >>> read_architecture("llama-3-8b").layers, read_architecture({"model_type": "gpt2", "n_embd": 768, "n_layer": 12,
     ...     "n_head": 12, "vocab_size": 50257, "n_positions": 1024}).ffn
     (32, 3072)
     """
-    if isinstance(model, Transformer):
+    if isinstance(model, Architecture):
         return model
     if isinstance(model, Mapping):
         return _from_fields(dict(model), "the model")
@@ -55,7 +47,7 @@ def transformer(model: Transformer | str | os.PathLike[str] | Mapping[str, Any])
     return _from_fields(fields, str(path))
 
 
-def _from_fields(fields: dict[str, Any], where: str) -> Transformer:
+def _from_fields(fields: dict[str, Any], where: str) -> Architecture:
     if "layers" in fields and "hidden" in fields:
-        return checked({"name": "custom", **fields}, Transformer, f"{where}: ")
+        return checked({"name": "custom", **fields}, Architecture, f"{where}: ")
     return read_config(fields, where)

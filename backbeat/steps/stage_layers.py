@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from backbeat.layouts.transformer import Transformer
+from backbeat.model.architecture import Architecture
 from backbeat.model.layout import Layout
 
 
@@ -41,12 +41,12 @@ class StageLayers:
 
 
 @lru_cache(maxsize=1024)
-def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -> list[StageLayers]:
+def split_layers(model: Architecture, layout: Layout, *, by_cost: bool = False) -> list[StageLayers]:
     """Consecutive layers for consecutive chunks. Where layers do not divide evenly, chunks in the middle take one more:
     the first also has the embedding, the last the head. `by_cost` divides them as nanotron does.
 
     >>> for layers in (6, 7):
-    ...     small = Transformer(name="small", layers=layers, hidden=64, heads=4, ffn=256, vocab=100)
+    ...     small = Architecture(name="small", layers=layers, hidden=64, heads=4, ffn=256, vocab=100)
     ...     print([stage.layers for stage in split_layers(small, Layout(pp=4))])
     [1, 2, 2, 1]
     [2, 2, 2, 1]
@@ -69,12 +69,12 @@ def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -
     return found
 
 
-def _counts_by_cost(model: Transformer, stages: int) -> tuple[list[int], int]:
+def _counts_by_cost(model: Architecture, stages: int) -> tuple[list[int], int]:
     """Layers of each stage, and the stage of the head: a stage is full once what lies up to there is more than its
     share of all weights that a token is multiplied by (`build_model` of huggingface/nanotron, src/nanotron/models/
     base.py @ 2411b02). Behind a head that is larger than a stage's share stages are left with nothing.
 
-    >>> llama = Transformer(name="1b", layers=16, hidden=2048, heads=32, ffn=8192, vocab=131072)
+    >>> llama = Architecture(name="1b", layers=16, hidden=2048, heads=32, ffn=8192, vocab=131072)
     >>> _counts_by_cost(llama, 4), _counts_by_cost(llama, 8)
     (([6, 5, 5, 0], 3), ([3, 3, 2, 3, 2, 3, 0, 0], 6))
     """

@@ -10,19 +10,18 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from backbeat import layouts
-from backbeat.layouts.layout_memory import layout_memory
-from backbeat.layouts.possible_layout import impossible
-from backbeat.layouts.predict_layout import Family
-from backbeat.layouts.rank_parameters import rank_parameters
-from backbeat.layouts.stage_layers import split_layers
-from backbeat.layouts.transformer import Transformer
 from backbeat.model import Network
+from backbeat.model.architecture import Architecture
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.framework import Framework, framework_named
 from backbeat.model.layout import Job, Layout
+from backbeat.model.possible_layout import impossible
 from backbeat.model.prediction import MemoryByKind
 from backbeat.model.topology import Topology
+from backbeat.steps.layout_memory import layout_memory
+from backbeat.steps.predict_layout import Family, predict_layout
+from backbeat.steps.rank_parameters import rank_parameters
+from backbeat.steps.stage_layers import split_layers
 
 SAME = 1 + 1e-9
 NO_OVERLAP, TP_OVERLAP = (framework_named("megatron", overlap=overlap) for overlap in ("none", "dp+tp"))
@@ -33,12 +32,12 @@ FEW = settings(max_examples=40)
 SMALL = {"hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 128256}
 
 
-def small(layers: int, **fields: Any) -> Transformer:
-    return Transformer(name="m", layers=layers, **{**SMALL, **fields})
+def small(layers: int, **fields: Any) -> Architecture:
+    return Architecture(name="m", layers=layers, **{**SMALL, **fields})
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Transformer, Layout, Job]:
+def cases(draw: st.DrawFn) -> tuple[Architecture, Layout, Job]:
     hidden = draw(st.sampled_from([1024, 2048, 4096]))
     fields: dict[str, Any] = {"hidden": hidden, "ffn": 4 * hidden, "vocab": draw(st.sampled_from([32000, 128256]))}
     fields["tied"] = draw(st.booleans())
@@ -85,13 +84,13 @@ def joined(made: tuple[float, float, float, float, int], *, latency: float = 1.0
     )
 
 
-def step_s(model: Transformer | str, network: Network | str, layout: Layout, job: Job, **given: Any) -> float:
+def step_s(model: Architecture | str, network: Network | str, layout: Layout, job: Job, **given: Any) -> float:
     options = {"accelerator": "h100", "band": False, **given}
     size: dict[str, Any] = {"global_batch": job.global_batch, "sequence": job.sequence}
-    return layouts.predict(model, network, layout, **size, **options).step_s
+    return predict_layout(model, network, layout, **size, **options).step_s
 
 
-def memory_of(model: Transformer, layout: Layout, job: Job, framework: Framework | str) -> MemoryByKind:
+def memory_of(model: Architecture, layout: Layout, job: Job, framework: Framework | str) -> MemoryByKind:
     return layout_memory(model, layout, job, framework_named(framework))
 
 
@@ -104,7 +103,7 @@ ALONE = (small(16), Layout(pp=16), Job(global_batch=128, sequence=2048))
 @example(ONE_LAYER, "torchtitan")
 @example(ALONE, "torchtitan")
 def test_what_is_sharded_further_takes_no_more_memory(
-    case: tuple[Transformer, Layout, Job], framework: Framework | str
+    case: tuple[Architecture, Layout, Job], framework: Framework | str
 ) -> None:
     model, layout, job = case
     found = [
@@ -116,7 +115,7 @@ def test_what_is_sharded_further_takes_no_more_memory(
 @FEW
 @given(cases(), FRAMEWORKS)
 @example(ONE_LAYER, "torchtitan")
-def test_no_more_is_gathered_than_there_is(case: tuple[Transformer, Layout, Job], framework: Framework | str) -> None:
+def test_no_more_is_gathered_than_there_is(case: tuple[Architecture, Layout, Job], framework: Framework | str) -> None:
     model, layout, job = case
     whole = max(
         sum(rank_parameters(model, layout, *split_layers(model, layout)[stage :: layout.pp]))
@@ -132,7 +131,7 @@ def test_no_more_is_gathered_than_there_is(case: tuple[Transformer, Layout, Job]
 @given(cases(), FRAMEWORKS)
 @example((small(1), Layout(dp=8, zero=3), Job(global_batch=32, sequence=512)), "torchtitan")
 @example((small(3), Layout(dp=8, pp=3, zero=3), Job(global_batch=32, sequence=512)), "torchtitan")
-def test_more_layers_take_no_less_memory(case: tuple[Transformer, Layout, Job], framework: Framework | str) -> None:
+def test_more_layers_take_no_less_memory(case: tuple[Architecture, Layout, Job], framework: Framework | str) -> None:
     model, layout, job = case
     deeper = msgspec.structs.replace(model, layers=model.layers + layout.pp)
     assert (
@@ -152,7 +151,7 @@ def test_more_layers_take_no_less_memory(case: tuple[Transformer, Layout, Job], 
     (1e-4, 1.5e-9, 1e-4, 1.5e-9, 1), "megatron", "events",
 )  # fmt: skip
 def test_more_layers_take_no_less_time(
-    case: tuple[Transformer, Layout, Job],
+    case: tuple[Architecture, Layout, Job],
     made: tuple[float, float, float, float, int],
     framework: Framework | str,
     family: Family,
@@ -169,7 +168,7 @@ def test_more_layers_take_no_less_time(
 @given(cases(), FRAMEWORKS)
 @example((small(4), Layout(dp=2, pp=4, recompute="full"), Job(global_batch=2, sequence=4096)), "torchtitan")
 def test_what_is_recomputed_takes_no_more_memory(
-    case: tuple[Transformer, Layout, Job], framework: Framework | str
+    case: tuple[Architecture, Layout, Job], framework: Framework | str
 ) -> None:
     model, layout, job = case
     none, full = (
@@ -187,7 +186,7 @@ def test_what_is_recomputed_takes_no_more_memory(
     "events",
 )
 def test_where_weight_decides_the_stages_more_layers_take_what_the_average_stage_takes(
-    case: tuple[Transformer, Layout, Job], made: tuple[float, float, float, float, int], more: int, family: Family
+    case: tuple[Architecture, Layout, Job], made: tuple[float, float, float, float, int], more: int, family: Family
 ) -> None:
     """nanotron cuts anew with every layer, and may find stages that are more alike. A step may become shorter by that,
     but by no more than stages waited: micro-batches times the average stage grow with every layer, and no cut is
@@ -196,7 +195,7 @@ def test_where_weight_decides_the_stages_more_layers_take_what_the_average_stage
     layout = msgspec.structs.replace(layout, zero=min(layout.zero, 1))
     job_fields: dict[str, Any] = {"global_batch": job.global_batch, "sequence": job.sequence, "band": False}
     found = [
-        layouts.predict(each, joined(made), layout, framework="nanotron", family=family, **job_fields)
+        predict_layout(each, joined(made), layout, framework="nanotron", family=family, **job_fields)
         for each in (model, msgspec.structs.replace(model, layers=model.layers + more))
     ]
     after = [each.breakdown.reduce_s + each.breakdown.update_s + each.breakdown.gather_s for each in found]
@@ -210,7 +209,7 @@ ZERO_BUBBLE = Layout(dp=8, pp=4, tp=2, zero=3, schedule="zero-bubble")
 @FEW
 @given(cases(), networks(), FRAMEWORKS, FAMILIES)
 def test_slower_computation_takes_no_less_time(
-    case: tuple[Transformer, Layout, Job],
+    case: tuple[Architecture, Layout, Job],
     made: tuple[float, float, float, float, int],
     framework: Framework | str,
     family: Family,
@@ -255,7 +254,7 @@ def test_one_backward_hides_what_experts_and_what_others_reduce(
 @FEW
 @given(cases(), networks(), FRAMEWORKS, FAMILIES)
 def test_a_faster_network_takes_no_more_time(
-    case: tuple[Transformer, Layout, Job],
+    case: tuple[Architecture, Layout, Job],
     made: tuple[float, float, float, float, int],
     framework: Framework | str,
     family: Family,
@@ -282,7 +281,7 @@ def test_longer_sequences_take_no_less_time(network: str, framework: Framework |
 @FEW
 @given(cases(), networks(), FRAMEWORKS, FAMILIES)
 def test_twice_the_tokens_take_no_less_time_or_memory(
-    case: tuple[Transformer, Layout, Job],
+    case: tuple[Architecture, Layout, Job],
     made: tuple[float, float, float, float, int],
     framework: Framework | str,
     family: Family,

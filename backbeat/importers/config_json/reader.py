@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from backbeat.errors import InputError
-from backbeat.layouts.config_fields import WAY_OUT, ConfigFields, class_defaults
-from backbeat.layouts.families import MODEL_FAMILIES, ModelFamily
-from backbeat.layouts.transformer import Transformer
+from backbeat.importers.config_json.families import MODEL_FAMILIES, ModelFamily
+from backbeat.importers.config_json.fields import WAY_OUT, ConfigFields, class_defaults
+from backbeat.model.architecture import Architecture
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
@@ -37,7 +37,7 @@ _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 """Files that describe the language model beside the other parts, before they had a text_config."""
 
 
-def read_config(config: Mapping[str, Any], where: str) -> Transformer:
+def read_config(config: Mapping[str, Any], where: str) -> Architecture:
     """
     >>> read_config({"model_type": "t5", "d_model": 512}, "config.json")
     Traceback (most recent call last):
@@ -64,14 +64,14 @@ def _tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, bool]
     return {"tie_word_embeddings": bool(whole or (own and not usual))}
 
 
-def _text_model(config: Mapping[str, Any], where: str, whole: str, *, nested: bool) -> Transformer:
+def _text_model(config: Mapping[str, Any], where: str, whole: str, *, nested: bool) -> Architecture:
     family = MODEL_FAMILIES.get(str(config.get("model_type")))
     if family is not None and not family.causal:
         raise InputError(f"{where}: the text model of model_type {whole!r} is an encoder, not counted: {WAY_OUT}")
     return _model(config, where, nested=nested, name=f"{whole} (its text model)")
 
 
-def _model(config: Mapping[str, Any], where: str, *, nested: bool = False, name: str = "") -> Transformer:
+def _model(config: Mapping[str, Any], where: str, *, nested: bool = False, name: str = "") -> Architecture:
     kind = str(config.get("model_type", ""))
     if kind not in MODEL_FAMILIES:
         raise InputError(f"{where}: models of model_type {kind!r} are not counted: {WAY_OUT}")
@@ -101,7 +101,7 @@ def _model(config: Mapping[str, Any], where: str, *, nested: bool = False, name:
         made["positions"] = fields.size("n_positions", "max_position_embeddings") + family.positions
     if len(dense) < layers:
         made |= _experts(fields, family, dense)
-    return Transformer(**made)
+    return Architecture(**made)
 
 
 def _check(fields: ConfigFields, hidden: int) -> None:

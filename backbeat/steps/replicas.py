@@ -21,7 +21,13 @@ from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic
 from backbeat.engine import run
 from backbeat.engine.graph import check_size
-from backbeat.layouts.rank_parameters import (
+from backbeat.model.architecture import Architecture
+from backbeat.model.cluster import Cluster
+from backbeat.model.framework import Framework
+from backbeat.model.layout import Layout
+from backbeat.steps.bucket_graph import BucketStep, bucket_graph
+from backbeat.steps.host import COMPUTE
+from backbeat.steps.rank_parameters import (
     GradientBucket,
     RankParameters,
     dense_buckets,
@@ -30,16 +36,10 @@ from backbeat.layouts.rank_parameters import (
     rank_parameters,
     unit_parameters,
 )
-from backbeat.layouts.stage_layers import StageLayers
-from backbeat.layouts.transformer import Transformer
-from backbeat.layouts.unit_passes import UnitPasses, UnitRunner, UnitTraffic
-from backbeat.model.cluster import Cluster
-from backbeat.model.framework import Framework
-from backbeat.model.layout import Layout
-from backbeat.steps.bucket_graph import BucketStep, bucket_graph
-from backbeat.steps.host import COMPUTE
 from backbeat.steps.schedule import Schedule
 from backbeat.steps.stage_graph import StageTimes
+from backbeat.steps.stage_layers import StageLayers
+from backbeat.steps.unit_passes import UnitPasses, UnitRunner, UnitTraffic
 
 _UPDATE_BYTES = 34
 """Moved for each parameter that Adam updates: its gradient (read for the norm as well), master copy and two moments in
@@ -145,7 +145,7 @@ class ReplicaTimes(NamedTuple):
 class ReplicaTimer:
     """Times what replicas exchange and update, for one model, layout and cluster."""
 
-    model: Transformer
+    model: Architecture
     layout: Layout
     cluster: Cluster
     operators: OperatorModel

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from backbeat.errors import InputError
-from backbeat.layouts.transformer import Transformer
+from backbeat.model.architecture import Architecture
 from backbeat.model.layout import Job, Layout
 
 
-def check_layout(model: Transformer, layout: Layout, job: Job, gpus: int | None = None) -> None:
+def check_layout(model: Architecture, layout: Layout, job: Job, gpus: int | None = None) -> None:
     """Refuse a layout that cannot be, with the equation that fails.
 
-    >>> check_layout(Transformer(name="small", layers=4, hidden=64, heads=4, ffn=256, vocab=100), Layout(dp=2, tp=3),
+    >>> check_layout(Architecture(name="small", layers=4, hidden=64, heads=4, ffn=256, vocab=100), Layout(dp=2, tp=3),
     ...       Job(global_batch=8, sequence=128), gpus=8)
     Traceback (most recent call last):
     backbeat.errors.InputError: dp(2) * tp(3) * pp(1) * cp(1) = 6 != gpus(8): choose factors whose product is 8
@@ -20,7 +20,7 @@ def check_layout(model: Transformer, layout: Layout, job: Job, gpus: int | None 
         raise InputError(problem)
 
 
-def impossible(model: Transformer, layout: Layout, job: Job, gpus: int | None = None) -> str | None:
+def impossible(model: Architecture, layout: Layout, job: Job, gpus: int | None = None) -> str | None:
     """Why a layout cannot be; None where it can."""
     dp, tp, pp, cp, ep = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
     if gpus is not None and layout.gpus != gpus:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 from backbeat.cost.stragglers import Straggling, straggling
 from backbeat.errors import InputError
-from backbeat.layouts.measured_block import MeasuredBlock
 from backbeat.model.layout import Layout
+from backbeat.steps.measured_block import MeasuredBlock
 
 
 def check_stragglers(stragglers: Mapping[int, float], gpus: int, per_node: int) -> None:

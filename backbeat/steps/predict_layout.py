@@ -12,28 +12,27 @@ import msgspec
 
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.errors import InputError
-from backbeat.layouts.architectures import transformer
-from backbeat.layouts.layout_memory import layout_memory
-from backbeat.layouts.measured_block import MeasuredBlock, measured_block
-from backbeat.layouts.pipeline import PipelineRun, closed_form, run_pipeline
-from backbeat.layouts.possible_layout import check_layout
-from backbeat.layouts.rank_parameters import rank_parameters
-from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
-from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
-from backbeat.layouts.stage_layers import StageLayers, split_layers
-from backbeat.layouts.stage_times import StageTimer
-from backbeat.layouts.transformer import Transformer
-from backbeat.layouts.unit_passes import UnitPasses
 from backbeat.model import Network, Profile
+from backbeat.model.architecture import Architecture, architecture_named
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
 from backbeat.model.framework import Framework, framework_named
 from backbeat.model.layout import Job, Layout, job_of
 from backbeat.model.memory import MemoryByKind
+from backbeat.model.possible_layout import check_layout
 from backbeat.model.prediction import COMPUTE, Band, Breakdown, Note, Prediction, Span
+from backbeat.steps.layout_memory import layout_memory
+from backbeat.steps.measured_block import MeasuredBlock, measured_block
+from backbeat.steps.pipeline import PipelineRun, closed_form, run_pipeline
+from backbeat.steps.rank_parameters import rank_parameters
+from backbeat.steps.replicas import ReplicaTimer, ReplicaTimes
+from backbeat.steps.slow_ranks import check_stragglers, slow_pipelines, step_wait
 from backbeat.steps.stage_graph import StageTimes, added
+from backbeat.steps.stage_layers import StageLayers, split_layers
+from backbeat.steps.stage_times import StageTimer
+from backbeat.steps.unit_passes import UnitPasses
 
-ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]
+ModelInput = Architecture | str
 ClusterInput = Cluster | Network | str | os.PathLike[str]
 Family = Literal["closed-form", "events"]
 """How a step is found: by formula, or by simulating its events."""
@@ -67,7 +66,7 @@ class PredictorOptions(TypedDict, total=False):
     """Count what computation loses beside communication. By default only with a `block`: other rates hold it."""
 
 
-def predict(
+def predict_layout(
     model: ModelInput,
     cluster: ClusterInput,
     layout: Layout | str | None = None,
@@ -87,7 +86,7 @@ def predict(
     `PredictorOptions`: framework="megatron", accelerator="h100", imbalance=1.2, compute_factor=1.1, block="layer.json",
     stragglers={13: 1.3}, contention=True.
 
-    >>> found = predict("llama-3-8b", "dgx-h100", dp=8, tp=2, global_batch=256, sequence=8192, recompute="full")
+    >>> found = predict_layout("llama-3-8b", "dgx-h100", dp=8, tp=2, global_batch=256, sequence=8192, recompute="full")
     >>> found.fits, 0.3 < found.mfu < 0.6
     ('yes', True)
     """
@@ -131,7 +130,7 @@ def predictor_of(
     if counted != there.contention:
         there = replace(there, contention=counted)
     found = LayoutPredictor(
-        model=transformer(model),
+        model=architecture_named(model),
         cluster=there,
         job=job,
         framework=framework_named(framework, layouts=True, overlap=overlap, dispatcher=dispatcher),
@@ -149,7 +148,7 @@ _operators = lru_cache(maxsize=32)(operator_model)
 class LayoutPredictor:
     """Predicts layouts of one job on one cluster."""
 
-    model: Transformer
+    model: Architecture
     cluster: Cluster
     job: Job
     framework: Framework

@@ -13,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat import layouts
-from backbeat.layouts import Layout
+from backbeat.importers.config_json import read_architecture
 from backbeat.model import Fabric, Gradient, LoadBand
+from backbeat.model.cluster import cluster_of
 from backbeat.model.framework import framework_named
+from backbeat.model.layout import Layout
 from backbeat.model.prediction import COMPUTE
 from backbeat.model.specification import Specification
 from backbeat.model.topology import Load
+from backbeat.steps.predict_layout import predict_layout
 from tests.problems import affine
 
 JOB: dict[str, Any] = {"global_batch": 64, "sequence": 4096}
@@ -53,15 +55,15 @@ def cluster(nic: float = 50e9, inside: float = 450e9) -> bb.Network:
 )
 def test_layouts_that_cannot_be_are_refused_with_the_equation(fields: dict[str, Any], equation: str) -> None:
     with pytest.raises(bb.InputError, match=equation):
-        layouts.predict("llama-3-8b", "dgx-h100", gpus=8, **{**JOB, **fields})
+        predict_layout("llama-3-8b", "dgx-h100", gpus=8, **{**JOB, **fields})
 
 
 @pytest.mark.parametrize("given", ["dp=2+tp=2+recompute=full", Layout(dp=2, tp=2, recompute="full")])
 def test_fields_change_the_layout_that_is_given(given: Layout | str) -> None:
-    found = layouts.predict("llama-3-8b", "dgx-h100", given, zero=3, dp=4, **JOB)
+    found = predict_layout("llama-3-8b", "dgx-h100", given, zero=3, dp=4, **JOB)
     assert found.layout == Layout(dp=4, tp=2, recompute="full", zero=3)
-    assert layouts.predict("llama-3-8b", "dgx-h100", given, **JOB).layout == Layout(dp=2, tp=2, recompute="full")
-    assert layouts.predict("llama-3-8b", "dgx-h100", **JOB).layout == Layout()
+    assert predict_layout("llama-3-8b", "dgx-h100", given, **JOB).layout == Layout(dp=2, tp=2, recompute="full")
+    assert predict_layout("llama-3-8b", "dgx-h100", **JOB).layout == Layout()
 
 
 def test_models_come_from_names_configs_and_fields(tmp_path: Path) -> None:
@@ -72,47 +74,47 @@ def test_models_come_from_names_configs_and_fields(tmp_path: Path) -> None:
         "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    read = layouts.transformer(tmp_path)
-    assert read.parameters == layouts.transformer("deepseek-v3").parameters == pytest.approx(671e9, rel=0.01)
-    assert layouts.transformer(tmp_path / "config.json") == read
+    read = read_architecture(tmp_path)
+    assert read.parameters == read_architecture("deepseek-v3").parameters == pytest.approx(671e9, rel=0.01)
+    assert read_architecture(tmp_path / "config.json") == read
     mixtral = {
         "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2,
         "vocab_size": 32000,
     }  # fmt: skip
-    assert layouts.transformer(mixtral).parameters == layouts.transformer("mixtral-8x7b").parameters
-    assert layouts.transformer({"model_type": "seeing", "text_config": mixtral}).experts == 8
+    assert read_architecture(mixtral).parameters == read_architecture("mixtral-8x7b").parameters
+    assert read_architecture({"model_type": "seeing", "text_config": mixtral}).experts == 8
     fields = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 100}
-    assert layouts.transformer(fields).layers == 2
+    assert read_architecture(fields).layers == 2
     for wrong, why in (
         ("llama-3-7b", "did you mean"),
         ({"layers": 2, "hidden": 0}, "hidden"),
         ({"a": 1}, "no model_type"),
     ):
         with pytest.raises(bb.InputError, match=why):
-            layouts.transformer(wrong)  # type: ignore[arg-type]
+            read_architecture(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("gpt3-13b", 12.85), ("llama-3-8b", 8.03), ("llama-3-405b", 405.9),
                                                 ("llama-3.2-1b", 1.236), ("qwen3-235b-a22b", 235.1),
                                                 ("mixtral-8x22b", 140.6)])  # fmt: skip
 def test_bundled_models_have_the_parameters_they_are_known_for(name: str, billions: float) -> None:
-    assert layouts.transformer(name).parameters == pytest.approx(billions * 1e9, rel=0.01)
+    assert read_architecture(name).parameters == pytest.approx(billions * 1e9, rel=0.01)
 
 
 def test_a_network_that_names_no_gpu_asks_for_one() -> None:
     with pytest.raises(bb.InputError, match="--accelerator h100"):
-        layouts.predict("llama-3-8b", "10gbe", dp=8, **JOB)
-    assert layouts.predict("llama-3-8b", "10gbe", dp=8, accelerator="a100", **JOB).cluster == "10gbe (A100)"
+        predict_layout("llama-3-8b", "10gbe", dp=8, **JOB)
+    assert predict_layout("llama-3-8b", "10gbe", dp=8, accelerator="a100", **JOB).cluster == "10gbe (A100)"
     with pytest.raises(bb.InputError, match="'h1000' is no accelerator known here"):
-        layouts.predict("llama-3-8b", "10gbe", dp=8, accelerator="h1000", **JOB)
+        predict_layout("llama-3-8b", "10gbe", dp=8, accelerator="h1000", **JOB)
 
 
 @settings(max_examples=25, deadline=None)
 @given(POWERS, POWERS, POWERS, POWERS, st.sampled_from([0, 1, 2, 3]), st.sampled_from([1.5, 4.0]))
 def test_more_bandwidth_is_never_slower(tp: int, pp: int, cp: int, dp: int, zero: int, more: float) -> None:
     found = [
-        layouts.predict(
+        predict_layout(
             "llama-3-8b",
             cluster(nic, inside),
             accelerator="h100",
@@ -133,9 +135,9 @@ def test_more_bandwidth_is_never_slower(tp: int, pp: int, cp: int, dp: int, zero
 @given(POWERS, POWERS, st.sampled_from([1, 2, 4]), st.sampled_from(["none", "selective", "full"]))
 def test_parts_add_up_to_the_step_and_families_agree(tp: int, pp: int, micro: int, recompute: str) -> None:
     layout = Layout(dp=2, tp=tp, pp=pp, micro_batch=micro, recompute=recompute)  # type: ignore[arg-type]
-    events = layouts.predict("llama-3-8b", "dgx-h100", layout, **JOB)
+    events = predict_layout("llama-3-8b", "dgx-h100", layout, **JOB)
     assert sum(events.breakdown.parts.values()) == pytest.approx(events.step_s, rel=1e-6)
-    closed = layouts.predict("llama-3-8b", "dgx-h100", layout, family="closed-form", **JOB)
+    closed = predict_layout("llama-3-8b", "dgx-h100", layout, family="closed-form", **JOB)
     assert closed.step_s == pytest.approx(events.step_s, rel=0.05)
     assert closed.memory == events.memory
     assert not closed.timeline
@@ -144,7 +146,7 @@ def test_parts_add_up_to_the_step_and_families_agree(tp: int, pp: int, micro: in
 
 @pytest.mark.parametrize("text", ["dp=2", "dp=2+pp=4", "dp=2+pp=2+chunks=2", "dp=2+pp=4+schedule=zero-bubble"])
 def test_the_timeline_shows_every_pass_and_what_follows(text: str) -> None:
-    found = layouts.predict("llama-3-8b", "dgx-h100", text, overlap="none", **JOB)
+    found = predict_layout("llama-3-8b", "dgx-h100", text, overlap="none", **JOB)
     layout = found.layout
     computing = [span for span in found.timeline if span.name.split()[0] in ("forward", "backward", "weight")]
     # What stages do nothing in, until the last has done its passes.
@@ -162,7 +164,7 @@ def test_the_timeline_shows_every_pass_and_what_follows(text: str) -> None:
 
 
 def kinds(**fields: Any) -> Any:
-    return layouts.predict("llama-3-8b", "dgx-h100", band=False, **{**JOB, "dp": 8, **fields}).memory.by_kind
+    return predict_layout("llama-3-8b", "dgx-h100", band=False, **{**JOB, "dp": 8, **fields}).memory.by_kind
 
 
 def test_memory_falls_with_sharding_and_recomputation() -> None:
@@ -186,13 +188,13 @@ def test_memory_falls_with_sharding_and_recomputation() -> None:
 
 def test_experts_cost_more_the_less_balanced_they_are() -> None:
     found = [
-        layouts.predict("mixtral-8x7b", "dgx-h100", dp=8, tp=2, ep=8, imbalance=each, band=False, **JOB)
+        predict_layout("mixtral-8x7b", "dgx-h100", dp=8, tp=2, ep=8, imbalance=each, band=False, **JOB)
         for each in (1.0, 1.5)
     ]
     assert found[1].step_s > found[0].step_s
     assert found[1].memory.peak_bytes > found[0].memory.peak_bytes
     # Experts inside a node travel faster than across nodes.
-    there = layouts.cluster_of("dgx-h100")
+    there = cluster_of("dgx-h100")
     assert there.exchange_s(1e8, 8) < there.exchange_s(1e8, 16) < there.exchange_s(1e8, 8, 8)
 
 
@@ -208,7 +210,7 @@ def test_experts_cost_more_the_less_balanced_they_are() -> None:
 )
 def test_what_travels_is_paid_for(model: str, fields: dict[str, int], link: dict[str, float], part: str) -> None:
     fast, slow = (
-        layouts.predict(model, there, accelerator="h100", band=False, **{"dp": 1, **fields}, **JOB)
+        predict_layout(model, there, accelerator="h100", band=False, **{"dp": 1, **fields}, **JOB)
         for there in (cluster(), cluster(**link))
     )
     assert slow.breakdown.parts[part] > fast.breakdown.parts[part]
@@ -216,7 +218,7 @@ def test_what_travels_is_paid_for(model: str, fields: dict[str, int], link: dict
 
 
 def test_groups_that_share_a_node_share_its_network() -> None:
-    there = layouts.cluster_of("dgx-h100")
+    there = cluster_of("dgx-h100")
     alone = there.collective_s("all_reduce", 1e9, 32, 1)
     shared = there.collective_s("all_reduce", 1e9, 4, 8)
     assert shared > 4 * alone
@@ -225,7 +227,7 @@ def test_groups_that_share_a_node_share_its_network() -> None:
 
 def test_groups_fill_the_nodes_they_touch_and_share_their_links() -> None:
     network = cluster()
-    there = layouts.cluster_of(network, "h100")
+    there = cluster_of(network, "h100")
     size = 1e9
     # Inside a node only the group's own ranks count, however far they are apart.
     inside = network.at(workers=4).all_reduce.curve.at(size)
@@ -259,7 +261,7 @@ def test_groups_fill_the_nodes_they_touch_and_share_their_links() -> None:
 
 
 def test_a_ring_of_few_ranks_sends_less_between_nodes() -> None:
-    there = layouts.cluster_of("dgx-h100")
+    there = cluster_of("dgx-h100")
     two, many = (there.collective_s("all_gather", 8e9 / 8, ranks, 8) for ranks in (2, 16))
     filled = there.collective_s("all_gather", 8e9, 16, 1)
     assert two == pytest.approx(filled * (1 / 2) / (15 / 16), rel=0.05)
@@ -268,17 +270,17 @@ def test_a_ring_of_few_ranks_sends_less_between_nodes() -> None:
 
 def test_bands_hold_the_prediction_and_compute_scales() -> None:
     job = {**JOB, "dp": 16, "tp": 8}
-    found = layouts.predict("llama-3-70b", "gcp-a3-mega", recompute="full", **job)
+    found = predict_layout("llama-3-70b", "gcp-a3-mega", recompute="full", **job)
     assert found.range_s is not None
     assert found.range_s[0] <= found.step_s <= found.range_s[1]
-    slower = layouts.predict("llama-3-70b", "gcp-a3-mega", recompute="full", compute_factor=1.5, **job)
+    slower = predict_layout("llama-3-70b", "gcp-a3-mega", recompute="full", compute_factor=1.5, **job)
     assert found.step_s < slower.step_s < 1.5 * found.step_s + 1e-9
     assert slower.breakdown.update_s == pytest.approx(1.5 * found.breakdown.update_s)
     # In closed form the band is what a quiet and a busy cluster take, and wider by what predictions are off.
-    there = layouts.cluster_of("gcp-a3-mega")
+    there = cluster_of("gcp-a3-mega")
     loads: tuple[Load, ...] = ("typical", "quiet", "busy")
     typical, quiet, busy = (
-        layouts.predict("llama-3-70b", replace(there, load=load), recompute="full", family="closed-form", **job)
+        predict_layout("llama-3-70b", replace(there, load=load), recompute="full", family="closed-form", **job)
         for load in loads
     )
     assert typical.range_s == pytest.approx((quiet.step_s / 1.13, busy.step_s * 1.13))
@@ -286,30 +288,30 @@ def test_bands_hold_the_prediction_and_compute_scales() -> None:
     assert quiet.range_s == pytest.approx((quiet.step_s / 1.13, quiet.step_s * 1.13))
     # A network's own band needs no fabric, and without either there is what predictions are off.
     plain, banded = (
-        layouts.predict("llama-3-8b", affine(1e-4, 1e-9, accelerator="h100", band=band), dp=8, **JOB)
+        predict_layout("llama-3-8b", affine(1e-4, 1e-9, accelerator="h100", band=band), dp=8, **JOB)
         for band in (None, LoadBand(quiet=1.25, busy=0.5))
     )
     assert plain.range_s == pytest.approx((plain.step_s / 1.13, plain.step_s * 1.13))
     assert banded.range_s is not None
     assert banded.range_s[0] < plain.range_s[0] < plain.range_s[1] < banded.range_s[1]
-    experts = layouts.predict("mixtral-8x7b", "dgx-h100", dp=16, tp=2, **JOB)
+    experts = predict_layout("mixtral-8x7b", "dgx-h100", dp=16, tp=2, **JOB)
     assert experts.range_s is not None
     assert experts.range_s[1] / experts.step_s >= 1.35 > 1.13
 
 
 def test_fp8_and_overlap_are_faster() -> None:
     fields: dict[str, Any] = {**JOB, "dp": 2, "tp": 8, "pp": 2}
-    plain = layouts.predict("llama-3-70b", "dgx-h100", **fields)
-    assert layouts.predict("llama-3-70b", "dgx-h100", precision="fp8", **fields).step_s < plain.step_s
-    assert layouts.predict("llama-3-70b", "dgx-h100", overlap="dp+tp", **fields).step_s < plain.step_s
-    assert layouts.predict("llama-3-70b", "dgx-h100", framework="nanotron", **fields).step_s > plain.step_s
-    flops = layouts.transformer("llama-3-70b").flops_per_token(4096) * 64 * 4096
+    plain = predict_layout("llama-3-70b", "dgx-h100", **fields)
+    assert predict_layout("llama-3-70b", "dgx-h100", precision="fp8", **fields).step_s < plain.step_s
+    assert predict_layout("llama-3-70b", "dgx-h100", overlap="dp+tp", **fields).step_s < plain.step_s
+    assert predict_layout("llama-3-70b", "dgx-h100", framework="nanotron", **fields).step_s > plain.step_s
+    flops = read_architecture("llama-3-70b").flops_per_token(4096) * 64 * 4096
     assert plain.mfu == pytest.approx(flops / (plain.step_s * 32 * 989.4e12), rel=1e-3)
     assert plain.tokens_per_s_per_gpu == pytest.approx(64 * 4096 / plain.step_s / 32)
 
 
 def test_a_measured_block_scales_computation(tmp_path: Path) -> None:
-    model = layouts.transformer("llama-3-8b")
+    model = read_architecture("llama-3-8b")
     each = model.attention_parameters + model.mlp_parameters(model.ffn)
     gradients = (Gradient(name="all", bytes=2 * each, ready_s=0.01),)
     block = bb.Profile(
@@ -317,11 +319,11 @@ def test_a_measured_block_scales_computation(tmp_path: Path) -> None:
         backward_s=0.02, update_s=0.0, gradients=gradients, gradient_dtype="bf16", sequence_length=4096,
     )  # fmt: skip
     fields: dict[str, Any] = {**JOB, "dp": 8, "band": False}
-    plain = layouts.predict("llama-3-8b", "dgx-h100", **fields)
-    slow = layouts.predict("llama-3-8b", "dgx-h100", block=block, **fields)
+    plain = predict_layout("llama-3-8b", "dgx-h100", **fields)
+    slow = predict_layout("llama-3-8b", "dgx-h100", block=block, **fields)
     slower = msgspec.structs.replace(block, forward_s=0.02, backward_s=0.04)
     slower.save(tmp_path / "slower.json")
-    slowest = layouts.predict("llama-3-8b", "dgx-h100", block=tmp_path / "slower.json", **fields)
+    slowest = predict_layout("llama-3-8b", "dgx-h100", block=tmp_path / "slower.json", **fields)
     assert slowest.breakdown.matmul_s == pytest.approx(2 * slow.breakdown.matmul_s)
     assert slow.breakdown.matmul_s > plain.breakdown.matmul_s
     for change, why in (
@@ -330,12 +332,12 @@ def test_a_measured_block_scales_computation(tmp_path: Path) -> None:
         ({"gradient_dtype": "fp32"}, "without embedding and head"),
     ):
         with pytest.raises(bb.InputError, match=why):
-            layouts.predict("llama-3-8b", "dgx-h100", block=msgspec.structs.replace(block, **change), **fields)
+            predict_layout("llama-3-8b", "dgx-h100", block=msgspec.structs.replace(block, **change), **fields)
 
 
 def test_a_step_is_limited_by_its_largest_part_that_is_not_arithmetic() -> None:
     for fields, part in (({"pp": 4, "dp": 2, "global_batch": 8}, "bubble"), ({"dp": 8}, "compute")):
-        found = layouts.predict("llama-3-8b", "dgx-h100", **{**JOB, **fields})
+        found = predict_layout("llama-3-8b", "dgx-h100", **{**JOB, **fields})
         share = found.breakdown.parts.get(part, 0.0) / found.step_s
         assert found.bottleneck == part
         assert (share > 0.1) == (part == "bubble")
@@ -344,11 +346,11 @@ def test_a_step_is_limited_by_its_largest_part_that_is_not_arithmetic() -> None:
 @pytest.mark.parametrize("text", ["dp=8", "dp=2+tp=2+pp=2", "dp=2+tp=4+recompute=full", "dp=8+zero=3"])
 def test_a_step_is_what_one_gpu_takes_and_what_others_add(text: str) -> None:
     """T(1) is the same share of the batch, on one GPU that recomputes nothing and shards nothing."""
-    found = layouts.predict("llama-3-8b", "dgx-h100", text, band=False, **JOB)
+    found = predict_layout("llama-3-8b", "dgx-h100", text, band=False, **JOB)
     parts = found.breakdown.parts
     assert sum(parts.values()) == pytest.approx(found.step_s)
     assert found.exposed_s == pytest.approx(sum(parts[name] for name in parts if name not in COMPUTE))
     assert found.scaling_factor == found.single_s / found.step_s
-    alone = layouts.predict("llama-3-8b", "dgx-h100", zero=0, band=False, **{**JOB, "global_batch": 8})
+    alone = predict_layout("llama-3-8b", "dgx-h100", zero=0, band=False, **{**JOB, "global_batch": 8})
     assert found.single_s == pytest.approx(alone.step_s)
     assert alone.scaling_factor == pytest.approx(1.0)

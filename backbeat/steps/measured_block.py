@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
-from backbeat.layouts.stage_times import StageTimer
 from backbeat.model.layout import Job, Layout
 from backbeat.model.profile import DTYPE_BYTES, Profile
+from backbeat.steps.stage_times import StageTimer
 
 if TYPE_CHECKING:
-    from backbeat.layouts.predict_layout import LayoutPredictor
+    from backbeat.steps.predict_layout import LayoutPredictor
 
 _ALIKE = 0.05
 """How far the parameters of a profile may be from whole layers of the model."""

@@ -13,11 +13,11 @@ from typing import Any, Unpack
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.layouts.possible_layout import impossible
-from backbeat.layouts.predict_layout import ClusterInput, LayoutPredictor, ModelInput, PredictorOptions, predictor_of
-from backbeat.layouts.slow_ranks import check_stragglers
 from backbeat.model.layout import Layout, Recompute, job_of
+from backbeat.model.possible_layout import impossible
 from backbeat.model.prediction import Prediction
+from backbeat.steps.predict_layout import ClusterInput, LayoutPredictor, ModelInput, PredictorOptions, predictor_of
+from backbeat.steps.slow_ranks import check_stragglers
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SIMULATED = 16

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from backbeat.layouts.rank_parameters import rank_parameters, unit_parameters
-from backbeat.layouts.stage_layers import StageLayers, split_layers
-from backbeat.layouts.transformer import Transformer
+from backbeat.model.architecture import Architecture
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout
 from backbeat.model.memory import MemoryByKind
+from backbeat.steps.rank_parameters import rank_parameters, unit_parameters
+from backbeat.steps.stage_layers import StageLayers, split_layers
 from backbeat.steps.stage_programs import in_flight
 
 _WEIGHT_BYTES = 2
@@ -24,7 +24,7 @@ _OPTIMIZER_BYTES = 12
 
 
 def layout_memory(
-    model: Transformer, layout: Layout, job: Job, framework: Framework, imbalance: float = 1.0
+    model: Architecture, layout: Layout, job: Job, framework: Framework, imbalance: float = 1.0
 ) -> MemoryByKind:
     """What a GPU of the fullest stage holds."""
     layers, pp = LayerMemory(model, layout, job, framework, imbalance), layout.pp
@@ -79,7 +79,7 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
     )
 
 
-def _gathered(model: Transformer, layout: Layout, chunk: StageLayers) -> float:
+def _gathered(model: Architecture, layout: Layout, chunk: StageLayers) -> float:
     """The most elements that a rank has at once beyond its own share, of sharded parameters or their gradients: of the
     unit that computes and of the one that comes or goes beside it. Its share is a part of what is gathered, as it is
     where frameworks gather in place: never more than all that the stage lacks, and nothing with one replica."""
@@ -93,15 +93,15 @@ def _gathered(model: Transformer, layout: Layout, chunk: StageLayers) -> float:
 class LayerMemory:
     """What one layer has of one micro-batch.
 
-    >>> from backbeat.layouts.architectures import transformer
+    >>> from backbeat.model.architecture import BUNDLED
     >>> from backbeat.model.framework import framework_named
-    >>> gpt, flash = transformer("gpt3-175b"), framework_named("megatron")
+    >>> gpt, flash = BUNDLED["gpt3-175b"], framework_named("megatron")
     >>> layer = LayerMemory(gpt, Layout(tp=8), Job(global_batch=1, sequence=2048), flash)
     >>> round(layer.kept(sparse=False) / (2048 * 12288), 2)
     4.25
     """
 
-    model: Transformer
+    model: Architecture
     layout: Layout
     job: Job
     framework: Framework

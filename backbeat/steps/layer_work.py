@@ -8,7 +8,7 @@ from typing import Literal
 
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of
-from backbeat.layouts.transformer import Linear, Transformer
+from backbeat.model.architecture import Architecture, Linear
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout
 
@@ -95,7 +95,7 @@ class LayerBuilder:
     """Puts the operators of a layer together, for one model, layout and job."""
 
     def __init__(
-        self, model: Transformer, layout: Layout, job: Job, framework: Framework, imbalance: float = 1.0
+        self, model: Architecture, layout: Layout, job: Job, framework: Framework, imbalance: float = 1.0
     ) -> None:
         self.model, self.layout, self.job, self.framework = model, layout, job, framework
         self.imbalance = imbalance

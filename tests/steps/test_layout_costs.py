@@ -11,35 +11,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat import layouts
 from backbeat.cost.operator_model import operator_model
 from backbeat.cost.operators import Attention, Product, Traffic, family_of
-from backbeat.layouts import Layout
-from backbeat.layouts.layer_work import LayerBuilder
-from backbeat.layouts.layout_memory import LayerMemory
-from backbeat.layouts.predict_layout import predictor_of
-from backbeat.layouts.rank_parameters import rank_parameters, unit_parameters
-from backbeat.layouts.stage_layers import split_layers
-from backbeat.layouts.stage_times import StageTimer
-from backbeat.layouts.transformer import Transformer
-from backbeat.model.cluster import Cluster
+from backbeat.importers.config_json import read_architecture
+from backbeat.model.architecture import Architecture
+from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.framework import FRAMEWORKS, Framework, framework_named
-from backbeat.model.layout import Job
+from backbeat.model.layout import Job, Layout
 from backbeat.model.prediction import Prediction
+from backbeat.steps.layer_work import LayerBuilder
+from backbeat.steps.layout_memory import LayerMemory
+from backbeat.steps.predict_layout import predict_layout, predictor_of
+from backbeat.steps.rank_parameters import rank_parameters, unit_parameters
 from backbeat.steps.stage_graph import StageTimes, added
+from backbeat.steps.stage_layers import split_layers
+from backbeat.steps.stage_times import StageTimer
 
-H100, SLOW = layouts.cluster_of("dgx-h100"), layouts.cluster_of("10gbe", "h100")
+H100, SLOW = cluster_of("dgx-h100"), cluster_of("10gbe", "h100")
 S, H = 4096, 1024
-MODEL = Transformer(name="made", layers=4, hidden=H, heads=8, kv_heads=4, ffn=4096, vocab=32000)
-EXPERTS = Transformer(
+MODEL = Architecture(name="made", layers=4, hidden=H, heads=8, kv_heads=4, ffn=4096, vocab=32000)
+EXPERTS = Architecture(
     name="experts", layers=4, hidden=H, heads=8, ffn=4096, vocab=32000, experts=16, experts_per_token=3,
     expert_ffn=512, shared_ffn=512, dense_layers=1,
 )  # fmt: skip
-LATENT = Transformer(
+LATENT = Architecture(
     name="latent", layers=2, hidden=H, heads=8, ffn=4096, vocab=32000, head_width=64, rope_width=64, value_width=128,
     query_rank=256, latent_width=128,
 )  # fmt: skip
-MIXED = Transformer(
+MIXED = Architecture(
     name="mixed", layers=6, hidden=H, heads=8, ffn=4096, vocab=32000, experts=8, experts_per_token=2, expert_ffn=512,
     dense_layers=1, dense_at=(2, 4), window=512, windowed=(0, 1, 3, 4), norms=4,
 )  # fmt: skip
@@ -52,7 +51,7 @@ SCORES = framework_named("megatron", overlap="none", flash_attention=False, loss
 @pytest.mark.parametrize("framework", ["megatron", SCORES], ids=["flash", "scores"])
 @pytest.mark.parametrize("fields", [{}, {"tp": 4}, {"tp": 2, "cp": 2, "micro_batch": 2}, {"tp": 4, "ep": 8, "dp": 8}])
 def test_ranks_do_the_arithmetic_that_mfu_counts(
-    model: Transformer, framework: Framework | str, fields: dict[str, int]
+    model: Architecture, framework: Framework | str, fields: dict[str, int]
 ) -> None:
     """Flash kernels do half of attention in forward, where the mask hides the rest, and five products to two in
     backward."""
@@ -114,7 +113,7 @@ def test_less_is_never_slower(window: int, wider: int, count: int, sequence: int
 
     def seconds(**fields: Any) -> float:
         model = msgspec.structs.replace(MODEL, **fields)
-        return layouts.predict(model, H100, global_batch=4, sequence=sequence, band=False).step_s
+        return predict_layout(model, H100, global_batch=4, sequence=sequence, band=False).step_s
 
     made: dict[str, Any] = {"window": window, "windowed": tuple(range(count)), "chunked": chunked}
     found = seconds(**made)
@@ -162,8 +161,8 @@ def test_a_norm_more_is_moved_kept_and_held() -> None:
     "name", ["llama-3-70b", "gpt3-13b", "mixtral-8x7b", "deepseek-v3", "llama-3.2-1b", pytest.param(MIXED, id="mixed")]
 )
 @pytest.mark.parametrize("fields", [{}, {"tp": 4, "ep": 4}, {"pp": 4}])
-def test_ranks_hold_the_models_parameters(name: str | Transformer, fields: dict[str, int]) -> None:
-    model, layout = layouts.transformer(name), Layout(**fields)
+def test_ranks_hold_the_models_parameters(name: str | Architecture, fields: dict[str, int]) -> None:
+    model, layout = read_architecture(name), Layout(**fields)
     held = [rank_parameters(model, layout, stage) for stage in split_layers(model, layout)]
     dense = sum(one.dense for one in held)
     assert sum(one.expert for one in held) * layout.ep == model.expert_layers * model.expert_parameters
@@ -179,8 +178,8 @@ def test_ranks_hold_the_models_parameters(name: str | Transformer, fields: dict[
     assert layout.tp * dense == pytest.approx(own + copies - left, rel=1e-12)
 
 
-def step(model: Transformer, framework: Framework | str, **fields: Any) -> Prediction:
-    return layouts.predict(model, H100, framework=framework, global_batch=16, sequence=S, band=False, **fields)
+def step(model: Architecture, framework: Framework | str, **fields: Any) -> Prediction:
+    return predict_layout(model, H100, framework=framework, global_batch=16, sequence=S, band=False, **fields)
 
 
 def group(kind: Any, tokens: float = S) -> float:
@@ -250,7 +249,7 @@ def test_context_parallelism_swaps_sequence_for_heads() -> None:
 def test_keys_and_values_go_round_while_attention_works(tp: int, key_heads: int) -> None:
     """Twice as much in backward, with the gradients; what three of four ranks sent hides behind attention."""
     fields: dict[str, Any] = {"global_batch": 16, "sequence": S, "band": False, "dp": 2, "cp": 4, "tp": tp}
-    found = layouts.predict(MODEL, SLOW, framework=APART, **fields).breakdown
+    found = predict_layout(MODEL, SLOW, framework=APART, **fields).breakdown
     send = SLOW.send_s(2 * S / 4 * 2 * key_heads * 128, 4, tp)
     assert found.context_s == pytest.approx(8 * 4 * (1 + 2) * 3 * send - found.attention_s * 3 / 4)
 
@@ -278,11 +277,11 @@ def test_computation_takes_longer_for_as_long_as_something_travels_beside_it() -
     wide = msgspec.structs.replace(MODEL, hidden=8 * H, heads=64, ffn=8 * 4096)
     fields: dict[str, Any] = {"sequence": S, "band": False, "contention": True}
     sliced = framework_named(APART, overlap="dp+tp")
-    found = layouts.predict(wide, busy, framework=sliced, tp=2, global_batch=8, **fields).breakdown.contention_s
+    found = predict_layout(wide, busy, framework=sliced, tp=2, global_batch=8, **fields).breakdown.contention_s
     gather, both = group("all_gather", 8 * S), group("all_gather", 8 * S) + group("reduce_scatter", 8 * S)
     beside = 4 * (both + gather + 2 * both) + both
     assert found == pytest.approx(8 * (1 - 1 / busy.slowdown(2, matmul=1.0)) * beside)
-    found = layouts.predict(MODEL, busy, framework=APART, dp=2, cp=2, global_batch=16, **fields).breakdown.contention_s
+    found = predict_layout(MODEL, busy, framework=APART, dp=2, cp=2, global_batch=16, **fields).breakdown.contention_s
     send = busy.send_s(2 * S / 2 * 2 * 4 * 128, 2, 1)
     assert found == pytest.approx(8 * 4 * (1 + 2) * (1 - 1 / busy.slowdown(2, attention=1.0)) * send)
     assert 1 < busy.slowdown(2, attention=1.0) != busy.slowdown(2, matmul=1.0) > 1
@@ -292,7 +291,7 @@ def test_activations_are_sent_between_stages() -> None:
     """Of two stages one waits for every micro-batch's activations: eight micro-batches more, as many sends."""
     for tp, cp, parallel in ((1, 1, True), (2, 1, True), (2, 1, False), (2, 2, True)):
         few, many = (
-            layouts.predict(
+            predict_layout(
                 MODEL, H100, framework=APART, global_batch=batch, sequence=S, band=False, dp=2, pp=2, tp=tp, cp=cp,
                 sequence_parallel=parallel, family="closed-form",
             ).breakdown.bubble_s
@@ -302,7 +301,7 @@ def test_activations_are_sent_between_stages() -> None:
         assert many - few == pytest.approx(8 * (H100.send_s(2 * S * H / tp / cp, 2, 2 * tp * cp) + gather))
 
 
-def parameters(model: Transformer, layout: Layout) -> Any:
+def parameters(model: Architecture, layout: Layout) -> Any:
     (stage,) = split_layers(model, layout)
     return rank_parameters(model, layout, stage)
 
@@ -326,7 +325,7 @@ def test_replicas_reduce_all_gradients_and_gather_what_each_updated(zero: int) -
     assert found.update_s == pytest.approx(operator_model("h100", "bf16").seconds(adam))
 
 
-def units(model: Transformer, cluster: Cluster, layout: Layout) -> tuple[list[float], list[float], list[StageTimes]]:
+def units(model: Architecture, cluster: Cluster, layout: Layout) -> tuple[list[float], list[float], list[StageTimes]]:
     """Gathered, scattered and computed: embedding, layers, head."""
     (stage,) = split_layers(model, layout)
     held = [unit.dense for unit in unit_parameters(model, layout, stage)]
@@ -338,7 +337,7 @@ def units(model: Transformer, cluster: Cluster, layout: Layout) -> tuple[list[fl
     )
 
 
-def copies_s(model: Transformer, layout: Layout, each: int) -> float:
+def copies_s(model: Architecture, layout: Layout, each: int) -> float:
     """So many bytes of each parameter, read and written."""
     return each * parameters(model, layout).dense / H100.accelerator.bytes_per_s
 
@@ -347,9 +346,7 @@ def test_every_pass_gathers_parameters_and_scatters_gradients_a_unit_at_a_time()
     """Where the network is slow it rests only while the first unit's backward and what is copied hold it up: head and
     embedding compute behind what travels anyway."""
     two, three = (
-        layouts.predict(
-            MODEL, SLOW, dp=8, zero=zero, framework=APART, global_batch=16, sequence=S, band=False
-        ).breakdown
+        predict_layout(MODEL, SLOW, dp=8, zero=zero, framework=APART, global_batch=16, sequence=S, band=False).breakdown
         for zero in (2, 3)
     )
     gathers, scatters, computed = units(MODEL, SLOW, Layout(dp=8))
@@ -392,7 +389,7 @@ def test_buckets_are_as_large_as_the_framework_makes_them(name: str, zero: int, 
     behind = framework_named(late, overlap="dp", gather_overlap=False)
 
     def predicted(framework: Framework) -> Any:
-        return layouts.predict(
+        return predict_layout(
             model, SLOW, layout, framework=framework, global_batch=64, sequence=S, band=False
         ).breakdown
 
@@ -442,7 +439,7 @@ def test_parts_of_experts_steps_add_up(
 
 
 @pytest.mark.parametrize("model", [MODEL, EXPERTS, LATENT, MIXED], ids=lambda model: model.name)
-def test_stages_do_together_what_one_does(model: Transformer) -> None:
+def test_stages_do_together_what_one_does(model: Architecture) -> None:
     def parts(**fields: Any) -> dict[str, float]:
         layout = Layout(**fields)
         operators = operator_model("h100", "bf16")
@@ -496,7 +493,7 @@ def test_a_pass_is_slowed_by_what_its_replicas_send_as_its_kinds_of_work_are() -
     busy = replace(H100, contention=True)
     wide = msgspec.structs.replace(MODEL, hidden=4 * H, heads=32)
     layout = Layout(dp=8, zero=2, recompute="full")
-    found = layouts.predict(
+    found = predict_layout(
         wide, busy, layout, framework=APART, global_batch=64, sequence=S, band=False, contention=True
     ).breakdown
     shares = [

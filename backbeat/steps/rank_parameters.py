@@ -11,10 +11,10 @@ import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
-from backbeat.layouts.stage_layers import StageLayers
-from backbeat.layouts.transformer import Transformer, weights
+from backbeat.model.architecture import Architecture, weights
 from backbeat.model.layout import Layout
 from backbeat.steps.schedule import capped
+from backbeat.steps.stage_layers import StageLayers
 
 
 class RankParameters(NamedTuple):
@@ -24,12 +24,12 @@ class RankParameters(NamedTuple):
     expert: float
 
 
-def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) -> RankParameters:
+def rank_parameters(model: Architecture, layout: Layout, *chunks: StageLayers) -> RankParameters:
     """Of a stage that holds these chunks.
 
-    >>> from backbeat.layouts.architectures import transformer
-    >>> from backbeat.layouts.stage_layers import split_layers
-    >>> llama, layout = transformer("llama-3-70b"), Layout(tp=4, pp=2)
+    >>> from backbeat.model.architecture import BUNDLED
+    >>> from backbeat.steps.stage_layers import split_layers
+    >>> llama, layout = BUNDLED["llama-3-70b"], Layout(tp=4, pp=2)
     >>> held = [sum(rank_parameters(llama, layout, stage)) for stage in split_layers(llama, layout)]
     >>> round(4 * sum(held) / llama.parameters, 3)
     1.0
@@ -40,10 +40,10 @@ def rank_parameters(model: Transformer, layout: Layout, *chunks: StageLayers) ->
     )
 
 
-def unit_parameters(model: Transformer, layout: Layout, chunk: StageLayers) -> list[RankParameters]:
+def unit_parameters(model: Architecture, layout: Layout, chunk: StageLayers) -> list[RankParameters]:
     """The same by what is sharded on its own: embedding, layers, head, in the order of forward.
 
-    >>> tiny = Transformer(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
+    >>> tiny = Architecture(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
     >>> [unit.dense for unit in unit_parameters(tiny, Layout(), StageLayers(2, 0, True, True))]
     [800.0, 464.0, 464.0, 800.0]
     """
@@ -51,7 +51,7 @@ def unit_parameters(model: Transformer, layout: Layout, chunk: StageLayers) -> l
 
 
 @lru_cache(maxsize=1024)
-def _units(model: Transformer, tp: int, ep: int, chunk: StageLayers) -> list[tuple[RankParameters, int]]:
+def _units(model: Architecture, tp: int, ep: int, chunk: StageLayers) -> list[tuple[RankParameters, int]]:
     both = sum(each.held(tp) for each in model.attention) + model.norms * model.norm_parameters
     dense = both + model.mlp_parameters(model.ffn) / tp
     sparse = both + (model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp)
@@ -84,13 +84,13 @@ class GradientModule(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def dense_buckets(
-    model: Transformer, tp: int, chunks: tuple[StageLayers, ...], cap: float | None
+    model: Architecture, tp: int, chunks: tuple[StageLayers, ...], cap: float | None
 ) -> tuple[GradientBucket, ...]:
     """Those of a stage that holds these chunks, without experts; no cap is one bucket.
 
     Of two layers each fills a bucket of 400, and so do the head, complete first, and the embedding, complete last:
 
-    >>> tiny = Transformer(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
+    >>> tiny = Architecture(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
     >>> whole = (StageLayers(2, 0, True, True),)
     >>> [(each.elements, round(each.ready, 2)) for each in dense_buckets(tiny, 1, whole, 400)]
     [(800.0, 0.47), (464.0, 0.74), (464.0, 1.0), (808.0, 1.0)]
@@ -119,7 +119,7 @@ def equal_buckets(elements: float, cap: float | None) -> tuple[GradientBucket, .
 
 
 @lru_cache(maxsize=1024)
-def modules_of(model: Transformer, tp: int, chunks: tuple[StageLayers, ...]) -> tuple[GradientModule, ...]:
+def modules_of(model: Architecture, tp: int, chunks: tuple[StageLayers, ...]) -> tuple[GradientModule, ...]:
     """In the order of backward; of a stage with both kinds, layers with experts are taken to stand last."""
     attention = [each.held(tp) for each in model.attention]
     norm = float(model.norm_parameters)

@@ -9,12 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from backbeat.errors import InputError
-from backbeat.layouts import Transformer, transformer
-from backbeat.layouts.config_fields import WAY_OUT
-from backbeat.layouts.families import MODEL_FAMILIES
+from backbeat.importers.config_json import read_architecture
+from backbeat.importers.config_json.families import MODEL_FAMILIES
+from backbeat.importers.config_json.fields import WAY_OUT
+from backbeat.model.architecture import Architecture
 
 pytest.importorskip("transformers", minversion="5", reason="before, its classes do not list their fields")
-from tests.layouts.hf_models import CONFIG_MAPPING, NEEDED, config_of, counted, drawn, written
+from tests.importers.hf_models import CONFIG_MAPPING, NEEDED, config_of, counted, drawn, written
 
 _WIDELY_USED = (
     "llama llama4_text qwen2 qwen2_moe qwen3 qwen3_moe mistral mixtral gemma gemma2 gemma3_text phi phi3 phimoe falcon "
@@ -28,10 +29,10 @@ PARTS = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text
 """Of models that see: built with them only."""
 
 
-def read(config: dict[str, Any]) -> Transformer | None:
+def read(config: dict[str, Any]) -> Architecture | None:
     """None where it is refused, which takes one line that names the type and the way out."""
     try:
-        return transformer(config)
+        return read_architecture(config)
     except InputError as error:
         kinds = [each.get("model_type") for each in (config, config.get("text_config") or {})]
         text = str(error)

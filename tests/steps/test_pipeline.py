@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backbeat.engine import run
-from backbeat.layouts.pipeline import _simulated, closed_form, run_pipeline
+from backbeat.steps.pipeline import _simulated, closed_form, run_pipeline
 from backbeat.steps.stage_graph import StageTimes, _StageBuilding
 from backbeat.steps.stage_programs import in_flight, order
 

@@ -12,17 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat import layouts
 from backbeat.cost.stragglers import straggling
-from backbeat.layouts import Layout
-from backbeat.layouts.measured_block import MeasuredBlock
-from backbeat.layouts.slow_ranks import slow_pipelines, step_wait
+from backbeat.importers.config_json import read_architecture
 from backbeat.model import Gradient
+from backbeat.model.cluster import cluster_of
 from backbeat.model.framework import Framework, framework_named
+from backbeat.model.layout import Layout
 from backbeat.model.prediction import Note
 from backbeat.model.slowdown import Slowdown
+from backbeat.planners.layout_search import search
+from backbeat.steps.measured_block import MeasuredBlock
+from backbeat.steps.predict_layout import predict_layout
+from backbeat.steps.slow_ranks import slow_pipelines, step_wait
 
-H100 = {each: replace(layouts.cluster_of("dgx-h100"), contention=each) for each in (False, True)}
+H100 = {each: replace(cluster_of("dgx-h100"), contention=each) for each in (False, True)}
 """Shared, so that each of its collectives is looked up once."""
 JOB: dict[str, Any] = {"global_batch": 32, "sequence": 4096, "band": False}
 SIZES = st.sampled_from([1, 2, 4])
@@ -57,7 +60,7 @@ def test_nothing_gets_faster_with_a_straggler(
     rank = data.draw(st.integers(0, layout.gpus - 1))
     fields: dict[str, Any] = {**JOB, "family": family, "framework": framework, "contention": True}
     plain, one, slow, worse = (
-        layouts.predict("llama-3-8b", H100[True], layout, stragglers=stragglers, **fields)
+        predict_layout("llama-3-8b", H100[True], layout, stragglers=stragglers, **fields)
         for stragglers in ({}, {rank: 1.0}, {rank: slowdown}, {rank: slowdown + 0.5})
     )
     assert one == plain
@@ -87,7 +90,7 @@ def test_whoever_shares_a_layer_waits_for_its_slowest_rank() -> None:
 
 def test_one_slow_gpu_alone_takes_as_many_times_as_long() -> None:
     plain, slow = (
-        layouts.predict("llama-3-8b", H100[False], Layout(), stragglers=each, **JOB).step_s for each in ({}, {0: 1.7})
+        predict_layout("llama-3-8b", H100[False], Layout(), stragglers=each, **JOB).step_s for each in ({}, {0: 1.7})
     )
     assert slow == pytest.approx(1.7 * plain)
 
@@ -95,7 +98,7 @@ def test_one_slow_gpu_alone_takes_as_many_times_as_long() -> None:
 def test_slow_stages_of_different_pipelines_cost_less_than_of_one() -> None:
     fields: dict[str, Any] = {**JOB, "dp": 2, "pp": 2, "tp": 2}
     apart, together = (
-        layouts.predict("llama-3-8b", H100[False], stragglers=slow, **fields).step_s
+        predict_layout("llama-3-8b", H100[False], stragglers=slow, **fields).step_s
         for slow in ({0: 1.3, 6: 1.3}, {0: 1.3, 4: 1.3})
     )
     assert apart < together
@@ -110,9 +113,9 @@ def test_slow_stages_of_different_pipelines_cost_less_than_of_one() -> None:
 )
 def test_stragglers_that_cannot_be_are_refused(stragglers: dict[int, float], why: str) -> None:
     with pytest.raises(bb.InputError, match=why):
-        layouts.predict("llama-3-8b", H100[False], dp=8, stragglers=stragglers, **JOB)
+        predict_layout("llama-3-8b", H100[False], dp=8, stragglers=stragglers, **JOB)
     with pytest.raises(bb.InputError, match=why):
-        layouts.search("llama-3-8b", H100[False], gpus=8, stragglers=stragglers, global_batch=8, sequence=1024)
+        search("llama-3-8b", H100[False], gpus=8, stragglers=stragglers, global_batch=8, sequence=1024)
 
 
 ALONE = framework_named(NO_OVERLAP, name="alone", tensor_overlap="none", context_exchange="all-to-all")
@@ -126,7 +129,7 @@ def test_contention_is_only_where_computation_and_communication_overlap(
 ) -> None:
     fields: dict[str, Any] = {**JOB, "family": family}
     off, on = (
-        layouts.predict("llama-3-8b", H100[each], layout, framework=framework, contention=each, **fields)
+        predict_layout("llama-3-8b", H100[each], layout, framework=framework, contention=each, **fields)
         for each in (False, True)
     )
     assert off.breakdown.contention_s == 0
@@ -137,7 +140,7 @@ def test_contention_is_only_where_computation_and_communication_overlap(
         assert any(note.kind == "beside" for note in on.notes)
     if layout.zero < 2:
         alone = [
-            layouts.predict("llama-3-8b", H100[each], layout, framework=ALONE, contention=each, **fields)
+            predict_layout("llama-3-8b", H100[each], layout, framework=ALONE, contention=each, **fields)
             for each in (False, True)
         ]
         assert alone[1].breakdown.contention_s == 0
@@ -150,17 +153,17 @@ def test_what_a_network_measured_comes_first_and_without_a_transport_nothing_is_
     silent = bb.Network.load("gcp-a3-high")
     assert silent.topology.transport is None
     fields: dict[str, Any] = {**JOB, "dp": 8}
-    off, on = (layouts.predict("llama-3-8b", silent, contention=each, **fields) for each in (False, True))
+    off, on = (predict_layout("llama-3-8b", silent, contention=each, **fields) for each in (False, True))
     assert on == off
     measured = msgspec.structs.replace(silent, slowdown=Slowdown(matmul=1.5))
-    slow = layouts.predict("llama-3-8b", measured, contention=True, **fields)
+    slow = predict_layout("llama-3-8b", measured, contention=True, **fields)
     assert slow.breakdown.contention_s > 0
     assert any("as measured on this cluster" in str(note.values.get("origin")) for note in slow.notes)
 
 
 def test_only_what_computes_is_slowed_and_by_its_kind() -> None:
     measured = msgspec.structs.replace(bb.Network.load("dgx-h100"), slowdown=Slowdown(matmul=1.5, memory=2.0))
-    there = replace(layouts.cluster_of(measured), contention=True)
+    there = replace(cluster_of(measured), contention=True)
     assert there.slowdown(8, matmul=1.0) == pytest.approx(1.5)
     assert there.slowdown(8, memory=1.0) == pytest.approx(2.0)
     # Half of the time is neither.
@@ -171,7 +174,7 @@ def test_only_what_computes_is_slowed_and_by_its_kind() -> None:
 
 
 def block(*iteration_s: float) -> bb.Profile:
-    model = layouts.transformer("llama-3-8b")
+    model = read_architecture("llama-3-8b")
     each = model.attention_parameters + model.mlp_parameters(model.ffn)
     return bb.Profile(
         name="block", model="layer", batch_size=1, precision="bf16", device="NVIDIA H100 80GB HBM3", forward_s=0.01,
@@ -182,17 +185,17 @@ def block(*iteration_s: float) -> bb.Profile:
 
 def test_steps_vary_as_the_measured_block_does() -> None:
     fields: dict[str, Any] = {**JOB, "dp": 4, "tp": 2}
-    steady = layouts.predict("llama-3-8b", H100[False], block=block(*[0.03] * 20), **fields)
+    steady = predict_layout("llama-3-8b", H100[False], block=block(*[0.03] * 20), **fields)
     assert steady.jitter_s is None
     assert steady.breakdown.stragglers_s == 0
     times = [0.03 * (1 + 0.01 * (index % 7)) for index in range(40)]
-    varied = layouts.predict("llama-3-8b", H100[False], block=block(*times), **fields)
+    varied = predict_layout("llama-3-8b", H100[False], block=block(*times), **fields)
     assert varied.step_s > steady.step_s
     assert varied.breakdown.stragglers_s == pytest.approx(varied.step_s - steady.step_s)
     assert varied.jitter_s is not None
     assert steady.step_s < varied.jitter_s[0] < varied.step_s < varied.jitter_s[1]
     # Ranks that wait for each other in every layer wait longer than those that do at the end of the step.
-    apart = layouts.predict("llama-3-8b", H100[False], block=block(*times), **{**fields, "dp": 8, "tp": 1})
+    apart = predict_layout("llama-3-8b", H100[False], block=block(*times), **{**fields, "dp": 8, "tp": 1})
     assert apart.breakdown.stragglers_s / apart.step_s < varied.breakdown.stragglers_s / varied.step_s
 
 
@@ -219,7 +222,7 @@ def test_a_group_waits_in_every_block_and_the_step_for_the_slowest_group(fields:
 def test_a_stage_varies_with_the_layers_it_has() -> None:
     times = tuple(0.03 * (1 + 0.01 * (place % 7)) for place in range(40))
     layout = Layout(dp=4, pp=2)
-    found = layouts.predict("llama-3-8b", H100[False], layout, block=block(*times), contention=False, **JOB)
+    found = predict_layout("llama-3-8b", H100[False], layout, block=block(*times), contention=False, **JOB)
     parts = found.breakdown
     computed = parts.matmul_s + parts.attention_s + parts.memory_s + parts.host_s
     # Eight micro-batches through sixteen of 32 layers.
@@ -233,7 +236,7 @@ def test_a_stage_varies_with_the_layers_it_has() -> None:
 def test_a_step_says_where_its_slowest_rank_was_never_seen() -> None:
     times = [0.03 * (1 + 0.01 * (place % 7)) for place in range(10)]
     notes = [
-        layouts.predict("llama-3-8b", H100[False], block=block(*times), contention=False, dp=dp, **JOB).notes
+        predict_layout("llama-3-8b", H100[False], block=block(*times), contention=False, dp=dp, **JOB).notes
         for dp in (8, 16)
     ]
     assert notes[1][:-1] == notes[0]
@@ -242,8 +245,8 @@ def test_a_step_says_where_its_slowest_rank_was_never_seen() -> None:
 
 def test_contention_counts_where_rates_were_measured_alone() -> None:
     fields: dict[str, Any] = {**JOB, "dp": 8}
-    assert layouts.predict("llama-3-8b", H100[False], **fields).breakdown.contention_s == 0
+    assert predict_layout("llama-3-8b", H100[False], **fields).breakdown.contention_s == 0
     measured = block(*[0.03] * 20)
-    assert layouts.predict("llama-3-8b", H100[False], block=measured, **fields).breakdown.contention_s > 0
-    off = layouts.predict("llama-3-8b", H100[False], block=measured, contention=False, **fields)
+    assert predict_layout("llama-3-8b", H100[False], block=measured, **fields).breakdown.contention_s > 0
+    off = predict_layout("llama-3-8b", H100[False], block=measured, contention=False, **fields)
     assert off.breakdown.contention_s == 0

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.errors import InputError
-from backbeat.layouts import Transformer, transformer
-from backbeat.layouts.config_fields import WAY_OUT
-from backbeat.layouts.config_reader import read_config
-from backbeat.layouts.families import MODEL_FAMILIES
+from backbeat.importers.config_json import read_architecture
+from backbeat.importers.config_json.families import MODEL_FAMILIES
+from backbeat.importers.config_json.fields import WAY_OUT
+from backbeat.importers.config_json.reader import read_config
+from backbeat.model.architecture import Architecture
 
 CONFIGS = Path(__file__).parent / "configs"
 LLAMA: dict[str, Any] = {
@@ -32,7 +33,7 @@ BERT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read(config: dict[str, Any], **fields: Any) -> Transformer:
+def read(config: dict[str, Any], **fields: Any) -> Architecture:
     return read_config({**config, **fields}, "config.json")
 
 
@@ -52,7 +53,7 @@ def test_models_that_bring_their_own_code_are_counted_without_it(name: str, para
     """From elements of their weight files, or billions on their pages."""
     path = CONFIGS / f"{name}.json"
     assert "auto_map" in json.loads(path.read_text())
-    assert transformer(path).parameters == pytest.approx(parameters, rel=stated)
+    assert read_architecture(path).parameters == pytest.approx(parameters, rel=stated)
 
 
 @pytest.mark.parametrize("kind", ["jamba", "mamba", "t5", "bart", "vit", "gemma3n_text", "deepseek_v32", "llamma"])

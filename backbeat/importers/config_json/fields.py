@@ -16,7 +16,7 @@ WAY_OUT = "profile the module itself, like `backbeat profile mymodels:build --an
 @cache
 def class_defaults() -> dict[str, dict[str, Any]]:
     """By model_type, as validation/layouts/config_defaults.py takes them from transformers."""
-    return json.loads(Path(__file__).with_name("config_defaults.json").read_text("utf-8"))  # type: ignore[no-any-return]
+    return json.loads(Path(__file__).with_name("defaults.json").read_text("utf-8"))  # type: ignore[no-any-return]
 
 
 class ConfigFields:

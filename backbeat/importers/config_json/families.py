@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from backbeat.layouts.config_fields import ConfigFields
+from backbeat.importers.config_json.fields import ConfigFields
 
 Count = Callable[[ConfigFields], int]
 Windowed = Callable[[ConfigFields, int], bool]

@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 
-from backbeat.layouts.layout_memory import LayerMemory, layout_memory
-from backbeat.layouts.transformer import Transformer
+from backbeat.model.architecture import Architecture
 from backbeat.model.framework import Framework, framework_named
 from backbeat.model.layout import Job, Layout
+from backbeat.steps.layout_memory import LayerMemory, layout_memory
 
 FLASH, SCORES = framework_named("megatron"), framework_named("megatron", flash_attention=False, loss_bytes=(26, 12))
 S, B, H, A = 1024, 2, 512, 8
 JOB = Job(global_batch=1024, sequence=S)
-GPT = Transformer(
+GPT = Architecture(
     name="gpt", layers=4, hidden=H, heads=A, ffn=4 * H, vocab=32000, gated=False, rms_norm=False, dropout=True
 )
-LLAMA = Transformer(name="llama", layers=4, hidden=H, heads=A, kv_heads=2, ffn=1536, vocab=32000)
-EXPERTS = Transformer(
+LLAMA = Architecture(name="llama", layers=4, hidden=H, heads=A, kv_heads=2, ffn=1536, vocab=32000)
+EXPERTS = Architecture(
     name="experts", layers=4, hidden=H, heads=A, ffn=1536, vocab=32000, experts=16, experts_per_token=3,
     expert_ffn=256, shared_ffn=128,
 )  # fmt: skip
 
 
-def kept(model: Transformer, framework: Framework, *, sparse: bool = False, **fields: Any) -> float:
+def kept(model: Architecture, framework: Framework, *, sparse: bool = False, **fields: Any) -> float:
     """Bytes that a layer keeps of each token of a micro-batch."""
     layout = Layout(micro_batch=B, **fields)
     return LayerMemory(model, layout, JOB, framework).kept(sparse=sparse) / (S * B)
@@ -61,12 +61,12 @@ def test_other_layers_keep_what_their_matrices_take(t: int) -> None:
 
 def test_latent_attention_keeps_what_it_squeezes() -> None:
     fields: dict[str, Any] = {"layers": 1, "hidden": H, "heads": A, "ffn": 1536, "vocab": 100, "head_width": 64}
-    plain = Transformer(name="plain", **fields)
-    latent = Transformer(name="latent", query_rank=96, latent_width=32, **fields)
+    plain = Architecture(name="plain", **fields)
+    latent = Architecture(name="latent", query_rank=96, latent_width=32, **fields)
     assert kept(latent, FLASH) - kept(plain, FLASH) == 2 * (2 * 96 + 2 * 32)
 
 
-def held(model: Transformer, layout: Layout, framework: Framework = FLASH, imbalance: float = 1.0) -> Any:
+def held(model: Architecture, layout: Layout, framework: Framework = FLASH, imbalance: float = 1.0) -> Any:
     """By kind."""
     return SimpleNamespace(**layout_memory(model, layout, JOB, framework, imbalance).by_kind)
 
@@ -104,7 +104,7 @@ def test_stages_hold_their_own_layers_and_only_the_last_has_logits() -> None:
     last = held(LLAMA, Layout(micro_batch=B, pp=2))
     assert last.activations == 2 * layer + token
     assert last.loss == alone.loss
-    small = Transformer(name="small vocabulary", layers=4, hidden=H, heads=A, kv_heads=2, ffn=1536, vocab=100)
+    small = Architecture(name="small vocabulary", layers=4, hidden=H, heads=A, kv_heads=2, ffn=1536, vocab=100)
     first = held(small, Layout(micro_batch=B, pp=2))
     assert first.activations == 2 * 2 * layer
     assert first.loss == 0
@@ -116,7 +116,7 @@ def test_stages_hold_their_own_layers_and_only_the_last_has_logits() -> None:
 
 
 def test_a_stage_of_dense_layers_and_experts_holds_both() -> None:
-    mixed = Transformer(
+    mixed = Architecture(
         name="mixed", layers=3, hidden=H, heads=A, ffn=1536, vocab=100, experts=16, experts_per_token=3,
         expert_ffn=256, shared_ffn=128, dense_layers=2,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from backbeat.errors import InputError
+from backbeat.model.files import ZOO
 
 Count = Annotated[int, Meta(ge=1)]
 Split = Literal["columns", "rows", "none"]
@@ -48,7 +49,9 @@ def weights(linears: Iterable[Linear]) -> int:
     return sum(linear.parameters for linear in linears)
 
 
-class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+class Architecture(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True
+):
     """A language model of one stack of layers: a decoder, or an encoder where it is not `causal`."""
 
     name: str
@@ -208,8 +211,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @cached_property
     def parameters(self) -> int:
         """
-        >>> from backbeat.layouts.architectures import transformer
-        >>> [f"{transformer(name).parameters / 1e9:.1f}B" for name in ("gpt3-175b", "llama-3-70b", "mixtral-8x7b")]
+        >>> [f"{BUNDLED[name].parameters / 1e9:.1f}B" for name in ("gpt3-175b", "llama-3-70b", "mixtral-8x7b")]
         ['174.6B', '70.6B', '46.7B']
         """
         shared = self.mlp_parameters(self.shared_ffn) if self.shared_ffn else 0
@@ -222,8 +224,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Of forward and backward, as MFU counts them: six for each weight a token meets, and attention over the whole
         sequence or window, without what a causal mask saves and without recomputation.
 
-        >>> from backbeat.layouts.architectures import transformer
-        >>> round(transformer("gpt3-175b").flops_per_token(2048) / 1e12, 2)
+        >>> round(BUNDLED["gpt3-175b"].flops_per_token(2048) / 1e12, 2)
         1.08
         """
         taken = self.experts_per_token * weights(self.mlp(self.expert_ffn))
@@ -232,3 +233,19 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         met = self.layers * weights(self.attention) + dense + sparse + self.head.parameters
         scores = self.layers * self.heads * (self.width + self.out_width) * self.seen(sequence)
         return 6.0 * met + 6.0 * scores
+
+
+BUNDLED = {
+    one.name: one for one in msgspec.json.decode((ZOO / "architectures.json").read_bytes(), type=list[Architecture])
+}
+"""By name. GPT-3 as in its paper, but for heads that do not divide its hidden width: these are as others train with.
+Llama, Mixtral, Qwen and DeepSeek are as in their published configurations."""
+
+
+def architecture_named(model: Architecture | str) -> Architecture:
+    """A bundled architecture by its name, or one that was given."""
+    if isinstance(model, Architecture):
+        return model
+    if model not in BUNDLED:
+        raise InputError(f"{model!r} is no bundled architecture: {did_you_mean(model, BUNDLED)}")
+    return BUNDLED[model]
