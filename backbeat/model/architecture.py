@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, did_you_mean
 from backbeat.model.files import ZOO
 
 Count = Annotated[int, Meta(ge=1)]
