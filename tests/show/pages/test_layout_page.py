@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
+from backbeat.model.architecture import Architecture
 from backbeat.model.layout import Layout, Recompute
 from backbeat.planners.layout_search import search
 from backbeat.show.figures.layout_figures import memory_bars, stage_timeline, step_bars
@@ -108,7 +109,7 @@ def test_an_address_that_cannot_be_is_refused(fields: dict[str, str], why: str) 
 
 
 def test_names_are_text_in_the_page() -> None:
-    model = {"name": MARKUP, "layers": 2, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 100}
+    model = Architecture(name=MARKUP, layers=2, hidden=64, heads=4, ffn=256, vocab=100)
     found = predict_layout(model, DGX, dp=2, **JOB)
     page = layout_report({2: layout_content(model, DGX, 2, [found], JOB)}, found.model)
     assert MARKUP not in page
