@@ -20,6 +20,7 @@ from backbeat.answer.subject import ClusterInput, ModelInput, accelerator_of, cl
 from backbeat.answer.ways import Way, idle_keyword, way_of
 from backbeat.cost.accelerators import Accelerator, accelerator
 from backbeat.errors import InputError
+from backbeat.layouts.architectures import transformer
 from backbeat.layouts.predict_layout import LayoutPredictor, predictor_of
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import Framework, Network, Prediction, Profile
@@ -371,7 +372,7 @@ _SHAPES_LACK = {
 def _shape(subject: Profile | Transformer) -> Transformer | None:
     if isinstance(subject, Transformer):
         return subject
-    return getattr(subject, "architecture", None)
+    return None if subject.architecture is None else transformer(subject.architecture)
 
 
 def _decodes(subject: Profile | Transformer) -> bool:

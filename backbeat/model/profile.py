@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -196,6 +196,9 @@ class Profile(Document, frozen=True, kw_only=True):
     """The optimizer of the update and of its memory, like `AdamW, fused`."""
     compiled: bool = False
     """Measured under `torch.compile`, block by block."""
+    architecture: dict[str, Any] | None = None
+    """The model's shape, where it is known to be a transformer of one: layers, hidden, heads, … as in
+    `zoo/architectures.json`. Then tensor or context parallelism can be asked of the times measured."""
     batches: tuple[BatchRow, ...] = ()
     """Further batch sizes that were measured. Times and sizes at others lie on a line through the two nearest."""
     source: Source | str | None = None
