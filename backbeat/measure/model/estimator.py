@@ -117,8 +117,8 @@ class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 1.0
         if "grouped_mm" in func._schema.name:
             raise InputError(
-                "the model multiplies by experts in groups, whose sizes are data: no rule says what that takes. Ask for "
-                "the model by its config.json, as a layout, or measure it"
+                "the model multiplies by experts in groups, whose sizes are data: no rule says what that takes; ask "
+                "for the model by its config.json, as a layout, or measure it"
             )
         result = func(*args, **kwargs)
         if func.namespace != "aten" or not self.working:

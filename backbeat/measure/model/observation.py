@@ -9,13 +9,12 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import msgspec
 import torch
 from msgspec.structs import replace
 
 from backbeat.comm.clock import Clock
 from backbeat.errors import InputError
-from backbeat.layouts.architectures import transformer
+from backbeat.importers.config_json import read_architecture
 from backbeat.measure.model.chain import compiled_blocks, graph_blocks, is_compiled
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
 from backbeat.measure.model.flops import count_flops
@@ -43,6 +42,7 @@ from backbeat.measure.model.training_step import (
     rounded,
 )
 from backbeat.model import Gradient, Memory, Profile
+from backbeat.model.architecture import Architecture
 from backbeat.model.profile import LAUNCH_BOUND
 
 _HOOKED_ITERATIONS = 10
@@ -101,7 +101,7 @@ class Figures:
         """Forward and backward with their hooks, over the same without."""
         return (self.hooked.forward_s + self.hooked.backward_s) / self.plain_s if self.plain_s > 0 else 1.0
 
-    architecture: dict[str, Any] | None = None
+    architecture: Architecture | None = None
     """The model's, where its configuration says it."""
 
     def profile(self, *, batch_size: int, notes: Iterable[str], **fields: Any) -> Profile:
@@ -317,21 +317,20 @@ class _Run:
         )
 
 
-def architecture_of(model: torch.nn.Module) -> dict[str, Any] | None:
+def architecture_of(model: torch.nn.Module) -> Architecture | None:
     """What the configuration of a transformers model says, where its parameters are those of the model."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return None
     try:
-        found = transformer(config.to_dict())
+        found = read_architecture(config.to_dict())
     except InputError:
         return None
     held = sum(parameter.numel() for parameter in model.parameters())
     # Further heads, or a part of the model alone, are another model.
     if abs(held - found.parameters) > _ALIKE * held:
         return None
-    fields: dict[str, Any] = msgspec.to_builtins(found)
-    return fields
+    return found
 
 
 def _iteration_s(plain: list[Marks], clock: Clock) -> list[float]:
