@@ -22,15 +22,15 @@ from backbeat.answer.ways import Way, idle_keyword, way_of
 from backbeat.cost.accelerators import Accelerator, accelerator
 from backbeat.cost.operator_model import operator_model
 from backbeat.errors import InputError
-from backbeat.layouts.described import described
-from backbeat.layouts.eager_model import EagerModel
-from backbeat.layouts.transformer import Transformer
-from backbeat.model import Framework, Network, Plan, PlanPrediction, Prediction, Profile
+from backbeat.model import Framework, Network, Plan, Prediction, Profile
+from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
 from backbeat.model.layout import Parallelism
 from backbeat.model.question import Question
 from backbeat.model.rule import recommended, simplicity, tolerance
+from backbeat.steps.described import described
+from backbeat.steps.eager_model import EagerModel
 
 _operators = lru_cache(maxsize=32)(operator_model)
 _LONGEST = 4096
@@ -44,7 +44,7 @@ class Asked:
     """A job on a cluster, to be predicted."""
 
     question: Question
-    subject: Profile | Transformer
+    subject: Profile | Architecture
     network: Network
     gpu: Accelerator | None
     """What computes; None where nobody says."""
@@ -123,7 +123,7 @@ class Asked:
     def plan(self, way: Any, gpus: int | None = None) -> Plan:
         """How the way is run, with its prediction; of a way that leaves sizes open, that of the fastest."""
         found = self.predict(way, gpus)
-        predicted = PlanPrediction.of(found, self.network.name)
+        predicted = found.kept(self.network.name)
         if found.layout is None:
             assert found.plan is not None
             older_s = None
@@ -198,7 +198,7 @@ class Asked:
         return self.subject if isinstance(self.subject, Profile) else None
 
     @property
-    def shape(self) -> Transformer | None:
+    def shape(self) -> Architecture | None:
         """The model's, where it is known."""
         return _shape(self.subject)
 
@@ -294,14 +294,14 @@ _BY_ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 """What replicas shard."""
 
 
-def _shape(subject: Profile | Transformer) -> Transformer | None:
-    if isinstance(subject, Transformer):
+def _shape(subject: Profile | Architecture) -> Architecture | None:
+    if isinstance(subject, Architecture):
         return subject
     return getattr(subject, "architecture", None)
 
 
 @lru_cache(maxsize=64)
-def why_undescribed(shape: Transformer) -> str | None:
+def why_undescribed(shape: Architecture) -> str | None:
     """Why a shape has no kernels that are counted one by one."""
     try:
         EagerModel(shape, 1, 1, "bf16").check()
@@ -310,12 +310,12 @@ def why_undescribed(shape: Transformer) -> str | None:
     return None
 
 
-def _decodes(subject: Profile | Transformer) -> bool:
+def _decodes(subject: Profile | Architecture) -> bool:
     shape = _shape(subject)
     return shape is not None and shape.causal
 
 
-def _gpu(subject: Profile | Transformer, network: Network, cluster: ClusterInput, given: Any) -> Accelerator | None:
+def _gpu(subject: Profile | Architecture, network: Network, cluster: ClusterInput, given: Any) -> Accelerator | None:
     """What computes: the GPU that was named, the network's own, or that of the profile."""
     if given is not None:
         return accelerator_of(given)

@@ -16,15 +16,15 @@ from msgspec.structs import replace
 
 from backbeat.answer.by_profile import MICRO_BATCHES
 from backbeat.errors import InputError
-from backbeat.layouts.possible_layout import impossible
-from backbeat.layouts.predict_layout import LayoutPredictor, predictor_of
-from backbeat.layouts.transformer import Transformer
 from backbeat.model import Framework, Profile
+from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.layout import Job, Layout, Recompute, job_of
+from backbeat.model.possible_layout import impossible
 from backbeat.model.prediction import Prediction
 from backbeat.model.profile import device_alone
 from backbeat.model.rule import SPLITS
+from backbeat.steps.predict_layout import LayoutPredictor, predictor_of
 
 if TYPE_CHECKING:
     from backbeat.answer.asked import Asked
@@ -92,7 +92,7 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
     )
 
 
-def _longer(profile: Profile, shape: Transformer, cluster: Cluster, framework: Framework) -> float:
+def _longer(profile: Profile, shape: Architecture, cluster: Cluster, framework: Framework) -> float:
     """How many times as long one GPU takes for the profile's forward and backward as the operators of a layout."""
     job = job_of(profile.batch_size, profile.sequence_length or 1, profile.precision)
     layout = Layout(micro_batch=profile.batch_size, zero=0)
