@@ -22,14 +22,14 @@ from backbeat.cost.accelerators import Accelerator, accelerator
 from backbeat.errors import InputError
 from backbeat.layouts.predict_layout import LayoutPredictor, predictor_of
 from backbeat.layouts.transformer import Transformer
-from backbeat.model import Framework, Network, Prediction, Profile
+from backbeat.model import Framework, Network, Plan, PlanPrediction, Prediction, Profile
 from backbeat.model.batches import at_batch, with_sibling
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
-from backbeat.model.layout import Layout, job_of
+from backbeat.model.layout import Layout, Parallelism, job_of
 from backbeat.model.prediction import Cost, Note
 from backbeat.model.question import Question
-from backbeat.model.rule import SPLITS
+from backbeat.model.rule import SPLITS, recommended, simplicity, tolerance
 
 _LONGEST = 4096
 """Tokens of a sequence where nobody says."""
@@ -91,14 +91,64 @@ class Asked:
     def predict(self, way: Any, gpus: int | None = None, *, strict: bool = True) -> Prediction:
         """The step of one way; of a way that leaves sizes open, the fastest that fits. GPUs left out are the network's
         own. Unless `strict`, keywords that do not concern this way are passed over."""
-        count = self.network.workers if gpus is None else gpu_count(gpus)
         one = self.way(way)
+        own = one.plan.layout.gpus if one.plan is not None and one.plan.layout is not None else self.network.workers
+        count = gpu_count(own if gpus is None else gpus)
         if strict:
             self.check(one)
+        if one.plan is not None and (made_for := self._made_for(one.plan)) is not self:
+            return made_for.predict(way, count, strict=False)
         key = (f"{one.word} {id(one.plan)}" if one.plan else one.word, count)
         if key not in self._found:
             self._found[key] = self._priced(self._predicted(one, count))
         return self._found[key]
+
+    def _made_for(self, plan: Plan) -> Asked:
+        """The question with the job that a layout's plan was made for, where nothing else is asked."""
+        told = {"global_batch": plan.global_batch, "framework": plan.framework}
+        told = {name: value for name, value in told.items() if value is not None and name not in self.given}
+        if not told:
+            return self
+        framework = framework_named(plan.framework) if "framework" in told and plan.framework else self.framework
+        return replace(self, given={**self.given, **told}, framework=framework)
+
+    def plan(self, way: Any, gpus: int | None = None) -> Plan:
+        """How the way is run, with its prediction; of a way that leaves sizes open, that of the fastest."""
+        found = self.predict(way, gpus)
+        predicted = PlanPrediction.of(found, self.network.name)
+        if found.layout is None:
+            assert found.plan is not None
+            older_s = None
+            if (older := found.plan.on_older_torch()) is not None:
+                older_s = self.predict(older, found.gpus, strict=False).step_s
+            predicted = msgspec.structs.replace(predicted, older_torch_s=older_s)
+            return msgspec.structs.replace(found.plan, predicted=predicted)
+        fields = {name: getattr(found.layout, name) for name in Parallelism.__struct_fields__}
+        return Plan(
+            strategy=found.way,
+            model=found.model,
+            workers=found.gpus,
+            layout=Parallelism(**fields),
+            batch=found.batch,
+            global_batch=found.global_batch,
+            framework=found.framework,
+            predicted=predicted,
+        )
+
+    def recommended(self, gpus: int | None = None) -> str:
+        """The way that the rule recommends of all that fit; where none fits, of all."""
+        count = self.network.workers if gpus is None else gpu_count(gpus)
+        found = [self.predict(way, count, strict=False) for way in self.ways(count)]
+        if self.shape is not None:
+            found += self.layouts(None, count, most=3)
+        fitting = [one for one in found if one.fits != "no"] or found
+        best = recommended(
+            fitting,
+            lambda one: one.step_s,
+            lambda one: simplicity(one.way, one.mesh, communicators=one.communicators, buckets=one.buckets),
+            lambda one, other: tolerance(one.mesh, other.mesh),
+        )
+        return best.way
 
     def check(self, *ways: Any) -> None:
         """Refuse a keyword that can act on none of these ways."""
@@ -112,7 +162,8 @@ class Asked:
         if gpus == 1:
             return ["ddp"]
         groups = [f"hsdp:{size}" for size in range(2, gpus) if gpus % size == 0]
-        return ["ddp", "fsdp", *groups, "zero1", "zero2", "best", "sharded"]
+        names = ["ddp", "fsdp", *groups, "zero1", "zero2", "best", "sharded"]
+        return names if self.profile is not None else [name for name in names if name in _BY_SHAPE]
 
     def layouts(self, word: str | None, gpus: int, most: int = 10) -> list[Prediction]:
         """The best layouts that a word leaves open, the fastest first; of all layouts without a word, with the best
@@ -244,12 +295,11 @@ class Asked:
         if way.kind == "layout":
             found, *_ = self._layout_ways(way.parts, gpus).ranked()
             return self._of_layout(found, None if way.searched else way.word)
-        stages = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
-        if way.name not in stages or way.plan is not None:
+        if way.name not in _BY_SHAPE or way.plan is not None:
             raise InputError(
                 f"{way.word} is planned from a profile: `backbeat profile --analytic` makes one of a shape"
             )
-        found, *_ = self._layout_ways({"dp": gpus, "zero": stages[way.name]}, gpus).ranked()
+        found, *_ = self._layout_ways({"dp": gpus, "zero": _BY_SHAPE[way.name]}, gpus).ranked()
         made = self._of_layout(found)
         sharded = {"shard": gpus} if way.name != "ddp" else {"replicate": gpus}
         return msgspec.structs.replace(
@@ -362,6 +412,8 @@ class Asked:
         return msgspec.structs.replace(found, cost=Cost(hours, hours * found.gpus, money))
 
 
+_BY_SHAPE = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
+"""What replicas of a shape shard."""
 _SHAPES_LACK = {
     "lora": "adapters are not predicted from a shape: profile the module with them (`backbeat profile --analytic`)",
     "optimizer": "shapes are predicted with AdamW: profile the module with another (`backbeat profile --analytic`)",

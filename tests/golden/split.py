@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import backbeat as bb
 from backbeat import layouts
 from backbeat.model import Network, Profile
 from backbeat.model.framework import framework_named
+from backbeat.planners.planned import planned, predicted
 from tests.golden.core import digest, parts_of, spans_of
 
 UNIT_COLUMNS = ["iteration_s", "exposed_s", "bound_s", "single_s", "parts", "peak_bytes", "units", "timeline"]
@@ -78,8 +78,8 @@ def unit_rows() -> Iterator[tuple[str, list[Any]]]:
             for strategy, options in UNITS:
                 if SEARCHED_ON.get(strategy, name) != name:
                     continue
-                plan = bb.plan(profile, network, strategy, **options)
-                found = bb.predict(profile, network, plan, **options)
+                plan = planned(profile, network, strategy, **options)
+                found = predicted(profile, network, plan, **options)
                 assert plan.sharding is not None
                 units = [[unit.modules, unit.reshard, unit.prefetch] for unit in plan.sharding.units]
                 yield (

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from backbeat import api
 from backbeat.cost import LinkCost
 from backbeat.engine import SharedLink, run
 from backbeat.model import Bucket, Compression, Framework, Network, Plan, Profile
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.model.slowdown import slowdown_of, together_s
+from backbeat.planners.planned import planned
 from backbeat.steps.bucket_graph import BucketGraph, BucketStep, BucketTravel, bucket_graph
 from backbeat.steps.bucket_step import BucketWay, gather_parts
 from backbeat.steps.schedule import CompressedCost, Flow, Schedule, compress_s, one_by_one
@@ -109,7 +109,7 @@ def test_bundled_profiles_take_what_they_took(name: str, cluster: str, gpus: int
     profile = Profile.load(name)
     network = Network.load(cluster).at(workers=gpus)
     for way in ("wfbp", "ddp", "best"):
-        plan = api.plan(profile, network, way)
+        plan = planned(profile, network, way)
         schedule, _ = Schedule.of_plan(profile, plan)
         for slowdown in (1.0, slowdown_of(profile, network).factor):
             made = graph_of(profile, schedule, network.cost, {"network": slowdown})
@@ -121,7 +121,7 @@ def test_bundled_profiles_take_what_they_took(name: str, cluster: str, gpus: int
 def test_a_quieter_network_is_the_same_graph_with_other_times() -> None:
     profile = Profile.load(ZOO[0])
     network = Network.load("aws-p5en").at(workers=64)
-    way, plan = BucketWay, api.plan(profile, network, "ddp")
+    way, plan = BucketWay, planned(profile, network, "ddp")
     used = way(profile, plan)
     used.on(network, 1.2, 1e-3)
     assert network.edges is not None

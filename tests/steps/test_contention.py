@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-import backbeat as bb
 from backbeat.cost import LinkCost
 from backbeat.cost.bound import communication_bound
 from backbeat.cost.curve import Curve
 from backbeat.engine.explain import busy_periods
 from backbeat.model import DynamicFusion, Network, Plan, Profile
+from backbeat.planners.planned import planned
 from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.fusion import fuse
 from backbeat.steps.schedule import Flow, Schedule
@@ -153,7 +153,7 @@ def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown
 @given(profiles(most=12), networks(), slowdowns)
 def test_compressed_iterations_slow_down_too(profile: Profile, network: Network, slowdown: float) -> None:
     compute = profile.forward_s + profile.backward_s + profile.update_s
-    plan = bb.plan(profile, network, "compressed", density=0.1)
+    plan = planned(profile, network, "compressed", density=0.1)
     alone, found = (stepped(profile, network, plan, slowdown=factor) for factor in (1.0, slowdown))
     assert found.end_s >= alone.end_s * (1 - ROUNDING)
     assert found.bound_s <= found.end_s * (1 + ROUNDING)
@@ -167,7 +167,7 @@ def test_two_messages_by_hand() -> None:
     first travels from 1 to 2 s, the second is ready after another half second, and backward ends at 5 s."""
     profile = make_profile([1, 1], [1.0, 2.0], backward=4.0)
     network = affine(1.0, 0.0)
-    found = stepped(profile, network, bb.plan(profile, network, "wfbp"), slowdown=2.0)
+    found = stepped(profile, network, planned(profile, network, "wfbp"), slowdown=2.0)
     sent = [(span.start_s, span.end_s) for span in found.timeline if span.lane == "communicator 0"]
     assert sent == [(1.0, 2.0), (2.5, 3.5)]
     assert found.end_s == 5.0
@@ -202,5 +202,5 @@ def test_fusion_at_run_time_is_where_its_fixed_point_is(
 
 def _plan(profile: Profile, network: Network, strategy: str, communicators: int) -> Plan:
     if strategy in ("horovod", "optimal"):
-        return bb.plan(profile, network, strategy)
-    return bb.plan(profile, network, strategy, communicators=communicators)
+        return planned(profile, network, strategy)
+    return planned(profile, network, strategy, communicators=communicators)

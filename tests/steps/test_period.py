@@ -6,12 +6,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from backbeat import api
 from backbeat.engine import Graph, SharedLink, run
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
+from backbeat.planners.planned import planned
 from backbeat.steps.bucket_graph import BucketStep, BucketSteps, bucket_graph
 from backbeat.steps.host import HOST, MOST_STEPS, IssuedWork, done_s, paced_s, period_of
 from backbeat.steps.model_chain import ROOT, chain_of
@@ -98,7 +98,7 @@ def test_a_sharded_step_takes_the_longer_of_device_and_host(
 def test_a_bundled_step_is_its_own_period(way: str) -> None:
     profile = device_alone(Profile.load("llama-8b-b1-bf16-adamw-h200"))
     network = Network.load("aws-p5en").at(workers=64)
-    plan = api.plan(profile, network, way)
+    plan = planned(profile, network, way)
     slowdowns = {"network": slowdown_of(profile, network, sharded=way == "fsdp").factor}
     if way == "fsdp":
         chain = chain_of(profile, plan)

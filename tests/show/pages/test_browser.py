@@ -15,6 +15,7 @@ import pytest
 import backbeat as bb
 from backbeat import layouts
 from backbeat.model import files
+from backbeat.planners.planned import predicted
 from backbeat.show.pages.layout_page import layout_content, layout_report
 from backbeat.show.pages.report_page import report
 from backbeat.show.study import study
@@ -246,7 +247,7 @@ def test_sliders_move_the_curve_to_what_predict_says(tab: Any, server: str) -> N
         change(page, "workers", 5)
         workers, shares = curve_of(page, "ddp")
         assert workers == [4, 8, 16, 32]
-        expected = [100 * bb.predict(profile, network.at(workers=count), "ddp").scaling_factor for count in workers]
+        expected = [100 * predicted(profile, network.at(workers=count), "ddp").scaling_factor for count in workers]
         assert shares == pytest.approx(expected)
         assert "workers=32" in page.url
         change(page, "bandwidth", 20)
