@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from backbeat.answer.by_profile import MICRO_BATCHES
+from backbeat.answer.ways import usual_zero
 from backbeat.errors import InputError
 from backbeat.model import Framework, Profile
 from backbeat.model.architecture import Architecture
@@ -232,12 +233,6 @@ class LayoutWays:
         if self.parts[name] is None:
             return _divisors(whole)[1:]
         return (Layout.of_parts({name: self.parts[name]}, f"{name}={self.parts[name]}").__getattribute__(name),)
-
-
-def usual_zero(framework: Framework, pp: int) -> int:
-    """What replicas of a layout shard where nobody says: what the framework does, and at least the optimizer's state.
-    With a pipeline nobody gathers parameters for every micro-batch."""
-    return max(1, min(framework.zero, 2 if pp > 1 else 3))
 
 
 def _rank(found: tuple[Layout, Prediction]) -> tuple[Any, ...]:
