@@ -297,7 +297,7 @@ _BY_ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 def _shape(subject: Profile | Architecture) -> Architecture | None:
     if isinstance(subject, Architecture):
         return subject
-    return getattr(subject, "architecture", None)
+    return subject.architecture
 
 
 @lru_cache(maxsize=64)
