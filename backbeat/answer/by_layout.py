@@ -54,7 +54,7 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
             f"network {asked.network.name!r} does not say what GPUs it joins: name them with accelerator, like h100"
         )
     for name, why in _LACKING.items():
-        if name in given and given[name] != "adamw":
+        if name in given and asked.profile is None and given[name] != "adamw":
             raise InputError(f"{name} is {given[name]!r}: {why}")
     if "memory" in given:
         gpu = changed(gpu, memory_gb=given["memory"] / 10**9)
