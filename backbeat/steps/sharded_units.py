@@ -19,7 +19,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile, Sharding
 from backbeat.model.cluster import Cluster
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
-from backbeat.model.sharding import enclosing
+from backbeat.model.sharding import Mesh, enclosing
 from backbeat.steps.model_chain import Chain, ChainPiece
 
 ROOT = -1
@@ -136,7 +136,7 @@ class ShardedCost:
             gather=cluster.curve("all_gather", mesh.shard).slower(in_a_row),
             # Gloo's own reduce-scatter, which FSDP2 calls there, moves as many bytes as its all-reduce.
             scatter=group.cost.isolated if blocking else cluster.curve("reduce_scatter", mesh.shard).slower(in_a_row),
-            replicate=cluster.copies(mesh.shard, mesh.replicate) if mesh.replicate > 1 else None,
+            replicate=_copies(cluster, sharding.mesh),
             one_link=cluster.inside_node is None or mesh.shard > network.topology.gpus_per_node,
             sharing=sharing,
             # A device that is not in the table, such as a CPU, is taken to copy in no time.
@@ -173,6 +173,13 @@ class ShardedCost:
     def scatter_in_s(self, elements: int) -> float:
         """Gradients, in the dtype they were computed in, into the reduce-scatter's input."""
         return elements * (self.param_bytes + self.reduce_bytes) * self.copy_s_per_byte
+
+
+def _copies(cluster: Cluster, mesh: Mesh) -> Curve | None:
+    """Each rank all-reduces its shard with the ranks that hold the same one, by the bytes of what all shards are of."""
+    return (
+        cluster.group("all_reduce", mesh.replicate, mesh.shard).by_part(1 / mesh.shard) if mesh.replicate > 1 else None
+    )
 
 
 def chain_of(profile: Profile, plan: Plan) -> ShardedChain:
