@@ -113,37 +113,19 @@ class Cluster:
         filled, topology = nodes * self.per_node, self.network.topology
         whole, inner, members = self.curve(kind, filled), self.inside_node, workers // nodes
         # Algorithms that go inside and across in turn send between nodes what their number says.
-        ring, full = (nodes, nodes) if self._in_turn else (workers, filled)
+        ring, full = (nodes, nodes) if topology.in_turn else (workers, filled)
         less = traffic(kind, "ring", ring) / traffic(kind, "ring", full)
-        if kind == "all_reduce" and (nodes == 2 or topology.across_algorithm == "sharp"):
+        tree = nodes == 2 and topology.algorithm != "ring"
+        if kind == "all_reduce" and (tree or topology.across_algorithm == "sharp"):
             less = 1.0
         if kind != "all_reduce" or inner is None or stride == 1:
             return whole.by_part(sharing * less)
-        across = self._beyond(whole, inner).by_part(sharing * less)
+        across = topology.across(whole, inner).by_part(sharing * less)
         if self.at(filled).all_gather is not None:
             # At most what it takes at the rate at which the ring of an all-gather over all ranks crosses nodes.
             sent = traffic(kind, "ring", ring) / traffic("all_gather", "ring", filled)
             across = across.joined(self.curve("all_gather", filled).by_part(sharing * sent), np.minimum)
-        if members == 1:
-            return across
-        within = self.curve(kind, members)
-        if self._in_turn:
-            return across.joined(within, np.add)
-        latency = Curve(within.sizes, within.latency(within.sizes), 0.0)
-        return across.joined(latency, np.add).joined(within, np.maximum)
-
-    @property
-    def _in_turn(self) -> bool:
-        """An all-reduce goes inside nodes and between them one after the other."""
-        return self.network.topology.inside is not None and not self.network.topology.pipelined
-
-    def _beyond(self, whole: Curve, inner: Curve) -> Curve:
-        """What an all-reduce over whole nodes takes above its inner part. Where it is measured as one, or pipelined,
-        the inner transfer hides behind the other, and only its latency is taken off."""
-        sizes = np.union1d(whole.sizes, inner.sizes)
-        inside_s = inner.time(sizes) if self._in_turn else inner.latency(sizes)
-        slope = inner.link_s_per_byte if self._in_turn else 0.0
-        return Curve(sizes, np.maximum(whole.time(sizes) - inside_s, 0.0), max(whole.link_s_per_byte - slope, 0.0))
+        return across if members == 1 else topology.with_inside(across, self.curve(kind, members))
 
     def curve(self, kind: Collective, workers: int | None = None) -> Curve:
         """Seconds by bytes of the collective, isolated, in one group of neighbours that sends alone: of as many
