@@ -1,29 +1,67 @@
-"""Planning and simulating in one call."""
+"""The package's verbs: one question, of any model on any cluster in any way."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from backbeat.answer.asked import Asked
+from backbeat.answer.subject import ClusterInput, ModelInput
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Prediction, Profile
-from backbeat.planners.planned import planned, predicted
+from backbeat.model import Plan, Prediction
+
+WayInput = str | os.PathLike[str] | Plan
 
 
-def plan(profile: Profile, network: Network, strategy: str = "best", **choices: Any) -> Plan:
-    """The gradient schedule that a strategy chooses for this profile on this network, with its prediction."""
-    _need_loaded(profile, network)
-    return planned(profile, network, strategy, **choices)
+def predict(
+    model: ModelInput,
+    cluster: ClusterInput,
+    way: WayInput | None = None,
+    *,
+    gpus: int | None = None,
+    **keywords: Any,
+) -> Prediction:
+    """How long one step takes, why, and what it needs.
+
+    The model is a bundled name, a Hugging Face config.json, or a `Profile` or its file; the cluster a bundled name, or
+    a `Network` or its file. The way is a name ("fsdp", "hsdp:8", "best"), a layout ("tp=8+pp=2"), or a `Plan` or its
+    file; where it leaves a size open ("hsdp", "tp+pp") the fastest that fits is predicted. Without `gpus` it is the
+    network's own number, or that of a plan. Keywords say the rest: sequence, batch, global_batch, precision, framework,
+    accelerator, measured, tokens, price, …
+
+    >>> from backbeat.model import Network, Profile
+    >>> profile, network = Profile.load("resnet50-b64-bf16-h200"), Network.load("10gbe")
+    >>> round(predict(profile, network.at(workers=8), "single").scaling_factor, 2)
+    0.16
+    >>> round(predict(profile, network, "single", gpus=8, reduce_dtype="bf16").scaling_factor, 2)
+    0.27
+    >>> predict("llama-3-8b", "aws-p5en", "tp=8+pp=2", gpus=64).mesh
+    {'replicate': 4, 'tp': 8, 'pp': 2}
+    """
+    if way is None:
+        _check(keywords)
+        raise InputError("way is missing: name one (fsdp, best, tp=8+pp=2), or give a Plan; `compare` weighs all ways")
+    return Asked.of(model, cluster, **keywords).predict(way, gpus)
 
 
-def predict(profile: Profile, network: Network, plan: Plan | str | None = None, **choices: Any) -> Prediction:
-    """How long one iteration takes on the network's workers under the plan, or under the named strategy's, and why."""
-    _need_loaded(profile, network)
-    return predicted(profile, network, plan, **choices)
+def plan(
+    model: ModelInput,
+    cluster: ClusterInput,
+    way: WayInput | None = None,
+    *,
+    gpus: int | None = None,
+    **keywords: Any,
+) -> Plan:
+    """The plan of a way, with its prediction; without a way that of the one that is recommended.
+
+    Model, cluster and keywords are those of `predict`.
+    """
+    asked = Asked.of(model, cluster, **keywords)
+    return asked.plan(asked.recommended(gpus) if way is None else way, gpus)
 
 
-def _need_loaded(profile: Profile, network: Network) -> None:
-    for name, given, kind in (("profile", profile, Profile), ("network", network, Network)):
-        if not isinstance(given, kind):
-            raise InputError(
-                f"{name} is {given!r}: give a {kind.__name__}; {kind.__name__}.load reads a file or a bundled name"
-            )
+def _check(keywords: dict[str, Any]) -> None:
+    """An earlier name of `way` is told by its own line."""
+    from backbeat.answer.keywords import read
+
+    read(keywords)

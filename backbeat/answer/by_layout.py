@@ -7,24 +7,92 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from backbeat.answer.by_profile import MICRO_BATCHES
 from backbeat.errors import InputError
-from backbeat.layouts.layout_prediction import LayoutPrediction
-from backbeat.layouts.possible_layout import impossible
-from backbeat.layouts.predict_layout import LayoutPredictor
 from backbeat.model import Framework
-from backbeat.model.layout import Job, Layout, Recompute
+from backbeat.model.cluster import Cluster
+from backbeat.model.layout import Job, Layout, Recompute, job_of
+from backbeat.model.possible_layout import impossible
+from backbeat.model.prediction import Prediction
+from backbeat.model.rule import SPLITS
+from backbeat.steps.predict_layout import LayoutPredictor, predictor_of
+
+if TYPE_CHECKING:
+    from backbeat.answer.asked import Asked
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-MICRO_BATCHES = (1, 2, 4, 8)
 _SIMULATED = 16
 """The best in closed form, which are then simulated and ranked by that."""
 _MOST_CHUNKS = 8
+_LACKING = {
+    "lora": "adapters are not predicted in layouts: profile the module with them (`backbeat profile --analytic`)",
+    "optimizer": "layouts are predicted with AdamW: leave it out",
+}
+
+
+def layout_ways(asked: Asked, parts: Mapping[str, Any] | None, gpus: int) -> LayoutWays:
+    """Of this question; all layouts without parts."""
+    told = dict(parts or {})
+    recompute = told.pop("recompute", asked.given.get("recompute"))
+    batch = asked.given.get("batch") or (None if asked.profile is None else asked.profile.batch_size)
+    return LayoutWays(
+        predictor=predictor(asked, gpus),
+        gpus=gpus,
+        parts=None if parts is None else told,
+        batch=batch,
+        recompute=recompute,
+    )
+
+
+def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
+    """Of the layouts of this job."""
+    shape, given, gpu = asked.shape, asked.given, asked.gpu
+    if shape is None:
+        raise InputError(
+            f"profile {asked.subject.name!r} does not say its architecture, which tp, pp, cp and ep need: ask for the "
+            "model's config.json or name"
+        )
+    if gpu is None:
+        raise InputError(
+            f"network {asked.network.name!r} does not say what GPUs it joins: name them with accelerator, like h100"
+        )
+    for name, why in _LACKING.items():
+        if name in given and given[name] != "adamw":
+            raise InputError(f"{name} is {given[name]!r}: {why}")
+    if "memory" in given:
+        gpu = changed(gpu, memory_gb=given["memory"] / 10**9)
+    framework = asked.framework
+    if "reduce_dtype" in given:
+        framework = replace(framework, reduce_dtype=given["reduce_dtype"])
+    if given.get("compile"):
+        framework = replace(framework, unfused=1.0)
+    return predictor_of(
+        shape,
+        Cluster(asked.network, gpu, load=given.get("load", asked.network.how_busy)),
+        job_of(asked.global_batch(gpus), asked.sequence, asked.precision),
+        framework=framework,
+        imbalance=given.get("imbalance", 1.0),
+        compute_factor=asked.compute_factor,
+        stragglers=asked.stragglers(gpus),
+    )
+
+
+def layout_word(layout: Layout, framework: Framework) -> str:
+    """A layout as rows name it, without what this framework would choose by itself."""
+    usual = usual_zero(framework, layout.pp)
+    left = {f"micro={layout.micro_batch}", f"zero={usual}", f"dp={layout.dp}"}
+    parts = [part for part in layout.label.split("+") if part not in left]
+    if layout.zero == 1 != usual:
+        parts.append("zero=1")
+    sizes = sorted((part for part in parts if part[:2] in SPLITS), key=lambda part: SPLITS.index(part[:2]))
+    return "+".join([*sizes, *(part for part in parts if part not in sizes)]) or f"dp={layout.dp}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +106,23 @@ class LayoutWays:
     """The micro-batch, where it is fixed."""
     recompute: Recompute | None = None
 
-    def ranked(self, most: int = 1) -> list[LayoutPrediction]:
+    def ranked(self, most: int = 1) -> list[Prediction]:
         """The fastest that fit, the fastest first, and with every layout asked for also the best that has tp and the
         best that has pp. Where none fits, the one that takes least memory."""
-        weighed = sorted((self.predictor.predict(one, "closed-form") for one in self._fitting), key=_rank)
+        weighed = sorted(((one, self.predictor.predict(one, "closed-form")) for one in self._fitting), key=_rank)
         if not weighed:
             return [self._least()] if self._possible else []
         taken = weighed[: max(_SIMULATED, most) if len(weighed) > 1 else 1]
         if self.parts is None:
             for name in ("tp", "pp"):
-                taken += [one for one in weighed if getattr(one.layout, name) > 1 and one not in taken][:2]
-        found = sorted((self.predictor.predict(one.layout, timeline=most == 1) for one in taken), key=_rank)
+                taken += [one for one in weighed if getattr(one[0], name) > 1 and one not in taken][:2]
+        found = sorted(((one, self.predictor.predict(one, timeline=most == 1)) for one, _ in taken), key=_rank)
         kept = found[:most]
         if self.parts is None:
             for name in ("tp", "pp"):
-                if not any(getattr(one.layout, name) > 1 for one in kept):
-                    kept += [one for one in found if getattr(one.layout, name) > 1][:1]
-        return [self.predictor.banded(one) for one in kept]
+                if not any(getattr(one, name) > 1 for one, _ in kept):
+                    kept += [one for one in found if getattr(one[0], name) > 1][:1]
+        return [self.predictor.ranged(one) for _, one in kept]
 
     @cached_property
     def _fitting(self) -> list[Layout]:
@@ -68,11 +136,11 @@ class LayoutWays:
                     break
         return found
 
-    def _least(self) -> LayoutPrediction:
+    def _least(self) -> Prediction:
         recompute = self.recompute or RECOMPUTE[-1]
         whole = (replace(one, recompute=recompute) for one in self._possible)
-        least = min(whole, key=lambda one: (self.predictor.memory(one).total, one.label))
-        return self.predictor.banded(self.predictor.predict(least))
+        least = min(whole, key=lambda one: (self.predictor.memory(one).peak_bytes, one.label))
+        return self.predictor.ranged(self.predictor.predict(least))
 
     @cached_property
     def _possible(self) -> list[Layout]:
@@ -154,9 +222,9 @@ def usual_zero(framework: Framework, pp: int) -> int:
     return max(1, min(framework.zero, 2 if pp > 1 else 3))
 
 
-def _rank(found: LayoutPrediction) -> tuple[Any, ...]:
-    layout = found.layout
-    return (found.step_s, layout.pp, layout.tp, layout.cp, layout.ep, layout.chunks, layout.micro_batch, layout.label)
+def _rank(found: tuple[Layout, Prediction]) -> tuple[Any, ...]:
+    layout, one = found
+    return (one.step_s, layout.pp, layout.tp, layout.cp, layout.ep, layout.chunks, layout.micro_batch, layout.label)
 
 
 def _divisors(number: int) -> list[int]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from msgspec import structs
+
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Framework, Plan
 from backbeat.model.layout import SIZES, is_layout, layout_parts
@@ -91,6 +93,11 @@ def way_of(way: str | os.PathLike[str] | Plan, framework: Framework) -> Way:
 
 
 def _of_plan(plan: Plan) -> Way:
+    if plan.layout is not None:
+        parts: dict[str, Any] = {**structs.asdict(plan.layout), "micro": plan.batch}
+        if plan.layout.chunks > 1:
+            del parts["schedule"]
+        return Way(plan.strategy, "layout", parts=parts, plan=plan)
     kind: Kind = "units" if plan.sharding is not None else "buckets"
     return Way(plan.strategy, kind, plan.strategy.partition(":")[0], plan=plan)
 

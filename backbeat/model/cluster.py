@@ -212,10 +212,9 @@ class Cluster:
         return 1 + (found[0].of(shares) - 1) * computing
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def origins(self) -> tuple[str, ...]:
         """Where the slowdowns that were asked for come from."""
-        origins = dict.fromkeys(found[1] for found in self._slowdowns.values() if found is not None)
-        return tuple(f"computation beside communication takes longer, {origin}" for origin in origins)
+        return tuple(dict.fromkeys(found[1] for found in self._slowdowns.values() if found is not None))
 
     def inside(self, workers: int, stride: int = 1) -> bool:
         """Whether a group lies inside a node."""

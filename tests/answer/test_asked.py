@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+import backbeat as bb
 from backbeat.answer.asked import Asked
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Profile
+from backbeat.model import Layout, Network, Plan, Profile
 from backbeat.model.measured_run import Run, StepTimes
 from backbeat.planners.planned import planned, predicted
 
@@ -205,3 +206,79 @@ def test_what_a_training_takes() -> None:
     assert found.cost.money == pytest.approx(hours * 64 * 2.5)
     with pytest.raises(InputError, match="tokens or samples"):
         Asked.of(SHAPE, CLUSTER, price=2.5)
+
+
+def test_a_layout_is_a_plan_like_any_other(tmp_path: Path) -> None:
+    asked = Asked.of(SHAPE, CLUSTER, global_batch=256)
+    plan = asked.plan("tp=8+pp=2", 64)
+    assert plan.layout is not None
+    assert (plan.layout.dp, plan.workers, plan.global_batch, plan.framework) == (4, 64, 256, "torchtitan")
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    again = Asked.of(SHAPE, CLUSTER).predict(tmp_path / "plan.json")
+    assert again.step_s == asked.predict("tp=8+pp=2", 64).step_s
+    assert bb.predict(SHAPE, CLUSTER, plan).step_s == again.step_s
+    with pytest.raises(InputError, match="torchtitan runs it"):
+        plan.need_buckets("DistributedDataParallel")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"batch": None}, "batch is missing"),
+        ({"workers": 32}, r"dp\(4\) \* tp\(8\) \* pp\(2\) \* cp\(1\) = 64 != workers\(32\)"),
+        ({"layout": None}, "goes with a layout"),
+        ({"communicators": 2}, "communicators"),
+    ],
+)
+def test_a_plan_of_a_layout_is_checked(fields: dict[str, Any], why: str) -> None:
+    told: dict[str, Any] = {"layout": Layout(tp=8, pp=2, dp=4), "batch": 1, "workers": 64, **fields}
+    with pytest.raises(InputError, match=why):
+        Plan(strategy="tp=8+pp=2", model=SHAPE, **told)
+
+
+def test_the_packages_verbs_ask_the_same() -> None:
+    profile, network = Profile.load(RESNET), Network.load(CLUSTER)
+    plan = bb.plan(profile, network, "optimal", gpus=16)
+    step_s = bb.predict(profile, network.at(workers=16), plan).step_s
+    assert (
+        step_s
+        == bb.predict(RESNET, CLUSTER, "optimal", gpus=16).step_s
+        == Asked.of(RESNET, CLUSTER).predict(plan, 16).step_s
+    )
+    assert plan.predicted is not None
+    assert plan.predicted.iteration_s == step_s
+    with pytest.raises(InputError, match="way is missing"):
+        bb.predict(RESNET, CLUSTER)
+    with pytest.raises(InputError, match="strategy is now way"):
+        bb.predict(RESNET, CLUSTER, strategy="ddp")  # type: ignore[arg-type]
+    assert {"predict", "plan", "Plan", "Run"} <= set(dir(bb)) == {*bb.__all__, "__version__"}
+
+
+def test_a_plan_without_a_way_is_the_recommended_ones() -> None:
+    asked = Asked.of(RESNET, "10gbe")
+    plan = bb.plan(RESNET, "10gbe", gpus=8)
+    assert plan.strategy == asked.recommended(8)
+    assert bb.plan(SHAPE, CLUSTER, gpus=16).predicted is not None
+
+
+def test_a_shape_is_asked_as_the_profile_that_describes_it() -> None:
+    asked = Asked.of(SHAPE, CLUSTER)
+    profile = asked.described(1)
+    for way in ("ddp", "fsdp", "hsdp:8", "zero2", "best"):
+        one, other = asked.predict(way, 16), Asked.of(profile, CLUSTER).predict(way, 16)
+        assert (one.step_s, one.peak_bytes) == (other.step_s, other.peak_bytes)
+    compiled = Asked.of(SHAPE, CLUSTER, compile=True).predict("fsdp", 16)
+    assert compiled.step_s < asked.predict("fsdp", 16).step_s
+    sgd = Asked.of(SHAPE, CLUSTER, optimizer="sgd").predict("fsdp", 16)
+    assert sgd.peak_bytes < asked.predict("fsdp", 16).peak_bytes  # type: ignore[operator]
+
+
+def test_a_shape_whose_kernels_are_not_counted_is_a_layout() -> None:
+    asked = Asked.of("mixtral-8x7b", CLUSTER)
+    assert asked.predict("fsdp", 64).layout is not None
+    assert "hsdp:8" not in asked.ways(64)
+    with pytest.raises(InputError, match="experts"):
+        asked.predict("hsdp:8", 64)
+    assert Asked.of(SHAPE, CLUSTER, framework="megatron").predict("zero1", 64).layout is not None

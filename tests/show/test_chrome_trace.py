@@ -8,6 +8,7 @@ import msgspec
 from hypothesis import given
 
 import backbeat as bb
+from backbeat.planners.planned import planned, predicted
 from backbeat.show.chrome_trace import chrome_trace
 from backbeat.show.study import buckets_of, study
 from tests.problems import networks, profiles
@@ -15,8 +16,8 @@ from tests.problems import networks, profiles
 
 @given(profiles(), networks())
 def test_a_trace_holds_every_span_and_every_gradient(profile: bb.Profile, network: bb.Network) -> None:
-    plan = bb.plan(profile, network, "optimal")
-    result = bb.predict(profile, network, plan)
+    plan = planned(profile, network, "optimal")
+    result = predicted(profile, network, plan)
     document = json.loads(
         msgspec.json.encode(chrome_trace([("one", result.timeline, buckets_of(plan, profile)), ("two", (), ())]))
     )
@@ -33,8 +34,8 @@ def test_a_trace_holds_every_span_and_every_gradient(profile: bb.Profile, networ
 
 
 def test_lanes_are_threads_with_names() -> None:
-    spans = bb.predict(
-        bb.Profile.load("vgg16-b64-bf16-h200"), bb.Network.load("10gbe"), bb.plan(*_pair(), "wfbp", communicators=2)
+    spans = predicted(
+        bb.Profile.load("vgg16-b64-bf16-h200"), bb.Network.load("10gbe"), planned(*_pair(), "wfbp", communicators=2)
     ).timeline
     document = chrome_trace([("vgg", spans, [])])
     names = {event["tid"]: event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}

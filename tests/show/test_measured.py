@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
+from backbeat.planners.planned import planned, predicted
 from backbeat.show.measured import finished_spans, read_lab, read_trace
 from backbeat.show.pages.report_page import report, timelines
 from backbeat.show.study import study
@@ -28,8 +29,8 @@ def lab_file(path: Path, profile: bb.Profile) -> Path:
     network = affine(1e-3, 1e-9, workers=2)
     rows = []
     for strategy in ("wfbp", "optimal"):
-        plan = bb.plan(profile, network, strategy)
-        result = bb.predict(profile, network, plan, broadcast_buffers=False)
+        plan = planned(profile, network, strategy)
+        result = predicted(profile, network, plan, broadcast_buffers=False)
         ends = [span.end_s - profile.forward_s for span in result.timeline if span.lane != "compute"]
         rows.append(
             {
@@ -111,7 +112,7 @@ def test_units_keep_the_numbers_and_draw_no_timeline(tmp_path: Path, profile: bb
 
 
 def test_finishes_that_do_not_fit_the_plan_draw_nothing(profile: bb.Profile) -> None:
-    plan = bb.plan(profile, affine(1e-3, 1e-9), "single")
+    plan = planned(profile, affine(1e-3, 1e-9), "single")
     assert finished_spans(profile, plan, [1.0, 2.0]) == ()
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model.batches import at_batch, with_sibling
 from backbeat.model.framework import FRAMEWORKS
+from backbeat.planners.planned import planned
 from backbeat.show.study_row import Compared, Question, study_row
 
 BATCH_8, BATCH_1 = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Profile.load("llama-8b-b1-bf16-adamw-h200")
@@ -15,7 +16,7 @@ NETWORK = bb.Network.load("nvlink-ib400").at(workers=16)
 SCHEDULES: dict[str, Compared] = {
     **{name: {"strategy": name} for name in ("ddp", "best", "compressed", "fsdp", "hsdp", "zero1", "zero2")},
     **{name: FRAMEWORKS[name] for name in ("torch", "nanotron", "megatron")},
-    "recomputing": bb.plan(BATCH_8, NETWORK, "ddp", memory_bytes=8 * 10**9),
+    "recomputing": planned(BATCH_8, NETWORK, "ddp", memory_bytes=8 * 10**9),
 }
 JOBS = [(BATCH_8, label) for label in SCHEDULES] + [(BATCH_1, label) for label in SCHEDULES if label != "recomputing"]
 

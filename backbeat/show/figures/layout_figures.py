@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from backbeat.layouts import LayoutPrediction
 from backbeat.model import Span
 from backbeat.show.figures import canvas
 from backbeat.show.figures.canvas import Drawing, axis, drawn, legend, mark, stacked, upright
@@ -37,7 +36,7 @@ _KIND_COLOURS = (
 )  # fmt: skip
 
 
-def stage_timeline(one: LayoutPrediction) -> Drawing:
+def stage_timeline(one: Any) -> Drawing:
     """Stages below each other, time to the right; what no stage fills is hatched."""
     end = max(span.end_s for span in one.timeline)
     unit, scale = ("seconds", 1.0) if end >= 1 else ("milliseconds", 1e3)
@@ -85,18 +84,18 @@ def stage_timeline(one: LayoutPrediction) -> Drawing:
     )
 
 
-def step_bars(found: Sequence[LayoutPrediction]) -> Drawing:
+def step_bars(found: Sequence[Any]) -> Drawing:
     """Where the step of each layout goes."""
     parts = {words: [one.breakdown.parts[name] for one in found] for name, words in PART_WORDS.items()}
     least = _SHOWN * min(one.step_s for one in found)
     return _by_rank("seconds of one step", parts, _PART_COLOURS, format_seconds, least=least)
 
 
-def memory_bars(found: Sequence[LayoutPrediction]) -> Drawing:
+def memory_bars(found: Sequence[Any]) -> Drawing:
     """What one GPU holds under each layout, and the device's limit."""
-    kinds = {name: [getattr(one.memory, name) for one in found] for name in type(found[0].memory).__struct_fields__}
-    limit = found[0].limit_bytes
-    anchor = "right" if 2 * limit > max(one.memory_bytes for one in found) else "left"
+    kinds = {name: [one.memory.by_kind[name] for one in found] for name in found[0].memory.by_kind}
+    limit = found[0].device_bytes
+    anchor = "right" if 2 * limit > max(one.peak_bytes for one in found) else "left"
     return _by_rank(
         "GB of one GPU, in the stage that holds most",
         kinds,

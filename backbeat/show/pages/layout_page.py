@@ -10,20 +10,21 @@ from typing import Annotated, Any, Self, get_args
 
 from msgspec import Meta, to_builtins
 
-from backbeat import layouts
 from backbeat.errors import InputError, nearest
-from backbeat.layouts import LayoutPrediction
-from backbeat.layouts.architectures import BUNDLED as MODELS
 from backbeat.model import Network
+from backbeat.model.architecture import BUNDLED as MODELS
 from backbeat.model.files import bundled
 from backbeat.model.framework import LAYOUT_FRAMEWORKS, Overlap
 from backbeat.model.layout import Precision
+from backbeat.planners.layout_search import search
 from backbeat.show.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.show.pages.report_page import rendered, script_json
 from backbeat.show.pages.sections import Cell
 from backbeat.show.pages.whatif import Controls
 from backbeat.show.tables.layout_tables import drawn_batch
 from backbeat.show.words.layout_answer import limit_line, nothing_fits
+from backbeat.show.words.notes import worded
+from backbeat.steps.predict_layout import predict_layout
 from backbeat.units import format_bytes, format_seconds
 
 _GPUS, _BATCH, _TOKENS = Meta(ge=1, le=2048), Meta(ge=1, le=65536), Meta(ge=128, le=1 << 20)
@@ -54,7 +55,7 @@ def respond_layouts(state: LayoutState, network: Network) -> dict[str, Any]:
     """What the tab shows for a state."""
     job = {name: getattr(state, name) for name in ("global_batch", "sequence", "precision", "framework")}
     job["overlap"] = None if state.overlap == _AS_IT_HAS else state.overlap
-    found = layouts.search(state.model, network, gpus=state.gpus, **job)
+    found = search(state.model, network, gpus=state.gpus, **job)
     return layout_content(state.model, network, state.gpus, found, job)
 
 
@@ -62,7 +63,7 @@ def layout_content(
     model: Any,
     network: Network,
     gpus: int,
-    found: Sequence[LayoutPrediction],
+    found: Sequence[Any],
     job: Mapping[str, Any],
     zero: Sequence[int] = (1,),
 ) -> dict[str, Any]:
@@ -71,18 +72,18 @@ def layout_content(
     if not shown:
         least, words = nothing_fits(model, network, gpus, job, zero)
         shown = [least] if least is not None else []
-    steps = [layouts.predict(model, network, one.layout, **{**job, "global_batch": drawn_batch(one)}) for one in shown]
-    best = next((one for one in shown[:1] if one.fits), None)
+    steps = [predict_layout(model, network, one.layout, **{**job, "global_batch": drawn_batch(one)}) for one in shown]
+    best = next((one for one in shown[:1] if one.fits == "yes"), None)
     if best is not None:
-        words = f"Use {best.layout.label}: {best.tokens_per_s:,.0f} tokens/s on {best.gpus} GPUs"
+        words = f"Use {best.strategy}: {best.tokens_per_s:,.0f} tokens/s on {best.gpus} GPUs"
     return {
         "headline": words,
         "verdict": "fits" if best is not None else "does not fit",
         "limit": limit_line(best) if best is not None else "",
         "tiles": _tiles(best) if best is not None else [],
         "rows": [_row(rank, one) for rank, one in enumerate(shown, 1)],
-        "labels": [one.layout.label for one in shown],
-        "notes": list(shown[0].notes) if shown else [],
+        "labels": [one.strategy for one in shown],
+        "notes": worded(shown[0].notes) if shown else [],
         "steps": [_said(one, drawn) for one, drawn in zip(shown, steps, strict=True)],
         "timelines": [stage_timeline(one) for one in steps],
         "figures": {"step": step_bars(shown), "memory": memory_bars(shown)} if shown else {},
@@ -113,35 +114,35 @@ def layout_tab() -> str:
     return rendered("layout.html.j2", served="/layout", title="what if", headings=HEADINGS, **parts)
 
 
-def _tiles(best: LayoutPrediction) -> list[tuple[str, str, str]]:
+def _tiles(best: Any) -> list[tuple[str, str, str]]:
     """(figure, what, small print) of the numbers that stand out."""
-    limit, whole = format_bytes(best.memory_bytes), format_bytes(best.limit_bytes)
+    limit, whole = format_bytes(best.peak_bytes), format_bytes(best.device_bytes)
     return [
         (f"{best.tokens_per_s_per_gpu:,.0f}", "tokens/s on each GPU", f"{best.tokens_per_s:,.0f} on {best.gpus}"),
-        (format_seconds(best.step_s), "a step", f"of {best.job.tokens:,} tokens"),
+        (format_seconds(best.step_s), "a step", f"of {best.global_batch * best.sequence:,} tokens"),
         (f"{best.mfu:.0%}", "MFU", "model FLOPs over the GPU's peak"),
         (limit, "at the peak of one GPU", f"of {whole}"),
     ]
 
 
-def _row(rank: int, one: LayoutPrediction) -> list[Cell]:
-    fastest, slowest = one.band_s or (one.step_s, one.step_s)
-    rates = [one.job.tokens / one.gpus / seconds for seconds in (slowest, fastest)]
+def _row(rank: int, one: Any) -> list[Cell]:
+    fastest, slowest = one.range_s or (one.step_s, one.step_s)
+    rates = [one.global_batch * one.sequence / one.gpus / seconds for seconds in (slowest, fastest)]
     return [
         (str(rank), rank),
-        one.layout.label,
+        one.strategy,
         (format_seconds(one.step_s), one.step_s),
         (f"{one.tokens_per_s_per_gpu:,.0f}", one.tokens_per_s_per_gpu),
         *((f"{rate:,.0f}", rate) for rate in rates),
         (f"{one.mfu:.1%}", one.mfu),
-        (format_bytes(one.memory_bytes), one.memory_bytes),
+        (format_bytes(one.peak_bytes), one.peak_bytes),
         (f"{one.bubble_share:.1%}", one.bubble_share),
-        one.limited_by if one.fits else "memory of the GPU",
+        one.bottleneck if one.fits != "no" else "memory of the GPU",
     ]
 
 
-def _said(one: LayoutPrediction, drawn: LayoutPrediction) -> str:
-    count, whole = (each.job.global_batch // (one.layout.dp * one.layout.micro_batch) for each in (drawn, one))
+def _said(one: Any, drawn: Any) -> str:
+    count, whole = (each.global_batch // (one.layout.dp * one.layout.micro_batch) for each in (drawn, one))
     few = f"{count} of {whole} micro-batches are drawn: its middle is all alike." if count < whole else ""
     idle = f"Stages wait for {one.bubble_share:.1%} of the pipeline's time." if one.layout.pp > 1 else ""
-    return " ".join(part for part in (f"{one.layout.label}.", idle, few) if part)
+    return " ".join(part for part in (f"{one.strategy}.", idle, few) if part)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from rich.table import Table
 
-from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.model import Span
 from backbeat.show.tables.terminal_table import folded, table_of
 from backbeat.units import format_bytes, format_seconds
@@ -40,19 +38,19 @@ PART_WORDS = {
 }
 
 
-def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool = False) -> Table:
+def ranked_table(found: Sequence[Any], *, title: str, counts: bool = False) -> Table:
     """One row a layout, best first; with `counts`, one row a number of GPUs."""
-    others = 35 if any(one.band_s is not None for one in found) else 23
-    width = 80 - others - 6 * counts - max((len(one.limited_by) for one in found), default=0)
+    others = 35 if any(one.range_s is not None for one in found) else 23
+    width = 80 - others - 6 * counts - max((len(one.bottleneck) for one in found), default=0)
     rows = [
         (
             str(one.gpus) if counts else "",
-            "\n".join(folded([f"{part}+" for part in one.layout.label.split("+")], width))[:-1],
+            "\n".join(folded([f"{part}+" for part in one.strategy.split("+")], width))[:-1],
             f"{one.tokens_per_s_per_gpu:.0f}",
             _band(one),
             f"{one.mfu:.0%}",
-            format_bytes(one.memory_bytes),
-            one.limited_by,
+            format_bytes(one.peak_bytes),
+            one.bottleneck,
         )
         for one in found
     ]
@@ -60,14 +58,14 @@ def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool 
     return table_of(headings, rows, title, left={"layout", "limit"}, **_STYLE)
 
 
-def _band(one: LayoutPrediction) -> str:
-    if one.band_s is None:
+def _band(one: Any) -> str:
+    if one.range_s is None:
         return ""
-    quiet, busy = (one.tokens_per_s_per_gpu * one.step_s / edge for edge in one.band_s)
+    quiet, busy = (one.tokens_per_s_per_gpu * one.step_s / edge for edge in one.range_s)
     return f"{busy:.0f}–{quiet:.0f}"
 
 
-def breakdown_table(one: LayoutPrediction) -> Table:
+def breakdown_table(one: Any) -> Table:
     rows = [
         (PART_WORDS[name], format_seconds(seconds), f"{seconds / one.step_s:.1%}")
         for name, seconds in one.breakdown.parts.items()
@@ -77,12 +75,12 @@ def breakdown_table(one: LayoutPrediction) -> Table:
     return table_of(("part", "time", "share"), rows, "one step", left={"part"}, **_STYLE)
 
 
-def layout_memory_table(one: LayoutPrediction) -> Table:
-    limit = max(one.limit_bytes, one.memory_bytes)
-    sizes = msgspec.structs.asdict(one.memory)
+def layout_memory_table(one: Any) -> Table:
+    limit = max(one.device_bytes, one.peak_bytes)
+    sizes = one.memory.by_kind
     rows = [(name, format_bytes(size), "█" * round(40 * size / limit)) for name, size in sizes.items() if size]
-    fits = "fits" if one.fits else f"does not fit: {format_bytes(one.memory_bytes - one.limit_bytes)} too much"
-    rows.append(("all", format_bytes(one.memory_bytes), f"of {format_bytes(one.limit_bytes)}, {fits}"))
+    fits = "fits" if one.fits == "yes" else f"does not fit: {format_bytes(one.peak_bytes - one.device_bytes)} too much"
+    rows.append(("all", format_bytes(one.peak_bytes), f"of {format_bytes(one.device_bytes)}, {fits}"))
     title = "memory of one GPU, in the stage that holds most"
     return table_of(("kind", "bytes", ""), rows, title, left={"kind", ""}, **_STYLE)
 
@@ -106,9 +104,10 @@ def stage_lines(timeline: Sequence[Span]) -> list[str]:
     return [*lines, "  F forward, B backward, W weight gradient, r reduce, u update, g gather, . idle"]
 
 
-def drawn_batch(one: LayoutPrediction) -> int:
+def drawn_batch(one: Any) -> int:
     """The global batch to draw a step with. In the middle of many micro-batches all is alike: fewer show the ends."""
     layout = one.layout
     passes = 2 * layout.pp * layout.pp * layout.chunks
     rounds = 1 if 2 * passes > _MANY_PASSES else 2
-    return min(one.job.global_batch, rounds * layout.pp * layout.dp * layout.micro_batch)
+    most: int = rounds * layout.pp * layout.dp * layout.micro_batch
+    return min(int(one.global_batch), most)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from backbeat.layouts.layout_prediction import LayoutPrediction
-from backbeat.layouts.layout_search import least_memory
-from backbeat.layouts.predict_layout import predictor_of
 from backbeat.model import Network
 from backbeat.model.layout import job_of
+from backbeat.planners.layout_search import least_memory
 from backbeat.show.words.numbers import lowered
+from backbeat.steps.predict_layout import predictor_of
 from backbeat.units import counted, format_bytes, format_seconds
 
 HELP = {
@@ -37,7 +36,7 @@ HELP = {
 
 def nothing_fits(
     model: Any, network: Network, gpus: int, job: Mapping[str, Any], zero: Sequence[int] = (1,)
-) -> tuple[LayoutPrediction | None, str]:
+) -> tuple[Any | None, str]:
     """The layout that takes least, and what to do, where none fits. `job` is as `layouts.search` takes it."""
     names = ("framework", "overlap", "dispatcher", "accelerator", "imbalance")
     known = {name: job[name] for name in names if name in job}
@@ -46,14 +45,14 @@ def nothing_fits(
     least, sharded = (least_memory(predictor, gpus, stages) for stages in (zero, (3,)))
     if least is None:
         return None, f"No layout of {gpus} GPUs can be: their factors divide neither heads, layers nor batch."
-    advice = ", or shard parameters as well (--zero 3)" if sharded is not None and sharded.fits else ""
+    advice = ", or shard parameters as well (--zero 3)" if sharded is not None and sharded.fits == "yes" else ""
     return least, (
-        f"No layout fits on {counted(gpus, 'GPU')}: {least.layout.label} takes least, "
-        f"{format_bytes(least.memory_bytes)} of {format_bytes(least.limit_bytes)}. Take more GPUs{advice}."
+        f"No layout fits on {counted(gpus, 'GPU')}: {least.strategy} takes least, "
+        f"{format_bytes(least.peak_bytes or 0)} of {format_bytes(least.device_bytes or 0)}. Take more GPUs{advice}."
     )
 
 
-def compared(best: LayoutPrediction, found: Sequence[LayoutPrediction]) -> list[str]:
+def compared(best: Any, found: Sequence[Any]) -> list[str]:
     """What other numbers of GPUs give."""
     return [
         f"On {counted(one.gpus, 'GPU')} a step takes {format_seconds(one.step_s)}: {best.step_s / one.step_s:.2f} "
@@ -63,16 +62,16 @@ def compared(best: LayoutPrediction, found: Sequence[LayoutPrediction]) -> list[
     ]
 
 
-def layout_answer(best: LayoutPrediction) -> str:
+def layout_answer(best: Any) -> str:
     """What to do, in words."""
     return (
-        f"Use {best.layout.label}: {format_seconds(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s on "
-        f"{best.gpus} GPUs, {best.mfu:.0%} MFU, {format_bytes(best.memory_bytes)} of {format_bytes(best.limit_bytes)}."
+        f"Use {best.strategy}: {format_seconds(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s on "
+        f"{best.gpus} GPUs, {best.mfu:.0%} MFU, {format_bytes(best.peak_bytes)} of {format_bytes(best.device_bytes)}."
         f"\n{limit_line(best)}"
     )
 
 
-def limit_line(one: LayoutPrediction) -> str:
+def limit_line(one: Any) -> str:
     """What holds it back and what helps."""
     shard = " or sharded parameters (zero=3)" if one.layout.zero < 3 else ""
-    return f"Limited by {lowered(HELP[one.limited_by].format(shard=shard))}"
+    return f"Limited by {lowered(HELP[one.bottleneck].format(shard=shard))}"

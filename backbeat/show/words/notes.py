@@ -37,6 +37,10 @@ def _shown(name: str, value: Any) -> Any:
 _AGAIN = "profile again to measure it"
 _PACED = "a step takes {paced_s} that would take {device_s} if the device never waited for work"
 _SENTENCES: dict[str, str] = {
+    "beside": "computation beside communication takes longer, {origin}",
+    "operators": "compute: {origin}",
+    "executed": "run in the lab; computation is spun",
+    "closed_form": "the pipeline has too many operations to be simulated: its time is the closed form's",
     "text": "{text}",
     "network": "network {network}: {text}",
     "joined": "network {network}: {text}",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import LoadBand, Memory, Span
 from backbeat.model.prediction import knee
+from backbeat.planners.planned import planned, predicted
 from backbeat.show.figures import canvas
 from backbeat.show.figures.compared import draw_exposed, draw_measured, draw_memory_use, exposed_by_part, memory_kinds
 from backbeat.show.figures.given import (
@@ -54,7 +55,7 @@ def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
 
 def test_the_band_of_a_plan_that_keeps_less_holds_its_curve() -> None:
     profile, network = bb.Profile.load("resnet50-b128-bf16-h200"), bb.Network.load("100gbe").at(workers=8)
-    point = bb.predict(profile, network, bb.plan(profile, network, "optimal", memory_bytes=3 * 10**9))
+    point = predicted(profile, network, planned(profile, network, "optimal", memory_bytes=3 * 10**9))
     ((_, slow, fast),) = Scaling({"small": [point]}).band
     assert slow < point.scaling_factor < fast < 0.9
 
@@ -81,8 +82,8 @@ def test_without_iteration_times_there_is_no_band() -> None:
 def test_a_timeline_never_draws_more_than_asked_and_loses_no_bytes(
     profile: bb.Profile, network: bb.Network, most: int
 ) -> None:
-    plan = bb.plan(profile, network, "wfbp")
-    result = bb.predict(profile, network, plan)
+    plan = planned(profile, network, "wfbp")
+    result = predicted(profile, network, plan)
     data = timeline("wfbp", result.timeline, buckets_of(plan, profile), most=most)
     assert len(data.transfers) <= most
     assert sum(bar.bytes for bar in data.transfers) == sum(span.bytes for span in result.timeline)
@@ -115,7 +116,7 @@ def test_communicators_are_in_order_of_their_number() -> None:
 
 @given(profiles(), networks())
 def test_exposed_parts_add_up_to_what_is_exposed(profile: bb.Profile, network: bb.Network) -> None:
-    rows = {name: bb.predict(profile, network, name) for name in ("wfbp", "ddp", "optimal")}
+    rows = {name: predicted(profile, network, name) for name in ("wfbp", "ddp", "optimal")}
     parts = exposed_by_part(rows.values())
     for index, label in enumerate(rows):
         total = sum(values[index] for values in parts.values())
@@ -199,7 +200,7 @@ def test_names_in_drawings_are_escaped() -> None:
 
 
 def test_predictions_show_themselves_in_notebooks() -> None:
-    result = bb.predict(small(), affine(1e-3, 1e-9), "ddp")
+    result = predicted(small(), affine(1e-3, 1e-9), "ddp")
     page = result._repr_html_()
     assert f"{result.scaling_factor:.1%}" in page
     assert "<script" not in page

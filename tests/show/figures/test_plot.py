@@ -16,6 +16,7 @@ from backbeat.cli import app
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model import Topology
 from backbeat.model.prediction import knee
+from backbeat.planners.planned import planned
 from backbeat.show.figures import plot
 from backbeat.show.figures.scaling_curve import Scaling
 from backbeat.show.study import study
@@ -107,7 +108,7 @@ def test_images_need_matplotlib_and_say_so(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_report_and_trace_write_their_files(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    bb.plan(bb.Profile.load("vgg16-b64-bf16-h200"), bb.Network.load("10gbe"), "optimal").save(plan)
+    planned(bb.Profile.load("vgg16-b64-bf16-h200"), bb.Network.load("10gbe"), "optimal").save(plan)
     page, trace = tmp_path / "report.html", tmp_path / "trace.json"
     pair = ("vgg16-b64-bf16-h200", "10gbe", "--workers", "16")
     run("report", *pair, "-s", "ddp,single", "--plan", str(plan), "--price", "2", "-o", str(page))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.model import Plan
+from backbeat.planners.planned import planned
 from backbeat.show.pages.report_page import MOST_BYTES, plotly_source, report, script_json
 from backbeat.show.study import study
 from backbeat.show.words.commands import Settings
@@ -111,7 +112,7 @@ def test_thousands_of_gradients_stay_small_and_say_what_was_left_out() -> None:
     profile = make_profile([1000 + index for index in range(count)], [1e-5 * index for index in range(count)])
     # Messages cost next to nothing: one for each gradient is best, and is what the timeline draws.
     network = affine(1e-8, 1e-9)
-    plan = bb.plan(profile, network, "wfbp")
+    plan = planned(profile, network, "wfbp")
     made = study(profile, network, [8], strategies=["wfbp"], plans={"mine": plan})
     assert made.best_label == "wfbp"
     page = report(made)
@@ -126,7 +127,7 @@ def test_thousands_of_gradients_stay_small_and_say_what_was_left_out() -> None:
 
 def test_plans_with_one_label_are_kept_apart() -> None:
     profile, network = hostile_profile(), hostile_network()
-    plan: Plan = bb.plan(profile, network, "single")
+    plan: Plan = planned(profile, network, "single")
     made = study(profile, network, [8], strategies=["single"], plans={"single": plan})
     assert list(made.curves) == ["ddp", "single", "single (2)"]
 

@@ -15,6 +15,7 @@ import backbeat as bb
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import files
+from backbeat.planners.planned import planned, predicted
 from backbeat.show.pages.server import keep, unpacked
 from backbeat.show.pages.whatif import Library, State, respond, scaled_network, study_of
 from tests.problems import affine, curve, networks
@@ -31,11 +32,11 @@ def test_the_curve_is_what_predict_says() -> None:
     assert list(curves) == ["ddp", "ddp, 5 MiB", "optimal, 2 communicators", "best for 64"]
     for point in curves["ddp"]:
         there = hostile_network().at(workers=point.workers)
-        assert point.iteration_s == bb.predict(hostile_profile(), there, "ddp").iteration_s
+        assert point.iteration_s == predicted(hostile_profile(), there, "ddp").iteration_s
     there = hostile_network().at(workers=64)
-    bucketed = bb.plan(hostile_profile(), there, "ddp", bucket_bytes=5 * 2**20)
-    assert curves["ddp, 5 MiB"][-1].iteration_s == bb.predict(hostile_profile(), there, bucketed).iteration_s
-    assert curves["best for 64"][-1].iteration_s == bb.predict(hostile_profile(), there, "best").iteration_s
+    bucketed = planned(hostile_profile(), there, "ddp", bucket_bytes=5 * 2**20)
+    assert curves["ddp, 5 MiB"][-1].iteration_s == predicted(hostile_profile(), there, bucketed).iteration_s
+    assert curves["best for 64"][-1].iteration_s == predicted(hostile_profile(), there, "best").iteration_s
     assert said["figures"]["memory"]
     msgspec.json.encode(said)
 

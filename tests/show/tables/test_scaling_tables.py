@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 import backbeat as bb
+from backbeat.planners.planned import planned, predicted
 from backbeat.show.tables import scaling_tables as tables
 from backbeat.show.tables.plan_tables import plan_table, segments_table
 from backbeat.show.tables.terminal_table import natural_width
@@ -38,7 +39,7 @@ def test_how_many_gpus_share_a_node_is_said() -> None:
 
 def test_the_adaptive_buffer_is_given_as_people_write_sizes() -> None:
     profile = bb.Profile.load("resnet50-b64-bf16-h200")
-    (note,) = bb.plan(profile, bb.Network.load("10gbe"), strategy="adaptive").notes
+    (note,) = planned(profile, bb.Network.load("10gbe"), strategy="adaptive").notes
     assert note.startswith("adaptive: a buffer of ")
     assert note.split(",")[0].endswith(("kB", "MB"))
 
@@ -55,8 +56,8 @@ def test_tables_of_plans_and_strategies_fit_80_columns(profile: str, network: st
     given, there = bb.Profile.load(profile), bb.Network.load(network).at(workers=workers)
     rows = []
     for strategy in ("ddp", "mg-wfbp", "optimal", "best"):
-        plan = bb.plan(given, there, strategy)
-        rows.append(bb.predict(given, there, plan))
+        plan = planned(given, there, strategy)
+        rows.append(predicted(given, there, plan))
         table = plan_table(plan, rows[-1], 80)
         assert natural_width(table) <= 80
         whole = plan_table(plan, rows[-1])
@@ -68,7 +69,7 @@ def test_tables_of_plans_and_strategies_fit_80_columns(profile: str, network: st
 
 def test_segments_of_a_memory_plan_fit_80_columns() -> None:
     given, there = bb.Profile.load("resnet152-b256-bf16-h200"), bb.Network.load("10gbe").at(workers=4)
-    plan = bb.plan(given, there, "best", memory_bytes=6 * 10**9)
+    plan = planned(given, there, "best", memory_bytes=6 * 10**9)
     assert plan.memory is not None
     assert natural_width(segments_table(given, plan.memory, 80)) <= 80
     assert natural_width(segments_table(given, plan.memory)) > 80

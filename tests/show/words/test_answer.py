@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
+from backbeat.planners.planned import predicted
 from backbeat.show.figures.compared import PARTS
 from backbeat.show.study import study
 from backbeat.show.words.answer import LIMITS, answer, limit, unmeasured
@@ -117,8 +118,8 @@ def test_a_report_says_which_network_is_assumed_and_what_gradients_are_sent_in()
     assert any("emulated" in one for one in said.caveats)
     assert "--reduce-dtype" not in said.limit
     there = network.at(workers=64)
-    assert made.stock.iteration_s == bb.predict(profile, there, "ddp", reduce_dtype="bf16").iteration_s
-    assert made.best.iteration_s == bb.predict(profile, there, "best", reduce_dtype="bf16").iteration_s
+    assert made.stock.iteration_s == predicted(profile, there, "ddp", reduce_dtype="bf16").iteration_s
+    assert made.best.iteration_s == predicted(profile, there, "best", reduce_dtype="bf16").iteration_s
     assert all('reduce_dtype="bf16"' in one.code for one in said.actions if "plan" in one.code)
     with pytest.raises(InputError, match="leave one of them out"):
         study(profile, network, [64], strategies=["fsdp"], reduce_dtype="bf16")
@@ -132,7 +133,7 @@ def test_a_network_without_a_transport_says_what_that_leaves_out() -> None:
 
 def test_of_sharded_plans_units_are_spoken_of() -> None:
     profile, network = bb.Profile.load("llama-8b-b1-bf16-adamw-h200"), bb.Network.load("100gbe").at(workers=16)
-    found = bb.predict(profile, network, "fsdp")
+    found = predicted(profile, network, "fsdp")
     for kind in ("bandwidth", "latency", "waiting", "contention"):
         said = limit(replace(found, bottleneck=kind), profile)
         assert "bucket" not in said

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.model.rule import PLANS as SIMPLER_WITHIN
+from backbeat.planners.planned import predicted
 from backbeat.show.figures.compared import SHARDED_KINDS
 from backbeat.show.pages.report_page import report
 from backbeat.show.pages.sections import sections, step_memories
@@ -54,7 +55,7 @@ def test_each_way_is_what_predict_says(rows: tuple[StudyRow, ...]) -> None:
     profile, network = bb.Profile.load("gpt2-b8-bf16-adamw-h200"), bb.Network.load("dgx-h100").at(workers=64)
     assert [way.label for way in rows] == LABELS
     for way in rows:
-        assert way.prediction.iteration_s == bb.predict(profile, network, way.label).iteration_s
+        assert way.prediction.iteration_s == predicted(profile, network, way.label).iteration_s
     assert [way.name for way in rows] == ["DDP", "FSDP", "HSDP in groups of 8", "ZeRO-2"]
 
 
