@@ -98,6 +98,12 @@ class Asked:
         count = gpu_count(own if gpus is None else gpus)
         if strict:
             self.check(one)
+        if one.gpus not in (None, count):
+            raise InputError(f"dp({one.gpus}) != gpus({count}): leave dp out, or take as many GPUs")
+        if one.told:
+            given = {**self.given, "global_batch": self.global_batch(count), **one.told}
+            found = replace(self, given=given).predict(one.name, count, strict=False)
+            return msgspec.structs.replace(found, strategy=one.word)
         if one.plan is not None and (made_for := self._made_for(one.plan)) is not self:
             return made_for.predict(way, count, strict=False)
         key = (f"{one.word} {id(one.plan)}" if one.plan else one.word, count)
@@ -291,7 +297,7 @@ _BY_ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 def _shape(subject: Profile | Architecture) -> Architecture | None:
     if isinstance(subject, Architecture):
         return subject
-    return getattr(subject, "architecture", None)
+    return subject.architecture
 
 
 @lru_cache(maxsize=64)

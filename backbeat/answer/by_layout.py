@@ -16,11 +16,13 @@ from msgspec.structs import replace
 
 from backbeat.answer.by_profile import MICRO_BATCHES
 from backbeat.errors import InputError
-from backbeat.model import Framework
+from backbeat.model import Framework, Profile
+from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.layout import Job, Layout, Recompute, job_of
 from backbeat.model.possible_layout import impossible
 from backbeat.model.prediction import Prediction
+from backbeat.model.profile import device_alone
 from backbeat.model.rule import SPLITS
 from backbeat.steps.predict_layout import LayoutPredictor, predictor_of
 
@@ -73,15 +75,31 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
         framework = replace(framework, reduce_dtype=given["reduce_dtype"])
     if given.get("compile"):
         framework = replace(framework, unfused=1.0)
+    cluster = Cluster(asked.network, gpu, load=given.get("load", asked.network.how_busy))
+    alone = asked.profile
+    if alone is None and asked.undescribed is None:
+        alone = asked.described(1)
     return predictor_of(
         shape,
-        Cluster(asked.network, gpu, load=given.get("load", asked.network.how_busy)),
+        cluster,
         job_of(asked.global_batch(gpus), asked.sequence, asked.precision),
         framework=framework,
         imbalance=given.get("imbalance", 1.0),
-        compute_factor=asked.compute_factor,
+        compute_factor=asked.compute_factor * (1.0 if alone is None else _longer(alone, shape, cluster, framework)),
         stragglers=asked.stragglers(gpus),
+        # What a profile takes by itself does not hold what it loses beside communication.
+        contention=alone is not None,
     )
+
+
+def _longer(profile: Profile, shape: Architecture, cluster: Cluster, framework: Framework) -> float:
+    """How many times as long one GPU takes for the profile's forward and backward as the operators of a layout."""
+    job = job_of(profile.batch_size, profile.sequence_length or 1, profile.precision)
+    layout = Layout(micro_batch=profile.batch_size, zero=0)
+    parts = predictor_of(shape, cluster, job, framework=framework).predict(layout, "closed-form").breakdown
+    computed_s = parts.matmul_s + parts.attention_s + parts.memory_s + parts.host_s
+    own = device_alone(profile)
+    return (own.forward_s + own.backward_s) / computed_s
 
 
 def layout_word(layout: Layout, framework: Framework) -> str:

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from backbeat.cost.accelerators import accelerator
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic, Work, family_of, in_fp8
 from backbeat.errors import InputError
@@ -67,6 +68,36 @@ def described(
     eager = EagerModel(model, batch, sequence, precision)
     eager.check()
     return _Description(eager, operators, optimizer, compiled).profile()
+
+
+def compute_factor(profile: Profile, operators: OperatorModel) -> float:
+    """How many times as long a profile's forward and backward take as those of its architecture as described: what
+    tensor or context parallelism takes by the operator model is scaled by it.
+
+    One for all kinds of work: shares of kinds in measured profiles are the operator model's own.
+    """
+    if profile.architecture is None or profile.sequence_length is None:
+        lacks = "architecture" if profile.architecture is None else "sequence"
+        raise InputError(
+            f"profile {profile.name!r} does not say its {lacks}, so its computation cannot be compared with a shape's: "
+            "profile the model again"
+        )
+    device = accelerator(profile.device)
+    if device is None or device.name != operators.accelerator.name:
+        raise InputError(
+            f"profile {profile.name!r} was measured on {profile.device}, the cluster has {operators.accelerator.name}: "
+            "measure the model on one of its GPUs"
+        )
+    same = described(
+        profile.architecture, operators, batch=profile.batch_size, sequence=profile.sequence_length,
+        precision=profile.precision, compiled=profile.compiled,
+    )  # fmt: skip
+    return _device_s(profile) / _device_s(same)
+
+
+def _device_s(profile: Profile) -> float:
+    """Forward and backward, without waiting for the host."""
+    return profile.device_s or profile.forward_s + profile.backward_s
 
 
 @dataclass(frozen=True)
@@ -186,6 +217,7 @@ class _Description:
             compute_shares=ComputeShares(**{name: round(part / device_s, 6) for name, part in by_family.items()}),
             optimizer=title,
             compiled=self.compiled,
+            architecture=model,
             source=Source(method="analytic", reference="the vendor's dense peak rates"),
             notes=notes,
         )

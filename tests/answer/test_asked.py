@@ -282,3 +282,13 @@ def test_a_shape_whose_kernels_are_not_counted_is_a_layout() -> None:
     with pytest.raises(InputError, match="experts"):
         asked.predict("hsdp:8", 64)
     assert Asked.of(SHAPE, CLUSTER, framework="megatron").predict("zero1", 64).layout is not None
+
+
+def test_a_word_of_data_parallelism_alone_says_the_micro_batch() -> None:
+    asked = Asked.of(SHAPE, CLUSTER, global_batch=64)
+    found = asked.predict("dp=16+zero=3+micro=2+recompute=full", 16)
+    assert (found.way, found.batch, found.micro_batches) == ("dp=16+zero=3+micro=2+recompute=full", 2, 2)
+    same = Asked.of(SHAPE, CLUSTER, global_batch=64, batch=2, recompute="full").predict("fsdp", 16)
+    assert (found.step_s, found.peak_bytes) == (same.step_s, same.peak_bytes)
+    with pytest.raises(InputError, match=r"dp\(8\) != gpus\(16\)"):
+        asked.predict("dp=8+zero=3", 16)
