@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from backbeat.answer.by_profile import MICRO_BATCHES
+from backbeat.answer.ways import usual_zero
 from backbeat.errors import InputError
 from backbeat.model import Framework, Profile
 from backbeat.model.architecture import Architecture
@@ -66,7 +67,7 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
             f"network {asked.network.name!r} does not say what GPUs it joins: name them with accelerator, like h100"
         )
     for name, why in _LACKING.items():
-        if name in given and given[name] != "adamw":
+        if name in given and asked.profile is None and given[name] != "adamw":
             raise InputError(f"{name} is {given[name]!r}: {why}")
     if "memory" in given:
         gpu = changed(gpu, memory_gb=given["memory"] / 10**9)
@@ -232,12 +233,6 @@ class LayoutWays:
         if self.parts[name] is None:
             return _divisors(whole)[1:]
         return (Layout.of_parts({name: self.parts[name]}, f"{name}={self.parts[name]}").__getattribute__(name),)
-
-
-def usual_zero(framework: Framework, pp: int) -> int:
-    """What replicas of a layout shard where nobody says: what the framework does, and at least the optimizer's state.
-    With a pipeline nobody gathers parameters for every micro-batch."""
-    return max(1, min(framework.zero, 2 if pp > 1 else 3))
 
 
 def _rank(found: tuple[Layout, Prediction]) -> tuple[Any, ...]:
