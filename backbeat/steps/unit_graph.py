@@ -229,7 +229,10 @@ class ShardedCost:
             gather=cluster.curve("all_gather", mesh.shard).slower(in_a_row),
             # Gloo's own reduce-scatter, which FSDP2 calls there, moves as many bytes as its all-reduce.
             scatter=group.cost.isolated if blocking else cluster.curve("reduce_scatter", mesh.shard).slower(in_a_row),
-            replicate=cluster.copies(mesh.shard, mesh.replicate) if mesh.replicate > 1 else None,
+            # Each rank's shard, with the ranks that hold the same one.
+            replicate=None
+            if mesh.replicate == 1
+            else cluster.group("all_reduce", mesh.replicate, mesh.shard).by_part(1 / mesh.shard),
             one_link=cluster.inside_node is None or mesh.shard > network.topology.gpus_per_node,
             sharing=sharing,
             # A device that is not in the table, such as a CPU, is taken to copy in no time.
