@@ -13,6 +13,7 @@ from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Framework, Plan
 from backbeat.model.layout import SIZES, Layout, is_layout, layout_parts
 from backbeat.planners import OTHERWISE_CALLED, SHARDED, STRATEGIES
+from backbeat.planners.layout_ways import usual_zero
 
 Kind = Literal["buckets", "units", "layout"]
 SEARCHED = ("hsdp",)
@@ -131,6 +132,14 @@ _NEEDS: dict[str, str] = {
 }
 
 
+def _by_unit(way: Way, framework: Framework) -> bool:
+    """Whether replicas of a layout shard units of modules in every pass."""
+    if way.parts is None or not framework.by_unit:
+        return False
+    pp = 2 if "pp" in way.parts else 1
+    return int(way.parts.get("zero") or usual_zero(framework, pp)) >= 2
+
+
 def idle_keyword(way: Way, given: Mapping[str, Any], framework: Framework, experts: bool) -> tuple[str, str] | None:
     """A keyword that was given and cannot act on this way, and why."""
     plan, name = way.plan, way.name
@@ -154,7 +163,7 @@ def idle_keyword(way: Way, given: Mapping[str, Any], framework: Framework, exper
         elif keyword == "overlap":
             if value == "dp+tp" and way.kind != "layout":
                 return keyword, "nothing of it is tensor parallel: say dp or none"
-            if value == "none" and way.kind == "units":
+            if value == "none" and (way.kind == "units" or _by_unit(way, framework)):
                 return keyword, "units are always gathered and scattered beside computation: leave it out"
             if name == "horovod" or framework.fuses:
                 return keyword, "Horovod's buckets form while backward runs: leave it out"
