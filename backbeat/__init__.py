@@ -1,4 +1,4 @@
-"""backbeat: how data-parallel training will scale, and the gradient schedule that makes it fastest.
+"""backbeat: how a training job will scale in any way of running it, and the plan that makes it fastest.
 
 The names below are imported when first used, so that `import backbeat` costs nothing.
 """
@@ -11,35 +11,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from backbeat.api import plan, predict
     from backbeat.errors import BackbeatError, InputError
-    from backbeat.model import Framework, Network, Plan, Prediction, Profile
-    from backbeat.model.batches import strong_scaling
+    from backbeat.model import Framework, Layout, Network, Plan, Prediction, Profile, Run
 
 __version__ = "0.1.0"
 
 _HOME = {
     "BackbeatError": "backbeat.errors",
+    "Framework": "backbeat.model",
     "InputError": "backbeat.errors",
+    "Layout": "backbeat.model",
     "Network": "backbeat.model",
     "Plan": "backbeat.model",
     "Prediction": "backbeat.model",
     "Profile": "backbeat.model",
-    "Framework": "backbeat.model",
+    "Run": "backbeat.model",
     "plan": "backbeat.api",
     "predict": "backbeat.api",
-    "strong_scaling": "backbeat.model.batches",
 }
 
 __all__ = [
     "BackbeatError",
     "Framework",
     "InputError",
+    "Layout",
     "Network",
     "Plan",
     "Prediction",
     "Profile",
+    "Run",
     "plan",
     "predict",
-    "strong_scaling",
 ]
 
 
@@ -47,3 +48,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'backbeat' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

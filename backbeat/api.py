@@ -1,148 +1,67 @@
-"""Planning and simulating in one call."""
+"""The package's verbs: one question, of any model on any cluster in any way."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from msgspec.structs import replace
-
+from backbeat.answer.asked import Asked
+from backbeat.answer.subject import ClusterInput, ModelInput
 from backbeat.errors import InputError
-from backbeat.model import Framework, Network, Plan, PlanPrediction, Prediction, Profile
-from backbeat.model.batches import strong_scaling
-from backbeat.model.framework import framework_named
-from backbeat.planners import is_sharded, propose
-from backbeat.planners.baselines import framework_plan
-from backbeat.steps.predict import predict as simulated
+from backbeat.model import Plan, Prediction
 
-
-def plan(
-    profile: Profile,
-    network: Network,
-    strategy: str = "best",
-    *,
-    accumulation: int | None = None,
-    reduce_dtype: str | None = None,
-    **choices: Any,
-) -> Plan:
-    """The gradient schedule that a strategy chooses for this profile on this network, with its prediction.
-
-    What the caller may fix are fields of `backbeat.planners.StrategyOptions`; a strategy takes what concerns it.
-    Buckets are the same for any number of micro-batches; `accumulation` is what the prediction is made for. With
-    `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
-    """
-    _need_loaded(profile, network)
-    sent, made = resolve(profile, network, strategy, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
-    predicted = PlanPrediction.of(simulated(sent, network, made, accumulation=accumulation), network.name)
-    if (older := made.on_older_torch()) is not None:
-        without_s = simulated(sent, network, older, accumulation=accumulation).iteration_s
-        predicted = replace(predicted, older_torch_s=without_s)
-    notes = made.notes
-    if reduce_dtype is not None and made.sharding is None:
-        notes = (*notes, f'gradients are sent as {reduce_dtype}: give the wrapper reduce_dtype="{reduce_dtype}"')
-    return replace(made, predicted=predicted, notes=notes)
+WayInput = str | os.PathLike[str] | Plan
 
 
 def predict(
-    profile: Profile,
-    network: Network,
-    plan: Plan | str | None = None,
+    model: ModelInput,
+    cluster: ClusterInput,
+    way: WayInput | None = None,
     *,
-    framework: Framework | str | None = None,
-    overlap: str | None = None,
-    zero: int | None = None,
-    accumulation: int | None = None,
-    broadcast_buffers: bool = True,
-    reduce_dtype: str | None = None,
-    global_batch: int | None = None,
-    **choices: Any,
+    gpus: int | None = None,
+    **keywords: Any,
 ) -> Prediction:
-    """How long one iteration takes on the network's workers under the plan, or under the named strategy's, and why.
+    """How long one step takes, why, and what it needs.
 
-    In place of a plan, `framework` names what the job runs today ("nanotron", "megatron", … in
-    `backbeat.model.framework.FRAMEWORKS`) or says it as a `Framework`: dtype, buckets, overlap, sharded update. With it
-    go `overlap` ("none" or "dp") and the stage of `zero` that it runs, where these are not its own.
-
-    With `accumulation` micro-batches only the last one's backward overlaps with communication. With `reduce_dtype`
-    ("bf16" or "fp16") fp32 gradients are sent in two bytes each. Where the plan says what is kept of activations,
-    every time is of an iteration that runs so, T(1) too, and the peak is predicted. With `global_batch` all workers
-    share that many samples per iteration, as in `strong_scaling`; T(1) is then one worker's time for its share. A
-    strategy takes the same choices as in `plan`.
+    The model is a bundled name, a Hugging Face config.json, or a `Profile` or its file; the cluster a bundled name, or
+    a `Network` or its file. The way is a name ("fsdp", "hsdp:8", "best"), a layout ("tp=8+pp=2"), or a `Plan` or its
+    file; where it leaves a size open ("hsdp", "tp+pp") the fastest that fits is predicted. Without `gpus` it is the
+    network's own number, or that of a plan. Keywords say the rest: sequence, batch, global_batch, precision, framework,
+    accelerator, measured, tokens, price, …
 
     >>> from backbeat.model import Network, Profile
     >>> profile, network = Profile.load("resnet50-b64-bf16-h200"), Network.load("10gbe")
     >>> round(predict(profile, network.at(workers=8), "single").scaling_factor, 2)
     0.16
-    >>> round(predict(profile, network.at(workers=8), "single", reduce_dtype="bf16").scaling_factor, 2)
+    >>> round(predict(profile, network, "single", gpus=8, reduce_dtype="bf16").scaling_factor, 2)
     0.27
+    >>> predict("llama-3-8b", "aws-p5en", "tp=8+pp=2", gpus=64).mesh
+    {'replicate': 4, 'tp': 8, 'pp': 2}
     """
-    _need_loaded(profile, network)
-    if global_batch is not None:
-        profile = strong_scaling(profile, global_batch, network.workers, accumulation=accumulation)
-    if framework is not None:
-        if plan is not None or reduce_dtype is not None or choices:
-            raise InputError(
-                "framework says buckets and dtype itself: leave plan, reduce_dtype and a strategy's choices out, or "
-                "change them in a Framework"
-            )
-        reduction = framework_named(framework, overlap=overlap, zero=zero)
-        if reduction.zero > 1 and reduction.way is None:
-            raise InputError(
-                f"zero is {reduction.zero}: {reduction.name} is predicted with 0 and 1; beyond, ask for fsdp or zero2"
-            )
-        plan = reduction.way
-    elif overlap is not None or zero is not None:
-        raise InputError("overlap and zero say how a framework runs: give framework=, or leave them out")
-    if framework is not None and plan is None:
-        return simulated(
-            reduction.sent(profile),
-            network,
-            framework_plan(profile, network, reduction),
-            accumulation=accumulation,
-            broadcast_buffers=broadcast_buffers and reduction.broadcast_buffers,
-            reduction=reduction,
-        )
-    if plan is None:
-        raise InputError("there is nothing to predict: give a plan, a strategy's name, or framework=")
-    sent, plan = resolve(profile, network, plan, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
-    found = simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
-    return replace(found, parameters=profile.trained)
+    if way is None:
+        _check(keywords)
+        raise InputError("way is missing: name one (fsdp, best, tp=8+pp=2), or give a Plan; `compare` weighs all ways")
+    return Asked.of(model, cluster, **keywords).predict(way, gpus)
 
 
-def resolve(
-    profile: Profile,
-    network: Network,
-    plan: Plan | str,
+def plan(
+    model: ModelInput,
+    cluster: ClusterInput,
+    way: WayInput | None = None,
     *,
-    accumulation: int | None = None,
-    reduce_dtype: str | None = None,
-    **choices: Any,
-) -> tuple[Profile, Plan]:
-    """The profile with its gradients as they are sent, and the plan to follow: the strategy's, where one is named."""
-    sent = profile
-    if reduce_dtype is not None and isinstance(plan, Plan) and plan.sharding is not None:
-        sharding = replace(plan.sharding, reduce_dtype=reduce_dtype)
-        plan = replace(plan, sharding=sharding, predicted=None)
-    elif reduce_dtype is not None and not (isinstance(plan, str) and is_sharded(plan)):
-        compressed = plan == "compressed" if isinstance(plan, str) else plan.compressed
-        if compressed:
-            raise InputError(
-                f"reduce_dtype is {reduce_dtype!r}, but compressed buckets have a format of their own: leave one out"
-            )
-        sent = profile.with_reduce_dtype(reduce_dtype)
-    if isinstance(plan, str):
-        bucketed = _bucketed(profile, sent, plan)
-        plan = propose(bucketed, network, plan, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
-    return sent, plan
+    gpus: int | None = None,
+    **keywords: Any,
+) -> Plan:
+    """The plan of a way, with its prediction; without a way that of the one that is recommended.
+
+    Model, cluster and keywords are those of `predict`.
+    """
+    asked = Asked.of(model, cluster, **keywords)
+    return asked.plan(asked.recommended(gpus) if way is None else way, gpus)
 
 
-def _need_loaded(profile: Profile, network: Network) -> None:
-    for name, given, kind in (("profile", profile, Profile), ("network", network, Network)):
-        if not isinstance(given, kind):
-            raise InputError(
-                f"{name} is {given!r}: give a {kind.__name__}; {kind.__name__}.load reads a file or a bundled name"
-            )
+def _check(keywords: dict[str, Any]) -> None:
+    """An earlier name of `way` is told by its own line."""
+    from backbeat.answer.keywords import read
 
-
-def _bucketed(profile: Profile, sent: Profile, strategy: str) -> Profile:
-    """Stock DDP closes a bucket by the bytes that its gradients have on the device, whatever is sent of them."""
-    return profile if strategy == "ddp" else sent
+    read(keywords)

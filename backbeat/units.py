@@ -23,8 +23,13 @@ _SIZE = {
     "g": 10**9, "gb": 10**9, "gib": 2**30,
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
-_RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_TIME = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "m": 60.0, "h": 3600.0}
+_RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "gbe": 1e9}
+_COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_TIME = {
+    "": 1.0,
+    "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9,
+    "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0,
+}  # fmt: skip
 _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Zµ/]*)\s*$")
 
 
@@ -49,11 +54,20 @@ def parse_bytes(text: str | int) -> int:
     return round(_scaled(text, _SIZE, "a size", "25MB, 25MiB or 1.5GB"))
 
 
+def parse_count(text: str) -> float:
+    """How many tokens or samples.
+
+    >>> parse_count("15B"), parse_count("1.28M")
+    (15000000000.0, 1280000.0)
+    """
+    return float(_scaled(text, _COUNT, "a count", "15B, 300M or 1.28e6"))
+
+
 def parse_rate(text: str) -> float:
     """Bits per second.
 
-    >>> parse_rate("10gbit"), parse_rate("200Mbit/s"), parse_rate("450GB/s")
-    (10000000000.0, 200000000.0, 3600000000000.0)
+    >>> parse_rate("10gbit"), parse_rate("200Mbit/s"), parse_rate("450GB/s"), parse_rate("25GbE")
+    (10000000000.0, 200000000.0, 3600000000000.0, 25000000000.0)
     """
     bare = re.sub(r"(/s|ps)$", "", text.strip())
     # A capital B is bytes; Gb/s could be either, and is refused.

@@ -15,16 +15,15 @@ from functools import partial
 
 from backbeat import plan
 from backbeat.cost import LinkCost
-from backbeat.engine import Graph, run
+from backbeat.engine import Graph, SharedLink, run
 from backbeat.layouts.pipeline import run_pipeline
-from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
-from backbeat.steps.bucket_graph import BucketStep, bucket_graph, link_of
+from backbeat.steps.bucket_graph import BucketStep, bucket_graph
 from backbeat.steps.schedule import Schedule, one_by_one
 from backbeat.steps.sharded_units import ShardedCost, chain_of
-from backbeat.steps.stage_graph import ChunkTimes, stage_graph
+from backbeat.steps.stage_graph import StageTimes, stage_graph
 from backbeat.steps.unit_graph import UnitStep, unit_graph
 from benchmarks.harness import machine
 
@@ -68,7 +67,7 @@ def buckets(name: str, cluster: str, gpus: int, ways: tuple[tuple[str, int | Non
                 step = BucketStep(
                     schedule=schedule,
                     times=cost.times(schedule.sizes),
-                    link=link_of(cost),
+                    link=SharedLink.of(cost),
                     forward_s=profile.forward_s,
                     backward_s=profile.backward_s,
                     update_s=profile.update_s,
@@ -112,10 +111,9 @@ def stages() -> None:
         ("1f1b", 8, 64, 1), ("interleaved", 8, 64, 2), ("zero-bubble", 8, 64, 1), ("1f1b", 16, 256, 1),
     ):  # fmt: skip
         times = [StageTimes(1.0 + 0.01 * index, 1.1, 0.9) for index in range(count * chunks)]
-        whole = [ChunkTimes(each.forward_s, each.input_s, each.weight_s) for each in times]
 
-        def build(schedule=schedule, count=count, micro_batches=micro_batches, whole=whole) -> Graph:  # type: ignore[no-untyped-def]
-            return stage_graph(schedule, count, micro_batches, whole, 0.01).graph
+        def build(schedule=schedule, count=count, micro_batches=micro_batches, times=times) -> Graph:  # type: ignore[no-untyped-def]
+            return stage_graph(schedule, count, micro_batches, times, 0.01).graph
 
         name = f"{schedule}, {count} stages, {micro_batches} micro-batches"
         middle = partial(run_pipeline, schedule, count, micro_batches, times, 0.01, listed=False)  # type: ignore[arg-type]

@@ -78,13 +78,13 @@ def layers(batch_size: int = 256, device: str = "cpu") -> tuple[nn.Module, Any, 
 
 def work(options: argparse.Namespace) -> None:
     """One rank."""
-    from backbeat.api import plan as make_plan
     from backbeat.comm.gloo import settle_gloo
     from backbeat.lab.namespaces import enter
     from backbeat.lab.train import profile_here
     from backbeat.measure.network.calibration import calibrate
     from backbeat.model import Plan
     from backbeat.model.files import decode, encode
+    from backbeat.planners.planned import planned as make_plan
     from backbeat.runtime import DistributedDataParallel
     from backbeat.steps.predict import predict
 

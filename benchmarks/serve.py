@@ -9,7 +9,7 @@ import statistics
 import urllib.request
 
 from benchmarks.harness import machine, seconds
-from tests.report.server_process import running
+from tests.show.server_process import running
 
 PROFILES = ("resnet50-b64-bf16-h200", "bert-large-b32-bf16-h200", "densenet201-b64-bf16-h200", "llama-1b-b4-bf16-h200")
 MOVES = (

@@ -28,7 +28,7 @@ settings.load_profile("backbeat")
 
 LONGEST = (
     "tests/runtime/test_frameworks.py",
-    "tests/report/pages/test_browser.py",
+    "tests/show/pages/test_browser.py",
     "tests/validation/test_soak.py",
     "tests/runtime/test_scenarios.py",
     "tests/golden/test_golden.py",

@@ -30,7 +30,6 @@ from unittest import mock
 
 import msgspec
 
-import backbeat as bb
 from backbeat import layouts
 from backbeat.cost.accelerators import accelerator_named
 from backbeat.cost.operator_model import OperatorModel, operator_model
@@ -38,9 +37,10 @@ from backbeat.cost.operators import Product
 from backbeat.errors import BackbeatError
 from backbeat.layouts import Layout, Transformer, layer_work
 from backbeat.layouts.architectures import BUNDLED as MODELS
-from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.model import Network, Plan, Profile, cluster
 from backbeat.model.framework import FRAMEWORKS, Framework
+from backbeat.model.prediction import COMPUTE
+from backbeat.planners.planned import planned, predicted
 from backbeat.steps.predict import predict
 from validation import blocks, specified
 from validation.case import Case
@@ -160,10 +160,10 @@ class Asker:
             framework=self.framework(case.framework or "megatron"), compute_factor=factor,
             family="closed-form" if quick else "events", band=not quick,
         )  # fmt: skip
-        low, high = found.band_s or (None, None)
-        reserve = self.framework(case.framework or "megatron").reserve_bytes
+        low, high = found.range_s or (None, None)
         return Answer(
-            seconds=found.step_s, low_s=low, high_s=high, memory_bytes=found.memory.total - reserve, fits=found.fits,
+            seconds=found.step_s, low_s=low, high_s=high,
+            memory_bytes=found.peak_bytes, fits=found.fits != "no",
             computing=sum(found.breakdown.parts[name] for name in COMPUTE) / found.step_s,
         )  # fmt: skip
 
@@ -186,13 +186,13 @@ class Asker:
             return Answer(seconds=profile.single_s, low_s=profile.single_s, high_s=profile.single_s, computing=1.0)
         there, accumulation = network.at(workers=case.gpus), case.accumulation
         if case.framework is not None and case.plan is None:
-            found = bb.predict(profile, there, framework=self.framework(case.framework), accumulation=accumulation)
+            found = predicted(profile, there, framework=self.framework(case.framework), accumulation=accumulation)
         elif case.plan is None and case.recompute != "full":
-            found = bb.predict(profile, there, case.strategy, accumulation=accumulation)
+            found = predicted(profile, there, case.strategy, accumulation=accumulation)
         else:
             segments = case.plan.get("segments") if isinstance(case.plan, Mapping) else None
             if case.plan is None or segments is not None:
-                plan = treated(bb.plan(profile, there, case.strategy), segments)
+                plan = treated(planned(profile, there, case.strategy), segments)
             else:
                 plan = self.plan(case.plan, profile, case.gpus)
             reduction = None if case.framework is None else self.framework(case.framework)

@@ -8,12 +8,10 @@ from typing import Any
 
 import msgspec
 
-from backbeat.cost.protocols import NicLatency
 from backbeat.errors import InputError
 from backbeat.importers.bandwidth_table import load_table
-from backbeat.model import CollectiveTimes, Fabric, Network
-from backbeat.model.network_rows import WorkersRow
-from backbeat.model.specification import Specification, reached_inside, typical_hop_s
+from backbeat.model import Fabric, Network
+from backbeat.model.specification import Specification, latency_by, reached_inside, typical_hop_s
 from validation.cases import CaseError
 
 
@@ -33,30 +31,11 @@ def _specified(name: str, fields: dict[str, Any], folders: tuple[Path, ...]) -> 
         if path is None:
             raise InputError(f"{fields['bandwidths']} is kept elsewhere: give --truth FOLDER")
         return load_table(path, gpus_per_node=fields["gpus_per_node"])
-    nodes, rings = fields.pop("nodes", [1, 2, 4, 8, 16, 32, 64]), fields.pop("rings", False)
+    nodes = fields.pop("nodes", [1, 2, 4, 8, 16, 32, 64])
     if "inside_line" in fields:
         line, nvls = fields.pop("inside_line"), fields.get("nvls", False)
         fields["inside"] = reached_inside(line, fields["gpus_per_node"], nvls=nvls)
-    hop_s = typical_hop_s(fields.get("transport"))
+    transport = fields.get("transport")
     if "fabric" in fields:
         fields["fabric"] = msgspec.convert(fields["fabric"], Fabric)
-    made = Specification(latency=NicLatency.of(hop_s), **fields).network(name, nodes)
-    return _ringed(made, fields["gpus_per_node"]) if rings else made
-
-
-def _ringed(network: Network, per_node: int) -> Network:
-    """NCCL before 2.12 reduced large messages in rings on any number of nodes: 2(N - 1)/N bytes a byte cross the
-    NICs."""
-
-    def row(one: Network | WorkersRow) -> Network | WorkersRow:
-        if one.workers <= per_node:
-            return one
-        nodes, curve = one.workers // per_node, one.all_reduce.curve
-        more = ((one.workers - 1) / one.workers) / ((nodes - 1) / nodes)
-        line = CollectiveTimes(alpha_s=curve.at(0.0), beta_s_per_byte=curve.link_s_per_byte * more)
-        return msgspec.structs.replace(one, all_reduce=line)
-
-    rows = [row(one) for one in (network, *network.rows)]
-    return msgspec.structs.replace(
-        network, all_reduce=rows[0].all_reduce, rows=tuple(one for one in rows[1:] if isinstance(one, WorkersRow))
-    )
+    return Specification(latency=latency_by(transport, typical_hop_s(transport)), **fields).network(name, nodes)

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model import Network
+from backbeat.model.specification import across_named
 from backbeat.units import parse_bytes, parse_workers
 
 _FEWEST_BYTES = 2**16
@@ -68,7 +69,7 @@ def load_network(name: str, across: str | None, nics_per_node: int = 1) -> Netwo
         raise InputError(
             f"--nics-per-node {nics_per_node} counts the links of --across: name what joins the nodes with it"
         )
-    return network if across is None else network.joined_by(Network.load(across), links=nics_per_node)
+    return network if across is None else network.joined_by(across_named(across), links=nics_per_node)
 
 
 def plan_options(across: str | None, nics_per_node: int, reduce_dtype: str | None) -> list[str]:

@@ -22,7 +22,7 @@ from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.case import SIZES
 from backbeat.measure.network.sampling import Progress
 from backbeat.measure.network.verdict import summary_of
-from backbeat.report.tables.terminal_table import table_of
+from backbeat.show.tables.terminal_table import table_of
 from backbeat.units import doubling, format_bytes, format_rate, format_seconds, parse_bytes, parse_duration
 
 _BACKENDS = ("gloo", "nccl", "mpi")

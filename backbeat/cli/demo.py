@@ -8,16 +8,16 @@ from typing import Annotated
 import msgspec
 import typer
 
-from backbeat import api
 from backbeat.cli import options
 from backbeat.cli.output import check_page, console, print_json, say
 from backbeat.cli.plan import plan
 from backbeat.cli.predict import content, predict
 from backbeat.cli.report import report
 from backbeat.model import Network, Profile
-from backbeat.report.study import PLANNED, STOCK, by_name, compare
-from backbeat.report.study_row import Question
-from backbeat.report.words.commands import Settings
+from backbeat.planners.planned import planned
+from backbeat.show.study import PLANNED, STOCK, by_name, compare
+from backbeat.show.study_row import Question
+from backbeat.show.words.commands import Settings
 from backbeat.units import parse_workers
 
 MODEL, NETWORK, WORKERS = "resnet50-b64-bf16-h200", "100gbe", "4..2048"
@@ -58,7 +58,7 @@ def _as_data(output: Path, page: Path) -> None:
         question = Question(given=Profile.load(model), network=Network.load(cluster))
         found = compare(question, parse_workers(counts), by_name((STOCK, PLANNED)))
         tables.append(content(found, Settings()))
-    made = api.plan(Profile.load(MODEL), Network.load(NETWORK).at(workers=64))
+    made = planned(Profile.load(MODEL), Network.load(NETWORK).at(workers=64))
     made.save(output)
     say(f"wrote {output}")
     report(MODEL, NETWORK, workers="64", output=page)

@@ -12,7 +12,7 @@ from backbeat.cli import options
 from backbeat.cli.output import print_answer, print_json, say
 from backbeat.importers import chakra, kineto, nccl_tests
 from backbeat.model import Network, Profile
-from backbeat.report.tables.plan_tables import measured_units_table
+from backbeat.show.tables.plan_tables import measured_units_table
 
 app = typer.Typer(help="Read files of other tools.", no_args_is_help=True, rich_markup_mode=None)
 

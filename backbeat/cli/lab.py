@@ -21,7 +21,7 @@ from backbeat.lab.setting import Setting, check_requirements, parse_delay, parse
 from backbeat.layouts.architectures import transformer
 from backbeat.model import Plan, Profile
 from backbeat.model.layout import Layout, job_of
-from backbeat.report.tables.terminal_table import WINNER, table_of
+from backbeat.show.tables.terminal_table import WINNER, table_of
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def _layouts_table(setting: Setting, results: Sequence[ExecutedLayout]) -> Table
     ran = results[0].answers["execution"]
     rows = []
     for result in results:
-        row = [result.answers["execution"].layout.label, format_seconds(result.measured_s)]
+        row = [result.answers["execution"].strategy, format_seconds(result.measured_s)]
         row += [f"within {result.repeat:.1%}", f"{result.waiting:.0%}"]
         for family in ("events", "closed-form"):
             row += [format_seconds(result.answers[family].step_s), f"{result.error(family):+.1%}"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from backbeat import layouts
@@ -13,13 +14,15 @@ from backbeat.cli import options
 from backbeat.cli.arguments import load_network
 from backbeat.cli.output import check_page, print_answer, print_json, write_page
 from backbeat.errors import InputError
-from backbeat.layouts import LayoutPrediction, transformer
+from backbeat.layouts import transformer
 from backbeat.model import Network
 from backbeat.model.framework import LAYOUT_FRAMEWORKS, Framework, framework_named
-from backbeat.report.pages.layout_page import layout_content, layout_report
-from backbeat.report.tables import layout_tables as tables
-from backbeat.report.words import layout_answer as words
-from backbeat.report.words.megatron_flags import flag_lines, megatron_flags, why_no_flags
+from backbeat.model.layout import Job, job_of
+from backbeat.show.pages.layout_page import layout_content, layout_report
+from backbeat.show.tables import layout_tables as tables
+from backbeat.show.words import layout_answer as words
+from backbeat.show.words.megatron_flags import flag_lines, megatron_flags, why_no_flags
+from backbeat.show.words.notes import worded
 from backbeat.units import counted, format_seconds, parse_workers
 
 
@@ -94,7 +97,7 @@ def layout(
         count = counts[0] if counts else None
         found = layouts.predict(model, network, layout_text, gpus=count, family=family, **job)  # type: ignore[arg-type]
         if json:
-            print_json(found.data())
+            print_json(_data(found))
             return
         if output is None:
             drawn = layouts.predict(model, network, found.layout, **{**job, "global_batch": tables.drawn_batch(found)})
@@ -107,7 +110,7 @@ def layout(
     stages = _stages(zero)
     ranked = [layouts.search(model, network, gpus=count, zero=stages, most=most, **job) for count in counts]
     if json:
-        answers = [[one.data() for one in rows] for rows in ranked]
+        answers = [[_data(one) for one in rows] for rows in ranked]
         print_json(answers if len(counts) > 1 else answers[0])
         return
     if output is not None:
@@ -158,7 +161,7 @@ def _write(
     output: Path,
     model: str,
     network: Network,
-    ranked: Mapping[int, Sequence[LayoutPrediction]],
+    ranked: Mapping[int, Sequence[Any]],
     job: dict[str, Any],
     zero: tuple[int, ...] = (1,),
 ) -> None:
@@ -167,28 +170,39 @@ def _write(
     write_page(output, page, "fewer numbers of GPUs or a smaller --most")
 
 
-def _flags(model: str, found: LayoutPrediction, framework: Framework) -> str | None:
-    flags = megatron_flags(transformer(model), found.layout, found.job, framework)
+def _data(found: Any) -> dict[str, Any]:
+    """The answer as JSON holds it, with its layout whole."""
+    derived = ("way", "gpus", "step_s", "jitter_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu")
+    whole = {"layout": msgspec.structs.asdict(found.layout), **{name: getattr(found, name) for name in derived}}
+    return {**msgspec.to_builtins(found), **whole}
+
+
+def _job(found: Any) -> Job:
+    return job_of(found.global_batch, found.sequence, found.precision)
+
+
+def _flags(model: str, found: Any, framework: Framework) -> str | None:
+    flags = megatron_flags(transformer(model), found.layout, _job(found), framework)
     if not flags:
         return why_no_flags(found.layout, framework)
     return f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}"
 
 
-def _show(model: str, found: LayoutPrediction, drawn: LayoutPrediction, framework: Framework) -> None:
-    count = drawn.job.global_batch // (drawn.layout.dp * drawn.layout.micro_batch)
+def _show(model: str, found: Any, drawn: Any, framework: Framework) -> None:
+    count = drawn.global_batch // (drawn.layout.dp * drawn.layout.micro_batch)
     spread = None
-    if found.spread_s is not None:
-        low, high = (format_seconds(edge) for edge in found.spread_s)
+    if found.jitter_s is not None:
+        low, high = (format_seconds(edge) for edge in found.jitter_s)
         spread = f"Single steps vary from {low} to {high} (10th to 90th percentile)."
     print_answer(
         tables.breakdown_table(found),
         tables.layout_memory_table(found),
-        f"The stages in a step of {count} micro-batches:" if drawn.job != found.job else None,
+        f"The stages in a step of {count} micro-batches:" if drawn.global_batch != found.global_batch else None,
         *tables.stage_lines(drawn.timeline),
-        *(f"* {note}" for note in found.notes),
+        *(f"* {note}" for note in worded(found.notes)),
         spread,
     )
-    if found.fits:
+    if found.fits != "no":
         print_answer(words.layout_answer(found), _flags(model, found, framework))
     else:
         print_answer("It does not fit: recompute more, shard more (zero), or add stages.")

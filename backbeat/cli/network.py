@@ -12,16 +12,25 @@ from msgspec.structs import replace
 from backbeat.cli import options
 from backbeat.cli.arguments import split
 from backbeat.cli.output import print_answer, print_json, say
-from backbeat.cost.protocols import NicLatency
+from backbeat.cost.pcie import PRESETS, InsideLink
 from backbeat.errors import InputError, did_you_mean
 from backbeat.importers.composition import compose_networks, read_network
 from backbeat.model import CollectiveTimes, Fabric, Network, Source
-from backbeat.model.slowdown import CHANNELS
-from backbeat.model.specification import Specification, reached_inside, transport_of, typical_hop_s
+from backbeat.model.slowdown import Transport
+from backbeat.model.specification import (
+    Specification,
+    is_ethernet,
+    latency_by,
+    reached_inside,
+    transport_of,
+    typical_hop_s,
+)
 from backbeat.model.topology import FabricKind
-from backbeat.report.tables.network_tables import every_row, network_table
-from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
+from backbeat.show.tables.network_tables import every_row, network_table
+from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate, parse_workers
 
+_FASTEST_PCIE = 64e9
+"""Bytes a second, one direction, of the fastest slot: no NVLink between two GPUs of a server is as slow."""
 _LONGEST_HOP_S = 10e-3
 """No network between nodes is as slow: a unit was left out."""
 
@@ -31,6 +40,7 @@ def network(
         str | None,
         typer.Option(
             help="The links of ONE GPU inside its node, one direction, like 450GB/s (NVLink 4: half of its 900); "
+            "PCIe by name: pcie3, pcie4 or pcie5 (GeForce: through the host's memory), pcie4-p2p with peer-to-peer; "
             "or a measurement inside one node."
         ),
     ] = None,
@@ -42,7 +52,13 @@ def network(
         ),
     ] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs that share a node.", min=1)] = None,
-    nic: Annotated[str | None, typer.Option(help="ONE network interface, one direction, like 400gbit.")] = None,
+    nic: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="ONE network interface, one direction, like 400gbit or 10gbe. Racks of different links: give each, "
+            "the slowest sets the pace."
+        ),
+    ] = None,
     nics_per_node: Annotated[int, typer.Option(help="Network interfaces of a node, all of them together.", min=1)] = 1,
     latency: Annotated[
         str | None,
@@ -66,7 +82,7 @@ def network(
     transport: Annotated[
         str | None,
         typer.Option(
-            help="What carries messages: infiniband (or RoCE), efa, sockets, nvlink or nvls. "
+            help="What carries messages: infiniband, roce, efa, sockets (TCP), nvlink or nvls. "
             "Computation slows down beside it."
         ),
     ] = None,
@@ -76,7 +92,13 @@ def network(
 ) -> None:
     """Describe a cluster that you cannot measure. From specifications: --gpus-per-node, --inside, --nic and
     --nics-per-node. From measurements, also other people's: --inside and --across with files. Or from both: --inside
-    with a file, --nic for what joins the nodes."""
+    with a file, --nic for what joins the nodes. 8 nodes of 4 RTX 3090 on 10 Gbit/s Ethernet: --gpus-per-node 4
+    --inside pcie4 --nic 10gbe --nodes 1..8"""
+    said: list[str] = []
+    if transport is not None:
+        _one_of("--transport", transport, get_args(Transport))
+    elif latency is None and nic and all(map(is_ethernet, split(nic))):
+        transport, said = "sockets", [f"{', '.join(nic)} is taken to go through sockets; --transport says otherwise"]
     hop_s = parse_duration(latency) if latency is not None else typical_hop_s(transport)
     if hop_s <= 0:
         raise InputError(f"--latency is {latency}: it must be above zero, like 10us")
@@ -87,33 +109,39 @@ def network(
         raise InputError("--oversubscription needs --fabric: fat-tree, rail-optimised or cloud")
     kind = _one_of("--fabric", fabric, get_args(FabricKind)) if fabric is not None else None
     joined = Fabric(kind=kind, oversubscription=oversubscription) if kind is not None else None
-    if nic is not None and across:
+    if nic and across:
         raise InputError("--nic and --across both say what joins the nodes: keep one of them")
-    if nic is not None:
-        within, per_node = _inside(inside, gpus_per_node, nvls=nvls)
-        sheet = Specification(
+    if nic or (inside is not None and gpus_per_node is not None and not across and _is_link(inside)):
+        rates = [parse_rate(one) / 8 for one in split(nic)]
+        if transport is None and rates:
+            transport = transport_of(hop_s)
+            said.append(f"messages are taken to go by {transport}, from --latency; --transport says otherwise")
+        if len(set(rates)) > 1:
+            said.append(f"a ring through all racks goes at the pace of the slowest, {format_rate(8 * min(rates))}")
+        if joined is None and rates:
+            said.append("nobody else is taken to use the network; --fabric says how busy it may be")
+        link, within, per_node = _inside(inside, gpus_per_node, nvls=nvls)
+        made = Specification(
             gpus_per_node=per_node,
             inside=within,
-            nic=parse_rate(nic) / 8,
+            inside_link=link,
+            nic=min(rates, default=0.0),
             nics_per_node=nics_per_node,
-            latency=NicLatency.of(hop_s),
+            latency=latency_by(transport, hop_s),
             fabric=joined,
             nvls=nvls,
             sharp=sharp,
-        )
-        made = sheet.network(named, parse_workers(nodes, "nodes"))
-        if transport is None:
-            transport = transport_of(hop_s)
-            made = _noted(made, f"messages are taken to go by {transport}, from --latency; --transport says otherwise")
-        if joined is None:
-            made = _noted(made, "nobody else is taken to use the network; --fabric says how busy it may be")
+            transport=transport,  # type: ignore[arg-type]
+        ).network(named, parse_workers(nodes, "nodes") if rates else [1])
+        if link is None and inside and _is_rate(inside) and parse_rate(inside) / 8 <= _FASTEST_PCIE:
+            said.append(f"{inside} is as slow as PCIe: its names, like --inside pcie4, say what NCCL reaches there")
+        made = _noted(made, *said)
     else:
         made = _composed(named, inside, across or [], gpus_per_node, hop_s, joined)
-        if transport is None and made.topology.transport is None and made.topology.gpus_per_node > 1:
+        if transport is not None:
+            made = replace(made, topology=replace(made.topology, transport=transport))
+        elif made.topology.transport is None and made.topology.gpus_per_node > 1:
             made = _noted(made, "computation is taken not to slow down beside messages; give --transport, and it does")
-    if transport is not None:
-        known = _one_of("--transport", transport, tuple(CHANNELS))
-        made = replace(made, topology=replace(made.topology, transport=known))
     if output is not None:
         made.save(output)
     rows = every_row(made)
@@ -127,8 +155,8 @@ def network(
         say(f"wrote {output}")
 
 
-def _noted(network: Network, note: str) -> Network:
-    return replace(network, notes=(*network.notes, note))
+def _noted(network: Network, *notes: str) -> Network:
+    return replace(network, notes=(*network.notes, *notes))
 
 
 def _one_of(option: str, given: str, known: tuple[str, ...]) -> Any:
@@ -137,24 +165,28 @@ def _one_of(option: str, given: str, known: tuple[str, ...]) -> Any:
     raise InputError(f"{option} is {given!r}: {did_you_mean(given, known)}")
 
 
-def _inside(inside: str | None, gpus_per_node: int | None, *, nvls: bool) -> tuple[float | CollectiveTimes, int]:
-    """What an all-reduce reaches inside a node, in bytes a second, or as measured; and the GPUs of a node."""
+def _inside(
+    inside: str | None, gpus_per_node: int | None, *, nvls: bool
+) -> tuple[InsideLink | None, float | CollectiveTimes, int]:
+    """PCIe by name, or what an all-reduce reaches inside a node in bytes a second or as measured; and its GPUs."""
     per_node = gpus_per_node or 1
     if inside is None:
         if per_node > 1:
-            raise InputError(f"{per_node} GPUs share a node: say what joins them with --inside, like 450GB/s")
-        return 0.0, 1
-    if _is_rate(inside):
+            raise InputError(f"{per_node} GPUs share a node: say what joins them with --inside, like 450GB/s or pcie4")
+        return None, 0.0, 1
+    if _is_link(inside):
         if per_node < 2:
             raise InputError("--inside is for nodes of two GPUs or more: give --gpus-per-node")
-        return reached_inside(parse_rate(inside) / 8, per_node, nvls=nvls), per_node
+        if not _is_rate(inside):
+            return _one_of("--inside", inside, PRESETS), 0.0, per_node
+        return None, reached_inside(parse_rate(inside) / 8, per_node, nvls=nvls), per_node
     measured = read_network(inside, gpus_per_node=gpus_per_node)
     if not measured.workers == (gpus_per_node or measured.workers) > 1:
         raise InputError(
             f"{inside} was measured on {measured.workers} GPUs, not on one whole node: beside --nic, --inside is one "
             "node; give measurements of several nodes with --across"
         )
-    return measured.all_reduce, measured.workers
+    return None, measured.all_reduce, measured.workers
 
 
 def _is_rate(text: str) -> bool:
@@ -162,11 +194,19 @@ def _is_rate(text: str) -> bool:
     return bool(re.fullmatch(r"[0-9.]+\s*[a-zA-Z]+(/s)?", text)) and not Path(text).exists()
 
 
+def _is_link(text: str) -> bool:
+    """A rate, or a link by name."""
+    return _is_rate(text) or (bool(re.fullmatch("(pcie|nvlink)[a-z0-9-]*", text)) and not Path(text).exists())
+
+
 def _composed(
     name: str, inside: str | None, across: list[str], gpus_per_node: int | None, hop_s: float, fabric: Fabric | None
 ) -> Network:
-    if inside is not None and _is_rate(inside):
-        raise InputError("--inside is a bandwidth and nothing says what joins the nodes: give --nic, like 400gbit")
+    if inside is not None and _is_link(inside):
+        raise InputError(
+            f"--inside {inside} says what joins the GPUs of a node: give --gpus-per-node for one node, and --nic, like "
+            "400gbit, for several"
+        )
     paths = [*([inside] if inside is not None else []), *split(across)]
     if not paths:
         raise InputError(

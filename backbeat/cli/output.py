@@ -86,7 +86,7 @@ def check_page(output: Path) -> None:
 def write_page(output: Path, page: str, fewer: str) -> None:
     """`fewer` says what would make it smaller."""
     # Here, since other verbs should not wait for it.
-    from backbeat.report.pages.report_page import MOST_BYTES
+    from backbeat.show.pages.report_page import MOST_BYTES
 
     raw = page.encode()
     if len(raw) > MOST_BYTES:

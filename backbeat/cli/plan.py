@@ -10,8 +10,6 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from backbeat.api import plan as make_plan
-from backbeat.api import predict, resolve
 from backbeat.cli import options
 from backbeat.cli.arguments import load_network, one_count, size
 from backbeat.cli.output import console, print_answer, print_json, say
@@ -21,12 +19,15 @@ from backbeat.model.blocks import segments_of
 from backbeat.model.resident import ResidentMemory
 from backbeat.planners import STRATEGIES
 from backbeat.planners.memory_moves import uniform
-from backbeat.report.study_row import Question, device_fit, fitting_batch
-from backbeat.report.tables import plan_tables as tables
-from backbeat.report.words.answer import above_linear, caveats, memory_line
-from backbeat.report.words.commands import sharding_lines, wrapping_lines
-from backbeat.report.words.decision import decide_on_plan
-from backbeat.report.words.numbers import capitalised, describe, over_bound, scaling_range
+from backbeat.planners.planned import planned as make_plan
+from backbeat.planners.planned import predicted as predict
+from backbeat.planners.planned import resolved as resolve
+from backbeat.show.study_row import Question, device_fit, fitting_batch
+from backbeat.show.tables import plan_tables as tables
+from backbeat.show.words.answer import above_linear, caveats, memory_line
+from backbeat.show.words.commands import sharding_lines, wrapping_lines
+from backbeat.show.words.decision import decide_on_plan
+from backbeat.show.words.numbers import capitalised, describe, over_bound, scaling_range
 from backbeat.steps.memory_timeline import BlockChain, memory_timeline
 from backbeat.steps.sharded_memory import sharded_memory
 from backbeat.units import counted, first_few, format_bytes, format_seconds, parse_duration

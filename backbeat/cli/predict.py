@@ -18,17 +18,17 @@ from backbeat.model import Plan, Profile
 from backbeat.model.framework import framework_named
 from backbeat.model.prediction import knee
 from backbeat.planners import BUCKETED, BUDGETED, whole_groups
-from backbeat.report.figures import plot as plots
-from backbeat.report.figures.scaling_curve import Scaling
-from backbeat.report.study import COMPARED, PLANNED, STOCK, Study, compare, instead_of_ddp
-from backbeat.report.study_row import Compared, Question, StudyRow
-from backbeat.report.tables import scaling_tables as tables
-from backbeat.report.tables.terminal_table import natural_width
-from backbeat.report.words import numbers
-from backbeat.report.words.answer import above_linear, caveats, knee_sentence, limit_of, memory_line, unmeasured
-from backbeat.report.words.commands import Settings
-from backbeat.report.words.decision import decide, sharding_sentences, stock_name
-from backbeat.report.words.notes import note_text
+from backbeat.show.figures import plot as plots
+from backbeat.show.figures.scaling_curve import Scaling
+from backbeat.show.study import COMPARED, PLANNED, STOCK, Study, compare, instead_of_ddp
+from backbeat.show.study_row import Compared, Question, StudyRow
+from backbeat.show.tables import scaling_tables as tables
+from backbeat.show.tables.terminal_table import natural_width
+from backbeat.show.words import numbers
+from backbeat.show.words.answer import above_linear, caveats, knee_sentence, limit_of, memory_line, unmeasured
+from backbeat.show.words.commands import Settings
+from backbeat.show.words.decision import decide, sharding_sentences, stock_name
+from backbeat.show.words.notes import note_text
 from backbeat.units import SCREEN, counted, format_bytes, parse_price, parse_workers
 
 _SAMPLES = 1_000_000

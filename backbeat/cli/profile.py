@@ -17,7 +17,7 @@ from backbeat.errors import InputError
 from backbeat.model import Profile
 from backbeat.model.batches import join, measured
 from backbeat.model.files import encode
-from backbeat.report.words.numbers import format_number
+from backbeat.show.words.numbers import format_number
 from backbeat.units import SCREEN, format_bytes, format_seconds, parse_duration
 
 

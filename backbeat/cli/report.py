@@ -12,10 +12,10 @@ from backbeat.cli.arguments import load_network, plan_options, size, split
 from backbeat.cli.output import check_page, write_page
 from backbeat.model import Network, Plan, Profile
 from backbeat.planners import whole_groups
-from backbeat.report.measured import read_lab, read_trace
-from backbeat.report.pages.report_page import report as make_page
-from backbeat.report.study import Study, curve_workers, study
-from backbeat.report.words.commands import Settings
+from backbeat.show.measured import read_lab, read_trace
+from backbeat.show.pages.report_page import report as make_page
+from backbeat.show.study import Study, curve_workers, study
+from backbeat.show.words.commands import Settings
 from backbeat.units import parse_price, parse_workers
 
 

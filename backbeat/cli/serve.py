@@ -20,7 +20,7 @@ def serve(
     try:
         import uvicorn
 
-        from backbeat.report.pages.server import make_app
+        from backbeat.show.pages.server import make_app
     except ImportError as error:
         raise MissingPartError(f"serve needs {error.name}: pip install -e '.[serve]' in the checkout") from None
     listener = socket.socket()

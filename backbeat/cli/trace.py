@@ -13,8 +13,8 @@ from backbeat.cli.arguments import one_count, split
 from backbeat.cli.output import say
 from backbeat.cli.report import gather
 from backbeat.model import Network, Profile, files
-from backbeat.report.chrome_trace import chrome_trace
-from backbeat.report.study import STOCK
+from backbeat.show.chrome_trace import chrome_trace
+from backbeat.show.study import STOCK
 
 
 def trace(

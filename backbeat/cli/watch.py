@@ -14,7 +14,7 @@ import typer
 from backbeat.cli import options
 from backbeat.cli.output import console, print_json
 from backbeat.errors import InputError
-from backbeat.report.drift import LEARNT, StepSample, slower_words
+from backbeat.show.drift import LEARNT, StepSample, slower_words
 from backbeat.units import SCREEN, format_seconds, printable
 
 _ROWS, _ALERTS = 12, 6

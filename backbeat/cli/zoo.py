@@ -14,8 +14,8 @@ from backbeat.cli.output import print_answer, print_json
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile, Source
 from backbeat.model.files import bundled
-from backbeat.report.tables.network_tables import bus_rates, every_row, network_table, row_at, zoo_table
-from backbeat.report.words.numbers import describe
+from backbeat.show.tables.network_tables import bus_rates, every_row, network_table, row_at, zoo_table
+from backbeat.show.words.numbers import describe
 from backbeat.units import counted
 
 _SHOWN = 256

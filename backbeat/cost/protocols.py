@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+
+from backbeat.cost.collectives import steps
 
 Line = tuple[float, float]
 """(latency in seconds, share of the bandwidth)"""
@@ -37,6 +39,8 @@ class NicLatency:
     """One step of a ring all-gather: 80 H100, 32 MiB to 16 GiB (xxrjun/nccl-tests-cluster)."""
     small_step_s: float = 2.5e-6
     """The same for small messages. Assumed."""
+    further_hop_s: float = 0.0
+    """What each message from node to node takes beyond InfiniBand's."""
 
     @classmethod
     def of(cls, hop_s: float) -> NicLatency:
@@ -47,6 +51,15 @@ class NicLatency:
         """
         factor = hop_s / INFINIBAND_HOP_S
         return cls(**{name: seconds * factor for name, seconds in asdict(INFINIBAND).items()})
+
+    @classmethod
+    def through_sockets(cls, hop_s: float) -> NicLatency:
+        """NCCL's own latencies do not grow with the network's; every hop between nodes does.
+
+        >>> [round(latency * 1e6) for latency, _ in all_reduce_lines(2, 4, NicLatency.through_sockets(45e-6))]
+        [105, 175, 222]
+        """
+        return replace(INFINIBAND, further_hop_s=max(hop_s - INFINIBAND_HOP_S, 0.0))
 
 
 INFINIBAND_HOP_S = 5e-6
@@ -61,15 +74,20 @@ def all_reduce_lines(nodes: int, per_node: int, latency: NicLatency, *, sharp: b
         return tuple((per_node / 8 * one, share) for one, share in INSIDE_LINES)
     small = latency.small_s + (0.0 if sharp else latency.doubling_s * math.log2(nodes / 2))
     middle = latency.middle_s * (1.0 if sharp else (nodes / 4) ** MIDDLE_GROWTH)
-    return tuple(zip((small, middle, 1.5 * middle), ACROSS_SHARES, strict=True))
+    # Small messages go up and down a tree, large ones around a ring.
+    tree, ring = (1, 1) if sharp else (steps("all_reduce", "tree", nodes), steps("all_reduce", "ring", nodes))
+    further = (hops * latency.further_hop_s for hops in (tree, tree, ring))
+    own = (small, middle, 1.5 * middle)
+    return tuple((one + more, share) for one, more, share in zip(own, further, ACROSS_SHARES, strict=True))
 
 
 def ring_lines(nodes: int, per_node: int, latency: NicLatency) -> tuple[Line, ...]:
     """The protocols of all-gather and reduce-scatter: rings, one step a GPU."""
-    steps = nodes * per_node - 1
+    hops = nodes * per_node - 1
     if nodes == 1:
-        return ((steps * INSIDE_STEP_S, 1.0),)
-    return (steps * latency.small_step_s, ACROSS_SHARES[0]), (steps * latency.ring_step_s, 1.0)
+        return ((hops * INSIDE_STEP_S, 1.0),)
+    further = nodes * latency.further_hop_s
+    return (hops * latency.small_step_s + further, ACROSS_SHARES[0]), (hops * latency.ring_step_s + further, 1.0)
 
 
 def fastest_s(lines: Sequence[Line], sent: float, rate: float) -> float:

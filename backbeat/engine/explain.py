@@ -12,7 +12,8 @@ gap: the *critical path* of that op. Time on it is put down to the op's `cause` 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from backbeat.engine.graph import NO_OP, Graph, GraphTimes, Lane
 
@@ -98,3 +99,61 @@ def _parts(graph: Graph, times: GraphTimes, op: int, start: float, end: float) -
         own = min(graph.seconds[op] / whole, 1.0) * (end - start) if whole > 0 else 0.0
         yield "own", own
         yield "contention", end - start - own
+
+
+def busy_periods(starts: Iterable[float], ends: Iterable[float]) -> list[tuple[float, float]]:
+    """Where at least one of these intervals is: when each period begins and ends.
+
+    >>> busy_periods([0.0, 3.0, 1.0], [2.0, 4.0, 2.5])
+    [(0.0, 2.5), (3.0, 4.0)]
+    """
+    periods: list[tuple[float, float]] = []
+    for start, end in sorted(zip(starts, ends, strict=True)):
+        if periods and start <= periods[-1][1]:
+            periods[-1] = (periods[-1][0], max(float(end), periods[-1][1]))
+        else:
+            periods.append((float(start), float(end)))
+    return periods
+
+
+def slower_beside(graph: Graph, times: GraphTimes, lane: Lane) -> float:
+    """How much longer all that this lane computes takes because of what is in flight meanwhile."""
+    return sum(
+        times.ends[op] - times.starts[op] - graph.seconds[op] for op, lanes in enumerate(graph.lanes) if lane in lanes
+    )
+
+
+def overlap_s(gaps: Sequence[tuple[float, float]], periods: Sequence[tuple[float, float]]) -> float:
+    """How long of the gaps lies within some period; both are in order.
+
+    >>> overlap_s([(1.0, 3.0), (4.0, 6.0)], [(0.0, 1.5), (2.0, 5.0)])
+    2.5
+    """
+    total, index = 0.0, 0
+    for low, high in gaps:
+        while index < len(periods) and periods[index][1] <= low:
+            index += 1
+        for start, end in islice(periods, index, None):
+            if start >= high:
+                break
+            total += max(min(high, end) - max(low, start), 0.0)
+    return total
+
+
+def idle_by_cause(
+    gaps: Sequence[tuple[float, float]], messages: GraphTimes, most_bandwidth_s: float
+) -> tuple[float, float, float]:
+    """Latency, bandwidth and waiting in these gaps of computation, beside messages.
+
+    A gap counts as latency where some message is starting and none moves bytes, and as bandwidth where bytes move that
+    no order of messages would have hidden: at most so many seconds. The rest was held back.
+
+    A message starts at 1 s and moves bytes from 2 to 5 s; half of a second could have been sent before:
+
+    >>> idle_by_cause([(0.5, 5.0)], GraphTimes([1.0], [2.0], [5.0]), 2.5)
+    (1.0, 2.5, 1.0)
+    """
+    holding, moving = (overlap_s(gaps, busy_periods(begins, messages.ends)) for begins in messages[:2])
+    latency = max(holding - moving, 0.0)
+    bandwidth = min(moving, most_bandwidth_s)
+    return latency, bandwidth, max(sum(end - start for start, end in gaps) - latency - bandwidth, 0.0)

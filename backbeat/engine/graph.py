@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from backbeat.cost import LinkCost
 from backbeat.errors import DeadlockError, InputError
 
 Lane = Hashable
@@ -58,6 +59,16 @@ class SharedLink:
     than it would alone."""
     stretch: Callable[[int], float] | None = None
     """u(n): how many times as long latencies of n ops at once take; 1 where there is none."""
+
+    @classmethod
+    def of(cls, cost: LinkCost) -> SharedLink:
+        """As messages of this cost share it.
+
+        >>> from backbeat.cost import Curve, LinkCost
+        >>> SharedLink.of(LinkCost(Curve.affine(1e-3, 1e-9), None, {2: 0.8})).efficiency(2)
+        0.8
+        """
+        return cls(cost.efficiency if cost.efficiencies else None, cost.stretch if cost.stretches else None)
 
 
 class WorkKind(NamedTuple):

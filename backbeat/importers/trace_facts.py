@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backbeat.engine.explain import busy_periods
 from backbeat.errors import InputError
-from backbeat.steps.schedule import busy_periods
 
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = ("torch::autograd::AccumulateGrad", "AccumulateGrad")

@@ -1,7 +1,7 @@
 """Layouts on the lab's nodes: the third family of predictors, beside the closed form and the simulation of events.
 
 Each layout is run by torch (`spun_steps`), and predicted in closed form and as events from what the same links take
-for a send, an all-gather and a reduce-scatter by themselves. All three answers are a `LayoutPrediction`.
+for a send, an all-gather and a reduce-scatter by themselves. All three answers are a `Prediction`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,15 +24,18 @@ from backbeat.lab.experiment import Repeated, play, slowest
 from backbeat.lab.jobs import LayoutJob, TransferJob, TransferKind
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
-from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
 from backbeat.layouts.possible_layout import check_layout
-from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
+from backbeat.layouts.predict_layout import PREDICTED, Family, LayoutPredictor
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Streams, framework_named
 from backbeat.model.layout import Job, Layout
+from backbeat.model.prediction import COMPUTE, Note, Prediction
+
+Answered = Family | Literal["execution"]
+"""How an answer was found: predicted, or run."""
 
 FRAMEWORK = "torchtitan"
 """What torch's pipelining and DTensor do is what it does."""
@@ -113,7 +116,7 @@ class LayoutCase:
             rows=layout.micro_batch * job.sequence,
             row_bytes=2 * model.hidden,
             chunks=tuple(zip(free.timer(layout).stages(), split_layers(model, layout), strict=True)),
-            update_s=free.predict(layout, "closed-form").breakdown.update,
+            update_s=free.predict(layout, "closed-form").breakdown.update_s,
         )
 
 
@@ -134,8 +137,8 @@ def runnable(layout: Layout) -> None:
 class ExecutedLayout(Repeated):
     """One layout, by all three families."""
 
-    answers: dict[Family, LayoutPrediction]
-    cost_s: dict[Family, float]
+    answers: dict[Answered, Prediction]
+    cost_s: dict[Answered, float]
     """What each answer took to find; of execution, its own steps alone, without starting nodes and timing links."""
     series: tuple[list[float], list[float]]
 
@@ -145,7 +148,7 @@ class ExecutedLayout(Repeated):
         parts = self.answers["execution"].breakdown.parts
         return 1 - sum(parts[name] for name in COMPUTE) / self.measured_s
 
-    def error(self, family: Family) -> float:
+    def error(self, family: Answered) -> float:
         """Predicted over measured, less one."""
         return self.answers[family].step_s / self.measured_s - 1
 
@@ -159,9 +162,9 @@ def row_of(found: ExecutedLayout) -> dict[str, Any]:
     """A layout as data, every step included."""
     ran = found.answers["execution"]
     return {
-        "layout": ran.layout.label,
-        "parallelism": "pipeline" if ran.layout.tp == 1 else "tensor" if ran.layout.pp == 1 else "tensor and pipeline",
-        "schedule": ran.layout.schedule if ran.layout.pp > 1 else None,
+        "layout": ran.strategy,
+        "parallelism": " and ".join(word for part, word in (("tp", "tensor"), ("pp", "pipeline")) if part in ran.mesh),
+        "schedule": ran.layout.schedule if ran.layout is not None and "pp" in ran.mesh else None,
         "measured_s": found.measured_s,
         "repeat": found.repeat,
         "spread_s": found.spread_s,
@@ -253,10 +256,10 @@ def measure_layouts(
 
 def predicted_layout(
     case: LayoutCase, setting: Setting, links: TimedLinks
-) -> tuple[dict[Family, LayoutPrediction], dict[Family, float]]:
+) -> tuple[dict[Answered, Prediction], dict[Answered, float]]:
     """In closed form and as events; and the seconds that each took."""
-    answers: dict[Family, LayoutPrediction] = {}
-    cost: dict[Family, float] = {}
+    answers: dict[Answered, Prediction] = {}
+    cost: dict[Answered, float] = {}
     predictor = case.predictor(setting, links)
     for family in PREDICTED:
         begun = time.perf_counter()
@@ -266,8 +269,8 @@ def predicted_layout(
 
 
 def executed(
-    answers: Mapping[Family, LayoutPrediction],
-    cost_s: Mapping[Family, float],
+    answers: Mapping[Answered, Prediction],
+    cost_s: Mapping[Answered, float],
     series: tuple[list[float], list[float]],
 ) -> ExecutedLayout:
     """With what was measured as the third answer. Of its parts computation is known; the rest is waiting, which counts
@@ -275,18 +278,20 @@ def executed(
     events = answers["events"]
     step_s = quantile(sorted(chain(*series)), 0.5)
     rest = step_s - events.step_s
-    part = "bubble" if events.layout.pp > 1 else "tensor"
-    parts = events.breakdown.parts
+    piped = events.mesh.get("pp", 1) > 1
+    part = "bubble" if piped else "tensor"
+    waited_s = max(0.0, events.breakdown.parts[part] + rest)
     ratio = events.step_s / step_s
     found = msgspec.structs.replace(
         events,
-        family="execution",
-        step_s=step_s,
-        mfu=events.mfu * ratio,
-        breakdown=msgspec.structs.replace(events.breakdown, **{part: max(0.0, parts[part] + rest)}),
-        bubble_share=max(0.0, 1 - (1 - events.bubble_share) * ratio) if events.layout.pp > 1 else 0.0,
+        iteration_s=step_s,
+        scaling_factor=events.scaling_factor * ratio,
+        exposed_s=events.exposed_s + rest,
+        samples_per_s=events.samples_per_s * ratio,
+        breakdown=msgspec.structs.replace(events.breakdown, **{f"{part}_s": waited_s}),
+        bubble_share=max(0.0, 1 - (1 - events.bubble_share) * ratio) if piped else 0.0,
         timeline=(),
-        notes=(*events.notes, "run in the lab; computation is spun"),
+        notes=(*events.notes, Note("executed")),
     )
     return ExecutedLayout(
         answers={**answers, "execution": found}, cost_s={**cost_s, "execution": sum(chain(*series))}, series=series

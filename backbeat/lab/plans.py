@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.planners import BUCKETED, OTHERWISE_CALLED, SEVERAL, SHARDED, STRATEGIES, Draft
+from backbeat.planners.planned import planned as make
 from backbeat.units import parse_bytes
 
 BUCKETINGS = ("random", "equal")

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from backbeat.lab.jobs import LayoutJob, ShardedJob, TransferJob
 from backbeat.layouts.stage_layers import StageLayers
-from backbeat.layouts.stage_times import StageTimes
 from backbeat.runtime import fully_shard
 from backbeat.steps.model_chain import ChainPiece
+from backbeat.steps.stage_graph import StageTimes
 
 Compute = Callable[[float], None]
 """Takes this many seconds on the device."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import search
 from backbeat.layouts.predict_layout import predict
 from backbeat.layouts.transformer import Transformer
@@ -19,7 +18,6 @@ __all__ = [
     "Framework",
     "Job",
     "Layout",
-    "LayoutPrediction",
     "Transformer",
     "cluster_of",
     "predict",

@@ -10,36 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
-
 from backbeat.layouts.rank_parameters import rank_parameters, unit_parameters
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout
+from backbeat.model.memory import MemoryByKind
 from backbeat.steps.stage_programs import in_flight
 
 _WEIGHT_BYTES = 2
 _OPTIMIZER_BYTES = 12
 """Adam's two moments and a master copy, in fp32."""
-
-
-class MemoryByKind(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one GPU."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    logits: float
-    buffers: float
-    """Of collectives."""
-    reserve: float
-    """CUDA, NCCL and fragmentation, as the framework leaves them."""
-
-    @property
-    def total(self) -> float:
-        return sum(float(getattr(self, name)) for name in self.__struct_fields__)
 
 
 def layout_memory(
@@ -55,7 +36,7 @@ def layout_memory(
     for stage in range(pp):
         own = tuple(chunks[stage::pp])
         fullest[own] = max(waiting[stage], fullest.get(own, 0.0))
-    return max((_stage(layers, *each) for each in fullest.items()), key=lambda each: each.total)
+    return max((_stage(layers, *each) for each in fullest.items()), key=lambda each: each.peak_bytes)
 
 
 def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> MemoryByKind:
@@ -85,13 +66,14 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
         each = framework.gradient_bytes + (_WEIGHT_BYTES if zero == 3 else 0)
         buffers += each * max((_gathered(model, layout, chunk) for chunk in own), default=0.0)
     return MemoryByKind(
-        weights=_WEIGHT_BYTES * (shared if zero == 3 else whole),
-        gradients=framework.gradient_bytes * (shared if zero >= 2 else whole),
-        optimizer=_OPTIMIZER_BYTES * (shared if zero else whole),
-        activations=activations,
-        logits=logits,
-        buffers=buffers,
-        reserve=float(framework.reserve_bytes),
+        {
+            "parameters": _WEIGHT_BYTES * (shared if zero == 3 else whole),
+            "gradients": framework.gradient_bytes * (shared if zero >= 2 else whole),
+            "optimizer": _OPTIMIZER_BYTES * (shared if zero else whole),
+            "activations": activations,
+            "loss": logits,
+            "buffers": buffers,
+        }
     )
 
 
@@ -111,7 +93,6 @@ class LayerMemory:
 
     >>> from backbeat.layouts.architectures import transformer
     >>> from backbeat.model.framework import framework_named
-    >>> from backbeat.model.layout import Job, Layout
     >>> gpt, flash = transformer("gpt3-175b"), framework_named("megatron")
     >>> layer = LayerMemory(gpt, Layout(tp=8), Job(global_batch=1, sequence=2048), flash)
     >>> round(layer.kept(sparse=False) / (2048 * 12288), 2)

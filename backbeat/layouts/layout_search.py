@@ -13,11 +13,11 @@ from typing import Any, Unpack
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.possible_layout import impossible
 from backbeat.layouts.predict_layout import ClusterInput, LayoutPredictor, ModelInput, PredictorOptions, predictor_of
 from backbeat.layouts.slow_ranks import check_stragglers
 from backbeat.model.layout import Layout, Recompute, job_of
+from backbeat.model.prediction import Prediction
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SIMULATED = 16
@@ -37,12 +37,12 @@ def search(
     zero: Sequence[int] = (1,),
     most: int = 10,
     **options: Unpack[PredictorOptions],
-) -> list[LayoutPrediction]:
+) -> list[Prediction]:
     """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits. Their
     timelines are empty: `predict` draws one.
 
     >>> best = search("llama-3-8b", "dgx-h100", gpus=16, global_batch=64, sequence=4096)
-    >>> best[0].gpus, all(one.fits for one in best), best == sorted(best, key=lambda one: one.step_s)
+    >>> best[0].gpus, all(one.fits == "yes" for one in best), best == sorted(best, key=lambda one: one.step_s)
     (16, True, True)
     """
     if gpus < 1:
@@ -55,24 +55,24 @@ def search(
         for recompute in RECOMPUTE:
             layout = msgspec.structs.replace(base, recompute=recompute)
             if predictor.fits(layout):
-                weighed.append(predictor.predict(layout, "closed-form"))
+                weighed.append((layout, predictor.predict(layout, "closed-form")))
                 break
     weighed.sort(key=_rank)
-    best = [predictor.predict(one.layout, timeline=False) for one in weighed[: max(_SIMULATED, most)]]
+    best = [(layout, predictor.predict(layout, timeline=False)) for layout, _ in weighed[: max(_SIMULATED, most)]]
     best.sort(key=_rank)
-    return [predictor.banded(one) for one in best[:most]]
+    return [predictor.ranged(one) for _, one in best[:most]]
 
 
-def least_memory(predictor: LayoutPredictor, gpus: int, zero: Sequence[int] = (1,)) -> LayoutPrediction | None:
+def least_memory(predictor: LayoutPredictor, gpus: int, zero: Sequence[int] = (1,)) -> Prediction | None:
     """The layout that takes least memory, whether it fits or not; None where no layout is possible."""
     found = (msgspec.structs.replace(base, recompute="full") for base in _candidates(predictor, gpus, zero))
-    least = min(found, key=lambda one: (predictor.memory(one).total, one.label), default=None)
+    least = min(found, key=lambda one: (predictor.memory(one).peak_bytes, one.label), default=None)
     return None if least is None else predictor.predict(least, "closed-form")
 
 
-def _rank(found: LayoutPrediction) -> tuple[Any, ...]:
-    layout = found.layout
-    return (found.step_s, layout.pp, layout.tp, layout.cp, layout.ep, layout.chunks, layout.micro_batch, layout.label)
+def _rank(found: tuple[Layout, Prediction]) -> tuple[Any, ...]:
+    layout, one = found
+    return (one.step_s, layout.pp, layout.tp, layout.cp, layout.ep, layout.chunks, layout.micro_batch, layout.label)
 
 
 def _candidates(predictor: LayoutPredictor, gpus: int, zero: Sequence[int]) -> Iterator[Layout]:

@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 from backbeat.engine import run
 from backbeat.engine.graph import MOST_OPS, check_size
-from backbeat.layouts.stage_times import StageTimes
 from backbeat.model.framework import Streams
 from backbeat.model.layout import PipelineSchedule
-from backbeat.steps.stage_graph import ChunkTimes, StageGraph, stage_graph
+from backbeat.steps.stage_graph import StageGraph, StageTimes, stage_graph
 from backbeat.steps.stage_programs import Operation
 
 _SIMULATED_ROUNDS = 5
@@ -183,12 +182,11 @@ def _simulated(
     listed: bool = True,
 ) -> PipelineRun:
     """Where not every operation is to be `listed`, those are that show a period."""
-    chunks = [ChunkTimes(each.forward_s, each.input_s, each.weight_s) for each in times]
     if streams == "direction" and late_s is None:
         made = _passes(schedule, stages, count, len(times))
-        graph = made.on(chunks, send_s)
+        graph = made.on(times, send_s)
     else:
-        made = stage_graph(schedule, stages, count, chunks, send_s, streams, late_s)
+        made = stage_graph(schedule, stages, count, times, send_s, streams, late_s)
         graph = made.graph
     check_size(graph)
     found = run(graph)
@@ -205,7 +203,7 @@ def _simulated(
 @lru_cache(maxsize=8)
 def _passes(schedule: PipelineSchedule, stages: int, count: int, chunks: int) -> StageGraph:
     """Many layouts have the same passes."""
-    return stage_graph(schedule, stages, count, [ChunkTimes(0.0, 0.0, 0.0)] * chunks, 0.0)
+    return stage_graph(schedule, stages, count, [StageTimes()] * chunks, 0.0)
 
 
 def closed_form(

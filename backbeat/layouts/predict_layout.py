@@ -6,22 +6,22 @@ import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
-from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
+from backbeat.layouts.layout_memory import layout_memory
 from backbeat.layouts.measured_block import MeasuredBlock, measured_block
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run_pipeline
 from backbeat.layouts.possible_layout import check_layout
+from backbeat.layouts.rank_parameters import rank_parameters
 from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
 from backbeat.layouts.stage_layers import StageLayers, split_layers
-from backbeat.layouts.stage_times import PartSeconds, StageTimer, StageTimes
+from backbeat.layouts.stage_times import StageTimer
 from backbeat.layouts.transformer import Transformer
 from backbeat.layouts.unit_passes import UnitPasses
 from backbeat.model import Network, Profile
@@ -29,16 +29,20 @@ from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
 from backbeat.model.framework import Framework, framework_named
 from backbeat.model.layout import Job, Layout, job_of
-from backbeat.model.prediction import Span
+from backbeat.model.memory import MemoryByKind, device_bytes, fitting
+from backbeat.model.prediction import COMPUTE, Band, Breakdown, Note, Prediction, Span
+from backbeat.steps.stage_graph import StageTimes, added
 
 ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]
 ClusterInput = Cluster | Network | str | os.PathLike[str]
+Family = Literal["closed-form", "events"]
+"""How a step is found: by formula, or by simulating its events."""
 PREDICTED: tuple[Family, ...] = ("closed-form", "events")
-"""The families that `predict` answers in."""
 ERROR, ERROR_WITH_EXPERTS = 0.13, 0.35
 """How far nine of ten published layouts are off, beyond what the network's band explains: 112 rows without experts and
 41 with, of the development rows of validation."""
-_TOO_LONG = "the pipeline has too many operations to be simulated: its time is the closed form's"
+_LIMITING = 0.1
+"""A part that takes less than this share of a step is not what limits it."""
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
@@ -75,7 +79,7 @@ def predict(
     family: Family = "events",
     band: bool = True,
     **given: Any,
-) -> LayoutPrediction:
+) -> Prediction:
     """Predict a step.
 
     The layout is given whole (`Layout`, or text as the command line takes it) or by its fields: dp=8, tp=4, pp=2, cp=1,
@@ -85,7 +89,7 @@ def predict(
 
     >>> found = predict("llama-3-8b", "dgx-h100", dp=8, tp=2, global_batch=256, sequence=8192, recompute="full")
     >>> found.fits, 0.3 < found.mfu < 0.6
-    (True, True)
+    ('yes', True)
     """
     options = {name: given[name] for name in PredictorOptions.__annotations__ if name in given}
     fields = {name: value for name, value in given.items() if name not in options}
@@ -102,7 +106,7 @@ def predict(
     check_layout(predictor.model, layout, predictor.job, gpus)
     check_stragglers(predictor.stragglers, layout.gpus, predictor.cluster.per_node)
     found = predictor.predict(layout, family)
-    return predictor.banded(found) if band else found
+    return predictor.ranged(found, family) if band else found
 
 
 def predictor_of(
@@ -159,6 +163,8 @@ class LayoutPredictor:
     pieces: dict[Hashable, StageTimes] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Those that were run."""
     memories: dict[Layout, MemoryByKind] = field(default_factory=dict, init=False, repr=False, compare=False)
+    alone: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """A micro-batch, and the update, on one GPU that holds everything, by sequences."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.imbalance < float("inf"):
@@ -189,25 +195,24 @@ class LayoutPredictor:
         )
 
     def fits(self, layout: Layout) -> bool:
-        return self.memory(layout).total <= self.cluster.accelerator.memory_bytes
+        return fitting(self.memory(layout), device_bytes(self.cluster.accelerator), "shape") != "no"
 
-    def banded(self, found: LayoutPrediction) -> LayoutPrediction:
-        """The same prediction, with the range of times to expect."""
-        quiet = busy = 1.0
-        if self._edges:
-            middle, *edges = (each.predict(found.layout, "closed-form").step_s for each in (self, *self._edges))
-            quiet, busy = (each / middle for each in edges)
+    def ranged(self, found: Prediction, family: Family = "events") -> Prediction:
+        """The same prediction, with the range of times to expect: the same step on a quiet and on a busy cluster, wider
+        by what predictions are off."""
+        assert found.layout is not None
+        edges = [each.predict(found.layout, family, timeline=False).step_s for each in self._edges]
         off = 1 + (ERROR_WITH_EXPERTS if self.model.experts else ERROR)
-        return msgspec.structs.replace(found, band_s=(found.step_s * quiet / off, found.step_s * busy * off))
+        return msgspec.structs.replace(
+            found, range_s=(min(edges, default=found.step_s) / off, max(edges, default=found.step_s) * off)
+        )
 
-    def predict(self, layout: Layout, family: Family = "events", *, timeline: bool = True) -> LayoutPrediction:
+    def predict(self, layout: Layout, family: Family = "events", *, timeline: bool = True) -> Prediction:
         """Predict a layout that the caller has checked. Steps of many micro-batches are predicted faster without a
         `timeline`."""
         even = self._step_times(layout, family, (1.0,) * layout.pp, listed=timeline)
-        found = self._assembled(layout, family, even)
-        if self.stragglers:
-            found = self._with_slow_ranks(found, even)
-        return found if self.block is None else self._with_waits(found, self.block)
+        slowest = even if not self.stragglers else self._slowest(layout, family, even, listed=timeline)
+        return self._explained(layout, family, even, slowest)
 
     def _step_times(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool) -> _StepTimes:
         """One pipeline, whose stages compute `slowdowns` times as long as healthy ones."""
@@ -217,14 +222,14 @@ class LayoutPredictor:
         timers = {slowdown: self.timer(layout, slowdown) for slowdown in set(slowdowns)}
         # What the framework adds to a micro-batch, half of it in each direction.
         pass_s = self.framework.pass_s / layout.chunks
-        added = StageTimes(pass_s / 2, pass_s / 2, 0.0, PartSeconds(host=pass_s))
+        beside = StageTimes(pass_s / 2, pass_s / 2, 0.0, {"host": pass_s} if pass_s else {})
         runs: dict[tuple[float, StageLayers], UnitPasses] = {}
         for index, kind in enumerate(kinds):
             slowdown = slowdowns[index % pp]
             if (slowdown, kind) not in runs:
                 runs[slowdown, kind] = replicas.unit_passes(timers[slowdown].pieces_of(kind), kind)
         units = [runs[slowdowns[index % pp], kind] for index, kind in enumerate(kinds)]
-        times = [each.times + added for each in units]
+        times = [each.times + beside for each in units]
         sent_bytes = 2 * layout.tokens(self.job) * self.model.hidden
         send = self._send_s(layout, sent_bytes)
         if family == "events":
@@ -263,78 +268,109 @@ class LayoutPredictor:
             sent += self.cluster.collective_s("all_gather", size, layout.tp)
         return sent
 
-    def _assembled(self, layout: Layout, family: Family, times: _StepTimes) -> LayoutPrediction:
-        pp, count, passes = layout.pp, layout.micro_batches(self.job), times.passes
-        busiest = max(times.stages, key=lambda each: sum(each.parts))
-        parts = busiest.parts.times(count)._asdict()
-        sharded = count * (busiest.total_s - sum(busiest.parts)) if layout.zero >= 2 else 0.0
-        idle = passes.seconds - count * busiest.total_s
-        last = max(range(pp), key=lambda stage: passes.end_s[stage] + times.afters[stage].reduce.seconds)
+    def _alone_s(self, layout: Layout) -> float:
+        """What one GPU of unlimited memory takes for its share of the batch."""
+        micro = layout.micro_batch
+        if micro not in self.alone:
+            one = Layout(micro_batch=micro, zero=0)
+            whole = split_layers(self.model, one)
+            passes_s = sum(stage.total_s for stage in self.timer(one).stages()) + self.framework.pass_s
+            replicas = ReplicaTimer(self.model, one, self.cluster, self.operators, self.framework)
+            self.alone[micro] = passes_s, replicas.update_s(rank_parameters(self.model, one, *whole)) * self._factor
+        passes_s, update_s = self.alone[micro]
+        return self.job.global_batch / (layout.gpus * micro) * passes_s + update_s
+
+    def _parts(self, layout: Layout, times: _StepTimes) -> dict[str, float]:
+        """Where the step goes, in the stage that has most to do."""
+        count, passes = layout.micro_batches(self.job), times.passes
+        busiest = max(times.stages, key=lambda each: sum(each.causes.values()))
+        known_s = sum(busiest.causes.values())
+        last = max(range(layout.pp), key=lambda stage: passes.end_s[stage] + times.afters[stage].reduce.seconds)
         reducing = times.reduced_s - passes.seconds
         slower = min(times.afters[last].reduce.slower_s, reducing)
         gather = max(times.afters, key=lambda each: each.gather.seconds).gather
-        parts["contention"] += slower + gather.slower_s
-        breakdown = StepBreakdown(
-            **parts,
-            parameters=sharded,
-            bubble=max(0.0, idle) if pp > 1 else 0.0,
-            reduce=reducing - slower,
-            update=times.update_s,
-            gather=times.gather_s - gather.slower_s,
-        )
-        peak = self.cluster.accelerator.peak_flops(self.job.precision) or 0.0
-        flops = self.model.flops_per_token(self.job.sequence) * self.job.tokens
-        return LayoutPrediction(
-            model=self.model.name,
-            cluster=self.cluster.name,
-            layout=layout,
-            job=self.job,
-            gpus=layout.gpus,
-            family=family,
-            step_s=times.step_s,
-            mfu=flops / (times.step_s * layout.gpus * peak),
-            memory=self.memory(layout),
-            limit_bytes=self.cluster.accelerator.memory_bytes,
-            breakdown=breakdown,
-            bubble_share=times.idle_share,
-            timeline=times.spans(),
-            notes=(
-                f"compute: {self.operators.origin}",
-                *(self.cluster.notes if breakdown.contention else ()),
-                *((_TOO_LONG,) if family == "events" and not times.passes.simulated else ()),
-            ),
+        return added(
+            busiest.times(count).causes,
+            {
+                "contention": slower + gather.slower_s,
+                "parameters": count * (busiest.total_s - known_s) if layout.zero >= 2 else 0.0,
+                "bubble": max(0.0, passes.seconds - count * busiest.total_s) if layout.pp > 1 else 0.0,
+                "reduce": reducing - slower,
+                "update": times.update_s,
+                "gather": times.gather_s - gather.slower_s,
+            },
         )
 
-    def _with_slow_ranks(self, found: LayoutPrediction, even: _StepTimes) -> LayoutPrediction:
-        """Everybody waits for the pipeline that ends last."""
-        layout, listed = found.layout, bool(even.passes.performed)
+    def _explained(self, layout: Layout, family: Family, even: _StepTimes, slowest: _StepTimes) -> Prediction:
+        """What the slowest pipeline takes, put down to what an even one does and to waiting for the slowest."""
+        job, gpu, memory = self.job, self.cluster.accelerator, self.memory(layout)
+        parts = self._parts(layout, even)
+        parts["stragglers"] = slowest.step_s - even.step_s
+        notes = [Note("operators", {"origin": self.operators.origin})]
+        notes += [Note("beside", {"origin": origin}) for origin in self.cluster.origins if parts["contention"]]
+        if family == "events" and not even.passes.simulated:
+            notes.append(Note("closed_form"))
+        band = None
+        step_s = slowest.step_s
+        if self.block is not None:
+            computed = sum(parts.get(name, 0.0) for name in COMPUTE if name != "update")
+            draws = layout.micro_batches(job) * self.model.layers / layout.pp / self.block.layers
+            waits = step_wait(self.block, layout, computed, draws)
+            if waits is not None:
+                band = Band(p10_s=step_s + waits.p10_s, p90_s=step_s + waits.p90_s, extrapolated=waits.extrapolated)
+                parts["stragglers"] += waits.wait_s
+                step_s += waits.wait_s
+                if waits.extrapolated:
+                    counts = {"workers": layout.gpus, "iterations": len(self.block.iteration_s)}
+                    notes.append(Note("slowest_extrapolated", counts))
+        alone_s = self._alone_s(layout)
+        other = {name: seconds for name, seconds in parts.items() if name not in ("matmul", "attention")}
+        largest = max(other, key=lambda name: other[name])
+        sizes = {"shard" if layout.zero == 3 else "replicate": layout.dp, "tp": layout.tp, "pp": layout.pp}
+        sizes |= {"cp": layout.cp, "ep": layout.ep}
+        return Prediction(
+            strategy=layout.label,
+            workers=layout.gpus,
+            model=self.model.name,
+            cluster=self.cluster.name,
+            mesh={name: size for name, size in sizes.items() if size > 1},
+            framework=self.framework.name,
+            global_batch=job.global_batch,
+            batch=layout.micro_batch,
+            micro_batches=layout.micro_batches(job),
+            recompute=layout.recompute,
+            sequence=job.sequence,
+            precision=job.precision,
+            parameters=self.model.parameters,
+            flops=self.model.flops_per_token(job.sequence) * job.tokens,
+            peak_flops=gpu.peak_flops(job.precision),
+            layout=layout,
+            iteration_s=step_s,
+            single_s=alone_s,
+            scaling_factor=alone_s / step_s,
+            exposed_s=sum(seconds for name, seconds in parts.items() if name not in COMPUTE),
+            samples_per_s=job.global_batch / step_s,
+            breakdown=Breakdown(**{f"{name}_s": seconds for name, seconds in parts.items()}),
+            bottleneck=largest if parts[largest] > _LIMITING * step_s else "compute",
+            bubble_share=slowest.idle_share,
+            band=band,
+            memory=memory,
+            device_bytes=device_bytes(gpu),
+            fits=fitting(memory, device_bytes(gpu), "shape"),
+            extrapolated=band is not None and band.extrapolated,
+            timeline=slowest.spans(),
+            notes=tuple(notes),
+        )
+
+    def _slowest(self, layout: Layout, family: Family, even: _StepTimes, *, listed: bool) -> _StepTimes:
+        """Of all pipelines the one that ends last: everybody waits for it."""
         slowed = [
             # A slow rank hides more of its own gather behind its forward, but the others do not.
-            replace(self._step_times(layout, found.family, factors, listed=listed), gather_s=even.gather_s)
+            replace(self._step_times(layout, family, factors, listed=listed), gather_s=even.gather_s)
             for factors in slow_pipelines(layout, self.stragglers)
         ]
         # Where weight gradients fill the waiting, a slower stage may fill it better; nobody can count on that.
-        slowest = max([even, *slowed], key=lambda each: each.step_s)
-        if slowest.step_s == even.step_s:
-            return found
-        later = _later(found, slowest.step_s - even.step_s)
-        return msgspec.structs.replace(later, bubble_share=slowest.idle_share, timeline=slowest.spans())
-
-    def _with_waits(self, found: LayoutPrediction, block: MeasuredBlock) -> LayoutPrediction:
-        """Ranks are slow in turn, as the measured block's iterations differ."""
-        layout = found.layout
-        computed = sum(found.breakdown.parts[name] for name in COMPUTE if name != "update")
-        draws = layout.micro_batches(self.job) * self.model.layers / layout.pp / block.layers
-        waits = step_wait(block, layout, computed, draws)
-        if waits is None:
-            return found
-        spread = (found.step_s + waits.p10_s, found.step_s + waits.p90_s)
-        notes = found.notes
-        if waits.extrapolated:
-            notes += (
-                f"the slowest of {layout.gpus} GPUs is extrapolated from {len(block.iteration_s)} times of a block",
-            )
-        return msgspec.structs.replace(_later(found, waits.wait_s), spread_s=spread, notes=notes)
+        return max([even, *slowed], key=lambda each: each.step_s)
 
 
 @dataclass(frozen=True)
@@ -376,10 +412,3 @@ class _StepTimes:
             if gather:
                 spans.append(Span(f"stage {stage}", "gather parameters", end, self.step_s))
         return tuple(spans)
-
-
-def _later(found: LayoutPrediction, wait_s: float) -> LayoutPrediction:
-    """The same with so much more waiting for slow ranks."""
-    step = found.step_s + wait_s
-    waited = msgspec.structs.replace(found.breakdown, stragglers=found.breakdown.stragglers + wait_s)
-    return msgspec.structs.replace(found, step_s=step, mfu=found.mfu * found.step_s / step, breakdown=waited)

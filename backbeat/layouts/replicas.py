@@ -31,7 +31,6 @@ from backbeat.layouts.rank_parameters import (
     unit_parameters,
 )
 from backbeat.layouts.stage_layers import StageLayers
-from backbeat.layouts.stage_times import StageTimes
 from backbeat.layouts.transformer import Transformer
 from backbeat.layouts.unit_passes import UnitPasses, UnitRunner, UnitTraffic
 from backbeat.model.cluster import Cluster
@@ -40,6 +39,7 @@ from backbeat.model.layout import Layout
 from backbeat.steps.bucket_graph import BucketStep, bucket_graph
 from backbeat.steps.host import COMPUTE
 from backbeat.steps.schedule import Schedule
+from backbeat.steps.stage_graph import StageTimes
 
 _UPDATE_BYTES = 34
 """Moved for each parameter that Adam updates: its gradient (read for the norm as well), master copy and two moments in
@@ -184,13 +184,11 @@ class ReplicaTimer:
 
     def slowdown(self, times: StageTimes) -> float:
         """How many times as long a stage's passes take beside collectives of its replicas."""
-        spent, whole = times.parts, times.total_s or 1.0
-        return self.cluster.slowdown(
-            *self.layout.dense_group,
-            matmul=spent.matmul / whole + spent.recompute / whole,
-            attention=spent.attention / whole,
-            memory=spent.memory / whole,
-        )
+        whole = times.total_s or 1.0
+        names = ("matmul", "recompute", "attention", "memory")
+        matmul, again, attention, memory = (times.causes.get(name, 0.0) / whole for name in names)
+        group = self.layout.dense_group
+        return self.cluster.slowdown(*group, matmul=matmul + again, attention=attention, memory=memory)
 
     def after(
         self, chunks: Sequence[StageLayers], window_s: float, passes: StageTimes, *, simulated: bool = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple
 
 from backbeat.cost.collectives import Collective
 from backbeat.cost.operator_model import OperatorModel
@@ -20,61 +19,8 @@ from backbeat.layouts.transformer import Transformer
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout, Recompute
-from backbeat.steps.piece_graph import HOST, PassTimes, PiecePass
-
-
-class PartSeconds(NamedTuple):
-    """Where the time of a pass, a layer or a stage goes: the first parts of a `StepBreakdown`."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0
-    host: float = 0.0
-    """Waiting for the host, which takes longer to submit the operators than the GPU to run them."""
-    recompute: float = 0.0
-    tensor: float = 0.0
-    context: float = 0.0
-    expert: float = 0.0
-    contention: float = 0.0
-
-    def plus(self, *others: PartSeconds) -> PartSeconds:
-        return PartSeconds(*map(sum, zip(self, *others, strict=True)))
-
-    def times(self, factor: float) -> PartSeconds:
-        return PartSeconds(*(part * factor for part in self))
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """One micro-batch through one stage, or a part of a stage."""
-
-    forward_s: float = 0.0
-    input_s: float = 0.0
-    """Backward until the stage before can go on."""
-    weight_s: float = 0.0
-    """The rest of backward."""
-    parts: PartSeconds = field(default_factory=PartSeconds)
-    """Of all three: where the time goes."""
-
-    @property
-    def backward_s(self) -> float:
-        return self.input_s + self.weight_s
-
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.input_s + self.weight_s
-
-    def __add__(self, other: StageTimes) -> StageTimes:
-        return StageTimes(
-            self.forward_s + other.forward_s,
-            self.input_s + other.input_s,
-            self.weight_s + other.weight_s,
-            self.parts.plus(other.parts),
-        )
-
-    def times(self, count: float) -> StageTimes:
-        passes = (self.forward_s * count, self.input_s * count, self.weight_s * count)
-        return StageTimes(*passes, self.parts.times(count))
+from backbeat.steps.piece_graph import HOST, PiecePass
+from backbeat.steps.stage_graph import StageTimes, added
 
 
 @dataclass(frozen=True)
@@ -203,8 +149,10 @@ class _PieceRun:
         passes = [each.times() for each in (forward, backward, late)]
         if late is not backward:
             forward_s, input_s, weight_s = (each.seconds for each in passes)
-            return StageTimes(forward_s, input_s, weight_s, _parts(passes))
-        return StageTimes(passes[0].seconds, passes[1].seconds - weight_s, weight_s, _parts(passes[:2]))
+            return StageTimes(forward_s, input_s, weight_s, added(*(each.causes for each in passes)))
+        return StageTimes(
+            passes[0].seconds, passes[1].seconds - weight_s, weight_s, added(*(each.causes for each in passes[:2]))
+        )
 
     def _spin(self, under_way: PiecePass, works: list[Work], parameters: int = 0, *, backward: bool = False) -> float:
         """What the host takes longer for these, computed as well: longer than torch's own kernels, as recorded runs
@@ -353,11 +301,3 @@ class _PieceRun:
         if self.ep > 1:
             seconds = self.timer.cluster.exchange_s(self.timer.dispatched_bytes, self.ep)
             under_way.wait(under_way.send("expert", seconds, host_s=self._launch_s(1)))
-
-
-def _parts(passes: Iterable[PassTimes]) -> PartSeconds:
-    found = dict.fromkeys(PartSeconds._fields, 0.0)
-    for each in passes:
-        for cause, seconds in each.causes.items():
-            found[cause] += seconds
-    return PartSeconds(**found)

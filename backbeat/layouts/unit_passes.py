@@ -21,12 +21,12 @@ from backbeat.cost import Curve, LinkCost
 from backbeat.cost.accelerators import Accelerator
 from backbeat.engine import run
 from backbeat.engine.graph import check_size
-from backbeat.layouts.stage_times import StageTimes
 from backbeat.model import Mesh, Sharding
 from backbeat.model.sharding import ShardUnit
 from backbeat.steps.host import COMPUTE
 from backbeat.steps.model_chain import Chain, ChainPiece
 from backbeat.steps.sharded_units import ShardedChain, ShardedCost
+from backbeat.steps.stage_graph import StageTimes, added
 from backbeat.steps.unit_graph import Call, UnitStep, UnitSteps, calls
 
 _FREE = Curve.affine(0.0, 0.0)
@@ -95,8 +95,8 @@ class UnitRunner:
         elif self.piped:
             runs.append(self._run(chain, backward))
             back_s = runs[1].end_s
-        parts = whole.parts._replace(contention=whole.parts.contention + sum(each.slower_s for each in runs))
-        return UnitPasses(StageTimes(forward_s, back_s - weight_s, weight_s, parts), gather_s)
+        causes = added(whole.causes, {"contention": sum(each.slower_s for each in runs)})
+        return UnitPasses(StageTimes(forward_s, back_s - weight_s, weight_s, causes), gather_s)
 
     def _chain(self) -> ShardedChain:
         named = [

@@ -4,6 +4,8 @@ from backbeat.model.blocks import Block, HostLink, MemoryPlan, Segment
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.files import Source
 from backbeat.model.framework import Framework
+from backbeat.model.layout import Layout, Parallelism
+from backbeat.model.measured_run import Run
 from backbeat.model.network import Calibration, Network
 from backbeat.model.network_rows import WorkersRow
 from backbeat.model.plan import Bucket, Compression, DynamicFusion, Plan, PlanPrediction
@@ -29,16 +31,19 @@ __all__ = [
     "Framework",
     "Gradient",
     "HostLink",
+    "Layout",
     "LoadBand",
     "Memory",
     "MemoryPlan",
     "Mesh",
     "Network",
     "NetworkBand",
+    "Parallelism",
     "Plan",
     "PlanPrediction",
     "Prediction",
     "Profile",
+    "Run",
     "Segment",
     "ShardUnit",
     "Sharding",

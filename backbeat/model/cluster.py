@@ -20,6 +20,7 @@ import numpy as np
 from backbeat.cost import Curve
 from backbeat.cost.accelerators import Accelerator, accelerator_named
 from backbeat.cost.collectives import Collective, traffic
+from backbeat.cost.pcie import is_pcie
 from backbeat.errors import InputError
 from backbeat.model.network import Network
 from backbeat.model.profile import ComputeShares
@@ -187,7 +188,7 @@ class Cluster:
         if workers == 1 or size <= 0:
             return 0.0
         near = max(1, min(workers, self.per_node // min(stride, self.per_node)))
-        latency, rate = self._link(inside=True, sharing=1)
+        latency, rate = self._link(inside=True, sharing=1, ranks=near)
         seconds = latency * (workers - 1) / max(workers / 8, 1) + size * (near - 1) / workers / rate
         if near == workers:
             return seconds
@@ -212,10 +213,9 @@ class Cluster:
         return 1 + (found[0].of(shares) - 1) * computing
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def origins(self) -> tuple[str, ...]:
         """Where the slowdowns that were asked for come from."""
-        origins = dict.fromkeys(found[1] for found in self._slowdowns.values() if found is not None)
-        return tuple(f"computation beside communication takes longer, {origin}" for origin in origins)
+        return tuple(dict.fromkeys(found[1] for found in self._slowdowns.values() if found is not None))
 
     def inside(self, workers: int, stride: int = 1) -> bool:
         """Whether a group lies inside a node."""
@@ -226,11 +226,13 @@ class Cluster:
         nodes = -(-workers * stride // self.per_node)
         return workers if self.inside(workers, stride) else nodes * self.per_node
 
-    def _link(self, *, inside: bool, sharing: int) -> tuple[float, float]:
+    def _link(self, *, inside: bool, sharing: int, ranks: int = 0) -> tuple[float, float]:
         """Latency of one message, and bytes a second from each GPU where so many of a node send: those of a ring that
         fills a node, or two. A part of a node is no measure of it: where the switch adds up, its collectives take as
-        long to start as the whole node's."""
+        long to start as the whole node's. On PCIe it is: `ranks` share what the host carries."""
         count = self.per_node if inside and self.per_node > 1 else 2 * self.per_node
+        if inside and ranks > 1 and is_pcie(self.network.topology.inside_link):
+            count = ranks
         curve = self.curve("all_gather", count)
         per_byte = max(curve.link_s_per_byte, 1e-15)
         rate = traffic("all_gather", "ring", count) / per_byte

@@ -99,8 +99,6 @@ class Framework(Checked, frozen=True, kw_only=True):
     """Moved for each logit in forward and in backward."""
     kept_bytes: int = 0
     """Moved for each parameter in a step, by every replica, whatever of the update is sharded: clipping, zeroing."""
-    reserve_bytes: int = 3 * 10**9
-    """Of the device, for CUDA, NCCL and fragmentation. Assumed."""
     pass_s: float = 0.0
     """What a micro-batch costs a stage beside its operators: bookkeeping and waits of the framework."""
     dispatcher: Dispatcher = "alltoall"

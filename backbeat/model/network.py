@@ -164,6 +164,8 @@ class Network(Document, frozen=True, kw_only=True):
                 inside=base.all_reduce,
                 fabric=between.topology.fabric,
                 transport=between.topology.transport,
+                nics_per_node=links,
+                inside_link=base.topology.inside_link,
             ),
             backend=base.backend,
             accelerator=base.accelerator,

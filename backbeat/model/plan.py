@@ -1,4 +1,5 @@
-"""Which gradients travel together, in which order, and on which communicator."""
+"""How a job is run: which gradients travel together, in which order, and on which communicator; or by which units
+parameters are sharded; or how GPUs share layers and batch, where another framework runs it."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from backbeat.errors import InputError, nearest
 from backbeat.model.blocks import MemoryPlan
 from backbeat.model.checks import Checked, at_least, named_once
 from backbeat.model.files import Document
+from backbeat.model.layout import Parallelism
 from backbeat.model.prediction import Prediction
 from backbeat.model.profile import Profile
 from backbeat.model.sharding import Sharding, check_modules
@@ -104,11 +106,11 @@ class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Plan(Document, frozen=True, kw_only=True):
-    """Buckets in launch order, or the units that parameters are sharded by."""
+    """Buckets in launch order, or the units that parameters are sharded by, or a layout."""
 
     SCHEMA: ClassVar[str] = "backbeat.plan/2"
     FOLDER: ClassVar[str] = "plans"
-    FORMS: ClassVar[tuple[tuple[str, ...], ...]] = (("communicators", "buckets"), ("sharding",))
+    FORMS: ClassVar[tuple[tuple[str, ...], ...]] = (("communicators", "buckets"), ("sharding",), ("layout", "batch"))
 
     strategy: str
     model: str
@@ -117,7 +119,14 @@ class Plan(Document, frozen=True, kw_only=True):
     """Communicators that buckets use. In a sharded plan it follows from `sharding`."""
     buckets: Annotated[tuple[Bucket, ...], Meta(min_length=1)] = ()
     sharding: Sharding | None = None
-    """Exactly one of `buckets` and `sharding` is there."""
+    layout: Parallelism | None = None
+    """Exactly one of `buckets`, `sharding` and `layout` is there."""
+    batch: Annotated[int, Meta(ge=1)] | None = None
+    """Of a layout: the micro-batch of one replica, in sequences."""
+    global_batch: Annotated[int, Meta(ge=1)] | None = None
+    """Of a layout: sequences of one step over all GPUs that it was made for."""
+    framework: str | None = None
+    """Of a layout: what runs it."""
     workers: Annotated[int, Meta(ge=1)] | None = None
     dynamic: DynamicFusion | None = None
     """Present where buckets are formed at run time; `buckets` is then what the simulation formed."""
@@ -129,12 +138,19 @@ class Plan(Document, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.layout is not None:
+            self._check_layout(self.layout)
+            return
+        for field in ("batch", "global_batch", "framework"):
+            if getattr(self, field) is not None:
+                raise InputError(f"{field} goes with a layout, and this plan has none: remove it")
         if self.sharding is not None:
             self._check_sharded(self.sharding)
             return
         if not self.buckets:
             raise InputError(
-                "buckets is empty: a plan has at least one bucket, or `sharding`; make it again with `backbeat plan`"
+                "buckets is empty: a plan has at least one bucket, or `sharding`, or a `layout`; make it again with "
+                "`backbeat plan`"
             )
         if self.communicators == _NOT_GIVEN:
             raise InputError("communicators is missing: add it; `backbeat plan` writes it")
@@ -170,6 +186,21 @@ class Plan(Document, frozen=True, kw_only=True):
             )
         force_setattr(self, "communicators", count)
 
+    def _check_layout(self, layout: Parallelism) -> None:
+        for field in ("buckets", "sharding", "dynamic", "memory"):
+            if getattr(self, field):
+                raise InputError(f"a plan has a layout or {field}, not both: remove one of the two")
+        if self.batch is None:
+            raise InputError("batch is missing: a layout's plan says the micro-batch of one replica; add it")
+        if self.workers is not None and self.workers != layout.gpus:
+            raise InputError(
+                f"dp({layout.dp}) * tp({layout.tp}) * pp({layout.pp}) * cp({layout.cp}) = {layout.gpus} != "
+                f"workers({self.workers}): correct one of them, or make the plan again with `backbeat plan --gpus`"
+            )
+        if self.communicators not in (_NOT_GIVEN, 1):
+            raise InputError(f"communicators is {self.communicators}: a layout's framework has its own; leave it out")
+        force_setattr(self, "communicators", 1)
+
     def on_older_torch(self) -> Plan | None:
         """The sharded plan without settings that came with torch 2.13; None where it has none of them."""
         if self.sharding is None:
@@ -179,8 +210,18 @@ class Plan(Document, frozen=True, kw_only=True):
             return None
         return replace(self, sharding=plain, communicators=_NOT_GIVEN, predicted=None)
 
+    def need_ours(self, user: str) -> None:
+        """Refuse a layout where backbeat's own runtime is to run it."""
+        if self.layout is not None:
+            framework = self.framework or "torchtitan or Megatron"
+            raise InputError(
+                f"the plan {self.strategy!r} is a layout, which {user} does not run: {framework} runs it, with the "
+                "sizes that its `layout` says"
+            )
+
     def need_buckets(self, user: str) -> None:
-        """Refuse a sharded plan where gradients travel in buckets."""
+        """Refuse a plan where gradients do not travel in buckets."""
+        self.need_ours(user)
         if self.sharding is not None:
             raise InputError(
                 f"the plan {self.strategy!r} shards parameters, and {user} sends gradients in buckets: run it with "
@@ -190,7 +231,7 @@ class Plan(Document, frozen=True, kw_only=True):
 
     @property
     def derived(self) -> tuple[str, ...]:
-        return ("communicators",) if self.sharding is not None else ()
+        return () if self.buckets else ("communicators",)
 
     @property
     def compressed(self) -> bool:
@@ -224,6 +265,8 @@ class Plan(Document, frozen=True, kw_only=True):
 
     def check(self, profile: Profile) -> None:
         """Refuse a plan that names gradients, or modules, that the profile does not have."""
+        if self.layout is not None:
+            self.need_ours("a data-parallel step")
         known = profile.index
         if self.sharding is not None:
             check_modules(self.sharding, [*known, *(block.name for block in profile.blocks)], self.model)
@@ -238,7 +281,7 @@ class Plan(Document, frozen=True, kw_only=True):
 
     def missing(self, profile: Profile) -> list[str]:
         """Gradients of the profile that no bucket names, in ready order. The root of a sharded plan takes the rest."""
-        if self.sharding is not None:
+        if not self.buckets:
             return []
         named = {name for bucket in self.buckets for name in bucket.gradients}
         return [gradient.name for gradient in profile.gradients if gradient.name not in named]

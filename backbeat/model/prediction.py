@@ -140,6 +140,15 @@ class Note(msgspec.Struct, frozen=True):
         return hash((self.kind, tuple(self.values.items())))
 
 
+class Cost(msgspec.Struct, frozen=True):
+    """What a whole training takes."""
+
+    hours: float
+    gpu_hours: float
+    money: float | None = None
+    """Where the price of a GPU-hour is known."""
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """One model on one cluster in one way, predicted."""
 
@@ -209,6 +218,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[Note, ...] = ()
     gap_parts: GapParts | None = None
     """Where it was asked for."""
+    cost: Cost | None = None
+    """Where it was said how much is trained."""
 
     @property
     def way(self) -> str:
@@ -231,6 +242,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     def tokens_per_s(self) -> float | None:
         """Of the whole job; None where samples are no sequences."""
         return None if self.sequence is None else self.samples_per_s * self.sequence
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        return None if self.tokens_per_s is None else self.tokens_per_s / self.workers
 
     @property
     def mfu(self) -> float | None:
@@ -273,7 +288,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return [(start - backward, end - backward) for start, end in found]
 
     def _repr_html_(self) -> str:
-        from backbeat.report.notebook import prediction_html  # late: report stands above model
+        from backbeat.show.notebook import prediction_html  # late: report stands above model
 
         return prediction_html(self)
 

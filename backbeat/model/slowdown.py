@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from backbeat.cost.accelerators import Accelerator, accelerator
 from backbeat.cost.collectives import traffic
+from backbeat.cost.pcie import is_pcie
 from backbeat.model.checks import Checked
 from backbeat.model.files import ZOO, Document, Source
 from backbeat.model.profile import ComputeShares, Profile
@@ -22,7 +23,7 @@ from backbeat.model.profile import ComputeShares, Profile
 if TYPE_CHECKING:
     from backbeat.model.network import Network
 
-Transport = Literal["nvlink", "nvls", "infiniband", "efa", "sockets"]
+Transport = Literal["nvlink", "nvls", "infiniband", "roce", "efa", "sockets"]
 Factor = Annotated[float, Meta(ge=1)]
 WORK_KINDS = ("matmul", "attention", "memory")
 EMULATED = ZOO / "accelerators" / "h200-contention.json"
@@ -46,10 +47,13 @@ CHANNELS: dict[str, Channels] = {
     # The switch adds up: each of 8 GPUs has all of its gradients read and written once, for 1.75 bytes on the bus each.
     "nvls": Channels(16, 2 / 1.75),
     "infiniband": Channels(16),
+    "roce": Channels(16),
     "efa": Channels(16),
     "sockets": Channels(2),
+    "pcie": Channels(2),
 }
-"""As NCCL 2.28 to 2.30 opens them on GPUs of compute capability 9.0; validation/zoo/README.md has the sources."""
+"""As NCCL 2.28 to 2.30 opens them on GPUs of compute capability 9.0; validation/zoo/README.md has the sources. PCIe,
+which a topology names as `inside_link`, is taken to need as few as sockets."""
 
 
 class Slowdown(Checked, frozen=True, kw_only=True):
@@ -206,9 +210,12 @@ def slowdown_on(network: Network, device: Accelerator | None, *, sharded: bool =
     return data.slowdown(min(channels.sms / device.multiprocessors, 1.0), moved), f"{where} for {transport}"
 
 
-def _transport(network: Network) -> Transport | None:
-    """Of all workers in one node, where others are joined by a network, NVLink is taken to carry their messages."""
+def _transport(network: Network) -> str | None:
+    """Of all workers in one node, where others are joined by a network, NVLink is taken to carry their messages unless
+    the topology names PCIe."""
     topology = network.topology
+    if network.nodes == 1 and topology.gpus_per_node > 1 and is_pcie(topology.inside_link):
+        return "pcie"
     if topology.transport is None or network.nodes > 1 or topology.gpus_per_node == 1:
         return topology.transport
     if topology.transport == "nvls" or "nvls" in (topology.algorithm, topology.inside_algorithm):

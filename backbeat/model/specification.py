@@ -8,21 +8,26 @@ inside, so the slower of the two sets the pace.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
+from backbeat.cost import pcie
 from backbeat.cost.collectives import Collective, traffic
+from backbeat.cost.pcie import InsideLink
 from backbeat.cost.protocols import INFINIBAND, INFINIBAND_HOP_S, NicLatency, all_reduce_lines, fastest_s, ring_lines
 from backbeat.errors import InputError
+from backbeat.model import files
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.files import Source
 from backbeat.model.network import Network
 from backbeat.model.network_rows import WorkersRow
 from backbeat.model.slowdown import Transport
 from backbeat.model.topology import Fabric, LoadBand, Topology
-from backbeat.units import counted, format_rate, format_seconds
+from backbeat.units import counted, format_rate, format_seconds, parse_rate
 
 RING_EFFICIENCY = 0.82
 """Bus bandwidth of NCCL's ring inside a node over the line rate: 370 of 450 GB/s on 8 H100
@@ -37,6 +42,13 @@ GATHER_SHARE = 0.88
 NVLS_GATHER_SHARE = 0.75
 """Inside a node with NVLS: what is not reduced goes as it does without."""
 SIZES = tuple(4**power for power in range(8, 18))
+_SMALLER = tuple(4**power for power in range(5, 8))
+"""Slow links take longer for these, too."""
+SOCKETS_EFFICIENCY = 0.943
+"""What TCP leaves of an Ethernet line rate: 9.43 of 10 Gbit/s."""
+SOCKETS_NIC = 2.5e9
+"""Bytes a second that the processor moves through sockets, a network interface: 2.2 to 2.6 GB/s of bus bandwidth on 2
+to 8 nodes of IP over 100 Gb InfiniBand (HKBU-HPML/ddl-benchmarks)."""
 _LONGEST_HOPS_S: dict[Transport, float] = {"infiniband": 10e-6, "efa": 30e-6}
 """The longest hop that each is taken for; anything slower goes through sockets."""
 _TYPICAL_HOPS_S = {"efa": 15e-6, "sockets": 45e-6}
@@ -46,6 +58,11 @@ _TYPICAL_HOPS_S = {"efa": 15e-6, "sockets": 45e-6}
 def typical_hop_s(transport: str | None) -> float:
     """One message from node to node, where nobody says how long it takes."""
     return _TYPICAL_HOPS_S.get(transport or "", INFINIBAND_HOP_S)
+
+
+def latency_by(transport: str | None, hop_s: float) -> NicLatency:
+    """NCCL's latencies between nodes: sockets have their own."""
+    return NicLatency.through_sockets(hop_s) if transport == "sockets" else NicLatency.of(hop_s)
 
 
 def transport_of(hop_s: float) -> Transport:
@@ -69,13 +86,16 @@ class Specification:
     """A cluster as its data sheets describe it. Every rate is of one direction, in bytes a second."""
 
     gpus_per_node: int
-    inside: float | CollectiveTimes
+    inside: float | CollectiveTimes = 0.0
     """Bus bandwidth of a large all-reduce inside one node, or the all-reduce measured there."""
-    nic: float
+    inside_link: InsideLink | None = None
+    """PCIe by name, in place of `inside`."""
+    nic: float = 0.0
     """Line rate of one network interface."""
     nics_per_node: int = 1
     latency: NicLatency = INFINIBAND
-    efficiency: float = NIC_EFFICIENCY
+    efficiency: float | None = None
+    """Bus bandwidth of large all-reduces over the NICs' rate; that of the transport unless told."""
     fabric: Fabric | None = None
     nvls: bool = False
     """The node's NVSwitches reduce (NVLink SHARP)."""
@@ -83,8 +103,12 @@ class Specification:
     """The switches between nodes reduce (SHARP)."""
     transport: Transport | None = None
     """What NCCL sends by between nodes."""
+    rings: bool = False
+    """Large messages go in rings on two nodes, too, as in NCCL before 2.12."""
 
     def __post_init__(self) -> None:
+        if self._pcie and self.inside:
+            raise InputError(f"inside_link {self.inside_link} says what a node reaches: leave inside out")
         for name in ("gpus_per_node", "nics_per_node"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}: a node has at least one")
@@ -102,8 +126,15 @@ class Specification:
         counts = sorted({count for count in nodes if count * per_node > 1})
         if not counts:
             raise InputError("nodes has no number with two GPUs or more: nothing travels; give --nodes 1..64")
+        if counts[-1] > 1 and self.nic <= 0:
+            raise InputError(f"nodes is {counts[-1]} and nothing says what joins them: give nic, or one node")
         own = next((count for count in counts if count > 1), counts[-1])
-        topology = Topology(fabric=self.fabric, transport=self.transport)
+        topology = Topology(
+            fabric=self.fabric,
+            transport=self.transport,
+            nics_per_node=self.nics_per_node if counts[-1] > 1 else None,
+            inside_link=self.inside_link,
+        )
         if per_node > 1:
             topology = msgspec.structs.replace(
                 topology,
@@ -131,13 +162,20 @@ class Specification:
         if isinstance(self.inside, CollectiveTimes):
             text += " with the all-reduce measured inside one"
         elif self.gpus_per_node > 1:
-            text += f", of which a large all-reduce inside one reaches {self.inside / 1e9:.0f} GB/s"
+            reaches = f"{self._inside_rate / 1e9:.{0 if self._inside_rate > 10e9 else 1}f} GB/s"
+            text += f", of which a large all-reduce inside one reaches {reaches}"
             text += " with NVLS" if self.nvls else ""
+            text += f" ({pcie.origin(str(self.inside_link))})" if self._pcie else ""
+        if not self.nic:
+            return text
         text += (
             f"; {self.nics_per_node} x {format_rate(8 * self.nic)} a node, of which one across reaches "
-            f"{self.efficiency:.0%}; latencies of NCCL on InfiniBand, in proportion to "
-            f"{format_seconds(self.latency.small_s)} on two nodes"
+            f"{self._nics_rate / self.nic / self.nics_per_node:.0%}; latencies of NCCL on InfiniBand, "
         )
+        if self.latency.further_hop_s:
+            text += f"and {format_seconds(self.latency.further_hop_s)} more for each hop through sockets"
+        else:
+            text += f"in proportion to {format_seconds(self.latency.small_s)} on two nodes"
         if self.fabric is not None:
             text += f"; {self.fabric.kind} fabric, oversubscription {self.fabric.oversubscription:g}"
         return text + ("; SHARP between nodes" if self.sharp else "")
@@ -145,15 +183,34 @@ class Specification:
     def _across_rate(self, nodes: int) -> float:
         """Bus bandwidth of a large all-reduce across nodes of a quiet cluster, in bytes a second."""
         share = self.fabric.share(nodes, "quiet") if self.fabric is not None else 1.0
-        nics_rate = self.nic * self.nics_per_node * self.efficiency * share
-        if self.sharp or nodes == 2:
+        nics_rate = self._nics_rate * share
+        if self.sharp or (nodes == 2 and not self.rings):
             nics_rate *= traffic("all_reduce", "ring", nodes * self.gpus_per_node)
         return min(nics_rate, self._inside_rate)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (*_SMALLER, *SIZES) if self._pcie or self.transport == "sockets" else SIZES
+
+    @property
+    def _pcie(self) -> bool:
+        return pcie.is_pcie(self.inside_link)
+
+    @property
+    def _nics_rate(self) -> float:
+        """Bus bandwidth through all NICs of a node."""
+        efficiency, nic = self.efficiency or NIC_EFFICIENCY, self.nic
+        if self.transport == "sockets":
+            efficiency = self.efficiency or SOCKETS_EFFICIENCY
+            nic = min(nic, SOCKETS_NIC / efficiency)
+        return nic * self.nics_per_node * efficiency
 
     @property
     def _inside_rate(self) -> float:
         if self.gpus_per_node == 1:
             return math.inf
+        if self._pcie:
+            return pcie.reached(str(self.inside_link), self.gpus_per_node)
         if isinstance(self.inside, CollectiveTimes):
             slope = self.inside.curve.link_s_per_byte
             return traffic("all_reduce", "ring", self.gpus_per_node) / slope if slope > 0 else math.inf
@@ -169,9 +226,9 @@ class Specification:
             workers=nodes * self.gpus_per_node,
             all_reduce=self.inside
             if nodes == 1 and isinstance(self.inside, CollectiveTimes)
-            else self._typical(nodes, [self._all_reduce_s(nodes, size) for size in SIZES]),
-            all_gather=self._typical(nodes, [self._ring_s("all_gather", nodes, size) for size in SIZES]),
-            reduce_scatter=self._typical(nodes, [self._ring_s("reduce_scatter", nodes, size) for size in SIZES]),
+            else self._typical(nodes, [self._all_reduce_s(nodes, size) for size in self._sizes]),
+            all_gather=self._typical(nodes, [self._ring_s("all_gather", nodes, size) for size in self._sizes]),
+            reduce_scatter=self._typical(nodes, [self._ring_s("reduce_scatter", nodes, size) for size in self._sizes]),
             band=band,
         )
 
@@ -179,7 +236,7 @@ class Specification:
         """All but the smallest message's latency is slower than on a quiet cluster (`cost/curve.beside_traffic`)."""
         slowdown = 1 / self.fabric.slowdown(nodes, "quiet") if self.fabric is not None and nodes > 1 else 1.0
         times = (_rounded(quiet[0] + (time - quiet[0]) * slowdown) for time in quiet)
-        return CollectiveTimes(points=tuple(zip(SIZES, times, strict=True)))
+        return CollectiveTimes(points=tuple(zip(self._sizes, times, strict=True)))
 
     def _all_reduce_s(self, nodes: int, size: float) -> float:
         """On a quiet cluster."""
@@ -188,8 +245,8 @@ class Specification:
         if isinstance(self.inside, CollectiveTimes):
             within = float(self.inside.curve.time(size))
         elif per_node > 1:
-            lines = all_reduce_lines(1, per_node, self.latency)
-            within = fastest_s(lines, traffic("all_reduce", "ring", per_node) * size, self.inside)
+            lines = pcie.lines("all_reduce", per_node) if self._pcie else all_reduce_lines(1, per_node, self.latency)
+            within = fastest_s(lines, traffic("all_reduce", "ring", per_node) * size, self._inside_rate)
         if nodes == 1:
             return within
         lines = all_reduce_lines(nodes, per_node, self.latency, sharp=self.sharp)
@@ -202,7 +259,28 @@ class Specification:
         if nodes > 1:
             rate = min(GATHER_SHARE * self._across_rate(nodes), rate)
         sent = traffic(collective, "ring", nodes * self.gpus_per_node) * size
+        if nodes == 1 and self._pcie:
+            return fastest_s(pcie.lines(collective, self.gpus_per_node), sent, GATHER_SHARE * rate)
         return fastest_s(ring_lines(nodes, self.gpus_per_node, self.latency), sent, rate)
+
+
+def across_named(text: str) -> Network:
+    """What joins nodes: a network by its file or name, or a bandwidth.
+
+    >>> across_named("ib400").name, across_named("40gbe").topology.transport
+    ('ib400', 'sockets')
+    """
+    if text in files.bundled(Network) or not re.fullmatch(r"[0-9.]+ *[a-zA-Z]+(/s)?", text) or Path(text).exists():
+        return Network.load(text)
+    transport: Transport = "sockets" if is_ethernet(text) else "infiniband"
+    latency = latency_by(transport, typical_hop_s(transport))
+    sheet = Specification(gpus_per_node=1, nic=parse_rate(text) / 8, latency=latency, transport=transport)
+    return sheet.network(text, [2, 4, 8, 16, 32, 64])
+
+
+def is_ethernet(rate: str) -> bool:
+    """Written like 10gbe: taken to go through sockets, unless something else is said."""
+    return rate.strip().lower().endswith("gbe")
 
 
 def _rounded(value: float) -> float:

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from backbeat.cost.collectives import Collective, Shape, steps, traffic
 from backbeat.cost.curve import Curve, cheapest, stretch_factors
+from backbeat.cost.pcie import InsideLink, is_pcie, reached
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked
 from backbeat.model.collective_times import CollectiveTimes
@@ -121,6 +122,10 @@ class Topology(Checked, frozen=True, kw_only=True):
     transport: Transport | None = None
     """What carries messages between nodes, or inside the one there is: what NCCL takes of a GPU for it decides how much
     computation slows down beside communication."""
+    nics_per_node: Annotated[int, Meta(ge=1)] | None = None
+    """Network interfaces of a node, so that one rank's sends are held to its own; without it they may use all."""
+    inside_link: InsideLink | None = None
+    """What joins the GPUs of a node. On PCIe without peer-to-peer they share the host's memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,6 +208,8 @@ class Topology(Checked, frozen=True, kw_only=True):
         own_s, ring_s = (_RING_BASE_S + _RING_STEP_S * steps(collective, "ring", one) for one in (new, whole_node))
         least = min(own_s / max(float(whole.times[0]), 1e-9), 1.0)
         latency, work = stretch_factors(collective, shape, shape, whole_node, new)
+        if is_pcie(self.inside_link):
+            work *= reached(str(self.inside_link), whole_node) / reached(str(self.inside_link), new)
         factors = [(max(latency, least), work)]
         if shape == "nvls" and collective == "all_reduce":
             work = traffic(collective, "ring", new) / traffic(collective, "nvls", whole_node)

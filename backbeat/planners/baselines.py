@@ -8,7 +8,7 @@ from backbeat.model.framework import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.model.plan import DynamicFusion
 from backbeat.model.slowdown import slowdown_of
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.steps.fusion import fuse_beside
+from backbeat.steps.fusion import fuse
 from backbeat.steps.schedule import capped
 
 
@@ -39,8 +39,8 @@ def horovod(profile: Profile, network: Network, options: StrategyOptions) -> Dra
     settings = DynamicFusion(
         buffer_bytes=options.bucket_bytes or defaults.buffer_bytes, cycle_s=options.cycle_s or defaults.cycle_s
     )
-    _, _, ends = fuse_beside(profile, network.cost, settings, slowdown_of(profile, network).factor)
-    return Draft(ends, dynamic=settings)
+    formed = fuse(profile, network.cost, settings, slowdown_of(profile, network).factor)
+    return Draft(formed.ends, dynamic=settings)
 
 
 def mg_wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:

@@ -91,8 +91,8 @@ class Draft:
 
     def contended_end_s(self, profile: Profile, cost: LinkCost, slowdown: float) -> float:
         """When the last bucket and backward are done, if computation takes `slowdown` times as long beside buckets."""
-        flow, clock = self.travel(profile).at(cost, slowdown)
-        return max(flow.end_s, float(clock.when(profile.backward_s)))
+        flow, backward_end_s = self.travel(profile).at(cost, slowdown)
+        return max(flow.end_s, backward_end_s)
 
     def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
         names = [gradient.name for gradient in profile.gradients]

@@ -5,7 +5,7 @@
 `backbeat watch watch.jsonl` shows the file in a terminal. `to` takes functions that get each sample on rank 0;
 `runtime/integrations/watching.py` has callbacks for Lightning and the Hugging Face Trainer. Alerts go to the logger
 `backbeat.runtime` too. Each rank stands there with its machine, and how slow it is has one definition:
-`backbeat.report.drift`.
+`backbeat.show.drift`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import msgspec
 from backbeat.comm.agreement import RankStore
 from backbeat.comm.machine import host_name
 from backbeat.errors import InputError
-from backbeat.report.drift import Drift, StepSample
 from backbeat.runtime.watched_steps import STEPS_PER_SAMPLE, RankFigures, watched_steps
+from backbeat.show.drift import Drift, StepSample
 
 logger = logging.getLogger("backbeat.runtime")
 

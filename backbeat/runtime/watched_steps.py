@@ -18,13 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from backbeat.comm.clock import Mark, clock_for
 from backbeat.comm.communicators import Communicators
+from backbeat.engine.explain import busy_periods
 from backbeat.errors import InputError
 from backbeat.runtime.ddp.wrapper import DistributedDataParallel
 from backbeat.runtime.reduce.timing import Recorder, median
 from backbeat.runtime.running_plans import plan_of
 from backbeat.runtime.torch_internals import TorchDDP, find_tensors, queue_callback
 from backbeat.runtime.weak_call import WeakCall
-from backbeat.steps.schedule import covered_s
 
 if TYPE_CHECKING:
     from backbeat.model import Plan
@@ -164,10 +164,11 @@ class HookedSteps:
         iteration = [since(before, end) for before, end, _ in self._timed]
         # A wait may hold another one, of a unit inside.
         waited = [
-            covered_s(
-                [since(before, opened) for opened, _ in waits],
-                [since(before, closed) for _, closed in waits],
-                after=0.0,
+            sum(
+                end - start
+                for start, end in busy_periods(
+                    [since(before, opened) for opened, _ in waits], [since(before, closed) for _, closed in waits]
+                )
             )
             for before, _, waits in self._timed
         ]

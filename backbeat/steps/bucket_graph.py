@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from backbeat.engine import Graph, GraphTimes, SharedLink, run
 from backbeat.engine.graph import NO_OP
 from backbeat.model.framework import OverlappedPasses
 from backbeat.steps.host import COMPUTE, HOST, HostIssue, IssuedPass
-from backbeat.steps.schedule import UNDISTURBED, ComputeClock, Flow, Schedule, one_by_one, with_compression
+from backbeat.steps.schedule import Flow, Schedule, one_by_one, with_compression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,69 +59,27 @@ class BucketStep:
     """None where the host is always ahead."""
 
 
-@dataclass(frozen=True, slots=True)
-class BucketGraph:
-    """The graph, and where to find ops in it."""
+class BucketGraph(NamedTuple):
+    """The graph, and where the last backward that messages overlap with is in it."""
 
     graph: Graph
     forward: int
-    """The last op before the backward that messages overlap with last."""
+    """The last op before it."""
     backward: int
-    """The last op of that backward, compression included."""
+    """Its last op, compression included."""
     messages: list[int]
-    """Of each bucket, in launch order, beside that backward."""
-    rounds: list[list[int]]
-    """The same for every backward that messages overlap with."""
+    """Of each bucket, in launch order."""
     update: int
     """The last op of the step."""
-    first_forward: int
-    """The end of the first forward."""
-    gathers: list[int]
-    """Of parameters, for it."""
-    buffers: int
-    """Their broadcast before it, if any."""
-    computing: list[int]
-    """The parts of that backward."""
 
-    def flow(self, times: GraphTimes) -> Flow:
-        """When those buckets travel, after that backward begins."""
+    def flow(self, times: GraphTimes) -> tuple[Flow, float]:
+        """When those buckets travel, and when that backward ends, after it begins."""
         begun = times.ends[self.forward]
         starts, on_link, ends = (
             np.array([column[number] - begun for number in self.messages])
             for column in (times.starts, times.on_link, times.ends)
         )
-        return Flow(starts, on_link, ends)
-
-    def clock(self, times: GraphTimes, graph: Graph | None = None) -> ComputeClock:
-        """How far computation is at any time of that backward: exact where it is cut, and before the first message.
-        `graph` where other times were run."""
-        seconds = (graph or self.graph).seconds
-        done, at = [0.0], [0.0]
-        begun = times.ends[self.forward]
-        for op in self.computing:
-            done.append(done[-1] + seconds[op])
-            at.append(times.ends[op] - begun)
-        return ComputeClock(np.array(done), np.array(at))
-
-    def on(self, step: BucketStep) -> Graph:
-        """The same step where messages take other times, as on a quieter network."""
-        rows = _op_times(step.times)
-        times = {op: row for ops in self.rounds for op, row in zip(ops, rows, strict=True)}
-        for op, (seconds, _) in zip(self.gathers, step.gathers, strict=True):
-            times[op] = (seconds, 0.0, None)
-        if self.buffers != NO_OP:
-            times[self.buffers] = (step.before_s, 0.0, None)
-        return self.graph.retimed(times, step.link or SharedLink(), step.slowdowns)
-
-
-def link_of(cost: LinkCost) -> SharedLink:
-    """How messages of this cost share their link.
-
-    >>> from backbeat.cost import Curve
-    >>> link_of(LinkCost(Curve.affine(1e-3, 1e-9), None, {2: 0.8})).efficiency(2)
-    0.8
-    """
-    return SharedLink(cost.efficiency if cost.efficiencies else None, cost.stretch if cost.stretches else None)
+        return Flow(starts, on_link, ends), times.ends[self.backward] - begun
 
 
 def bucket_graph(step: BucketStep) -> BucketGraph:
@@ -134,10 +92,9 @@ def bucket_graph(step: BucketStep) -> BucketGraph:
     >>> cost = LinkCost(Curve.affine(1e-3, 1e-9))
     >>> two = Schedule(np.array([0.0, 1e-3]), np.array([1e6, 1e6]), [0, 0])
     >>> made = bucket_graph(BucketStep(
-    ...     schedule=two, times=cost.times(two.sizes), link=link_of(cost), forward_s=1e-3, backward_s=3e-3,
-    ...     update_s=1e-3))
+    ...     schedule=two, times=cost.times(two.sizes), forward_s=1e-3, backward_s=3e-3, update_s=1e-3))
     >>> times = run(made.graph)
-    >>> made.flow(times).finishes.round(6).tolist(), round(times.end_s, 6)
+    >>> made.flow(times)[0].finishes.round(6).tolist(), round(times.end_s, 6)
     ([0.002, 0.004], 0.006)
     """
     return BucketSteps(step).add()
@@ -161,46 +118,38 @@ class BucketTravel:
     def __init__(self, schedule: Schedule, backward_s: float, compress_s: Sequence[float] | None = None) -> None:
         self.schedule, self.backward_s, self.compress_s = schedule, backward_s, compress_s
         self.several = len({*schedule.communicators}) > 1
-        self._made: BucketGraph | None = None
         self.computed_s = backward_s + sum(compress_s or ())
         """Backward and compression."""
         self.ready = schedule.ready if compress_s is None else with_compression(schedule.ready, compress_s)
 
-    def at(self, cost: LinkCost, slowdown: float = 1.0) -> tuple[Flow, ComputeClock]:
-        """Dense messages at this cost; computation takes `slowdown` times as long beside them."""
-        return self.on(cost.times(self.schedule.sizes), link_of(cost) if self.several else None, slowdown)
+    def at(self, cost: LinkCost, slowdown: float = 1.0) -> tuple[Flow, float]:
+        """Dense messages at this cost."""
+        return self.on(cost.times(self.schedule.sizes), SharedLink.of(cost) if self.several else None, slowdown)
 
-    def on(
-        self, times: MessageTimes, link: SharedLink | None = None, slowdown: float = 1.0
-    ) -> tuple[Flow, ComputeClock]:
-        """Messages that take these times."""
+    def on(self, times: MessageTimes, link: SharedLink | None = None, slowdown: float = 1.0) -> tuple[Flow, float]:
+        """When messages that take these times travel, and when computation ends that takes `slowdown` times as long
+        beside them."""
         if not self.several and slowdown == 1:
-            return one_by_one(self.ready, times), UNDISTURBED
-        made, graph = self._graph(times, link or SharedLink(), {"network": slowdown})
-        moments = run(graph)
-        return made.flow(moments), UNDISTURBED if slowdown == 1 else made.clock(moments, graph)
+            return one_by_one(self.ready, times), self.computed_s
+        made, computing = self._made
+        retimed = dict(zip(made.messages, _op_times(times), strict=True))
+        if self._in_ready_order:
+            parts = np.diff(self.ready, prepend=0.0, append=max(self.backward_s, self.ready[-1])).tolist()
+            retimed.update((op, (seconds, 0.0, None)) for op, seconds in zip(computing, parts, strict=True))
+        return made.flow(run(made.graph.retimed(retimed, link or SharedLink(), {"network": slowdown})))
 
-    def _graph(
-        self, times: MessageTimes, link: SharedLink, slowdowns: Mapping[str, float]
-    ) -> tuple[BucketGraph, Graph]:
-        ready = self.ready.tolist()
-        if self.compress_s is None and ready == sorted(ready):
+    @cached_property
+    def _in_ready_order(self) -> bool:
+        return self.compress_s is None and bool((np.diff(self.ready) >= 0).all())
+
+    @cached_property
+    def _made(self) -> tuple[BucketGraph, list[int]]:
+        """With whatever times; and what of it computes."""
+        schedule = self.schedule
+        if self._in_ready_order:
             # Sent in the order in which they are ready, so many buckets have the same graph whatever they hold.
-            made = _in_ready_order(tuple(self.schedule.communicators))
-            parts = zip((0.0, *ready), (*ready, max(self.backward_s, ready[-1])), strict=True)
-            seconds = {
-                op: (after - before, 0.0, None) for op, (before, after) in zip(made.computing, parts, strict=True)
-            }
-            sent = dict(zip(made.messages, _op_times(times), strict=True))
-            return made, made.graph.retimed(seconds | sent, link, slowdowns)
-        step = BucketStep(
-            schedule=self.schedule, times=times, link=link, slowdowns=slowdowns, compress_s=self.compress_s,
-            forward_s=0.0, backward_s=self.backward_s, update_s=0.0,
-        )  # fmt: skip
-        if self._made is None:
-            self._made = bucket_graph(step)
-            return self._made, self._made.graph
-        return self._made, self._made.on(step)
+            return _in_ready_order(tuple(schedule.communicators))
+        return _backward_alone(schedule, self.backward_s, self.compress_s)
 
     def least_s(self, cost: LinkCost) -> float:
         """When all messages are done at the earliest: each as if it had the link to itself, and the link as if it
@@ -229,13 +178,21 @@ class BucketTravel:
 
 
 @lru_cache(maxsize=256)
-def _in_ready_order(communicators: tuple[int, ...]) -> BucketGraph:
+def _in_ready_order(communicators: tuple[int, ...]) -> tuple[BucketGraph, list[int]]:
     """One bucket after the other, with computation before each and after the last."""
     count = len(communicators)
-    ready, ones = np.arange(1.0, count + 1), np.ones(count)
-    schedule = Schedule(ready, ones, communicators)
-    times = MessageTimes(ones, ones, ones)
-    return bucket_graph(BucketStep(schedule=schedule, times=times, forward_s=0.0, backward_s=count + 1.0, update_s=0.0))
+    return _backward_alone(Schedule(np.arange(1.0, count + 1), np.ones(count), communicators), count + 1.0)
+
+
+def _backward_alone(
+    schedule: Schedule, backward_s: float, compress_s: Sequence[float] | None = None
+) -> tuple[BucketGraph, list[int]]:
+    """With whatever times of messages; and its parts."""
+    made = bucket_graph(BucketStep(
+        schedule=schedule, times=MessageTimes(*[np.ones(len(schedule.sizes))] * 3), compress_s=compress_s,
+        forward_s=0.0, backward_s=backward_s, update_s=0.0,
+    ))  # fmt: skip
+    return made, [op for op, cause in enumerate(made.graph.causes) if cause == "backward"]
 
 
 def _columns(times: MessageTimes) -> list[list[float]]:
@@ -257,54 +214,37 @@ class BucketSteps:
     def add(self) -> BucketGraph:
         step, host = self.step, self.step.host
         overlapping = step.micro_batches if step.overlap == "every" else 1
-        buffers = self._buffers()
-        forward, gathers = self._first_forward()
-        first_forward = forward
-        rounds: list[list[int]] = [[]]
+        forward, _ = self.first_forward()
+        messages: list[int] = []
         for number in range(step.micro_batches):
             if number:
-                forward = self._pass("forward", rounds[-1]).finish(step.forward_s)
-            last = number == step.micro_batches - 1
+                forward = self._pass("forward", messages).finish(step.forward_s)
             if host is not None:
                 # The wrapper reads the status of the step before when its own backward opens.
-                status = self.status if host.reads_status and not number else ()
-                self.graph.add(HOST, host.opens_s if last else 0.0, after=status, cause="host")
+                opens_s = host.opens_s if number == step.micro_batches - 1 else 0.0
+                self.graph.add(HOST, opens_s, after=() if number else self.status, cause="host")
             if number < step.micro_batches - overlapping:
                 self._pass("backward").finish(step.backward_s)
             else:
                 backward, messages = self._backward(forward)
-                rounds.append(messages)
         waits = [*messages]
         if host is not None:
             waits.append(self.graph.add(HOST, host.update_s, label="issue the update", cause="host"))
         update = self.graph.add(COMPUTE, step.update_s, after=waits, label="update", cause="update")
         self.status = messages
-        lanes = self.graph.lanes
-        computing = [op for op in range(forward + 1, backward + 1) if lanes[op] == COMPUTE]
-        return BucketGraph(
-            self.graph, forward, backward, messages, rounds[1:], update, first_forward, gathers, buffers, computing
-        )
+        return BucketGraph(self.graph, forward, backward, messages, update)
 
-    def _pass(self, label: Literal["forward", "backward"], after: Sequence[int] = ()) -> IssuedPass:
-        host = self.step.host
-        works = None if host is None else host.forward if label == "forward" else host.backward
-        return IssuedPass(self.graph, self.kind, label, works, after)
-
-    def _buffers(self) -> int:
-        if not self.step.before_s:
-            return NO_OP
-        sent = self.graph.add(("buffers",), self.step.before_s, label="buffers", cause="buffers")
-        self.graph.add(COMPUTE, 0.0, after=(sent,))
-        return sent
-
-    def _first_forward(self) -> tuple[int, list[int]]:
-        """Its last op, and the gathers for it."""
+    def first_forward(self) -> tuple[int, list[int]]:
+        """Its last op, and the gathers of parameters for it."""
         step, graph, lane = self.step, self.graph, ("communicator", 0)
-        if not step.gathers:
-            return self._pass("forward").finish(step.forward_s), []
-        reached = graph.add(COMPUTE, 0.0)
+        if step.before_s:
+            sent = graph.add(("buffers",), step.before_s, label="buffers", cause="buffers")
+            graph.add(COMPUTE, 0.0, after=(sent,))
         forward, now = self._pass("forward"), 0.0
         gathers: list[int] = []
+        if not step.gathers:
+            return forward.finish(step.forward_s), gathers
+        reached = graph.add(COMPUTE, 0.0)
         for index, (seconds, _) in enumerate(step.gathers):
             if step.gathers_ahead and index > 1:
                 now += step.gathers[index - 2][1]
@@ -316,6 +256,11 @@ class BucketSteps:
         if step.gathers_ahead and len(gathers) > 1:
             forward.until(now + step.gathers[-2][1], gathers[-2:-1])
         return forward.finish(step.forward_s, gathers[-1:]), gathers
+
+    def _pass(self, label: Literal["forward", "backward"], after: Sequence[int] = ()) -> IssuedPass:
+        host = self.step.host
+        works = None if host is None else host.forward if label == "forward" else host.backward
+        return IssuedPass(self.graph, self.kind, label, works, after)
 
     def _backward(self, forward: int) -> tuple[int, list[int]]:
         """Its last op, and the messages."""

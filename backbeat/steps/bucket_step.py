@@ -13,9 +13,9 @@ all of it is counted before the bucket leaves. Compressed plans are simulated on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,24 +25,24 @@ from numpy.typing import NDArray
 from backbeat.cost import LinkCost, MessageTimes
 from backbeat.cost.bound import communication_bound
 from backbeat.cost.message import message_bytes
-from backbeat.engine import Graph, run
+from backbeat.engine import Graph, GraphTimes, SharedLink, run
+from backbeat.engine.explain import idle_by_cause, slower_beside
+from backbeat.engine.graph import name
 from backbeat.model import Compression, Framework, Network, Plan, Profile
 from backbeat.model.cluster import Cluster
 from backbeat.model.plan import Bucket
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.slowdown import least_s
-from backbeat.steps.bucket_graph import BucketGraph, BucketStep, BucketSteps, BucketTravel, bucket_graph, link_of
-from backbeat.steps.fusion import fuse_beside
+from backbeat.steps.bucket_graph import BucketStep, BucketSteps, BucketTravel, bucket_graph
+from backbeat.steps.fusion import fuse
 from backbeat.steps.host import COMPUTE, HostIssue, Period, period_of
 from backbeat.steps.schedule import (
     CompressedCost,
-    ComputeClock,
     Flow,
     Schedule,
     capped,
     compress_s,
-    covered_s,
     running_sums,
 )
 from backbeat.units import first_to_last
@@ -75,7 +75,6 @@ class BucketWay:
         compressed = plan.compressed
         self.dynamic = None if compressed else plan.dynamic
         self.compress_s: list[float] | None = None
-        self._made: BucketGraph | None = None
         if self.dynamic is not None:
             plan.check(profile)
             return
@@ -92,50 +91,41 @@ class BucketWay:
     def on(self, network: Network, slowdown: float = 1.0, buffers_s: float = 0.0) -> BucketRun:
         """On this network, with computation that takes so many times as long beside messages, after a broadcast of
         buffers."""
-        begin_s = buffers_s + self.before_s + self.rounds * self.profile.forward_s
         if self.dynamic is not None:
-            fused, clock, ends = fuse_beside(self.profile, network.cost, self.dynamic, slowdown)
+            formed = fuse(self.profile, network.cost, self.dynamic, slowdown)
             names = [gradient.name for gradient in self.profile.gradients]
-            formed = [Bucket(gradients=tuple(names[a:b]), communicator=0) for a, b in pairwise([0, *ends])]
-            return BucketRun(
-                self, network, slowdown, buffers_s, formed, Schedule.of_ends(self.profile, ends), fused, clock, begin_s
-            )
-        if self.reduction is not None and self.reduction.zero:
-            return self._gathered(network, slowdown, buffers_s)
-        link = link_of(self.cost(network)) if self.travel.several else None
-        hidden = 1.0 if self.overlap == "none" else slowdown
-        flow, clock = self.travel.on(self.times(network), link, hidden)
-        found = BucketRun(self, network, slowdown, buffers_s, self.buckets, self.schedule, flow, clock, begin_s)
-        return replace(found, begin_s=begin_s + (self.rounds - 1) * found.round_s)
-
-    def _gathered(self, network: Network, slowdown: float, buffers_s: float) -> BucketRun:
-        """After a forward that waits for parameters."""
-        step = self.step(network, slowdown, buffers_s)
-        if self._made is None:
-            self._made = bucket_graph(step)
-            graph = self._made.graph
+            buckets = [Bucket(gradients=tuple(names[a:b]), communicator=0) for a, b in pairwise([0, *formed.ends])]
+            schedule, flow, end_s = Schedule.of_ends(self.profile, formed.ends), formed.flow, formed.backward_end_s
         else:
-            graph = self._made.on(step)
-        made, times = self._made, run(graph)
-        parts = gather_parts(self.profile, network, self.reduction)
-        gathered = tuple(
-            Span(
-                "communicator 0", f"all-gather {index + 1} of {len(parts)}", times.starts[op], times.ends[op], int(size)
-            )
-            for index, (op, (_, _, size)) in enumerate(zip(made.gathers, parts, strict=True))
+            link = SharedLink.of(self.cost(network)) if self.travel.several else None
+            hidden = 1.0 if self.overlap == "none" else slowdown
+            buckets, schedule = self.buckets, self.schedule
+            flow, end_s = self.travel.on(self.times(network), link, hidden)
+        first = self._first_forward(network, slowdown, buffers_s)
+        return BucketRun(self, network, slowdown, buffers_s, buckets, schedule, flow, end_s, first)
+
+    def _first_forward(self, network: Network, slowdown: float, buffers_s: float) -> FirstForward:
+        """It waits for parameters, where a framework gathers them."""
+        if self.reduction is None or not self.reduction.zero:
+            return FirstForward(buffers_s + self.profile.forward_s)
+        step = self.step(network, slowdown, buffers_s)
+        steps = BucketSteps(step)
+        end, gathers = steps.first_forward()
+        graph, times = steps.graph, run(steps.graph)
+        sizes = [size for _, _, size in gather_parts(self.profile, network, self.reduction)]
+        spans = tuple(
+            Span("communicator 0", name(graph, op), times.starts[op], times.ends[op], int(size))
+            for op, size in zip(gathers, sizes, strict=True)
         )
-        slower_s = sum(
-            times.ends[op] - times.starts[op] - graph.seconds[op]
-            for op in range(made.first_forward + 1)
-            if graph.lanes[op] == COMPUTE
+        slower_s = slower_beside(graph, times, *COMPUTE)
+        return FirstForward(
+            times.ends[end],
+            # Forward enters a bucket once it is there.
+            spans[0 if step.gathers_ahead else -1].end_s,
+            spans,
+            times.ends[end] - buffers_s - self.profile.forward_s - slower_s,
+            slower_s,
         )
-        # Forward enters a bucket once it is there.
-        first_s = gathered[0 if step.gathers_ahead else -1].end_s
-        stalled_s = times.ends[made.first_forward] - buffers_s - self.profile.forward_s - slower_s
-        return BucketRun(
-            self, network, slowdown, buffers_s, self.buckets, self.schedule, made.flow(times),
-            made.clock(times, graph), times.ends[made.forward], first_s, gathered, stalled_s, slower_s,
-        )  # fmt: skip
 
     def step(
         self, network: Network, slowdown: float, buffers_s: float = 0.0, host: HostIssue | None = None
@@ -145,7 +135,7 @@ class BucketWay:
         return BucketStep(
             schedule=self.schedule,
             times=self.times(network),
-            link=link_of(self.cost(network)) if self.travel.several else None,
+            link=SharedLink.of(self.cost(network)) if self.travel.several else None,
             forward_s=profile.forward_s,
             backward_s=profile.backward_s,
             update_s=self.update_s(network),
@@ -181,9 +171,21 @@ class BucketWay:
 _PLAIN = Framework(name="plain")
 
 
+class FirstForward(NamedTuple):
+    """Before anything else."""
+
+    end_s: float
+    start_s: float = 0.0
+    gathers: tuple[Span, ...] = ()
+    stalled_s: float = 0.0
+    """Waiting for parameters."""
+    slower_s: float = 0.0
+    """Computation beside gathers."""
+
+
 @dataclass(frozen=True)
 class BucketRun:
-    """A way on one network. `flow` and `clock` count from the start of the last backward."""
+    """A way on one network. `flow` and `backward_end_s` count from the start of the last backward."""
 
     way: BucketWay
     network: Network
@@ -192,29 +194,24 @@ class BucketRun:
     buckets: Sequence[Bucket]
     schedule: Schedule
     flow: Flow
-    clock: ComputeClock
-    begin_s: float
-    """When the last backward begins."""
-    forward_start_s: float = 0.0
-    gathers: tuple[Span, ...] = ()
-    gather_s: float = 0.0
-    """Forward waiting for parameters."""
-    forward_slower_s: float = 0.0
-    """Of forward, beside gathers."""
+    backward_end_s: float
+    first: FirstForward
 
-    @cached_property
+    @property
     def computed_s(self) -> float:
         """Backward without communication beside it; compression too, where some buckets are compressed."""
         return self.way.profile.backward_s + sum(self.way.compress_s or ())
 
-    @cached_property
-    def backward_end_s(self) -> float:
-        return float(self.clock.when(self.computed_s))
-
-    @cached_property
+    @property
     def round_s(self) -> float:
         """Of a backward and its messages."""
         return max(self.backward_end_s, self.flow.end_s)
+
+    @property
+    def begin_s(self) -> float:
+        """When the last backward begins."""
+        way = self.way
+        return self.first.end_s + way.before_s + (way.rounds - 1) * (way.profile.forward_s + self.round_s)
 
     @property
     def contention_s(self) -> float:
@@ -232,7 +229,7 @@ class BucketRun:
 
     @property
     def messages(self) -> int:
-        return len(self.buckets) + len(self.gathers)
+        return len(self.buckets) + len(self.first.gathers)
 
     @property
     def graph(self) -> Graph | None:
@@ -257,8 +254,8 @@ class BucketRun:
             latency_s=rounds * latency_s,
             bandwidth_s=rounds * bandwidth_s,
             waiting_s=rounds * waiting_s,
-            contention_s=rounds * self.contention_s + self.forward_slower_s,
-            gather_s=self.gather_s,
+            contention_s=rounds * self.contention_s + self.first.slower_s,
+            gather_s=self.first.stalled_s,
             buffers_s=self.buffers_s,
             sharding_s=update_s - profile.update_s,
         )
@@ -274,20 +271,16 @@ class BucketRun:
     def _exposed(self) -> tuple[float, float, float]:
         """Latency, bandwidth and waiting after backward; the definitions stand beside the fields of `Breakdown`."""
         flow, after = self.flow, self.backward_end_s
+        messages = GraphTimes(*[column.tolist() for column in flow])
+        gaps = [(after, flow.end_s)] if flow.end_s > after else []
         if self.way.compress_s is not None:
             # All counts as waiting, compression included, but for the link being busy afterwards.
-            busy = covered_s(flow.starts.tolist(), flow.finishes.tolist(), after)
-            return 0.0, busy, max(self.tail_s - busy, 0.0)
-        tail = flow.end_s - after
-        if tail <= 0:
-            return 0.0, 0.0, 0.0
+            _, busy, waiting = idle_by_cause(gaps, messages._replace(on_link=messages.starts), math.inf)
+            return 0.0, busy, waiting + sum(self.way.compress_s)
         cost = self.way.cost(self.network)
-        first = float(self.clock.when(self.way.profile.ready[0]))
-        moving = covered_s(flow.on_link.tolist(), flow.finishes.tolist(), after)
-        holding = covered_s(flow.starts.tolist(), flow.finishes.tolist(), after)
         link = float(cost.times(self.schedule.sizes).transfer.sum()) / cost.best_efficiency(self.way.plan.communicators)
-        latency, bandwidth = max(holding - moving, 0.0), min(moving, max(link - (after - first), 0.0))
-        return latency, bandwidth, max(tail - latency - bandwidth, 0.0)
+        hidden = after - float(self.way.profile.ready[0])
+        return idle_by_cause(gaps, messages, max(link - hidden, 0.0))
 
     def _timeline(self) -> tuple[Span, ...]:
         """Other micro-batches count as forward."""
@@ -300,10 +293,10 @@ class BucketRun:
         rows = zip(self.buckets, self.compressions, sizes, self.schedule.communicators, moments, strict=True)
         return (
             *(buffers if self.buffers_s else ()),
-            Span("compute", "forward", self.forward_start_s, begin),
+            Span("compute", "forward", self.first.start_s, begin),
             Span("compute", word, begin, begin + self.backward_end_s),
             Span("compute", "update", end, end + self.way.update_s(self.network)),
-            *self.gathers,
+            *self.first.gathers,
             *(
                 Span(
                     f"communicator {communicator}",

@@ -96,15 +96,14 @@ class IssuedWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostIssue:
-    """What the host issues in a step, in order."""
+    """What the host issues in a step of backbeat's wrapper, in order. The first backward opens only when the step
+    before has communicated: its status is read there."""
 
     forward: Sequence[IssuedWork]
     backward: Sequence[IssuedWork]
     update_s: float
     opens_s: float = 0.0
     """What the last backward costs beside its pieces: a hook for every gradient, a call for every collective."""
-    reads_status: bool = False
-    """Whether the first backward of a step opens only when the step before has communicated."""
 
     def after_status_s(self, micro_batches: int) -> float:
         """From reading the status until an idle device has done the last backward."""
@@ -114,18 +113,10 @@ class HostIssue:
 
 
 def host_issue(
-    host: HostLane, profile: Profile, pieces: Sequence[ChainPiece], *, collectives: int = 0, gradients: int = 0,
-    wrapped: bool = False,
-) -> HostIssue:  # fmt: skip
-    """For the profile's pieces, with so many collectives and hooks of gradients; `wrapped` by backbeat's own wrapper,
-    which reads a status.
-
-    A profile that does not say what each block takes has all of it before forward, and neither hooks nor a status.
-    """
-    if not host.by_block:
-        forward_s, backward_s = (sum(getattr(one, name) for one in pieces) for name in ("forward_s", "backward_s"))
-        works = [IssuedWork(host.micro_batch_s, forward_s)], [IssuedWork(0.0, backward_s)]
-        return HostIssue(forward=works[0], backward=works[1], update_s=host.update_s)
+    host: HostLane, profile: Profile, pieces: Sequence[ChainPiece], *, collectives: int = 0, gradients: int = 0
+) -> HostIssue:
+    """For the pieces of a profile that says what the host takes for each block, with so many collectives and hooks of
+    gradients."""
     plain = HostLane.of(profile)
     blocks = [None if one.block is None else profile.blocks[one.block] for one in pieces]
     known = [(one.host_forward_s or 0.0, one.host_backward_s or 0.0) if one else (0.0, 0.0) for one in blocks]
@@ -140,7 +131,6 @@ def host_issue(
         backward=[IssuedWork(share * back + more * forward, one.backward_s) for one, (forward, back) in reversed(rows)],
         update_s=host.update_s,
         opens_s=collectives * COLLECTIVE_S + gradients * GRADIENT_S,
-        reads_status=wrapped,
     )
 
 

@@ -141,7 +141,7 @@ class BlockChain:
         if not profile.blocks:
             raise InputError(
                 f"the profile {profile.name!r} has no blocks, so nothing is known of its activations: "
-                "profile it again with `backbeat profile`, on the device itself (--analytic measures no blocks)"
+                "profile it again with `backbeat profile`"
             )
         self.host_plain, self.host_more = HostLane.of(profile).micro_batch_s, memory_costs(profile)
         resident = resident or ResidentMemory.of(profile)

@@ -228,7 +228,7 @@ class _Steps:
         if not (self.wrapped and worker.lane.by_block and way.dynamic is None):
             return _HostedStep(run, paced_s(run.end_s, issued_s), issued_s, slowdown)
         pieces = Chain.of_profile(worker.kept, self.plan.memory).pieces
-        issue = host_issue(worker.lane, worker.measured, pieces, **counts, wrapped=True)
+        issue = host_issue(worker.lane, worker.measured, pieces, **counts)
         status_s = issue.after_status_s(micro_batches) + run.tail_s
 
         def repeated() -> Period:

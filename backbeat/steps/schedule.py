@@ -1,11 +1,12 @@
-"""A plan against a profile, reduced to arrays: its buckets, when they travel, and how far computation is meanwhile."""
+"""A plan against a profile, reduced to arrays: its buckets, what each takes, and when they travel one by one."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -89,8 +90,7 @@ class Schedule:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
+class Flow(NamedTuple):
     """When each bucket starts on its communicator, reaches the link, and is done, after backward starts."""
 
     starts: NDArray[np.float64]
@@ -180,60 +180,3 @@ def compress_s(profile: Profile, sizes: NDArray[np.float64], compressions: Seque
         0.0 if compression is None else per_bucket + per_byte * size
         for compression, size in zip(compressions, sizes.tolist(), strict=True)
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeClock:
-    """How far computation is at any time: a line through corners, of full speed after the last."""
-
-    done: NDArray[np.float64]
-    """Seconds of undisturbed computation at each corner."""
-    at: NDArray[np.float64]
-    """When that is reached."""
-
-    def when(self, done_s: ArrayLike) -> NDArray[np.float64]:
-        """When this much computation is done, if none of it waits."""
-        return self._along(np.asarray(done_s, dtype=np.float64), self.done, self.at)
-
-    def done_by(self, at_s: ArrayLike) -> NDArray[np.float64]:
-        """How much computation can be done by then."""
-        return self._along(np.asarray(at_s, dtype=np.float64), self.at, self.done)
-
-    @staticmethod
-    def _along(
-        values: NDArray[np.float64], known: NDArray[np.float64], other: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        beyond = other[-1] + (values - known[-1])
-        return np.where(values >= known[-1], beyond, np.interp(values, known, other))
-
-
-UNDISTURBED = ComputeClock(np.zeros(1), np.zeros(1))
-
-
-def busy_periods(starts: Iterable[float], ends: Iterable[float]) -> list[tuple[float, float]]:
-    """Where at least one of these intervals is: when each period begins and ends.
-
-    >>> busy_periods([0.0, 3.0, 1.0], [2.0, 4.0, 2.5])
-    [(0.0, 2.5), (3.0, 4.0)]
-    """
-    periods: list[tuple[float, float]] = []
-    for start, end in sorted(zip(starts, ends, strict=True)):
-        if periods and start <= periods[-1][1]:
-            periods[-1] = (periods[-1][0], max(float(end), periods[-1][1]))
-        else:
-            periods.append((float(start), float(end)))
-    return periods
-
-
-def covered_s(starts: Iterable[float], ends: Iterable[float], after: float) -> float:
-    """Length of the union of these intervals, after a moment.
-
-    >>> covered_s([0.0, 2.0, 3.0], [1.5, 4.0, 5.0], after=1.0)
-    3.5
-    """
-    total, reached = 0.0, after
-    for start, stop in sorted((max(start, after), stop) for start, stop in zip(starts, ends, strict=True)):
-        if stop > reached:
-            total += stop - max(start, reached)
-            reached = stop
-    return total

@@ -12,9 +12,8 @@ that swap, one's word is already on its way: the gradient goes first, then the a
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from backbeat.engine import Graph, GraphTimes
 from backbeat.engine.graph import Label
@@ -23,14 +22,50 @@ from backbeat.model.layout import PipelineSchedule
 from backbeat.steps.stage_programs import Operation, Transfer, programs
 
 
-class ChunkTimes(NamedTuple):
-    """One micro-batch through one chunk."""
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """One micro-batch through a stage, a chunk of it, or a piece."""
 
-    forward_s: float
-    input_s: float
+    forward_s: float = 0.0
+    input_s: float = 0.0
     """Backward until the stage before can go on."""
-    weight_s: float
+    weight_s: float = 0.0
     """The rest of backward."""
+    causes: Mapping[str, float] = field(default_factory=dict)
+    """Where the time of all three goes, by parts of a `Breakdown`."""
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_s + self.weight_s
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.input_s + self.weight_s
+
+    def __add__(self, other: StageTimes) -> StageTimes:
+        return StageTimes(
+            self.forward_s + other.forward_s,
+            self.input_s + other.input_s,
+            self.weight_s + other.weight_s,
+            added(self.causes, other.causes),
+        )
+
+    def times(self, count: float) -> StageTimes:
+        passes = (self.forward_s * count, self.input_s * count, self.weight_s * count)
+        return StageTimes(*passes, {cause: seconds * count for cause, seconds in self.causes.items()})
+
+
+def added(*causes: Mapping[str, float]) -> dict[str, float]:
+    """What several passes put down to each cause.
+
+    >>> added({"matmul": 1.0, "tensor": 0.5}, {"matmul": 2.0})
+    {'matmul': 3.0, 'tensor': 0.5}
+    """
+    found: dict[str, float] = {}
+    for each in causes:
+        for cause, seconds in each.items():
+            found[cause] = found.get(cause, 0.0) + seconds
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +76,12 @@ class StageGraph:
     last: list[tuple[int, ...]]
     """What each stage computes last, and the sends that it waits for after that."""
 
-    def on(self, chunks: Sequence[ChunkTimes], send_s: float) -> Graph:
+    def on(self, chunks: Sequence[StageTimes], send_s: float) -> Graph:
         """The same passes where chunks and sends take other times; each transfer is one op, with NICs of its own.
 
         >>> from backbeat.engine import run
-        >>> made = stage_graph("1f1b", 2, 2, [ChunkTimes(1.0, 1.0, 1.0)] * 2, 0.0)
-        >>> run(made.on([ChunkTimes(2.0, 2.0, 2.0)] * 2, 1.0)).end_s
+        >>> made = stage_graph("1f1b", 2, 2, [StageTimes(1.0, 1.0, 1.0)] * 2, 0.0)
+        >>> run(made.on([StageTimes(2.0, 2.0, 2.0)] * 2, 1.0)).end_s
         21.0
         """
         stages = len(self.ops)
@@ -76,7 +111,7 @@ def stage_graph(
     schedule: PipelineSchedule,
     stages: int,
     count: int,
-    chunks: Sequence[ChunkTimes],
+    chunks: Sequence[StageTimes],
     send_s: float,
     streams: Streams = "direction",
     late_s: float | None = None,
@@ -88,7 +123,7 @@ def stage_graph(
     Two equal stages, two micro-batches, no sends:
 
     >>> from backbeat.engine import run
-    >>> made = stage_graph("gpipe", 2, 2, [ChunkTimes(1.0, 1.0, 1.0)] * 2, 0.0)
+    >>> made = stage_graph("gpipe", 2, 2, [StageTimes(1.0, 1.0, 1.0)] * 2, 0.0)
     >>> made.ends(run(made.graph))
     (9.0, 7.0)
     """
@@ -115,7 +150,7 @@ def stage_graph(
     return StageGraph(building.graph, found, last)
 
 
-def _seconds(each: ChunkTimes, *, split: bool) -> dict[str, float]:
+def _seconds(each: StageTimes, *, split: bool) -> dict[str, float]:
     return {"F": each.forward_s, "B": each.input_s if split else each.input_s + each.weight_s, "W": each.weight_s}
 
 

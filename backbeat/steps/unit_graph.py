@@ -21,7 +21,6 @@ Each call becomes ops.
 |---|---|
 | compute | copies out of gathered buffers, forward, backward, copies into reduce-scatter inputs, the update |
 | copy in | own shards into the buffers to gather |
-| host | where it is given, the issue of each part's forward and backward, and of the update |
 | communicator 0 | all-gathers, and reduce-scatters unless they have their own |
 | communicator 1, 2 | reduce-scatters (`separate_reduce_scatter`); the all-reduces of the copies (HSDP) |
 
@@ -44,10 +43,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from backbeat.engine import Graph
+from backbeat.engine import Graph, SharedLink
 from backbeat.engine.graph import Lane
-from backbeat.steps.bucket_graph import link_of
-from backbeat.steps.host import COMPUTE, HOST, HostIssue
+from backbeat.steps.host import COMPUTE
 from backbeat.steps.sharded_units import ROOT, ShardedChain, ShardedCost
 
 Event = Literal[
@@ -193,8 +191,6 @@ class UnitStep:
     """Of computation beside collectives, by transport."""
     transports: tuple[str, str] = ("network", "network")
     """Of collectives among shards, and of those among copies of the model."""
-    host: HostIssue | None = None
-    """What the host takes for each part of the chain, collectives included; None where it is always ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +205,7 @@ class UnitGraph:
         prices = _LinkTimes(self.chain, cost)
         sent = ((op, self.calls[op]) for op in self.graph.sent)
         times = {op: (*prices.of(call.event, call.unit), None) for op, call in sent}
-        return self.graph.retimed(times, link_of(cost.sharing), slowdowns)
+        return self.graph.retimed(times, SharedLink.of(cost.sharing), slowdowns)
 
 
 class _LinkTimes:
@@ -241,8 +237,8 @@ class UnitSteps:
         self.graph = Graph()
         self.calls: list[Call] = []
         self.kind = self.graph.kind(step.slowdowns)
-        shared = (self.graph.link(link_of(step.cost.sharing)),)
-        self.replica_links = shared if step.cost.one_link else (self.graph.link(link_of(step.cost.sharing)),)
+        shared = (self.graph.link(SharedLink.of(step.cost.sharing)),)
+        self.replica_links = shared if step.cost.one_link else (self.graph.link(SharedLink.of(step.cost.sharing)),)
         self.shard_links = shared
         self.scatter_lane = _SCATTER if step.chain.sharding.separate_reduce_scatter else _GATHER
         self.in_forward = True
@@ -283,9 +279,9 @@ class UnitSteps:
             else:
                 self.gather_waits_for, self.last_copy_out = (out,), ()
         elif event == "forward":
-            self._compute(call, self.chain.parts[call.part].forward_s, *self._issued(call))
+            self._compute(call, self.chain.parts[call.part].forward_s)
         elif event == "backward":
-            self._compute(call, self.chain.parts[call.part].backward_s, *self._issued(call))
+            self._compute(call, self.chain.parts[call.part].backward_s)
         elif event == "wait":
             self.compute_waits_for.append(self.scatters[unit])
         elif event == "reduce_scatter":
@@ -303,18 +299,7 @@ class UnitSteps:
             self.compute_waits_for.extend(self.unfinished)
             self.unfinished.clear()
         elif event == "update":
-            self._compute(call, self.step.update_s, *self._issued(call))
-
-    def _issued(self, call: Call) -> tuple[int, ...]:
-        host = self.step.host
-        if host is None:
-            return ()
-        seconds = host.update_s
-        if call.event == "forward":
-            seconds = host.forward[call.part].host_s
-        elif call.event == "backward":
-            seconds = host.backward[len(self.chain.parts) - 1 - call.part].host_s
-        return (self._put(call, HOST, seconds, (), cause="host"),)
+            self._compute(call, self.step.update_s)
 
     def _compute(self, call: Call, seconds: float, *after: int, cause: str = "") -> int:
         waits, self.compute_waits_for = self.compute_waits_for, []

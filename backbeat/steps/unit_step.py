@@ -6,19 +6,18 @@ reduced only once a step (`gradient_sync`). Each rank updates its own shard: the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
 from backbeat.cost import LinkCost
 from backbeat.engine import Graph, GraphTimes, run
+from backbeat.engine.explain import idle_by_cause, slower_beside
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.steps.bucket_step import Explained
 from backbeat.steps.host import COMPUTE
-from backbeat.steps.schedule import busy_periods
 from backbeat.steps.sharded_units import ROOT, ShardedChain, ShardedCost, chain_of
 from backbeat.steps.unit_graph import UnitGraph, UnitStep, unit_graph
 
@@ -86,9 +85,8 @@ class UnitRun:
     def _breakdown(self) -> Breakdown:
         """Where the step is longer than on one worker: copies, computation slowed down, and gaps in the compute stream.
 
-        A gap counts as latency where some collective is starting and none moves bytes. It counts as bandwidth where
-        bytes move that would not fit behind all of the computation, or that computation never hides. The rest is
-        waiting.
+        Bytes that move in a gap count as bandwidth where they would not fit behind all of the computation, or where
+        computation never hides them.
         """
         graph, calls, times, cost, way = self.graph, self.made.calls, self.times, self.cost, self.way
         computing = [op for op, lanes in enumerate(graph.lanes) if lanes == COMPUTE]
@@ -99,23 +97,19 @@ class UnitRun:
             if times.starts[op] > reached:
                 gaps.append((reached, times.starts[op]))
             reached = times.ends[op]
-        idle = sum(end - start for start, end in gaps)
-        ends = [times.ends[op] for op in graph.sent]
-        moving, holding = (
-            _overlap(gaps, busy_periods([begins[op] for op in graph.sent], ends))
-            for begins in (times.on_link, times.starts)
-        )
         shares = (sent.work_s for op, sent in graph.sent.items() if cost.one_link or calls[op].event != "all_reduce")
         whole = way.chain.whole
         compute_s = way.micro_batches * (whole.forward_s + whole.backward_s)
         computed = compute_s + way.update_s + copies
-        bandwidth = moving if cost.blocking else min(moving, max(sum(shares) - computed, 0.0))
+        messages = GraphTimes(*[[moments[op] for op in graph.sent] for moments in times])
+        most_s = math.inf if cost.blocking else max(sum(shares) - computed, 0.0)
+        latency_s, bandwidth_s, waiting_s = idle_by_cause(gaps, messages, most_s)
         return Breakdown(
-            latency_s=holding - moving,
-            bandwidth_s=bandwidth,
-            waiting_s=max(idle - (holding - moving) - bandwidth, 0.0),
+            latency_s=latency_s,
+            bandwidth_s=bandwidth_s,
+            waiting_s=waiting_s,
             copies_s=copies,
-            contention_s=sum(times.ends[op] - times.starts[op] for op in computing) - computed,
+            contention_s=slower_beside(graph, times, *COMPUTE),
             sharding_s=way.update_s - way.profile.update_s,
         )
 
@@ -139,19 +133,6 @@ class UnitRun:
             label = "update" if call.event == "update" else f"{word} {name}"
             spans.append(Span(lane, label, start, end, size))
         return tuple(spans)
-
-
-def _overlap(gaps: Sequence[tuple[float, float]], periods: Sequence[tuple[float, float]]) -> float:
-    """How long of the gaps lies within some period; both are in order."""
-    total, index = 0.0, 0
-    for low, high in gaps:
-        while index < len(periods) and periods[index][1] <= low:
-            index += 1
-        for start, end in islice(periods, index, None):
-            if start >= high:
-                break
-            total += max(min(high, end) - max(low, start), 0.0)
-    return total
 
 
 def sharded_bound(chain: ShardedChain, cost: ShardedCost, update_s: float, micro_batches: int = 1) -> float:

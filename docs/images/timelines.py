@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import backbeat as bb
-from backbeat.report.figures import plot
-from backbeat.report.figures.timeline import timeline
+from backbeat.show.figures import plot
+from backbeat.show.figures.timeline import timeline
 
 MODEL, NETWORK, WORKERS = "densenet201-b32-bf16-h200", "10gbe", 64
 STRATEGIES = ("ddp", "optimal", "asc-wfbp", "best")

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from backbeat.report.figures import plot
+from backbeat.show.figures import plot
 
 DATA = Path(__file__).parents[2] / "validation" / "memory"
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#7f7f7f"

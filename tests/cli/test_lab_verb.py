@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from backbeat.cli import lab
-from backbeat.report.tables.terminal_table import natural_width
+from backbeat.show.tables.terminal_table import natural_width
 from backbeat.units import SCREEN
 
 

@@ -89,7 +89,7 @@ def test_slow_ranks_are_named_by_rank_or_node() -> None:
         json.loads(run(*words, *more))
         for more in ((), ("--straggler", "rank=3,slowdown=1.3"), ("--straggler", "node=1,slowdown=1.3"))
     )
-    assert plain["breakdown"]["stragglers"] == 0
+    assert plain["breakdown"]["stragglers_s"] == 0
     assert rank["step_s"] == node["step_s"] > plain["step_s"]
     text = run(*words[:-1], "--straggler", "rank=3,slowdown=1.3")
     assert "waiting for slow ranks" in text

@@ -71,7 +71,9 @@ def test_measurements_are_composed(tmp_path: Path) -> None:
     ("words", "problem"),
     [
         ([], "nothing to make a network from"),
-        (["--inside", "450GB/s"], "give --nic"),
+        (["--inside", "450GB/s"], "give --gpus-per-node for one node"),
+        (["--inside", "pcie6", "--gpus-per-node", "4"], "did you mean 'pcie5'"),
+        (["--inside", "pcie4", "--nic", "10gbe"], "give --gpus-per-node"),
         (["--inside", "450Gb/s", "--nic", "1gbit", "--gpus-per-node", "8"], "450GB/s"),
         (["--inside", "450GB/s", "--nic", "400gbit"], "give --gpus-per-node"),
         (["--gpus-per-node", "8", "--nic", "400gbit"], "with --inside"),
@@ -80,7 +82,7 @@ def test_measurements_are_composed(tmp_path: Path) -> None:
         ([*SHEET, "--oversubscription", "2"], "needs --fabric"),
         ([*SHEET, "--across", "two.txt"], "keep one of them"),
         (["--across", "two.txt"], "no such file"),
-        ([*SHEET, "--transport", "pigeons"], "there are nvlink, nvls, infiniband, efa, sockets"),
+        ([*SHEET, "--transport", "pigeons"], "there are nvlink, nvls, infiniband, roce, efa, sockets"),
         ([*SHEET, "--latency", "0us"], "--latency is 0us: it must be above zero, like 10us"),
         ([*SHEET, "--latency", "10"], "10.0 s from node to node: did you mean 10us"),
     ],
@@ -106,3 +108,25 @@ def test_two_nodes_are_not_the_inside_of_one(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="16 GPUs of 2 nodes: --inside is one node"):
         run("--inside", two, "--across", four)
     assert "taken not to slow down beside messages" in " ".join(run("--inside", one, "--across", two).split())
+
+
+def test_a_node_of_pcie_gpus_on_ethernet(tmp_path: Path) -> None:
+    """8 nodes of 4 RTX 3090, which have no peer-to-peer, on 10 Gbit/s Ethernet."""
+    words = ("--gpus-per-node", "4", "--inside", "pcie4", "--nodes", "1..8")
+    shown = " ".join(run(*words, "--nic", "10gbe", "-o", str(tmp_path / "net.json")).split())
+    topology = Network.load(tmp_path / "net.json").topology
+    assert (topology.inside_link, topology.transport, topology.nics_per_node) == ("pcie4", "sockets", 1)
+    assert "taken to go through sockets" in shown
+    assert "never checked here" not in shown
+    assert "never checked here" in run(*words[:2], "--inside", "pcie5-p2p", "--nic", "10gbe")
+    racks = run(*words, "--nic", "25gbe", "--nic", "10gbe", "-o", str(tmp_path / "racks.json"))
+    assert "pace of the slowest, 10.0 Gbit/s" in " ".join(racks.split())
+    assert Network.load(tmp_path / "racks.json").all_reduce == Network.load(tmp_path / "net.json").all_reduce
+
+
+def test_one_node_alone_needs_no_network(tmp_path: Path) -> None:
+    run("--gpus-per-node", "8", "--inside", "pcie4-p2p", "-o", str(tmp_path / "node.json"))
+    node = Network.load(tmp_path / "node.json")
+    assert node.one_node
+    assert node.topology.nics_per_node is None
+    assert "names, like --inside pcie4" in " ".join(run("--gpus-per-node", "8", "--inside", "25GB/s").split())

@@ -15,13 +15,14 @@ from backbeat.cli import app
 from backbeat.cli.zoo import variants
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Fabric, Gradient, Network, Profile, Topology
-from backbeat.model.batches import join
+from backbeat.model.batches import join, strong_scaling
 from backbeat.model.prediction import Breakdown, NetworkBand, Prediction
-from backbeat.report.study import Study, study
-from backbeat.report.study_row import StudyRow
-from backbeat.report.words.answer import answer
-from backbeat.report.words.commands import Settings
-from backbeat.report.words.decision import decide, judged
+from backbeat.planners.planned import planned, predicted
+from backbeat.show.study import Study, study
+from backbeat.show.study_row import StudyRow
+from backbeat.show.words.answer import answer
+from backbeat.show.words.commands import Settings
+from backbeat.show.words.decision import decide, judged
 from tests.problems import affine, make_profile
 
 LLAMA = "llama-1b-b4-bf16-h200"
@@ -274,12 +275,12 @@ def test_a_plan_that_keeps_less_fits() -> None:
     model = replace(bb.Profile.load("resnet152-b256-bf16-h200"), device="NVIDIA T4")
     network = bb.Network.load("100gbe").at(workers=8)
     kept = answer(study(model, network, [8], strategies=["ddp"]))
-    less = bb.plan(model, network, memory_bytes=14 * 10**9)
+    less = planned(model, network, memory_bytes=14 * 10**9)
     assert kept.verdict == "memory"
     found = study(model, network, [8], strategies=[], plans={"less": less})
-    from backbeat.report.study_row import device_fit
+    from backbeat.show.study_row import device_fit
 
-    fit = device_fit(model, bb.predict(model, network, found.plans["less"]).memory)
+    fit = device_fit(model, found.plans["less"] and predicted(model, network, less).memory)
     assert fit is not None
     assert fit.fits
 
@@ -318,18 +319,18 @@ def test_an_option_without_a_value_is_refused(option: str, value: str) -> None:
 def test_micro_batches_stand_in_the_header() -> None:
     text = joined(run("predict", RESNET, "10gbe", "-s", "ddp", "--accumulation", "4"))
     assert "batch 64 per GPU, 4 micro-batches a step" in text
-    alone = bb.predict(bb.Profile.load(RESNET), bb.Network.load("10gbe"), "ddp", accumulation=4).single_s
+    alone = predicted(bb.Profile.load(RESNET), bb.Network.load("10gbe"), "ddp", accumulation=4).single_s
     assert f"{1e3 * alone:.0f} ms per iteration alone" in text
 
 
 def test_the_advised_plan_is_for_the_same_micro_batches(tmp_path: Path) -> None:
     words = ("resnet50-b64-bf16-h200", "100gbe", "--workers", "64", "--accumulation", "2")
-    predicted = bb.predict(bb.Profile.load(words[0]), bb.Network.load("100gbe").at(workers=64), "best", accumulation=2)
+    found = predicted(bb.Profile.load(words[0]), bb.Network.load("100gbe").at(workers=64), "best", accumulation=2)
     assert "--accumulation 2 --workers 64 -o plan.json" in joined(run("predict", *words))
     run("plan", *words, "-o", str(tmp_path / "plan.json"))
-    found = bb.Plan.load(tmp_path / "plan.json").predicted
-    assert found is not None
-    assert found.iteration_s == predicted.iteration_s
+    kept = bb.Plan.load(tmp_path / "plan.json").predicted
+    assert kept is not None
+    assert kept.iteration_s == found.iteration_s
 
 
 def test_a_profile_that_does_not_say_its_origin_is_not_called_measured(tmp_path: Path) -> None:
@@ -344,8 +345,8 @@ def test_a_profile_that_does_not_say_its_origin_is_not_called_measured(tmp_path:
 def test_tokens_utilisation_and_money() -> None:
     profile = replace(bb.Profile.load(LLAMA), flops_per_sample=8e12)
     network = bb.Network.load("nvlink-ib400")
-    result = bb.predict(profile, network, "ddp")
-    from backbeat.report.words.numbers import costs, tokens_per_s, utilisation
+    result = predicted(profile, network, "ddp")
+    from backbeat.show.words.numbers import costs, tokens_per_s, utilisation
 
     assert tokens_per_s(result, profile) == pytest.approx(1024 * result.samples_per_s)
     assert utilisation(result, profile) == pytest.approx(8e12 * result.samples_per_s / 16 / 989.4e12)
@@ -367,28 +368,28 @@ def test_gradients_sent_in_two_bytes() -> None:
     profile, network = bb.Profile.load(RESNET), bb.Network.load("10gbe")
     sent = profile.with_reduce_dtype("bf16")
     assert sent.total_bytes == pytest.approx(profile.total_bytes / 2, rel=1e-6)
-    single = bb.predict(profile, network, "single", reduce_dtype="bf16")
-    assert single == replace(bb.predict(sent, network, "single"), parameters=profile.trained)
+    single = predicted(profile, network, "single", reduce_dtype="bf16")
+    assert single == replace(predicted(sent, network, "single"), parameters=profile.trained)
     # Stock DDP closes its buckets as if nothing were changed.
-    plan = bb.plan(profile, network, "ddp", reduce_dtype="bf16")
-    assert plan.buckets == bb.plan(profile, network, "ddp").buckets
+    plan = planned(profile, network, "ddp", reduce_dtype="bf16")
+    assert plan.buckets == planned(profile, network, "ddp").buckets
     assert plan.predicted is not None
-    result = bb.predict(profile, network, "ddp", reduce_dtype="bf16")
+    result = predicted(profile, network, "ddp", reduce_dtype="bf16")
     assert plan.predicted.iteration_s == result.iteration_s
-    assert result.iteration_s < bb.predict(profile, network, "ddp").iteration_s
+    assert result.iteration_s < predicted(profile, network, "ddp").iteration_s
     assert any('reduce_dtype="bf16"' in note for note in plan.notes)
     with pytest.raises(InputError, match="it must be one of bf16, fp16"):
-        bb.predict(profile, network, "ddp", reduce_dtype="int8")
+        predicted(profile, network, "ddp", reduce_dtype="int8")
     with pytest.raises(InputError, match="format of their own"):
-        bb.plan(profile, network, "compressed", density=0.01, reduce_dtype="bf16")
+        planned(profile, network, "compressed", density=0.01, reduce_dtype="bf16")
     with pytest.raises(InputError, match="format of their own"):
-        bb.predict(profile, network, "compressed", density=0.01, reduce_dtype="bf16")
+        predicted(profile, network, "compressed", density=0.01, reduce_dtype="bf16")
 
 
 def test_a_global_batch_is_shared_from_python_too() -> None:
     profile, network = bb.Profile.load(RESNET), bb.Network.load("10gbe").at(workers=8)
-    shared = bb.predict(profile, network, "ddp", global_batch=1024)
-    assert shared == bb.predict(bb.strong_scaling(profile, 1024, 8), network, "ddp")
+    shared = predicted(profile, network, "ddp", global_batch=1024)
+    assert shared == predicted(strong_scaling(profile, 1024, 8), network, "ddp")
     (row,) = json.loads(run("predict", RESNET, "10gbe", "-n", "8", "-s", "ddp", "--global-batch", "1024", "--json"))[
         "rows"
     ]
@@ -518,7 +519,7 @@ def test_what_the_job_runs_today_stands_beside_stock_ddp_and_the_plan() -> None:
     assert "DDP   " not in text
     data = json.loads(run(*words, "--strategy", "ddp", "--json"))
     assert [row["strategy"] for row in data["rows"]] == ["nanotron", "deepspeed", "ddp"] * 2
-    found = bb.predict(Profile.load(LLAMA), Network.load("nvlink-ib400").at(workers=64), framework="nanotron")
+    found = predicted(Profile.load(LLAMA), Network.load("nvlink-ib400").at(workers=64), framework="nanotron")
     assert data["rows"][3]["iteration_s"] == pytest.approx(found.iteration_s)
     # Eight GPUs and more share the optimizer's state, and the fp32 gradients are what travels.
     whole = json.loads(run(*words[:-1], "torch", "--json"))["rows"][0]["memory"]
@@ -650,7 +651,7 @@ def test_what_does_not_fit_is_not_advised() -> None:
 
 
 def test_notes_on_a_plan_that_is_not_the_best_are_shown(tmp_path: Path) -> None:
-    made = bb.plan(bb.Profile.load(RESNET), bb.Network.load("10gbe").at(workers=64), "wfbp")
+    made = planned(bb.Profile.load(RESNET), bb.Network.load("10gbe").at(workers=64), "wfbp")
     made.save(tmp_path / "mine.json")
     text = " ".join(run("predict", RESNET, "10gbe", "-n", "8", "--plan", str(tmp_path / "mine.json")).split())
     assert "the plan was made for 64 workers, this is 8" in text

@@ -14,6 +14,7 @@ import backbeat as bb
 from backbeat.model.batches import join
 from backbeat.model.framework import FRAMEWORKS
 from backbeat.planners import STRATEGIES
+from backbeat.planners.planned import predicted
 from tests.cli.terminal import WIDE, answer, run
 from tests.problems import make_profile
 
@@ -45,7 +46,7 @@ def test_json_says_the_same_as_the_library(profile: Path) -> None:
     ]
     for row in data["rows"]:
         network = bb.Network.load("10gbe").at(workers=row["workers"])
-        expected = bb.predict(bb.Profile.load(profile), network, row["strategy"])
+        expected = predicted(bb.Profile.load(profile), network, row["strategy"])
         assert row["iteration_s"] == expected.iteration_s
         assert row["gpu_hours"] == pytest.approx(1e6 / expected.samples_per_s * row["workers"] / 3600)
         assert row["breakdown"]["latency_s"] == expected.breakdown.latency_s

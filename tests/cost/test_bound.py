@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import backbeat as bb
 from backbeat.cost import Curve, LinkCost
 from backbeat.cost.bound import communication_bound
 from backbeat.model import Network, Profile
+from backbeat.planners.planned import predicted
 from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import Schedule
 from tests.problems import affine, every_partition, make_profile, networks, profiles
@@ -115,7 +115,7 @@ def test_a_gradient_larger_than_the_rest_has_the_link_to_itself_in_the_end() -> 
     cost = LinkCost(Curve.affine(0.0, 1e-9), None, {2: 2.0})
     profile = make_profile([4 * 10**6, 10**6], [0.0, 0.0])
     assert bound_of(profile, cost, 2) == pytest.approx(4e-3)
-    assert bb.predict(profile, affine(0.0, 1e-9), "best").gap == pytest.approx(0, abs=1e-9)
+    assert predicted(profile, affine(0.0, 1e-9), "best").gap == pytest.approx(0, abs=1e-9)
 
 
 def test_communicators_carry_latencies_too() -> None:

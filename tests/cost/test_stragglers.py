@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import backbeat as bb
 from backbeat.cost.stragglers import ComputeTimes, between_ranks, straggling
-from backbeat.report.words.notes import worded
+from backbeat.planners.planned import predicted
+from backbeat.show.words.notes import worded
 from tests.problems import affine, make_profile
 
 
@@ -106,7 +106,7 @@ def test_too_few_times_to_say_who_is_slow_are_noted(count: int, noted: bool) -> 
     profile = msgspec.structs.replace(
         make_profile([100], [1e-3]), iteration_s=tuple(1e-3 + 1e-5 * index for index in range(count))
     )
-    found = bb.predict(profile, affine(1e-6, 1e-12), "single")
+    found = predicted(profile, affine(1e-6, 1e-12), "single")
     assert any("say too little" in note for note in worded(found.notes)) == noted
     assert (found.band is None) == (count < 5)
 

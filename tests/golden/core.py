@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import backbeat as bb
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Plan, Prediction, Profile, Topology
 from backbeat.model.files import bundled
+from backbeat.planners.planned import planned, predicted
 
 MIB, GB = 2**20, 10**9
 HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ def network_of(name: str, workers: int) -> Network:
 
 def plan_of(profile: Profile, network: Network, strategy: str, options: dict[str, Any]) -> Plan:
     names = {**OPTIONS, **MEMORY_OPTIONS}
-    return bb.plan(profile, network, STRATEGIES[strategy], **{names[key]: value for key, value in options.items()})
+    return planned(profile, network, STRATEGIES[strategy], **{names[key]: value for key, value in options.items()})
 
 
 def written(profile: Profile, plan: Plan) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def memory_rows() -> Iterator[tuple[str, list[Any]]]:
         for budget in budgets:
             options = {"memory_bytes": budget}
             plan = plan_of(profile, network, strategy, options)
-            peak = bb.predict(profile, network, plan).peak_bytes
+            peak = predicted(profile, network, plan).peak_bytes
             row = [*_row(profile, network, plan), peak, digest(memory_written(profile, plan))]
             yield _key(name, "100gbe", 64, strategy, options), row
 
@@ -180,7 +180,7 @@ def digest(value: Any) -> str:
 
 
 def _row(profile: Profile, network: Network, plan: Plan) -> list[Any]:
-    result = bb.predict(profile, network, plan)
+    result = predicted(profile, network, plan)
     form = written(profile, plan)
     return [
         *(result.iteration_s, result.exposed_s, result.bound_s, result.scaling_factor),

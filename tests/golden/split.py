@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import backbeat as bb
 from backbeat import layouts
 from backbeat.model import Network, Profile
 from backbeat.model.framework import framework_named
+from backbeat.planners.planned import planned, predicted
 from tests.golden.core import digest, parts_of, spans_of
 
 UNIT_COLUMNS = ["iteration_s", "exposed_s", "bound_s", "single_s", "parts", "peak_bytes", "units", "timeline"]
-LAYOUT_COLUMNS = ["step_s", "mfu", "bubble_share", "memory_bytes", "breakdown", "memory", "band_s", "timeline"]
+LAYOUT_COLUMNS = ["step_s", "mfu", "bubble_share", "memory_bytes", "breakdown", "memory", "range_s", "timeline"]
 
 PROFILES = ("resnet50-b64-bf16-h200", "llama-1b-b2-bf16-h200")
 SEARCHED_ON = {"sharded": PROFILES[1]}
@@ -78,8 +78,8 @@ def unit_rows() -> Iterator[tuple[str, list[Any]]]:
             for strategy, options in UNITS:
                 if SEARCHED_ON.get(strategy, name) != name:
                     continue
-                plan = bb.plan(profile, network, strategy, **options)
-                found = bb.predict(profile, network, plan, **options)
+                plan = planned(profile, network, strategy, **options)
+                found = predicted(profile, network, plan, **options)
                 assert plan.sharding is not None
                 units = [[unit.modules, unit.reshard, unit.prefetch] for unit in plan.sharding.units]
                 yield (
@@ -102,10 +102,10 @@ def layout_rows() -> Iterator[tuple[str, list[Any]]]:
         yield (
             " ".join([model, cluster, layout, *(f"{k}={v}" for k, v in options.items())]),
             [
-                *(found.step_s, found.mfu, found.bubble_share, found.memory.total),
+                *(found.step_s, found.mfu, found.bubble_share, found.peak_bytes),
                 found.breakdown.parts,
-                {name: getattr(found.memory, name) for name in found.memory.__struct_fields__},
-                list(found.band_s or ()),
+                dict(found.memory.by_kind) if found.memory else {},
+                list(found.range_s or ()),
                 digest([[span.lane, span.name, span.start_s, span.end_s] for span in found.timeline]),
             ],
         )

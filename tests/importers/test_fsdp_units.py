@@ -15,7 +15,7 @@ from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.importers.kineto import load
 from backbeat.model import Gradient, Network, Profile
 from backbeat.planners import propose
-from backbeat.report.measured import read_trace
+from backbeat.show.measured import read_trace
 from backbeat.steps.predict import predict
 from tests.problems import make_profile
 

@@ -21,10 +21,10 @@ from backbeat.lab.layout_lab import (
     transfers,
 )
 from backbeat.lab.setting import Setting
-from backbeat.layouts.layout_prediction import COMPUTE
 from backbeat.layouts.pipeline import run_pipeline
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.layout import Layout, job_of
+from backbeat.model.prediction import COMPUTE
 
 SMALL = Transformer(name="small", layers=8, hidden=256, heads=8, ffn=1024, vocab=1024)
 FOUR = Setting(nodes=4, rate_bits=1e9)
@@ -69,7 +69,7 @@ def test_tensor_parallelism_waits_for_every_collective_that_dtensor_runs() -> No
     timed = TimedLinks({key: curve for key, curve in LINKS.curves.items() if key[0] != "send"})
     for answer in predicted_layout(case("tp=4"), FOUR, timed)[0].values():
         assert answer.step_s == pytest.approx(told.micro_batches * (times.total_s + waited) + told.update_s)
-        assert answer.breakdown.tensor == pytest.approx(told.micro_batches * waited)
+        assert answer.breakdown.tensor_s == pytest.approx(told.micro_batches * waited)
 
 
 def test_dilation_stretches_computation_alone() -> None:
@@ -110,7 +110,7 @@ def test_what_was_run_is_an_answer_like_the_others(text: str) -> None:
     slow = 1.25 * answers["events"].step_s
     found = executed(answers, cost, ([slow, slow], [slow, 1.1 * slow]))
     ran = found.answers["execution"]
-    assert ran.family == "execution"
+    assert ran.notes[-1].kind == "executed"
     assert ran.step_s == pytest.approx(slow)
     assert sum(ran.breakdown.parts.values()) == pytest.approx(slow)
     assert found.error("events") == pytest.approx(-0.2)

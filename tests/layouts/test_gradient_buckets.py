@@ -14,8 +14,8 @@ from backbeat.layouts import Layout
 from backbeat.layouts.rank_parameters import dense_buckets, equal_buckets, rank_parameters
 from backbeat.layouts.replicas import GradientMessage, StageEnds
 from backbeat.layouts.stage_layers import StageLayers, split_layers
-from backbeat.steps.fusion import contended
 from backbeat.steps.schedule import Flow
+from tests.steps.fixed_point import contended
 
 MODELS = st.sampled_from(["llama-3.2-1b", "llama-3-8b", "gpt3-13b", "mixtral-8x7b", "deepseek-v3"])
 
@@ -95,7 +95,7 @@ def test_a_tied_embedding_is_added_up_between_stages() -> None:
     shape = {"layers": 8, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 131072}
     job: dict[str, Any] = {"pp": 4, "tp": 8, "global_batch": 8, "sequence": 1024, "band": False}
     apart, tied = (
-        layouts.predict({**shape, "tied": each}, "dgx-h100", **job).breakdown.reduce for each in (False, True)
+        layouts.predict({**shape, "tied": each}, "dgx-h100", **job).breakdown.reduce_s for each in (False, True)
     )
     assert apart == 0
     assert tied > 2 * 131072 * 1024 / 8 / 50e9, "a NIC of 50 GB/s carries what a GPU has, in four bytes"
@@ -105,7 +105,7 @@ def test_chunks_reduce_their_gradients_one_after_the_other() -> None:
     job: dict[str, Any] = {"dp": 16, "pp": 4, "tp": 4, "global_batch": 64, "sequence": 4096, "band": False}
     for family in ("events", "closed-form"):
         one, four = (
-            layouts.predict("llama-3-70b", "aws-p5", chunks=each, family=family, **job).breakdown.reduce
+            layouts.predict("llama-3-70b", "aws-p5", chunks=each, family=family, **job).breakdown.reduce_s
             for each in (1, 4)
         )
         assert four < one
@@ -114,9 +114,9 @@ def test_chunks_reduce_their_gradients_one_after_the_other() -> None:
 def test_nanotron_copies_a_slice_of_every_tensor_from_every_replica() -> None:
     job: dict[str, Any] = {"framework": "nanotron", "sequence": 4096, "band": False}
     few, many = (
-        layouts.predict("llama-3.2-1b", "aws-p5", dp=dp, global_batch=dp, **job).breakdown.gather for dp in (8, 128)
+        layouts.predict("llama-3.2-1b", "aws-p5", dp=dp, global_batch=dp, **job).breakdown.gather_s for dp in (8, 128)
     )
     tensors = 16 * 6 + 2
     assert many - few > (128 - 8) * tensors * 4e-6
     zero = layouts.predict("llama-3.2-1b", "aws-p5", dp=128, zero=0, global_batch=128, **job)
-    assert zero.breakdown.gather == 0
+    assert zero.breakdown.gather_s == 0

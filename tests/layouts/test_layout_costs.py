@@ -20,11 +20,13 @@ from backbeat.layouts.layout_memory import LayerMemory
 from backbeat.layouts.predict_layout import predictor_of
 from backbeat.layouts.rank_parameters import rank_parameters, unit_parameters
 from backbeat.layouts.stage_layers import split_layers
-from backbeat.layouts.stage_times import StageTimer, StageTimes
+from backbeat.layouts.stage_times import StageTimer
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import FRAMEWORKS, Framework, framework_named
 from backbeat.model.layout import Job
+from backbeat.model.prediction import Prediction
+from backbeat.steps.stage_graph import StageTimes, added
 
 H100, SLOW = layouts.cluster_of("dgx-h100"), layouts.cluster_of("10gbe", "h100")
 S, H = 4096, 1024
@@ -177,7 +179,7 @@ def test_ranks_hold_the_models_parameters(name: str | Transformer, fields: dict[
     assert layout.tp * dense == pytest.approx(own + copies - left, rel=1e-12)
 
 
-def step(model: Transformer, framework: Framework | str, **fields: Any) -> layouts.LayoutPrediction:
+def step(model: Transformer, framework: Framework | str, **fields: Any) -> Prediction:
     return layouts.predict(model, H100, framework=framework, global_batch=16, sequence=S, band=False, **fields)
 
 
@@ -193,17 +195,17 @@ def test_tensor_parallelism_gathers_and_scatters_around_attention_and_mlp(recomp
     ends = 2 * (gather + scatter)
     layer = 2 * (gather + scatter)
     # Backward gathers what forward had gathered once more, unless it was kept.
-    again = step(MODEL, APART, **fields).breakdown.tensor
+    again = step(MODEL, APART, **fields).breakdown.tensor_s
     assert again == pytest.approx(8 * (4 * (twice * layer + layer + 2 * gather) + ends + gather))
-    kept = step(MODEL, framework_named(APART, gathers_again=False), **fields).breakdown.tensor
+    kept = step(MODEL, framework_named(APART, gathers_again=False), **fields).breakdown.tensor_s
     assert kept == pytest.approx(8 * (4 * (twice * layer + layer) + ends))
-    whole = step(MODEL, APART, sequence_parallel=False, **fields).breakdown.tensor
+    whole = step(MODEL, APART, sequence_parallel=False, **fields).breakdown.tensor_s
     # The embedding's output, and the gradient of the head's input.
     assert whole == pytest.approx(8 * (4 * (twice + 1) * 2 * reduce + 2 * reduce))
     # Tokens that go to experts are each rank's own: only attention and the MLP of all tokens are shared.
     lone = msgspec.structs.replace(EXPERTS, shared_ffn=0)
     for model, pairs in ((EXPERTS, 2), (lone, 1)):
-        found = step(model, framework_named(APART, gathers_again=False), **fields).breakdown.tensor
+        found = step(model, framework_named(APART, gathers_again=False), **fields).breakdown.tensor_s
         assert found == pytest.approx(8 * ((2 * 1 + pairs * 3) * (twice + 1) * (gather + scatter) + ends))
 
 
@@ -213,7 +215,7 @@ def test_megatron_hides_what_backward_may_and_slices_hide_nearly_all() -> None:
 
     def exposed(overlap: Any, **fields: Any) -> float:
         hidden = {"overlap": "dp+tp"} if overlap == "all" else {"tensor_overlap": overlap}
-        return step(wide, framework_named(APART, **hidden), dp=2, tp=2, **fields).breakdown.tensor / 8
+        return step(wide, framework_named(APART, **hidden), dp=2, tp=2, **fields).breakdown.tensor_s / 8
 
     gather, scatter, reduce = (group(kind, 8 * S) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
     both = gather + scatter
@@ -230,15 +232,15 @@ def test_tokens_travel_to_their_experts_and_back_in_both_directions() -> None:
     fields: dict[str, Any] = {"dp": 4, "tp": 2, "ep": 8}
     rows = S / 2 * 3
     for recompute, directions in (("none", 2), ("full", 3)):
-        found = step(EXPERTS, APART, imbalance=1.25, recompute=recompute, **fields).breakdown.expert
+        found = step(EXPERTS, APART, imbalance=1.25, recompute=recompute, **fields).breakdown.expert_s
         assert found == pytest.approx(4 * 3 * directions * 2 * H100.exchange_s(2 * 1.25 * rows * H, 8))
     # Three experts of a token are on 8 · (1 - (7/8)³) ranks.
-    once = step(EXPERTS, framework_named(APART, dispatcher="deepep"), **fields).breakdown.expert
+    once = step(EXPERTS, framework_named(APART, dispatcher="deepep"), **fields).breakdown.expert_s
     assert once == pytest.approx(4 * 3 * 4 * H100.exchange_s(2 * S / 2 * 8 * (1 - (7 / 8) ** 3) * H, 8))
 
 
 def test_context_parallelism_swaps_sequence_for_heads() -> None:
-    swapped = step(MODEL, framework_named(APART, context_exchange="all-to-all"), dp=2, cp=2, tp=2).breakdown.context
+    swapped = step(MODEL, framework_named(APART, context_exchange="all-to-all"), dp=2, cp=2, tp=2).breakdown.context_s
     # Of a rank's half of the tokens: queries and what becomes of them, keys and values; half of the heads.
     widths = (2 * 8 + 2 * 4) * 128 / 2
     assert swapped == pytest.approx(8 * 4 * 2 * H100.exchange_s(2 * S / 2 * widths, 2, 2))
@@ -250,7 +252,7 @@ def test_keys_and_values_go_round_while_attention_works(tp: int, key_heads: int)
     fields: dict[str, Any] = {"global_batch": 16, "sequence": S, "band": False, "dp": 2, "cp": 4, "tp": tp}
     found = layouts.predict(MODEL, SLOW, framework=APART, **fields).breakdown
     send = SLOW.send_s(2 * S / 4 * 2 * key_heads * 128, 4, tp)
-    assert found.context == pytest.approx(8 * 4 * (1 + 2) * 3 * send - found.attention * 3 / 4)
+    assert found.context_s == pytest.approx(8 * 4 * (1 + 2) * 3 * send - found.attention_s * 3 / 4)
 
 
 def test_slices_hide_behind_the_product_that_they_are_of() -> None:
@@ -260,14 +262,14 @@ def test_slices_hide_behind_the_product_that_they_are_of() -> None:
     job = Job(global_batch=16, sequence=S)
     timer = StageTimer(MODEL, Layout(tp=2), job, SLOW, operator_model("h100", "bf16"), framework)
     gather, scatter = (SLOW.waited_s(kind, 2 * S * H, 2) for kind in ("all_gather", "reduce_scatter"))
-    found = timer.layer(sparse=False).parts
+    found = timer.layer(sparse=False).causes
     products = sum(
         timer.operator_s(work)[1]
         for segment in timer.builder.layer(sparse=False)
         if segment.place in ("rows", "columns")
         for work in (*segment.forward, *segment.input, *(segment.weight if segment.place == "columns" else ()))
     )
-    assert found.tensor == pytest.approx(2 * (gather + scatter) + 2 * (2 * gather + scatter) - products)
+    assert found["tensor"] == pytest.approx(2 * (gather + scatter) + 2 * (2 * gather + scatter) - products)
 
 
 def test_computation_takes_longer_for_as_long_as_something_travels_beside_it() -> None:
@@ -276,11 +278,11 @@ def test_computation_takes_longer_for_as_long_as_something_travels_beside_it() -
     wide = msgspec.structs.replace(MODEL, hidden=8 * H, heads=64, ffn=8 * 4096)
     fields: dict[str, Any] = {"sequence": S, "band": False, "contention": True}
     sliced = framework_named(APART, overlap="dp+tp")
-    found = layouts.predict(wide, busy, framework=sliced, tp=2, global_batch=8, **fields).breakdown.contention
+    found = layouts.predict(wide, busy, framework=sliced, tp=2, global_batch=8, **fields).breakdown.contention_s
     gather, both = group("all_gather", 8 * S), group("all_gather", 8 * S) + group("reduce_scatter", 8 * S)
     beside = 4 * (both + gather + 2 * both) + both
     assert found == pytest.approx(8 * (1 - 1 / busy.slowdown(2, matmul=1.0)) * beside)
-    found = layouts.predict(MODEL, busy, framework=APART, dp=2, cp=2, global_batch=16, **fields).breakdown.contention
+    found = layouts.predict(MODEL, busy, framework=APART, dp=2, cp=2, global_batch=16, **fields).breakdown.contention_s
     send = busy.send_s(2 * S / 2 * 2 * 4 * 128, 2, 1)
     assert found == pytest.approx(8 * 4 * (1 + 2) * (1 - 1 / busy.slowdown(2, attention=1.0)) * send)
     assert 1 < busy.slowdown(2, attention=1.0) != busy.slowdown(2, matmul=1.0) > 1
@@ -293,7 +295,7 @@ def test_activations_are_sent_between_stages() -> None:
             layouts.predict(
                 MODEL, H100, framework=APART, global_batch=batch, sequence=S, band=False, dp=2, pp=2, tp=tp, cp=cp,
                 sequence_parallel=parallel, family="closed-form",
-            ).breakdown.bubble
+            ).breakdown.bubble_s
             for batch in (16, 32)
         )  # fmt: skip
         gather = 0.0 if parallel else H100.collective_s("all_gather", 2 * S * H, 2)
@@ -316,12 +318,12 @@ def test_replicas_reduce_all_gradients_and_gather_what_each_updated(zero: int) -
     def both(kind: Any, width: int) -> float:
         return H100.collective_s(kind, width * held.dense, 8, 2) + H100.collective_s(kind, width * held.expert, 2, 8)
 
-    assert found.reduce == pytest.approx(both(kind, 4), rel=1e-4)
-    assert found.gather == pytest.approx(both("all_gather", 2) if zero else 0.0, rel=1e-4)
+    assert found.reduce_s == pytest.approx(both(kind, 4), rel=1e-4)
+    assert found.gather_s == pytest.approx(both("all_gather", 2) if zero else 0.0, rel=1e-4)
     # Adam reads gradient (twice), master copy and moments, and writes the last three and the copy in 16 bits.
     updated = held.dense / 8 + held.expert / 2 if zero else held.dense + held.expert
     adam = Traffic("update/fused/adam", (2 * 4 + 3 * 4 + 3 * 4 + 2) * updated)
-    assert found.update == pytest.approx(operator_model("h100", "bf16").seconds(adam))
+    assert found.update_s == pytest.approx(operator_model("h100", "bf16").seconds(adam))
 
 
 def units(model: Transformer, cluster: Cluster, layout: Layout) -> tuple[list[float], list[float], list[StageTimes]]:
@@ -355,15 +357,15 @@ def test_every_pass_gathers_parameters_and_scatters_gradients_a_unit_at_a_time()
     copied = copies_s(MODEL, Layout(dp=8), 2 * 4 + 10 + 6)
     # The head stays gathered from forward to backward.
     least = 2 * sum(gathers) - gathers[-1] + sum(scatters)
-    assert least <= three.parameters / 2 + whole <= least + head.forward_s + copied
+    assert least <= three.parameters_s / 2 + whole <= least + head.forward_s + copied
     # Parameters that stay are gathered in the first forward alone; nothing is scattered before the head's backward.
     backward = sum(one.backward_s for one in computed)
     least = head.backward_s + sum(scatters) - backward
-    assert least <= two.parameters / 2 <= least + copied
+    assert least <= two.parameters_s / 2 <= least + copied
     forward = sum(one.forward_s for one in computed)
-    assert sum(gathers) - forward <= two.gather <= sum(gathers) + copied
-    assert (two.reduce, three.reduce, three.gather) == (0, 0, 0)
-    assert two.update == three.update
+    assert sum(gathers) - forward <= two.gather_s <= sum(gathers) + copied
+    assert (two.reduce_s, three.reduce_s, three.gather_s) == (0, 0, 0)
+    assert two.update_s == three.update_s
 
 
 KERNELS = (
@@ -398,24 +400,24 @@ def test_buckets_are_as_large_as_the_framework_makes_them(name: str, zero: int, 
     width = {"fp32": 4, None: 2}[late.reduce_dtype]
     each = SLOW.collective_s(late.staged(zero).collective, width * held / buckets, gpus)
     # They end with whole parameters.
-    assert found.reduce == pytest.approx(buckets * each, rel=0.01)
+    assert found.reduce_s == pytest.approx(buckets * each, rel=0.01)
     gathers = round(held / max(40e6, 1e6 * gpus)) if late.gather_elements else 1
     gather = SLOW.collective_s("all_gather", 2 * held / gathers, gpus)
-    assert found.gather == pytest.approx(gathers * gather if zero else 0.0, rel=0.01)
+    assert found.gather_s == pytest.approx(gathers * gather if zero else 0.0, rel=0.01)
     # Behind a backward pass, which takes about two thirds of computation, all but the share of one bucket hides.
-    window = found.reduce - predicted(behind).reduce
-    backward = window / (1 - 1 / buckets) / (found.matmul + found.attention + found.memory) * (64 / gpus)
+    window = found.reduce_s - predicted(behind).reduce_s
+    backward = window / (1 - 1 / buckets) / (found.matmul_s + found.attention_s + found.memory_s) * (64 / gpus)
     assert 0.5 < backward < 0.75
     if late.gather_elements and zero:
         # The first bucket is waited for, the others travel beside forward.
         ahead = framework_named(behind, gather_overlap=True)
-        hidden = found.gather - predicted(ahead).gather
-        forward = hidden / (found.matmul + found.attention + found.memory) * (64 / gpus)
+        hidden = found.gather_s - predicted(ahead).gather_s
+        forward = hidden / (found.matmul_s + found.attention_s + found.memory_s) * (64 / gpus)
         # One bucket is sent ahead: where few are needed at once, not all of forward hides them.
         assert 0.2 < forward < 0.4
         # On a fast network they all hide; the first ends with the embedding, a parameter as large as a bucket.
         first = H100.collective_s("all_gather", 2 * held / round(held / 40e6), 8)
-        assert first < step(model, ahead, dp=8).breakdown.gather < 2 * first
+        assert first < step(model, ahead, dp=8).breakdown.gather_s < 2 * first
 
 
 @settings(max_examples=25, deadline=None)
@@ -441,11 +443,11 @@ def test_parts_of_experts_steps_add_up(
 
 @pytest.mark.parametrize("model", [MODEL, EXPERTS, LATENT, MIXED], ids=lambda model: model.name)
 def test_stages_do_together_what_one_does(model: Transformer) -> None:
-    def parts(**fields: Any) -> list[float]:
+    def parts(**fields: Any) -> dict[str, float]:
         layout = Layout(**fields)
         operators = operator_model("h100", "bf16")
         timer = StageTimer(model, layout, Job(global_batch=8, sequence=S), H100, operators, APART)
-        return [sum(one) for one in zip(*(stage.parts for stage in timer.stages()), strict=True)]
+        return added(*(stage.causes for stage in timer.stages()))
 
     assert parts(pp=2) == pytest.approx(parts())
     assert parts(pp=model.layers) == pytest.approx(parts())
@@ -456,10 +458,10 @@ def test_what_is_computed_again_takes_as_long_as_at_first() -> None:
     """All of forward, about a third of the arithmetic; or attention, which without flash kernels is part of it."""
     none, selective, full = (step(MODEL, SCORES, dp=2, recompute=each) for each in ("none", "selective", "full"))
     for found in (selective, full):
-        assert found.step_s - none.step_s == pytest.approx(found.breakdown.recompute)
-    computed = none.breakdown.matmul + none.breakdown.memory
-    assert 0.25 < full.breakdown.recompute / computed < 0.35
-    assert 0 < selective.breakdown.recompute < full.breakdown.recompute
+        assert found.step_s - none.step_s == pytest.approx(found.breakdown.recompute_s)
+    computed = none.breakdown.matmul_s + none.breakdown.memory_s
+    assert 0.25 < full.breakdown.recompute_s / computed < 0.35
+    assert 0 < selective.breakdown.recompute_s < full.breakdown.recompute_s
 
 
 def test_a_framework_may_cost_every_pass_something() -> None:
@@ -468,7 +470,7 @@ def test_a_framework_may_cost_every_pass_something() -> None:
         found, bare = (
             step(MODEL, framework_named(SCORES, pass_s=pass_s), **fields).breakdown for pass_s in (8e-3, 0.0)
         )
-        assert found.host - bare.host == pytest.approx(8 * 8e-3)
+        assert found.host_s - bare.host_s == pytest.approx(8 * 8e-3)
 
 
 def test_the_host_submits_every_operator_and_parameter() -> None:
@@ -486,7 +488,7 @@ def test_the_host_submits_every_operator_and_parameter() -> None:
         for works, each, count in (*passes, (work.weight, operators.host.backward_s, 0))
     )
     assert found.total_s == pytest.approx(submitted)
-    assert found.parts.host > 0.5 * found.total_s
+    assert found.causes["host"] > 0.5 * found.total_s
 
 
 def test_a_pass_is_slowed_by_what_its_replicas_send_as_its_kinds_of_work_are() -> None:
@@ -498,16 +500,16 @@ def test_a_pass_is_slowed_by_what_its_replicas_send_as_its_kinds_of_work_are() -
         wide, busy, layout, framework=APART, global_batch=64, sequence=S, band=False, contention=True
     ).breakdown
     shares = [
-        one / (found.matmul + found.attention + found.memory + found.host + found.recompute)
-        for one in (found.matmul + found.recompute, found.attention, found.memory)
+        one / (found.matmul_s + found.attention_s + found.memory_s + found.host_s + found.recompute_s)
+        for one in (found.matmul_s + found.recompute_s, found.attention_s, found.memory_s)
     ]
     slowdown = busy.slowdown(8, **dict(zip(("matmul", "attention", "memory"), shares, strict=True)))
     _, scatters, computed = units(wide, busy, layout)
     # The first layer's travel beside the embedding's backward alone, and the embedding's beside nothing.
     shown = scatters[0] + scatters[1] - slowdown * computed[0].backward_s
-    assert found.contention == pytest.approx(8 * (1 - 1 / slowdown) * (sum(scatters) - shown))
+    assert found.contention_s == pytest.approx(8 * (1 - 1 / slowdown) * (sum(scatters) - shown))
     # Gradients are copied, in 16 bits, into what is scattered, in 32.
-    assert found.parameters == pytest.approx(8 * (shown + copies_s(wide, layout, 2 + 4)))
+    assert found.parameters_s == pytest.approx(8 * (shown + copies_s(wide, layout, 2 + 4)))
 
 
 def test_fsdp2_adds_up_shards_of_gradients() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from backbeat.layouts.layout_memory import LayerMemory, MemoryByKind, layout_memory
+from backbeat.layouts.layout_memory import LayerMemory, layout_memory
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework, framework_named
 from backbeat.model.layout import Job, Layout
@@ -65,8 +66,9 @@ def test_latent_attention_keeps_what_it_squeezes() -> None:
     assert kept(latent, FLASH) - kept(plain, FLASH) == 2 * (2 * 96 + 2 * 32)
 
 
-def held(model: Transformer, layout: Layout, framework: Framework = FLASH) -> MemoryByKind:
-    return layout_memory(model, layout, JOB, framework)
+def held(model: Transformer, layout: Layout, framework: Framework = FLASH, imbalance: float = 1.0) -> Any:
+    """By kind."""
+    return SimpleNamespace(**layout_memory(model, layout, JOB, framework, imbalance).by_kind)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -77,15 +79,14 @@ def test_a_parameter_takes_eighteen_bytes_and_replicas_share_them(zero: int) -> 
     experts = 4 * 16 * 3 * H * 256 / 4
     found = held(EXPERTS, Layout(dp=4, cp=2, tp=2, ep=4, zero=zero))
     whole, shared = dense + experts, dense / 8 + experts / 4
-    assert found.weights == pytest.approx(2 * (shared if zero == 3 else whole), rel=1e-12)
+    assert found.parameters == pytest.approx(2 * (shared if zero == 3 else whole), rel=1e-12)
     assert found.gradients == pytest.approx(4 * (shared if zero >= 2 else whole), rel=1e-12)
     assert found.optimizer == pytest.approx(12 * (shared if zero >= 1 else whole), rel=1e-12)
-    assert found.reserve == 3e9
+    assert found.other == 3e9
     # Both collectives' buffers of tp; what the rank lacks of the embedding and a layer: gradients, then both.
     lacking = (32000 * H / 2 + (dense - 32000 * H) / 4) * 7 / 8 + experts / 4 * 3 / 4
     tokens = S / 2
     assert found.buffers == pytest.approx(4 * tokens * H + (0, 0, 4, 6)[zero] * lacking, rel=1e-12)
-    assert found.total == pytest.approx(sum(getattr(found, name) for name in found.__struct_fields__))
     assert held(EXPERTS, Layout(dp=4, cp=2, ep=4, zero=1)).buffers == 0
 
 
@@ -93,22 +94,22 @@ def test_stages_hold_their_own_layers_and_only_the_last_has_logits() -> None:
     layer, token = kept(LLAMA, FLASH) * S * B, 4 * S * B * H
     alone = held(LLAMA, Layout(micro_batch=B))
     assert alone.activations == 4 * layer + token
-    assert alone.logits == 5 * S * B * 32000
-    assert held(LLAMA, Layout(micro_batch=B), SCORES).logits == 8 * S * B * 32000
+    assert alone.loss == 5 * S * B * 32000
+    assert held(LLAMA, Layout(micro_batch=B), SCORES).loss == 8 * S * B * 32000
     halved = held(LLAMA, Layout(micro_batch=B, tp=2))
-    assert (halved.activations, halved.logits) == (alone.activations / 2, alone.logits / 2)
+    assert (halved.activations, halved.loss) == (alone.activations / 2, alone.loss / 2)
     between = held(LLAMA, Layout(micro_batch=B, tp=2, sequence_parallel=False)).activations - halved.activations
     assert between == 4 * 8 * H * S * B / 2 + token / 2
     # The first of two stages holds two micro-batches, the last one and the logits: these weigh more here.
     last = held(LLAMA, Layout(micro_batch=B, pp=2))
     assert last.activations == 2 * layer + token
-    assert last.logits == alone.logits
+    assert last.loss == alone.loss
     small = Transformer(name="small vocabulary", layers=4, hidden=H, heads=A, kv_heads=2, ffn=1536, vocab=100)
     first = held(small, Layout(micro_batch=B, pp=2))
     assert first.activations == 2 * 2 * layer
-    assert first.logits == 0
+    assert first.loss == 0
     # Of a last stage in two parts, one has the logits.
-    assert held(LLAMA, Layout(micro_batch=B, pp=2, chunks=2)).logits == alone.logits
+    assert held(LLAMA, Layout(micro_batch=B, pp=2, chunks=2)).loss == alone.loss
     # Recomputed, a stage keeps every layer's input, and the rest of the layer that it is at.
     full = held(small, Layout(micro_batch=B, pp=2, recompute="full"))
     assert full.activations == 2 * 2 * 2 * S * B * H + layer - 2 * S * B * H
@@ -127,7 +128,7 @@ def test_a_stage_of_dense_layers_and_experts_holds_both() -> None:
     first = held(mixed, Layout(micro_batch=B, dp=64, ep=16, pp=3, recompute="full"))
     assert first.activations == 3 * 2 * S * B * H + dense - 2 * S * B * H
     # The busiest rank holds more of the tokens.
-    busy = layout_memory(mixed, Layout(micro_batch=B), JOB, FLASH, imbalance=1.5).activations
+    busy = held(mixed, Layout(micro_batch=B), imbalance=1.5).activations
     assert busy - held(mixed, Layout(micro_batch=B)).activations == 0.5 * 3 * 2 * (2 * H + 3 * 256) * S * B
 
 
@@ -135,7 +136,7 @@ def test_stages_behind_a_large_head_hold_nothing() -> None:
     """nanotron gives the first stage three layers, the second one and the head, and the other two none."""
     found = held(LLAMA, Layout(pp=4, zero=3), framework_named("nanotron"))
     second = 2 * H * H + 2 * H * H // 4 + 3 * H * 1536 + 2 * H + 32000 * H
-    assert found.weights == 2 * second
+    assert found.parameters == 2 * second
     assert found.buffers == 0
     # Of two replicas each lacks half of what it gathers: of parameters, and of gradients, in 16 and in 32 bits.
     assert held(LLAMA, Layout(dp=2, pp=4, zero=3), framework_named("nanotron")).buffers == (2 + 6) * second / 2

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat import layouts
 from backbeat.layouts import Layout
-from backbeat.layouts.layout_prediction import StepBreakdown
 from backbeat.model import Fabric, Gradient, LoadBand
 from backbeat.model.framework import framework_named
+from backbeat.model.prediction import COMPUTE
 from backbeat.model.specification import Specification
 from backbeat.model.topology import Load
 from tests.problems import affine
@@ -162,26 +162,26 @@ def test_the_timeline_shows_every_pass_and_what_follows(text: str) -> None:
 
 
 def kinds(**fields: Any) -> Any:
-    return layouts.predict("llama-3-8b", "dgx-h100", band=False, **{**JOB, "dp": 8, **fields}).memory
+    return layouts.predict("llama-3-8b", "dgx-h100", band=False, **{**JOB, "dp": 8, **fields}).memory.by_kind
 
 
 def test_memory_falls_with_sharding_and_recomputation() -> None:
-    assert kinds(zero=0).optimizer == 8 * kinds(zero=1).optimizer
-    assert kinds(zero=1).gradients == 8 * kinds(zero=2).gradients
-    assert kinds(zero=2).weights == 8 * kinds(zero=3).weights
+    assert kinds(zero=0)["optimizer"] == 8 * kinds(zero=1)["optimizer"]
+    assert kinds(zero=1)["gradients"] == 8 * kinds(zero=2)["gradients"]
+    assert kinds(zero=2)["parameters"] == 8 * kinds(zero=3)["parameters"]
     for field in ("micro_batch", "sequence"):
         small, large = (
             {"micro_batch": 1, "sequence": 4096} | {field: value}
             for value in ((1, 4), (4096, 8192))[field == "sequence"]
         )
-        assert kinds(**small).activations < kinds(**large).activations
+        assert kinds(**small)["activations"] < kinds(**large)["activations"]
     scores = framework_named("megatron", flash_attention=False)
     for first, second in (("none", "selective"), ("selective", "full")):
         less = kinds(recompute=second, framework=scores, pp=2)
-        assert kinds(recompute=first, framework=scores, pp=2).activations > less.activations
-    assert kinds(tp=4).total < kinds(tp=2).total < kinds().total
-    assert kinds(tp=4, sequence_parallel=False).activations > kinds(tp=4).activations
-    assert kinds(pp=4, schedule="gpipe").activations > kinds(pp=4).activations
+        assert kinds(recompute=first, framework=scores, pp=2)["activations"] > less["activations"]
+    assert sum(kinds(tp=4).values()) < sum(kinds(tp=2).values()) < sum(kinds().values())
+    assert kinds(tp=4, sequence_parallel=False)["activations"] > kinds(tp=4)["activations"]
+    assert kinds(pp=4, schedule="gpipe")["activations"] > kinds(pp=4)["activations"]
 
 
 def test_experts_cost_more_the_less_balanced_they_are() -> None:
@@ -190,7 +190,7 @@ def test_experts_cost_more_the_less_balanced_they_are() -> None:
         for each in (1.0, 1.5)
     ]
     assert found[1].step_s > found[0].step_s
-    assert found[1].memory_bytes > found[0].memory_bytes
+    assert found[1].memory.peak_bytes > found[0].memory.peak_bytes
     # Experts inside a node travel faster than across nodes.
     there = layouts.cluster_of("dgx-h100")
     assert there.exchange_s(1e8, 8) < there.exchange_s(1e8, 16) < there.exchange_s(1e8, 8, 8)
@@ -269,11 +269,11 @@ def test_a_ring_of_few_ranks_sends_less_between_nodes() -> None:
 def test_bands_hold_the_prediction_and_compute_scales() -> None:
     job = {**JOB, "dp": 16, "tp": 8}
     found = layouts.predict("llama-3-70b", "gcp-a3-mega", recompute="full", **job)
-    assert found.band_s is not None
-    assert found.band_s[0] <= found.step_s <= found.band_s[1]
+    assert found.range_s is not None
+    assert found.range_s[0] <= found.step_s <= found.range_s[1]
     slower = layouts.predict("llama-3-70b", "gcp-a3-mega", recompute="full", compute_factor=1.5, **job)
     assert found.step_s < slower.step_s < 1.5 * found.step_s + 1e-9
-    assert slower.breakdown.update == pytest.approx(1.5 * found.breakdown.update)
+    assert slower.breakdown.update_s == pytest.approx(1.5 * found.breakdown.update_s)
     # In closed form the band is what a quiet and a busy cluster take, and wider by what predictions are off.
     there = layouts.cluster_of("gcp-a3-mega")
     loads: tuple[Load, ...] = ("typical", "quiet", "busy")
@@ -281,23 +281,23 @@ def test_bands_hold_the_prediction_and_compute_scales() -> None:
         layouts.predict("llama-3-70b", replace(there, load=load), recompute="full", family="closed-form", **job)
         for load in loads
     )
-    assert typical.band_s == pytest.approx((quiet.step_s / 1.13, busy.step_s * 1.13))
+    assert typical.range_s == pytest.approx((quiet.step_s / 1.13, busy.step_s * 1.13))
     assert quiet.step_s < typical.step_s < busy.step_s
-    assert quiet.band_s == pytest.approx((quiet.step_s / 1.13, quiet.step_s * 1.13))
+    assert quiet.range_s == pytest.approx((quiet.step_s / 1.13, quiet.step_s * 1.13))
     # A network's own band needs no fabric, and without either there is what predictions are off.
     plain, banded = (
         layouts.predict("llama-3-8b", affine(1e-4, 1e-9, accelerator="h100", band=band), dp=8, **JOB)
         for band in (None, LoadBand(quiet=1.25, busy=0.5))
     )
-    assert plain.band_s == pytest.approx((plain.step_s / 1.13, plain.step_s * 1.13))
-    assert banded.band_s is not None
-    assert banded.band_s[0] < plain.band_s[0] < plain.band_s[1] < banded.band_s[1]
+    assert plain.range_s == pytest.approx((plain.step_s / 1.13, plain.step_s * 1.13))
+    assert banded.range_s is not None
+    assert banded.range_s[0] < plain.range_s[0] < plain.range_s[1] < banded.range_s[1]
     experts = layouts.predict("mixtral-8x7b", "dgx-h100", dp=16, tp=2, **JOB)
-    assert experts.band_s is not None
-    assert experts.band_s[1] / experts.step_s >= 1.35 > 1.13
+    assert experts.range_s is not None
+    assert experts.range_s[1] / experts.step_s >= 1.35 > 1.13
 
 
-def test_fp8_and_overlap_are_faster_and_json_holds_the_answer() -> None:
+def test_fp8_and_overlap_are_faster() -> None:
     fields: dict[str, Any] = {**JOB, "dp": 2, "tp": 8, "pp": 2}
     plain = layouts.predict("llama-3-70b", "dgx-h100", **fields)
     assert layouts.predict("llama-3-70b", "dgx-h100", precision="fp8", **fields).step_s < plain.step_s
@@ -306,10 +306,6 @@ def test_fp8_and_overlap_are_faster_and_json_holds_the_answer() -> None:
     flops = layouts.transformer("llama-3-70b").flops_per_token(4096) * 64 * 4096
     assert plain.mfu == pytest.approx(flops / (plain.step_s * 32 * 989.4e12), rel=1e-3)
     assert plain.tokens_per_s_per_gpu == pytest.approx(64 * 4096 / plain.step_s / 32)
-    data = json.loads(msgspec.json.encode(plain.data()))
-    assert data["step_s"] == plain.step_s
-    assert data["fits"] == plain.fits
-    assert data["layout"]["tp"] == 8
 
 
 def test_a_measured_block_scales_computation(tmp_path: Path) -> None:
@@ -326,8 +322,8 @@ def test_a_measured_block_scales_computation(tmp_path: Path) -> None:
     slower = msgspec.structs.replace(block, forward_s=0.02, backward_s=0.04)
     slower.save(tmp_path / "slower.json")
     slowest = layouts.predict("llama-3-8b", "dgx-h100", block=tmp_path / "slower.json", **fields)
-    assert slowest.breakdown.matmul == pytest.approx(2 * slow.breakdown.matmul)
-    assert slow.breakdown.matmul > plain.breakdown.matmul
+    assert slowest.breakdown.matmul_s == pytest.approx(2 * slow.breakdown.matmul_s)
+    assert slow.breakdown.matmul_s > plain.breakdown.matmul_s
     for change, why in (
         ({"device": "NVIDIA A100-SXM4-80GB"}, "measured on NVIDIA A100"),
         ({"sequence_length": None}, "sequence length"),
@@ -338,6 +334,21 @@ def test_a_measured_block_scales_computation(tmp_path: Path) -> None:
 
 
 def test_a_step_is_limited_by_its_largest_part_that_is_not_arithmetic() -> None:
-    assert StepBreakdown(matmul=8, attention=4, bubble=1.5, tensor=0.5).limit == "bubble"
-    assert StepBreakdown(matmul=8, attention=4, bubble=1.3, tensor=1.2).limit == "compute", "less than a tenth"
-    assert StepBreakdown(matmul=1, memory=1, reduce=2).limit == "reduce"
+    for fields, part in (({"pp": 4, "dp": 2, "global_batch": 8}, "bubble"), ({"dp": 8}, "compute")):
+        found = layouts.predict("llama-3-8b", "dgx-h100", **{**JOB, **fields})
+        share = found.breakdown.parts.get(part, 0.0) / found.step_s
+        assert found.bottleneck == part
+        assert (share > 0.1) == (part == "bubble")
+
+
+@pytest.mark.parametrize("text", ["dp=8", "dp=2+tp=2+pp=2", "dp=2+tp=4+recompute=full", "dp=8+zero=3"])
+def test_a_step_is_what_one_gpu_takes_and_what_others_add(text: str) -> None:
+    """T(1) is the same share of the batch, on one GPU that recomputes nothing and shards nothing."""
+    found = layouts.predict("llama-3-8b", "dgx-h100", text, band=False, **JOB)
+    parts = found.breakdown.parts
+    assert sum(parts.values()) == pytest.approx(found.step_s)
+    assert found.exposed_s == pytest.approx(sum(parts[name] for name in parts if name not in COMPUTE))
+    assert found.scaling_factor == found.single_s / found.step_s
+    alone = layouts.predict("llama-3-8b", "dgx-h100", zero=0, band=False, **{**JOB, "global_batch": 8})
+    assert found.single_s == pytest.approx(alone.step_s)
+    assert alone.scaling_factor == pytest.approx(1.0)

@@ -11,9 +11,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from backbeat import layouts
-from backbeat.layouts.layout_memory import MemoryByKind, layout_memory
-from backbeat.layouts.layout_prediction import Family
+from backbeat.layouts.layout_memory import layout_memory
 from backbeat.layouts.possible_layout import impossible
+from backbeat.layouts.predict_layout import Family
 from backbeat.layouts.rank_parameters import rank_parameters
 from backbeat.layouts.stage_layers import split_layers
 from backbeat.layouts.transformer import Transformer
@@ -21,6 +21,7 @@ from backbeat.model import Network
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.framework import Framework, framework_named
 from backbeat.model.layout import Job, Layout
+from backbeat.model.prediction import MemoryByKind
 from backbeat.model.topology import Topology
 
 SAME = 1 + 1e-9
@@ -106,7 +107,9 @@ def test_what_is_sharded_further_takes_no_more_memory(
     case: tuple[Transformer, Layout, Job], framework: Framework | str
 ) -> None:
     model, layout, job = case
-    found = [memory_of(model, msgspec.structs.replace(layout, zero=zero), job, framework).total for zero in range(4)]
+    found = [
+        memory_of(model, msgspec.structs.replace(layout, zero=zero), job, framework).peak_bytes for zero in range(4)
+    ]
     assert all(more <= less * SAME for less, more in itertools.pairwise(found)), found
 
 
@@ -122,7 +125,7 @@ def test_no_more_is_gathered_than_there_is(case: tuple[Transformer, Layout, Job]
     each = 2 + framework_named(framework).gradient_bytes
     found = memory_of(model, msgspec.structs.replace(layout, zero=3), job, framework)
     plain = memory_of(model, msgspec.structs.replace(layout, zero=0), job, framework)
-    assert found.buffers - plain.buffers <= each * whole * SAME
+    assert found.by_kind["buffers"] - plain.by_kind["buffers"] <= each * whole * SAME
 
 
 @FEW
@@ -132,7 +135,10 @@ def test_no_more_is_gathered_than_there_is(case: tuple[Transformer, Layout, Job]
 def test_more_layers_take_no_less_memory(case: tuple[Transformer, Layout, Job], framework: Framework | str) -> None:
     model, layout, job = case
     deeper = msgspec.structs.replace(model, layers=model.layers + layout.pp)
-    assert memory_of(model, layout, job, framework).total <= memory_of(deeper, layout, job, framework).total * SAME
+    assert (
+        memory_of(model, layout, job, framework).peak_bytes
+        <= memory_of(deeper, layout, job, framework).peak_bytes * SAME
+    )
 
 
 @FEW
@@ -169,7 +175,7 @@ def test_what_is_recomputed_takes_no_more_memory(
     none, full = (
         memory_of(model, msgspec.structs.replace(layout, recompute=each), job, framework) for each in ("none", "full")
     )
-    assert full.total <= none.total * SAME
+    assert full.peak_bytes <= none.peak_bytes * SAME
 
 
 @FEW
@@ -193,7 +199,7 @@ def test_where_weight_decides_the_stages_more_layers_take_what_the_average_stage
         layouts.predict(each, joined(made), layout, framework="nanotron", family=family, **job_fields)
         for each in (model, msgspec.structs.replace(model, layers=model.layers + more))
     ]
-    after = [each.breakdown.reduce + each.breakdown.update + each.breakdown.gather for each in found]
+    after = [each.breakdown.reduce_s + each.breakdown.update_s + each.breakdown.gather_s for each in found]
     few, many = (each.step_s - rest for each, rest in zip(found, after, strict=True))
     assert few * (1 - found[0].bubble_share) <= many * SAME
 
@@ -287,4 +293,7 @@ def test_twice_the_tokens_take_no_less_time_or_memory(
         step_s(model, joined(made), layout, each, framework=framework, family=family) for each in (job, longer)
     )
     assert few <= many * SAME
-    assert memory_of(model, layout, job, framework).total <= memory_of(model, layout, longer, framework).total * SAME
+    assert (
+        memory_of(model, layout, job, framework).peak_bytes
+        <= memory_of(model, layout, longer, framework).peak_bytes * SAME
+    )

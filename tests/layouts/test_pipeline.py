@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from backbeat.engine import run
 from backbeat.layouts.pipeline import _simulated, closed_form, run_pipeline
-from backbeat.layouts.stage_times import StageTimes
-from backbeat.steps.stage_graph import _StageBuilding
+from backbeat.steps.stage_graph import StageTimes, _StageBuilding
 from backbeat.steps.stage_programs import in_flight, order
 
 seconds = st.floats(0.1, 5.0)

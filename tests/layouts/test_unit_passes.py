@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from backbeat.cost.accelerators import accelerator_named
 from backbeat.engine import run
-from backbeat.layouts.stage_times import StageTimes
 from backbeat.layouts.unit_passes import UnitRunner, UnitTraffic
+from backbeat.steps.stage_graph import StageTimes
 from backbeat.steps.unit_graph import UnitStep, unit_graph
 
 seconds = st.floats(0.0, 1.0)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
-from backbeat.model.batches import at_batch, extrapolates, join, with_sibling
+from backbeat.model.batches import at_batch, extrapolates, join, strong_scaling, with_sibling
 from tests.chains import resnet152
 from tests.problems import make_profile
 
@@ -49,17 +49,17 @@ def test_bundled_profiles_know_their_siblings(name: str, other: str | None) -> N
 
 def test_a_global_batch_is_shared_by_all_workers_and_micro_batches() -> None:
     profile = bb.Profile.load("resnet50-b64-bf16-h200")
-    assert bb.strong_scaling(profile, 512, 8) is profile
-    there = bb.strong_scaling(profile, 768, 8)
+    assert strong_scaling(profile, 512, 8) is profile
+    there = strong_scaling(profile, 768, 8)
     pair = join(profile, bb.Profile.load("resnet50-b128-bf16-h200"))
-    assert there == at_batch(pair, 96) == bb.strong_scaling(pair, 768, 8)
-    assert bb.strong_scaling(profile, 768, 4, accumulation=2) == there
+    assert there == at_batch(pair, 96) == strong_scaling(pair, 768, 8)
+    assert strong_scaling(profile, 768, 4, accumulation=2) == there
     with pytest.raises(InputError, match="does not divide by 5 workers × 2 micro-batches"):
-        bb.strong_scaling(profile, 768, 5, accumulation=2)
+        strong_scaling(profile, 768, 5, accumulation=2)
     with pytest.raises(InputError, match="global batch is 0"):
-        bb.strong_scaling(profile, 0, 5)
+        strong_scaling(profile, 0, 5)
     with pytest.raises(InputError, match=r"second batch size: .*profile --batch 64,128"):
-        bb.strong_scaling(replace(profile, name="mine"), 768, 8)
+        strong_scaling(replace(profile, name="mine"), 768, 8)
 
 
 def batch_of(size: int, forward: float) -> bb.Profile:

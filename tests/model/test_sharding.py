@@ -12,6 +12,7 @@ import pytest
 import backbeat as bb
 import backbeat.model.schemas
 from backbeat.model import Bucket, Mesh, ShardUnit
+from backbeat.planners.planned import planned
 from backbeat.steps.schedule import Schedule
 from tests.problems import put
 
@@ -102,6 +103,6 @@ def test_the_schema_asks_for_one_of_the_two_forms() -> None:
 
 def test_where_buckets_are_needed_it_is_refused_with_the_line_to_use(tmp_path: Path) -> None:
     profile = bb.Profile.load("llama-1b-b2-bf16-h200")
-    plan = bb.plan(profile, bb.Network.load("ib400").at(workers=8), "fsdp")
+    plan = planned(profile, bb.Network.load("ib400").at(workers=8), "fsdp")
     with pytest.raises(bb.InputError, match=r"'fsdp' shards parameters.*`fully_shard\(model, plan=plan, mesh=mesh\)`"):
         Schedule.of_plan(profile, plan)

@@ -14,7 +14,8 @@ from backbeat.model import ComputeShares, Network, Profile, Slowdown, Topology
 from backbeat.model.collective_times import ShardedTimes
 from backbeat.model.files import bundled
 from backbeat.model.slowdown import CHANNELS, RING_MEMORY, WORK_KINDS, SlowdownCurve, emulated, slowdown_of
-from backbeat.report.words.notes import worded
+from backbeat.planners.planned import planned, predicted
+from backbeat.show.words.notes import worded
 from tests.problems import affine, make_profile, networks, profiles
 
 BUS = 2 * 7 / 8
@@ -105,15 +106,15 @@ def test_best_is_never_slower_than_stock_ddp(
     profile: Profile, network: Network, factor: float, communicators: int | None
 ) -> None:
     network = replace(network, slowdown=Slowdown(matmul=factor))
-    best = bb.predict(profile, network, "best", communicators=communicators)
-    assert best.iteration_s <= bb.predict(profile, network, "ddp").iteration_s * (1 + 1e-9)
+    best = predicted(profile, network, "best", communicators=communicators)
+    assert best.iteration_s <= predicted(profile, network, "ddp").iteration_s * (1 + 1e-9)
 
 
 def test_a_prediction_says_what_contention_costs() -> None:
     profile, network = bb.Profile.load("llama-1b-b4-bf16-h200"), bb.Network.load("dgx-h100").at(workers=64)
-    found = bb.predict(profile, network, "ddp")
+    found = predicted(profile, network, "ddp")
     topology = replace(network.topology, transport=None)
-    alone = bb.predict(profile, replace(network, topology=topology), "ddp")
+    alone = predicted(profile, replace(network, topology=topology), "ddp")
     assert found.breakdown.contention_s > 0
     assert found.iteration_s > alone.iteration_s
     assert any("beside communication" in note for note in worded(found.notes))
@@ -124,8 +125,8 @@ def test_a_prediction_says_what_contention_costs() -> None:
 @given(profiles(most=30), networks(), st.sampled_from([1.05, 1.3, 2.0]))
 def test_buckets_formed_at_run_time_are_those_of_the_plan(profile: Profile, network: Network, factor: float) -> None:
     network = replace(network, slowdown=Slowdown(matmul=factor))
-    plan = bb.plan(profile, network, "horovod")
-    assert bb.predict(profile, network, plan).buckets == len(plan.buckets)
+    plan = planned(profile, network, "horovod")
+    assert predicted(profile, network, plan).buckets == len(plan.buckets)
 
 
 def test_a_slowdown_survives_its_file(tmp_path) -> None:

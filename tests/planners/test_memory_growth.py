@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from backbeat.api import plan
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.model.batches import at_batch, join
 from backbeat.model.resident import ResidentMemory
 from backbeat.planners.max_batch import largest_batch, largest_looked_at
 from backbeat.planners.memory_plan import usable
+from backbeat.planners.planned import planned as plan
 from backbeat.steps.memory_timeline import memory_timeline
 from tests.chains import resnet152
 from tests.problems import affine, make_profile

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import backbeat as bb
 from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
 from backbeat.model.framework import DDP_BUCKET_BYTES
 from backbeat.planners.draft import Draft
 from backbeat.planners.merge_buckets import SLOWER, Conditions, iteration_s, merged, possible_costs, simplified
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
+from backbeat.planners.planned import planned, predicted
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 
@@ -49,12 +49,12 @@ def test_what_hides_behind_backward_goes_in_few_buckets() -> None:
     ready = [index * 1e-3 for index in range(100)]
     profile = make_profile([100_000] * 100, ready)
     network = affine(1e-5, 1e-10)
-    plan = bb.plan(profile, network, "optimal")
+    plan = planned(profile, network, "optimal")
     assert len(best_ends(profile, network.cost)) > 50
     # One that the last does not wait for, 1 ms being too little for it on a slower link; the one before; the last.
     assert [len(bucket.gradients) for bucket in plan.buckets] == [98, 1, 1]
     assert plan.predicted is not None
-    alone = bb.predict(profile, network, Draft(best_ends(profile, network.cost)).named(profile, "optimal", 8))
+    alone = predicted(profile, network, Draft(best_ends(profile, network.cost)).named(profile, "optimal", 8))
     assert plan.predicted.iteration_s == pytest.approx(alone.iteration_s, rel=1e-12)
 
 
@@ -79,8 +79,8 @@ def test_a_latency_that_is_saved_makes_up_for_no_idle_link() -> None:
 def test_a_bucket_does_not_outgrow_what_was_measured() -> None:
     points = [(1000, 1e-5), (1_000_000, 1e-4)]
     profile = make_profile([400_000] * 10, [index * 1e-2 for index in range(10)])
-    assert [len(bucket.gradients) for bucket in bb.plan(profile, curve(points), "optimal").buckets] == [2] * 4 + [1] * 2
-    assert len(bb.plan(profile, affine(1e-5, 1e-10), "optimal").buckets) == 2
+    assert [len(bucket.gradients) for bucket in planned(profile, curve(points), "optimal").buckets] == [2] * 4 + [1] * 2
+    assert len(planned(profile, affine(1e-5, 1e-10), "optimal").buckets) == 2
 
 
 def longest(ends: list[int], profile: Profile) -> float:

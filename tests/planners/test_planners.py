@@ -19,6 +19,7 @@ from backbeat.planners.baselines import merge_sweep
 from backbeat.planners.best import _neighbours
 from backbeat.planners.draft import Draft
 from backbeat.planners.merge_buckets import simplified
+from backbeat.planners.planned import planned, predicted
 from backbeat.steps.schedule import capped
 from tests.problems import affine, curve, every_partition, make_profile, networks, profiles
 
@@ -34,29 +35,29 @@ def ends_of(plan: bb.Plan) -> list[int]:
 @given(profiles(most=9), networks())
 def test_optimal_is_what_exhaustive_search_finds(profile: Profile, network: Network) -> None:
     least = min(Draft(ends).end_s(profile, network.cost) for ends in every_partition(len(profile.gradients)))
-    found = Draft(ends_of(bb.plan(profile, network, "optimal"))).end_s(profile, network.cost)
+    found = Draft(ends_of(planned(profile, network, "optimal"))).end_s(profile, network.cost)
     assert found == pytest.approx(least, rel=1e-9)
 
 
 @given(profiles(most=60), networks())
 def test_optimal_is_never_beaten_on_one_communicator(profile: Profile, network: Network) -> None:
-    best = bb.plan(profile, network, "optimal").predicted.iteration_s  # type: ignore[union-attr]
+    best = planned(profile, network, "optimal").predicted.iteration_s  # type: ignore[union-attr]
     for strategy in ONE_COMMUNICATOR:
-        other = bb.plan(profile, network, strategy, communicators=1).predicted.iteration_s  # type: ignore[union-attr]
+        other = planned(profile, network, strategy, communicators=1).predicted.iteration_s  # type: ignore[union-attr]
         assert best <= other * (1 + 1e-9), strategy
 
 
 @given(profiles(most=40), networks())
 def test_best_is_never_beaten_by_more_than_simplicity_is_worth(profile: Profile, network: Network) -> None:
-    best = bb.predict(profile, network, "best").iteration_s
+    best = predicted(profile, network, "best").iteration_s
     for strategy in WITHIN_ITERATION:
-        assert best <= bb.predict(profile, network, strategy).iteration_s * (1 + PLANS + 1e-9), strategy
-    assert best <= bb.predict(profile, network, "ddp").iteration_s * (1 + 1e-9)
+        assert best <= predicted(profile, network, strategy).iteration_s * (1 + PLANS + 1e-9), strategy
+    assert best <= predicted(profile, network, "ddp").iteration_s * (1 + 1e-9)
 
 
 @given(profiles(most=40), networks())
 def test_best_has_no_more_buckets_than_a_plain_plan_that_is_as_good(profile: Profile, network: Network) -> None:
-    best, ddp, single = (bb.predict(profile, network, name) for name in ("best", "ddp", "single"))
+    best, ddp, single = (predicted(profile, network, name) for name in ("best", "ddp", "single"))
     for plain in (ddp, single):
         # `best` may give up 1 %, and no more than stock DDP does.
         allowed = min(best.iteration_s, ddp.iteration_s) * (1 + 1e-9)
@@ -66,7 +67,7 @@ def test_best_has_no_more_buckets_than_a_plain_plan_that_is_as_good(profile: Pro
 
 @given(profiles(most=40), networks())
 def test_a_second_communicator_gains_more_than_simplicity_is_worth(profile: Profile, network: Network) -> None:
-    best, optimal = (bb.predict(profile, network, strategy) for strategy in ("best", "optimal"))
+    best, optimal = (predicted(profile, network, strategy) for strategy in ("best", "optimal"))
     if best.communicators > 1:
         assert best.iteration_s < optimal.iteration_s
     else:
@@ -76,8 +77,8 @@ def test_a_second_communicator_gains_more_than_simplicity_is_worth(profile: Prof
 def test_no_second_communicator_for_a_gain_below_one_per_cent() -> None:
     profile = make_profile([2 * 10**6] * 300, [1e-3 * index for index in range(300)])
     network = affine(1e-3, 1e-10)
-    two = bb.predict(profile, network, bb.plan(profile, network, "asc-wfbp"))
-    best = bb.predict(profile, network, "best")
+    two = predicted(profile, network, planned(profile, network, "asc-wfbp"))
+    best = predicted(profile, network, "best")
     # The last bucket waits for the one before it; a second communicator would hide that, 1 ms of 300.
     assert two.iteration_s < best.iteration_s < two.iteration_s * (1 + PLANS)
     assert (best.communicators, best.buckets) == (1, 23)
@@ -95,7 +96,7 @@ def test_best_is_close_to_the_optimum_of_small_problems_on_two_communicators(
         for communicators in product((0, 1), repeat=len(ends))
     )
     floor = profile.forward_s + max(least, profile.backward_s) + profile.update_s
-    assert bb.predict(profile, network, bb.plan(profile, network, "best", communicators=2)).iteration_s <= floor * (
+    assert predicted(profile, network, planned(profile, network, "best", communicators=2)).iteration_s <= floor * (
         1 + PLANS + 1e-9
     )
 
@@ -140,7 +141,7 @@ def test_the_sweep_is_the_published_merge(profile: Profile, alpha: float, beta: 
 
 def test_asc_runs_on_two_streams_and_round_robin() -> None:
     profile = make_profile([10**6] * 6, [k * 3e-3 for k in range(6)])
-    plan = bb.plan(profile, affine(1e-3, 1e-9), "asc-wfbp")
+    plan = planned(profile, affine(1e-3, 1e-9), "asc-wfbp")
     assert plan.communicators == 2
     assert [bucket.communicator for bucket in plan.buckets] == [0, 1, 0, 1, 0, 1]
 
@@ -150,19 +151,19 @@ def test_ddp_buckets_close_once_they_reach_their_cap() -> None:
     profile = make_profile(sizes, [k * 1e-3 for k in range(7)])
     network = affine(1e-3, 1e-9)
     # First bucket at 1 MiB; then 10 + 14 + 1 reaches 25; 40 is over it alone; the rest.
-    assert ends_of(bb.plan(profile, network, "ddp")) == [2, 5, 6, 7]
+    assert ends_of(planned(profile, network, "ddp")) == [2, 5, 6, 7]
     # With a cap given there is no small first bucket.
-    assert ends_of(bb.plan(profile, network, "ddp", bucket_bytes=25 * MIB)) == [4, 6, 7]
-    assert bb.plan(profile, network, "ddp").communicators == 1
-    assert bb.plan(profile, affine(1e-3, 1e-9, backend="gloo"), "ddp").communicators == 2
+    assert ends_of(planned(profile, network, "ddp", bucket_bytes=25 * MIB)) == [4, 6, 7]
+    assert planned(profile, network, "ddp").communicators == 1
+    assert planned(profile, affine(1e-3, 1e-9, backend="gloo"), "ddp").communicators == 2
 
 
 def test_wfbp_single_and_horovod() -> None:
     profile = make_profile([10**6] * 4, [0.2e-3, 0.9e-3, 1.5e-3, 9e-3])
     network = affine(1e-3, 1e-9)
-    assert ends_of(bb.plan(profile, network, "wfbp")) == [1, 2, 3, 4]
-    assert ends_of(bb.plan(profile, network, "single")) == [4]
-    horovod = bb.plan(profile, network, "horovod")
+    assert ends_of(planned(profile, network, "wfbp")) == [1, 2, 3, 4]
+    assert ends_of(planned(profile, network, "single")) == [4]
+    horovod = planned(profile, network, "horovod")
     assert ends_of(horovod) == [2, 3, 4]
     assert horovod.dynamic is not None
     assert horovod.dynamic.buffer_bytes == 64 * MIB
@@ -177,7 +178,7 @@ def test_the_walk_visits_every_constant_buffer(sizes: list[int], buffer: int) ->
 @given(profiles(most=25), networks(), st.integers(1, 3 * 10**7))
 def test_adaptive_never_loses_to_a_constant_buffer(profile: Profile, network: Network, buffer: int) -> None:
     constant = Draft(capped(profile.sizes.tolist(), [buffer])).end_s(profile, network.cost)
-    found = Draft(ends_of(bb.plan(profile, network, "adaptive"))).end_s(profile, network.cost)
+    found = Draft(ends_of(planned(profile, network, "adaptive"))).end_s(profile, network.cost)
     assert found <= constant * (1 + 1e-9)
 
 
@@ -185,11 +186,11 @@ def test_adaptive_never_loses_to_a_constant_buffer(profile: Profile, network: Ne
 def test_every_plan_carries_every_gradient_once_and_is_the_same_twice(
     profile: Profile, network: Network, strategy: str
 ) -> None:
-    plan = bb.plan(profile, network, strategy)
+    plan = planned(profile, network, strategy)
     assert [name for bucket in plan.buckets for name in bucket.gradients] == [item.name for item in profile.gradients]
-    assert plan == bb.plan(profile, network, strategy)
+    assert plan == planned(profile, network, strategy)
     assert plan.predicted is not None
-    result = bb.predict(profile, network, plan)
+    result = predicted(profile, network, plan)
     assert result.iteration_s == pytest.approx(plan.predicted.iteration_s)
     times = list(zip(plan.predicted.launch_s, plan.predicted.done_s, strict=True))
     assert times == result.bucket_times()
@@ -204,46 +205,37 @@ def test_two_communicators_are_chosen_where_calibration_says_one_does_not_fill_t
         for share in (1.5,)
     )
     profile = make_profile([4 * MIB] * 8, [k * 1e-3 for k in range(8)])
-    assert bb.plan(profile, affine(1e-5, 1e-9, concurrency=rows), "best").communicators == 2
+    assert planned(profile, affine(1e-5, 1e-9, concurrency=rows), "best").communicators == 2
     contended = (ConcurrencyPoint(bytes=MIB, messages=2, communicators=2, seconds=1e-5 + 4 * 1e-9 * MIB),)
-    assert bb.plan(profile, affine(1e-5, 1e-9, concurrency=contended), "best").communicators == 1
+    assert planned(profile, affine(1e-5, 1e-9, concurrency=contended), "best").communicators == 1
 
 
 def test_thousands_of_gradients_on_a_measured_curve() -> None:
     random = np.random.default_rng(0)
     profile = make_profile(random.integers(100, 10**6, 3000).tolist(), np.sort(random.uniform(0, 0.5, 3000)).tolist())
     points = [(2**power, 1e-4 + 1e-9 * 2**power) for power in range(10, 28)]
-    exact, straight = bb.plan(profile, curve(points), "optimal"), bb.plan(profile, affine(1e-4, 1e-9), "optimal")
+    exact, straight = planned(profile, curve(points), "optimal"), planned(profile, affine(1e-4, 1e-9), "optimal")
     assert exact.predicted is not None
     assert straight.predicted is not None
     assert exact.predicted.iteration_s == pytest.approx(straight.predicted.iteration_s, rel=1e-3)
 
 
-def test_names_are_loaded_before_they_are_planned_or_predicted() -> None:
-    profile, network = make_profile([1.0], [1000]), Network.load("10gbe")
-    for call in (bb.plan, bb.predict):
-        with pytest.raises(bb.InputError, match="a Network; "):
-            call(profile, "10gbe", "ddp")
-        with pytest.raises(bb.InputError, match="a Profile; "):
-            call("resnet50", network, "ddp")
-
-
 def test_bad_options_are_refused() -> None:
     profile, network = make_profile([1], [0.0]), affine(1e-3, 1e-9)
     with pytest.raises(bb.InputError, match="did you mean 'optimal'"):
-        bb.plan(profile, network, "optimum")
+        planned(profile, network, "optimum")
     with pytest.raises(bb.InputError, match="communicators is 0"):
-        bb.plan(profile, network, "wfbp", communicators=0)
+        planned(profile, network, "wfbp", communicators=0)
     with pytest.raises(bb.InputError, match="bucket_bytes is -1"):
-        bb.plan(profile, network, "ddp", bucket_bytes=-1)
+        planned(profile, network, "ddp", bucket_bytes=-1)
 
 
 def test_best_takes_no_communicator_for_a_rounding_error_and_none_without_a_bucket() -> None:
     profile = make_profile([10**6] * 12, [1e-4 * (k + 1) for k in range(12)])
     # No latency: communicators cannot help, however many are offered.
-    assert bb.plan(profile, affine(0.0, 1e-9), "best", communicators=4).communicators == 1
+    assert planned(profile, affine(0.0, 1e-9), "best", communicators=4).communicators == 1
     two = make_profile([10**6, 10**6], [1e-3, 2e-3])
-    assert bb.plan(two, affine(1e-3, 1e-9), "best", communicators=10**12).communicators <= 2
+    assert planned(two, affine(1e-3, 1e-9), "best", communicators=10**12).communicators <= 2
 
 
 @given(profiles(most=20), networks())
@@ -277,6 +269,6 @@ def test_any_bucketing_is_reached_by_small_changes() -> None:
 
 @given(profiles(), networks())
 def test_best_gains_one_percent_on_ddp_where_any_plan_does(profile: Profile, network: Network) -> None:
-    ddp, optimal, best = (bb.predict(profile, network, name).iteration_s for name in ("ddp", "optimal", "best"))
+    ddp, optimal, best = (predicted(profile, network, name).iteration_s for name in ("ddp", "optimal", "best"))
     if min(optimal, best) > 0 and profile.iteration_s == () and ddp / optimal - 1 > PLANS * 1.01:
         assert ddp / best - 1 >= PLANS * 0.99

@@ -15,6 +15,7 @@ import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import Block, Gradient, Memory, Network, Plan, Profile
 from backbeat.planners.draft import StrategyOptions
+from backbeat.planners.planned import planned, predicted
 from backbeat.planners.shard_problem import ShardChoice, ShardProblem
 from backbeat.planners.shard_search import ShardSearch, _neighbours
 from backbeat.planners.unit_programme import unit_ends
@@ -132,13 +133,13 @@ def test_units_are_held_to_the_longest_allowed() -> None:
 def test_never_slower_than_what_people_use(
     profile: Profile, network: Network, accumulation: int, version: str | None
 ) -> None:
-    plan = bb.plan(profile, network, "sharded", accumulation=accumulation, torch_version=version)
+    plan = planned(profile, network, "sharded", accumulation=accumulation, torch_version=version)
     assert plan.sharding is not None
     assert plan.predicted is not None
     assert plan.predicted.iteration_s is not None
-    found = bb.predict(profile, network, plan, accumulation=accumulation).iteration_s
+    found = predicted(profile, network, plan, accumulation=accumulation).iteration_s
     others = {
-        name: bb.predict(profile, network, name, accumulation=accumulation).iteration_s
+        name: predicted(profile, network, name, accumulation=accumulation).iteration_s
         for name in ("fsdp", "zero2", "zero1", *(["hsdp:8"] if network.topology.gpus_per_node == 8 else []))
     }
     assert found <= others["fsdp"] * (1 + 1e-9)
@@ -147,7 +148,7 @@ def test_never_slower_than_what_people_use(
     named = [module for unit in plan.sharding.units for module in unit.modules]
     blocks = [block.name for block in profile.blocks if block.name in set(named)]
     assert named == blocks
-    assert plan == bb.plan(profile, network, "sharded", accumulation=accumulation, torch_version=version)
+    assert plan == planned(profile, network, "sharded", accumulation=accumulation, torch_version=version)
     if version is None:
         assert (plan.sharding.reduce_scatter_buffers, plan.sharding.separate_reduce_scatter) == (1, False)
 
@@ -157,17 +158,17 @@ def test_never_slower_than_what_people_use(
 def test_a_budget_is_kept_or_refused_with_the_smallest_that_fits(
     profile: Profile, network: Network, share: float
 ) -> None:
-    whole = sharded_memory(profile, bb.plan(profile, network, "fsdp"))
+    whole = sharded_memory(profile, planned(profile, network, "fsdp"))
     assert whole is not None
     budget = max(int(whole.total_bytes * share), 2)
     try:
-        plan = bb.plan(profile, network, "sharded", memory_bytes=budget)
+        plan = planned(profile, network, "sharded", memory_bytes=budget)
     except bb.InputError as refused:
         least = int(str(refused).partition("the smallest found that fits is ")[2].split()[0])
         assert least > budget
         with pytest.raises(bb.InputError, match="too small"):
-            bb.plan(profile, network, "sharded", memory_bytes=least - 1)
-        plan, budget = bb.plan(profile, network, "sharded", memory_bytes=least), least
+            planned(profile, network, "sharded", memory_bytes=least - 1)
+        plan, budget = planned(profile, network, "sharded", memory_bytes=least), least
     held = sharded_memory(profile, plan)
     assert held is not None
     assert held.total_bytes <= budget
@@ -222,7 +223,7 @@ def test_a_smaller_budget_recomputes_or_shards_more() -> None:
     profile, network = Profile.load("llama-1b-b4-bf16-adamw-h200"), Network.load("25gbe").at(workers=8)
     times, again = [], []
     for budget in (None, 22 * 10**9, 17 * 10**9, 12 * 10**9):
-        plan = bb.plan(profile, network, "sharded", memory_bytes=budget)
+        plan = planned(profile, network, "sharded", memory_bytes=budget)
         assert plan.predicted is not None
         assert plan.sharding is not None
         times.append(plan.predicted.iteration_s)
@@ -245,8 +246,8 @@ def test_newer_settings_are_named_and_not_chosen() -> None:
     times = [(5, 10, 40), (5, 0.2, 4), (0.1, 10, 0.04), (0.1, 0.2, 4), (1, 0.2, 4), (5, 0.2, 40), (0.1, 0.2, 40)]
     profile = chain([*times, (0.1, 2, 4)], ["embed", *(f"layers.{index}" for index in range(6)), "head"])
     network = Network.load("25gbe").at(workers=16)
-    old = bb.plan(profile, network, "sharded", torch_version="2.11.0+cu130")
-    new = bb.plan(profile, network, "sharded", torch_version="2.13")
+    old = planned(profile, network, "sharded", torch_version="2.11.0+cu130")
+    new = planned(profile, network, "sharded", torch_version="2.13")
     assert old.sharding is not None
     assert new.sharding is not None
     assert (old.sharding.reduce_scatter_buffers, old.sharding.separate_reduce_scatter) == (1, False)
@@ -255,7 +256,7 @@ def test_newer_settings_are_named_and_not_chosen() -> None:
     assert not any("torch" in note for note in new.notes)
     for version in ("newest", "2.x"):
         with pytest.raises(bb.InputError, match="it must begin with two numbers"):
-            bb.plan(profile, network, "sharded", torch_version=version)
+            planned(profile, network, "sharded", torch_version=version)
 
 
 def test_dtypes_stay_unless_asked_for() -> None:
@@ -265,14 +266,14 @@ def test_dtypes_stay_unless_asked_for() -> None:
         assert plan.sharding is not None
         return plan.sharding.param_dtype, plan.sharding.reduce_dtype
 
-    assert dtypes(bb.plan(profile, network, "sharded")) == ("bf16", "fp32")
-    assert dtypes(bb.plan(profile, network, "sharded", reduce_dtype="bf16")) == ("bf16", "bf16")
-    assert dtypes(bb.plan(profile, network, "fsdp", reduce_dtype="bf16")) == ("bf16", "bf16")
+    assert dtypes(planned(profile, network, "sharded")) == ("bf16", "fp32")
+    assert dtypes(planned(profile, network, "sharded", reduce_dtype="bf16")) == ("bf16", "bf16")
+    assert dtypes(planned(profile, network, "fsdp", reduce_dtype="bf16")) == ("bf16", "bf16")
 
 
 def test_what_bf16_sums_would_gain_is_said_where_they_gain() -> None:
     profile, slow = Profile.load("gpt2-b8-bf16-h200"), Network.load("25gbe").at(workers=8)
-    (note,) = (note for note in bb.plan(profile, slow, "sharded").notes if "bf16" in note)
+    (note,) = (note for note in planned(profile, slow, "sharded").notes if "bf16" in note)
     problem = ShardProblem(profile, slow, StrategyOptions())
     other = ShardProblem(profile, slow, StrategyOptions(reduce_dtype="bf16"))
     choice = ShardChoice(ends=(4, 8, 11, 12), shard=8, kept=(True,) * 4)
@@ -281,16 +282,16 @@ def test_what_bf16_sums_would_gain_is_said_where_they_gain() -> None:
     saved = round(100 * (1 - in_bf16 / problem.seconds(choice)))
     assert note.startswith(f"gradients reduced in bf16 would make a step {saved} % shorter: plan with --reduce-dtype")
     quick = affine(1e-6, 1e-13)
-    for plan in (bb.plan(profile, quick, "sharded"), bb.plan(profile, slow, "sharded", reduce_dtype="bf16")):
+    for plan in (planned(profile, quick, "sharded"), planned(profile, slow, "sharded", reduce_dtype="bf16")):
         assert not any("bf16" in note for note in plan.notes)
 
 
 def test_profiles_without_memory_figures_have_no_budget() -> None:
     profile = replace(Profile.load("gpt2-b8-bf16-h200"), memory=None, blocks=())
     network = Network.load("25gbe").at(workers=8)
-    assert bb.plan(profile, network, "sharded").sharding is not None
+    assert planned(profile, network, "sharded").sharding is not None
     with pytest.raises(bb.InputError, match="no memory figures"):
-        bb.plan(profile, network, "sharded", memory_bytes=10**10)
+        planned(profile, network, "sharded", memory_bytes=10**10)
 
 
 @settings(max_examples=25, deadline=None)
@@ -310,7 +311,7 @@ def test_units_that_stay_whole_are_weighed_however_they_are_cut(profile: Profile
 def test_no_unit_reaches_across_parameters_of_the_root() -> None:
     """Latencies are long: large units would be faster if they could be."""
     names = ["embed", "encoder.0", "encoder.1", "bridge", "decoder.0", "decoder.1", "head"]
-    plan = bb.plan(chain([(0.1, 0.2, 1)] * 7, names), affine(5e-3, 1e-10), "sharded")
+    plan = planned(chain([(0.1, 0.2, 1)] * 7, names), affine(5e-3, 1e-10), "sharded")
     assert plan.sharding is not None
     assert [list(unit.modules[:2]) for unit in plan.sharding.units] == [names[1:3], names[4:6]]
 
@@ -361,4 +362,4 @@ def test_parameters_outside_of_modules_make_no_units() -> None:
     profile = make_profile([4000], [1.0])
     profile = replace(profile, gradients=(replace(profile.gradients[0], name="w"),))
     with pytest.raises(InputError, match="no modules to make units of"):
-        bb.plan(profile, Network.load("10gbe"), "sharded")
+        planned(profile, Network.load("10gbe"), "sharded")

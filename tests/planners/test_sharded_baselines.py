@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import backbeat as bb
+from backbeat.planners.planned import planned, predicted
 
 LLAMA = "llama-1b-b2-bf16-h200"
 
@@ -20,7 +21,7 @@ LLAMA = "llama-1b-b2-bf16-h200"
     ],
 )
 def test_a_unit_is_a_repeated_block_and_the_rest_is_the_roots(name: str, units: list[str]) -> None:
-    plan = bb.plan(bb.Profile.load(name), bb.Network.load("ib400").at(workers=8), "fsdp")
+    plan = planned(bb.Profile.load(name), bb.Network.load("ib400").at(workers=8), "fsdp")
     assert plan.sharding is not None
     assert [unit.modules for unit in plan.sharding.units] == [(unit,) for unit in units]
     assert (plan.sharding.param_dtype, plan.sharding.reduce_dtype) == ("bf16", "fp32")
@@ -30,7 +31,7 @@ def test_the_strategies_differ_in_mesh_and_resharding() -> None:
     profile, network = bb.Profile.load(LLAMA), bb.Network.load("nvlink-ib400").at(workers=32)
     found = {}
     for strategy in ("fsdp", "hsdp:8", "hsdp", "hsdp:16", "zero1", "zero2"):
-        sharding = bb.plan(profile, network, strategy).sharding
+        sharding = planned(profile, network, strategy).sharding
         assert sharding is not None
         found[strategy] = (str(sharding.mesh), sharding.units[0].reshard, sharding.gradient_sync)
     assert found == {
@@ -47,7 +48,7 @@ def test_the_strategies_differ_in_mesh_and_resharding() -> None:
 def test_zero1_reduces_once_a_step() -> None:
     profile, network = bb.Profile.load(LLAMA), bb.Network.load("25gbe").at(workers=8)
     one, four = (
-        {s: bb.predict(profile, network, s, accumulation=count).iteration_s for s in ("zero1", "zero2", "fsdp")}
+        {s: predicted(profile, network, s, accumulation=count).iteration_s for s in ("zero1", "zero2", "fsdp")}
         for count in (1, 4)
     )
     assert one["zero1"] == one["zero2"]
@@ -55,7 +56,7 @@ def test_zero1_reduces_once_a_step() -> None:
 
 
 def test_fp32_profiles_gather_fp32() -> None:
-    sharding = bb.plan(bb.Profile.load("gpt2-b8-tf32-h200"), bb.Network.load("ib400"), "fsdp").sharding
+    sharding = planned(bb.Profile.load("gpt2-b8-tf32-h200"), bb.Network.load("ib400"), "fsdp").sharding
     assert sharding is not None
     assert sharding.param_dtype == "fp32"
 
@@ -73,9 +74,9 @@ def test_fp32_profiles_gather_fp32() -> None:
 )
 def test_what_is_no_strategy_is_refused(strategy: str, words: str) -> None:
     with pytest.raises(bb.InputError, match=words):
-        bb.plan(bb.Profile.load(LLAMA), bb.Network.load("ib400").at(workers=8), strategy)
+        planned(bb.Profile.load(LLAMA), bb.Network.load("ib400").at(workers=8), strategy)
 
 
 def test_a_budget_is_refused_by_strategies_that_keep_all() -> None:
     with pytest.raises(bb.InputError, match=r"keeps no budget of memory \(10.0 GB\).*use `sharded`"):
-        bb.plan(bb.Profile.load(LLAMA), bb.Network.load("ib400"), "fsdp", memory_bytes=10**10)
+        planned(bb.Profile.load(LLAMA), bb.Network.load("ib400"), "fsdp", memory_bytes=10**10)

@@ -32,11 +32,11 @@ from backbeat.cli.watch import watch_table
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, PlanPrediction, Segment
 from backbeat.model.plan import MadeFor
-from backbeat.report.drift import StepSample
 from backbeat.runtime import Watch, full_state_dict, load_full_state_dict, no_sync, parallelize
 from backbeat.runtime import watch as watching
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.sharded.torch_fsdp import sends_gradients
+from backbeat.show.drift import StepSample
 
 CHECKS, check = registry("recipe_")
 Recipe = Callable[[Context, Any], list[float]]

@@ -22,15 +22,15 @@ from torch import nn
 
 from backbeat.comm.clock import Clock
 from backbeat.comm.machine import host_name
+from backbeat.engine.explain import busy_periods
 from backbeat.errors import InputError
 from backbeat.model import Bucket, Plan, PlanPrediction
-from backbeat.report.drift import StepSample, slower_words
 from backbeat.runtime import DistributedDataParallel, watched_steps
 from backbeat.runtime.integrations.watching import lightning_watch, scalars, watch_trainer
 from backbeat.runtime.reduce.timing import TimedStep
 from backbeat.runtime.watch import Watch, _over_ranks
 from backbeat.runtime.watched_steps import HookedSteps, RankFigures, _figures, _promised
-from backbeat.steps.schedule import covered_s
+from backbeat.show.drift import StepSample, slower_words
 from tests.forks import Fork, torchrun
 
 JOB = """
@@ -266,7 +266,7 @@ def test_compiled_blocks_get_no_hooks(units: Any) -> None:
 
 def test_waits_inside_others_count_once() -> None:
     """A wait of a unit may hold another's: counted twice they would be more than the step."""
-    assert covered_s([1.0, 2.0, 9.0], [8.0, 7.0, 9.5], 0.0) == 7.5
+    assert busy_periods([1.0, 2.0, 9.0], [8.0, 7.0, 9.5]) == [(1.0, 8.0), (9.0, 9.5)]
 
 
 def test_a_rank_that_never_comes_holds_up_one_sample(

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from backbeat import api
 from backbeat.cost import LinkCost
-from backbeat.engine import run
+from backbeat.engine import SharedLink, run
 from backbeat.model import Bucket, Compression, Framework, Network, Plan, Profile
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.model.slowdown import slowdown_of, together_s
-from backbeat.steps.bucket_graph import BucketGraph, BucketStep, BucketTravel, bucket_graph, link_of
+from backbeat.planners.planned import planned
+from backbeat.steps.bucket_graph import BucketGraph, BucketStep, BucketTravel, bucket_graph
 from backbeat.steps.bucket_step import BucketWay, gather_parts
-from backbeat.steps.fusion import contended
 from backbeat.steps.schedule import CompressedCost, Flow, Schedule, compress_s, one_by_one
 from tests.problems import affine, make_profile, networks, profiles
+from tests.steps.fixed_point import contended
 from tests.steps.stepped import stepped
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}
@@ -53,7 +53,7 @@ def graph_of(
         BucketStep(
             schedule=schedule,
             times=cost.times(schedule.sizes),
-            link=link_of(cost),
+            link=SharedLink.of(cost),
             forward_s=profile.forward_s,
             backward_s=profile.backward_s,
             update_s=profile.update_s,
@@ -81,7 +81,7 @@ def test_one_communicator_is_the_recursion(drawn: tuple[Profile, Schedule], netw
     profile, schedule = drawn
     made = graph_of(profile, schedule, network.cost)
     assert not made.graph.shares_pace()
-    assert_same(made.flow(run(made.graph)), one_by_one(schedule.ready, network.cost.times(schedule.sizes)))
+    assert_same(made.flow(run(made.graph))[0], one_by_one(schedule.ready, network.cost.times(schedule.sizes)))
 
 
 @settings(max_examples=200)
@@ -98,11 +98,9 @@ def test_contention_is_where_its_fixed_point_is(
 
     flow, clock = contended(travel, schedule.ready, slowdown)
     made = graph_of(profile, schedule, network.cost, {"network": slowdown})
-    times = run(made.graph)
-    assert_same(made.flow(times), flow)
-    mine = made.clock(times)
-    moments = [float(profile.ready[0]), *schedule.ready.tolist(), profile.backward_s]
-    assert mine.when(moments) == pytest.approx(clock.when(moments), **CLOSE)
+    mine, backward_end_s = made.flow(run(made.graph))
+    assert_same(mine, flow)
+    assert backward_end_s == pytest.approx(float(clock.when(profile.backward_s)), **CLOSE)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -111,7 +109,7 @@ def test_bundled_profiles_take_what_they_took(name: str, cluster: str, gpus: int
     profile = Profile.load(name)
     network = Network.load(cluster).at(workers=gpus)
     for way in ("wfbp", "ddp", "best"):
-        plan = api.plan(profile, network, way)
+        plan = planned(profile, network, way)
         schedule, _ = Schedule.of_plan(profile, plan)
         for slowdown in (1.0, slowdown_of(profile, network).factor):
             made = graph_of(profile, schedule, network.cost, {"network": slowdown})
@@ -123,7 +121,7 @@ def test_bundled_profiles_take_what_they_took(name: str, cluster: str, gpus: int
 def test_a_quieter_network_is_the_same_graph_with_other_times() -> None:
     profile = Profile.load(ZOO[0])
     network = Network.load("aws-p5en").at(workers=64)
-    way, plan = BucketWay, api.plan(profile, network, "ddp")
+    way, plan = BucketWay, planned(profile, network, "ddp")
     used = way(profile, plan)
     used.on(network, 1.2, 1e-3)
     assert network.edges is not None
@@ -168,8 +166,8 @@ def framework_s(
         cost = LinkCost(Cluster.of(network).curve("reduce_scatter"))
     if not hides:
         schedule = dataclasses.replace(schedule, ready=np.full_like(schedule.ready, profile.backward_s))
-    flow, clock = BucketTravel(schedule, profile.backward_s).at(cost, slowdown if hides else 1.0)
-    round_s = max(flow.end_s, float(clock.when(profile.backward_s)))
+    flow, backward_end_s = BucketTravel(schedule, profile.backward_s).at(cost, slowdown if hides else 1.0)
+    round_s = max(flow.end_s, backward_end_s)
     rows = [(seconds, forward_s) for seconds, forward_s, _ in gather_parts(profile, network, reduction)]
     first_s = sum(seconds for seconds, _ in rows) + profile.forward_s
     if reduction.hides_gathers and rows:
@@ -207,11 +205,9 @@ def test_compressed_buckets_take_what_they_took(
             compress_s=spent,
         )
     )
-    times = run(made.graph)
-    assert made.flow(times).finishes == pytest.approx(flow.finishes, rel=1e-8)
-    assert float(made.clock(times).when(travel.computed_s)) == pytest.approx(
-        float(clock.when(travel.computed_s)), rel=1e-8
-    )
+    mine, backward_end_s = made.flow(run(made.graph))
+    assert mine.finishes == pytest.approx(flow.finishes, rel=1e-8)
+    assert backward_end_s == pytest.approx(float(clock.when(travel.computed_s)), rel=1e-8)
 
 
 def test_buffers_go_before_forward() -> None:

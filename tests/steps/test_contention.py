@@ -9,16 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from numpy.typing import NDArray
 
-import backbeat as bb
 from backbeat.cost import LinkCost
 from backbeat.cost.bound import communication_bound
 from backbeat.cost.curve import Curve
-from backbeat.model import Network, Plan, Profile
+from backbeat.engine.explain import busy_periods
+from backbeat.model import DynamicFusion, Network, Plan, Profile
+from backbeat.planners.planned import planned
 from backbeat.steps.bucket_graph import BucketTravel
-from backbeat.steps.schedule import UNDISTURBED, ComputeClock, Flow, Schedule, busy_periods
+from backbeat.steps.fusion import fuse
+from backbeat.steps.schedule import Flow, Schedule
 from tests.cost.test_bound import measured_costs
 from tests.problems import affine, make_profile, networks, profiles
+from tests.steps.fixed_point import ComputeClock, contended
 from tests.steps.stepped import stepped
 
 ROUNDING = 1e-9
@@ -63,9 +68,9 @@ def test_one_communicator_is_the_recursion_followed_by_hand(
     schedule = Schedule.of_ends(profile, ends_of(profile, every))
     finishes, at, done = by_hand(schedule, cost, slowdown)
     # Backward lasts until the last message is done.
-    flow, clock = BucketTravel(schedule, done).at(cost, slowdown)
+    flow, backward_end_s = BucketTravel(schedule, done).at(cost, slowdown)
     assert flow.finishes.tolist() == pytest.approx(finishes, rel=1e-9, abs=1e-12)
-    assert float(clock.when(done)) == pytest.approx(at, rel=1e-9, abs=1e-12)
+    assert backward_end_s == pytest.approx(at, rel=1e-9, abs=1e-12)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=8))
@@ -98,7 +103,6 @@ def test_nothing_changes_where_nothing_slows_down(
     found = stepped(profile, network, plan, slowdown=1.0)
     assert found == stepped(profile, network, plan)
     assert found.breakdown.contention_s == 0
-    assert float(UNDISTURBED.when(profile.backward_s)) == profile.backward_s
 
 
 @settings(max_examples=60)
@@ -108,7 +112,10 @@ def test_a_larger_slowdown_never_ends_earlier_on_one_communicator(
 ) -> None:
     schedule = Schedule.of_ends(profile, ends_of(profile, every))
     travel = BucketTravel(schedule, profile.backward_s)
-    ends = [_end(profile, *travel.at(cost, slowdown)) for slowdown in sorted((1.0, one, two))]
+    ends = []
+    for slowdown in sorted((1.0, one, two)):
+        flow, backward_end_s = travel.at(cost, slowdown)
+        ends.append(max(flow.end_s, backward_end_s))
     assert ends[0] <= ends[1] * (1 + ROUNDING) <= ends[2] * (1 + ROUNDING) ** 2
 
 
@@ -146,7 +153,7 @@ def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown
 @given(profiles(most=12), networks(), slowdowns)
 def test_compressed_iterations_slow_down_too(profile: Profile, network: Network, slowdown: float) -> None:
     compute = profile.forward_s + profile.backward_s + profile.update_s
-    plan = bb.plan(profile, network, "compressed", density=0.1)
+    plan = planned(profile, network, "compressed", density=0.1)
     alone, found = (stepped(profile, network, plan, slowdown=factor) for factor in (1.0, slowdown))
     assert found.end_s >= alone.end_s * (1 - ROUNDING)
     assert found.bound_s <= found.end_s * (1 + ROUNDING)
@@ -160,7 +167,7 @@ def test_two_messages_by_hand() -> None:
     first travels from 1 to 2 s, the second is ready after another half second, and backward ends at 5 s."""
     profile = make_profile([1, 1], [1.0, 2.0], backward=4.0)
     network = affine(1.0, 0.0)
-    found = stepped(profile, network, bb.plan(profile, network, "wfbp"), slowdown=2.0)
+    found = stepped(profile, network, planned(profile, network, "wfbp"), slowdown=2.0)
     sent = [(span.start_s, span.end_s) for span in found.timeline if span.lane == "communicator 0"]
     assert sent == [(1.0, 2.0), (2.5, 3.5)]
     assert found.end_s == 5.0
@@ -174,11 +181,26 @@ def test_a_clock_reads_both_ways(lengths: list[float], value: float) -> None:
     assert float(clock.done_by(clock.when(value + corners[0]))) == pytest.approx(value + corners[0])
 
 
-def _end(profile: Profile, flow: Flow, clock: ComputeClock) -> float:
-    return max(flow.end_s, float(clock.when(profile.backward_s)))
+@given(
+    profiles(), networks(), st.sampled_from([1.0, 1.02, 1.5, 3.0]),
+    st.sampled_from([1e-4, 1e-3, 5e-3]), st.sampled_from([10**4, 10**7]),
+)  # fmt: skip
+def test_fusion_at_run_time_is_where_its_fixed_point_is(
+    profile: Profile, network: Network, slowdown: float, cycle_s: float, buffer_bytes: int
+) -> None:
+    settings = DynamicFusion(cycle_s=cycle_s, buffer_bytes=buffer_bytes)
+
+    def travel(ready: NDArray[np.float64]) -> Flow:
+        late = tuple(replace(one, ready_s=at) for one, at in zip(profile.gradients, ready.tolist(), strict=True))
+        return fuse(replace(profile, backward_s=late[-1].ready_s, gradients=late), network.cost, settings).flow
+
+    flow, clock = contended(travel, profile.ready, slowdown)
+    found = fuse(profile, network.cost, settings, slowdown)
+    assert found.flow.finishes == pytest.approx(flow.finishes, rel=1e-9, abs=1e-12)
+    assert found.backward_end_s == pytest.approx(float(clock.when(profile.backward_s)), rel=1e-9, abs=1e-12)
 
 
 def _plan(profile: Profile, network: Network, strategy: str, communicators: int) -> Plan:
     if strategy in ("horovod", "optimal"):
-        return bb.plan(profile, network, strategy)
-    return bb.plan(profile, network, strategy, communicators=communicators)
+        return planned(profile, network, strategy)
+    return planned(profile, network, strategy, communicators=communicators)

@@ -14,7 +14,7 @@ NO_COPY = 1e300
 
 def test_whatever_is_ready_at_the_tick_travels_together() -> None:
     profile = make_profile([10**6] * 4, [0.2e-3, 0.9e-3, 1.5e-3, 9e-3])
-    flow, ends = fuse(profile, COST, DynamicFusion(copy_bytes_per_s=NO_COPY))
+    flow, ends, _ = fuse(profile, COST, DynamicFusion(copy_bytes_per_s=NO_COPY))
     # At 1 ms two are ready: 1 + 2 ms. At 4 ms the third: 2 ms. The fourth at 9 ms.
     assert ends == [2, 3, 4]
     assert flow.starts == pytest.approx([1e-3, 4e-3, 9e-3])

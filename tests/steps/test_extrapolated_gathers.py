@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import backbeat as bb
 from backbeat.model import CollectiveTimes, WorkersRow
-from backbeat.report.words.notes import worded
+from backbeat.planners.planned import predicted
+from backbeat.show.words.notes import worded
 from tests.problems import make_profile
 
 PROFILE = make_profile([40_000_000, 40_000_000], [0.01, 0.02])
@@ -17,7 +18,7 @@ NETWORK = bb.Network(
 
 
 def notes(workers: int, strategy: str) -> tuple[str, bool]:
-    found = bb.predict(PROFILE, NETWORK.at(workers=workers), strategy)
+    found = predicted(PROFILE, NETWORK.at(workers=workers), strategy)
     return " ".join(worded(found.notes)), found.extrapolated
 
 

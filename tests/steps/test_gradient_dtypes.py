@@ -8,7 +8,8 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.model.network import CollectiveTimes
 from backbeat.model.profile import Dtype, Gradient
-from backbeat.report.words.notes import worded
+from backbeat.planners.planned import planned, predicted
+from backbeat.show.words.notes import worded
 from backbeat.steps.sharded_memory import sharded_activations
 from backbeat.steps.sharded_units import chain_of
 
@@ -30,7 +31,7 @@ def profile(dtype: Dtype, precision: str = "bf16") -> bb.Profile:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "hsdp:4", "zero1"])
 def test_units_have_as_many_elements_whatever_gradients_are_in(strategy: str) -> None:
-    fp32, bf16 = (bb.predict(profile(dtype), NETWORK, strategy) for dtype in ("fp32", "bf16"))
+    fp32, bf16 = (predicted(profile(dtype), NETWORK, strategy) for dtype in ("fp32", "bf16"))
     assert bf16.iteration_s == pytest.approx(fp32.iteration_s, rel=1e-9)
     gathers = [span.bytes for span in bf16.timeline if "all-gather" in span.name]
     assert gathers
@@ -41,39 +42,39 @@ def test_compressed_buckets_have_as_many_elements_whatever_gradients_are_in() ->
     sent = []
     for dtype in ("fp32", "bf16"):
         one = profile(dtype)
-        plan = bb.plan(one, NETWORK, "compressed", density=0.01)
+        plan = planned(one, NETWORK, "compressed", density=0.01)
         assert plan.compressed
-        spans = bb.predict(one, NETWORK, plan).timeline
+        spans = predicted(one, NETWORK, plan).timeline
         sent.append(sum(span.bytes for span in spans if span.name.endswith("(topk)")))
     assert sent[0] == sent[1] > 0
 
 
 def test_a_model_in_bf16_is_gathered_in_bf16() -> None:
     """Without autocast parameters travel as they are."""
-    plan = bb.plan(profile("bf16", precision="fp32"), NETWORK, "fsdp")
+    plan = planned(profile("bf16", precision="fp32"), NETWORK, "fsdp")
     assert plan.sharding is not None
     assert plan.sharding.param_dtype == "bf16"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "BF16", "bfloat16", "BFloat16"])
 def test_a_precision_is_known_by_any_of_its_names(precision: str) -> None:
-    plan = bb.plan(profile("fp32", precision), NETWORK, "fsdp")
+    plan = planned(profile("fp32", precision), NETWORK, "fsdp")
     assert plan.sharding is not None
     assert plan.sharding.param_dtype == "bf16"
 
 
 def test_a_precision_that_is_not_known_is_noted() -> None:
-    found = bb.predict(profile("fp32", "amp"), NETWORK, "fsdp")
+    found = predicted(profile("fp32", "amp"), NETWORK, "fsdp")
     assert any("precision 'amp' is not known" in note for note in worded(found.notes))
-    known = bb.predict(profile("fp32", "tf32"), NETWORK, "fsdp")
+    known = predicted(profile("fp32", "tf32"), NETWORK, "fsdp")
     assert not any("precision" in note for note in worded(known.notes))
 
 
 def test_iteration_times_in_another_unit_are_noted() -> None:
     milliseconds = replace(profile("fp32"), iteration_s=tuple(64.0 + i / 10 for i in range(10)))
     seconds = replace(profile("fp32"), iteration_s=tuple(0.064 + i / 10_000 for i in range(10)))
-    assert any("are both in seconds?" in note for note in worded(bb.predict(milliseconds, NETWORK, "ddp").notes))
-    assert not any("are both in seconds?" in note for note in worded(bb.predict(seconds, NETWORK, "ddp").notes))
+    assert any("are both in seconds?" in note for note in worded(predicted(milliseconds, NETWORK, "ddp").notes))
+    assert not any("are both in seconds?" in note for note in worded(predicted(seconds, NETWORK, "ddp").notes))
 
 
 def test_only_fp32_weights_under_autocast_have_copies() -> None:
@@ -89,7 +90,7 @@ def test_only_fp32_weights_under_autocast_have_copies() -> None:
     )  # fmt: skip
     network = bb.Network.load("aws-p5en").at(workers=8)
     for one, copies in ((held, True), (halved, False)):
-        chain = chain_of(one, bb.plan(one, network, "fsdp"))
+        chain = chain_of(one, planned(one, network, "fsdp"))
         saved = sum(block.saved_bytes for block in one.blocks)
         left = sum(block.saved_bytes for block in sharded_activations(one, chain).blocks)
         assert (left < saved) == copies
@@ -98,5 +99,5 @@ def test_only_fp32_weights_under_autocast_have_copies() -> None:
 def test_accumulated_iterations_with_a_long_update_are_not_taken_for_another_unit() -> None:
     one = replace(profile("fp32"), accumulation=8, update_s=0.18)
     whole = 8 * (one.forward_s + one.backward_s) + one.update_s
-    found = bb.predict(replace(one, iteration_s=(whole,) * 10), NETWORK, "ddp")
+    found = predicted(replace(one, iteration_s=(whole,) * 10), NETWORK, "ddp")
     assert not any("are both in seconds?" in note for note in worded(found.notes))

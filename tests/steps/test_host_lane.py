@@ -13,8 +13,9 @@ from backbeat.model import Gradient, MemoryPlan, Profile, Segment
 from backbeat.model.batches import at_batch, join
 from backbeat.model.collective_times import ShardedHost, ShardedTimes
 from backbeat.model.profile import device_alone
-from backbeat.report.words.answer import limit
-from backbeat.report.words.notes import worded
+from backbeat.planners.planned import planned, predicted
+from backbeat.show.words.answer import limit
+from backbeat.show.words.notes import worded
 from backbeat.steps.host import COLLECTIVE_S, GRADIENT_S, HostLane, host_issue
 from backbeat.steps.model_chain import Chain
 from tests.chains import chains, resnet152
@@ -47,7 +48,7 @@ def every_plan(profile: Profile) -> list[bb.Plan]:
     )
     return [
         buckets,
-        bb.plan(profile, SLOW, "fsdp"),
+        planned(profile, SLOW, "fsdp"),
         replace(buckets, memory=MemoryPlan(segments=again)),
     ]
 
@@ -59,11 +60,11 @@ def test_never_shorter_than_host_or_device_and_never_shorter_for_a_slower_host(
 ) -> None:
     for plan in every_plan(profile):
         ahead, one, other = (
-            bb.predict(each, network, plan, accumulation=micro_batches)
+            predicted(each, network, plan, accumulation=micro_batches)
             for each in (profile, hosted(profile, host), hosted(profile, host * more))
         )
         # A host that takes no time is no host at all.
-        assert bb.predict(hosted(profile, 0.0), network, plan, accumulation=micro_batches) == ahead
+        assert predicted(hosted(profile, 0.0), network, plan, accumulation=micro_batches) == ahead
         assert ahead.iteration_s <= one.iteration_s * (1 + 1e-9) <= other.iteration_s * (1 + 3e-9)
         assert one.iteration_s * (1 + 1e-9) >= HostLane.of(hosted(profile, host)).step_s(micro_batches)
         for found in (one, other):
@@ -94,7 +95,7 @@ def test_a_step_is_issued_in_what_the_host_took_for_it_unless_the_device_waited(
 def test_alone_a_launch_bound_model_takes_what_was_measured(profile: Profile, device: float) -> None:
     known = hosted(profile, 1.0, device)
     for plan in every_plan(profile)[:2]:
-        found = bb.predict(known, FAST.at(workers=1), plan)
+        found = predicted(known, FAST.at(workers=1), plan)
         assert found.iteration_s == pytest.approx(profile.single_s, rel=1e-9)
         assert found.single_s == found.iteration_s
     own = device_alone(known)
@@ -112,7 +113,7 @@ def test_the_best_plan_is_no_slower_than_stock_ddp_where_the_host_issues_every_b
 ) -> None:
     block = four().blocks[0]
     known = hosted(replace(profile, blocks=(block,)), 1.0, device)
-    found, stock = (bb.plan(known, network, strategy).predicted for strategy in ("best", "ddp"))
+    found, stock = (planned(known, network, strategy).predicted for strategy in ("best", "ddp"))
     assert found is not None
     assert stock is not None
     assert found.iteration_s <= stock.iteration_s * (1 + 1e-9)
@@ -132,7 +133,7 @@ def test_fsdp_takes_of_the_host_what_was_measured(
     """For each unit, the root with parameters among them, and each parameter, in every micro-batch, more where they are
     resharded after forward; the optimizer once a step."""
     known = hosted(profile, host)
-    plan = bb.plan(known, SLOW, strategy)
+    plan = planned(known, SLOW, strategy)
     unit, parameter, update, reshard_unit, reshard_parameter = (share * profile.single_s for share in shares)
     cost = ShardedHost(
         unit_s=unit,
@@ -143,7 +144,7 @@ def test_fsdp_takes_of_the_host_what_was_measured(
     )
     network = replace(SLOW, sharded=ShardedTimes(host=cost))
     ahead, unknown, found = (
-        bb.predict(one, there, plan, accumulation=micro_batches)
+        predicted(one, there, plan, accumulation=micro_batches)
         for one, there in ((profile, SLOW), (known, SLOW), (known, network))
     )
     count = len(profile.gradients)
@@ -159,9 +160,9 @@ def test_fsdp_takes_of_the_host_what_was_measured(
     assert found.iteration_s == pytest.approx(max(ahead.iteration_s, issued), rel=1e-6)
     assert found.bound_s <= found.iteration_s * (1 + 1e-9)
     # Nothing is added to profiles of which the host's part is not known, nor to plans that do not shard.
-    assert bb.predict(profile, network, plan, accumulation=micro_batches) == ahead
+    assert predicted(profile, network, plan, accumulation=micro_batches) == ahead
     buckets = every_plan(profile)[0]
-    assert bb.predict(known, network, buckets) == bb.predict(known, SLOW, buckets)
+    assert predicted(known, network, buckets) == predicted(known, SLOW, buckets)
     assert unknown.iteration_s >= ahead.iteration_s
 
 
@@ -196,7 +197,7 @@ def test_what_is_exposed_is_free_as_long_as_the_host_issues() -> None:
     plan = bb.Plan.from_buckets(profile, [[gradient.name for gradient in profile.gradients]])
     wrapper = COLLECTIVE_S + 4 * GRADIENT_S
     # One message after 2 + 4 ms on the device. 2 ms fit behind the 12 that the host issues anyway.
-    cheap, late = (bb.predict(profile, affine(alpha, 0.0), plan) for alpha in (2e-3, 9e-3))
+    cheap, late = (predicted(profile, affine(alpha, 0.0), plan) for alpha in (2e-3, 9e-3))
     assert cheap.iteration_s == pytest.approx(12e-3 + wrapper)
     assert cheap.breakdown.host_s == pytest.approx(wrapper - 2e-3)
     assert cheap.bottleneck == "host"
@@ -209,8 +210,8 @@ def test_what_is_exposed_is_free_as_long_as_the_host_issues() -> None:
     assert late.bottleneck == "latency"
     assert any("issues a backward after the last step's communication" in note for note in worded(late.notes))
     # Units have none: 12 ms for the host, and on the device 6 ms and what is exposed.
-    units = bb.plan(profile, affine(9e-3, 0.0), "zero2")
-    sharded, own = (bb.predict(each, affine(9e-3, 0.0), units) for each in (profile, device_alone(profile)))
+    units = planned(profile, affine(9e-3, 0.0), "zero2")
+    sharded, own = (predicted(each, affine(9e-3, 0.0), units) for each in (profile, device_alone(profile)))
     assert sharded.iteration_s == own.iteration_s
     assert sharded.single_s == pytest.approx(2 * own.single_s)
 

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.cost.message import message_bytes, selection_bytes
 from backbeat.model import Bucket, CollectiveTimes, Compression, Plan
-from backbeat.report.words.notes import worded
+from backbeat.planners.planned import predicted
+from backbeat.show.words.notes import worded
 from backbeat.steps.bucket_graph import BucketTravel
 from backbeat.steps.schedule import CompressedCost, Schedule
 from tests.problems import affine, make_profile
@@ -37,7 +38,7 @@ def test_encoding_delays_what_comes_after_it() -> None:
     profile = make_profile([4_000_000, 4_000_000], [0.1, 0.2], compression_s_per_byte=1e-8)
     network = affine(2e-3, 0.0)
     # 40 ms each on the compute stream; the first leaves at 0.14, the second at 0.28, for 1 ms.
-    result = bb.predict(profile, network, two_groups(TOPK, TOPK))
+    result = predicted(profile, network, two_groups(TOPK, TOPK))
     spans = [span for span in result.timeline if span.lane == "communicator 0"]
     assert [span.start_s for span in spans] == pytest.approx([0.14, 0.28])
     assert result.iteration_s == pytest.approx(0.281)
@@ -45,14 +46,14 @@ def test_encoding_delays_what_comes_after_it() -> None:
     parts = result.breakdown
     assert parts.latency_s + parts.bandwidth_s + parts.waiting_s == pytest.approx(result.exposed_s)
     # A dense bucket after a compressed one is later too, and takes a whole all-reduce.
-    assert bb.predict(profile, network, two_groups(TOPK, None)).iteration_s == pytest.approx(0.242)
+    assert predicted(profile, network, two_groups(TOPK, None)).iteration_s == pytest.approx(0.242)
 
 
 def test_each_compressed_bucket_costs_something_by_itself() -> None:
     profile = make_profile(
         [4_000_000, 4_000_000], [0.1, 0.2], compression_s_per_byte=1e-8, compression_s_per_bucket=5e-3
     )
-    result = bb.predict(profile, affine(2e-3, 0.0), two_groups(TOPK, TOPK))
+    result = predicted(profile, affine(2e-3, 0.0), two_groups(TOPK, TOPK))
     spans = [span for span in result.timeline if span.lane == "communicator 0"]
     assert [span.start_s for span in spans] == pytest.approx([0.145, 0.29])
     assert result.iteration_s == pytest.approx(0.291)
@@ -67,7 +68,7 @@ def test_what_the_selection_takes_is_what_it_allocates() -> None:
 def test_without_encodings_it_is_the_recursion() -> None:
     profile = make_profile([4_000_000, 4_000_000], [0.1, 0.2], compression_s_per_byte=0.0)
     network = affine(2e-3, 1e-8)
-    dense = bb.predict(profile, network, two_groups(None, None))
+    dense = predicted(profile, network, two_groups(None, None))
     schedule, _ = Schedule.of_plan(profile, two_groups(None, None))
     times = CompressedCost(network, profile).times(schedule.sizes, [None, None])
     flow, _ = BucketTravel(schedule, profile.backward_s, [0.0, 0.0]).on(times)
@@ -80,9 +81,9 @@ def test_what_is_not_measured_is_said() -> None:
         buckets=(Bucket(gradients=("g0",), communicator=1, compression=TOPK),),
     )  # fmt: skip
     profile, network = make_profile([4000], [0.1]), affine(1e-3, 1e-9)
-    notes = worded(bb.predict(profile, network, plan).notes)
+    notes = worded(predicted(profile, network, plan).notes)
     assert any("compression" in note for note in notes)
     assert any("derived" in note for note in notes)
     assert any("one communicator" in note for note in notes)
     measured = replace(network, all_gather=CollectiveTimes(alpha_s=5e-3, beta_s_per_byte=1e-9))
-    assert not any("derived" in note for note in worded(bb.predict(profile, measured, plan).notes))
+    assert not any("derived" in note for note in worded(predicted(profile, measured, plan).notes))

@@ -13,7 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import Bucket, MemoryPlan, Network, Plan, Profile, Segment
 from backbeat.model.batches import at_batch
 from backbeat.planners.memory_moves import uniform
-from backbeat.report.words.notes import worded
+from backbeat.show.words.notes import worded
 from backbeat.steps.memory_timeline import BlockChain, memory_timeline
 from backbeat.steps.predict import predict
 from tests.chains import chains, check_against_uniform, resnet152

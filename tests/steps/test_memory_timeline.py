@@ -14,6 +14,7 @@ from backbeat.errors import InputError
 from backbeat.model import Block, Bucket, Compression, Gradient, HostLink, Memory, MemoryPlan, Plan, Profile, Segment
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of, segments_of
 from backbeat.model.resident import ResidentMemory
+from backbeat.planners.planned import planned, predicted
 from backbeat.steps.memory_timeline import BlockChain, Tally, memory_timeline
 from tests.chains import chains, resnet152
 from tests.problems import make_profile
@@ -261,8 +262,8 @@ def test_resnet152_against_what_was_measured() -> None:
 
 def test_scaling_is_by_one_gpu_that_keeps_everything() -> None:
     profile, network = Profile.load("resnet50-b128-bf16-h200"), bb.Network.load("100gbe").at(workers=16)
-    plain = bb.predict(profile, network, "optimal")
-    less = bb.predict(profile, network, bb.plan(profile, network, "optimal", memory_bytes=4_000_000_000))
+    plain = predicted(profile, network, "optimal")
+    less = predicted(profile, network, planned(profile, network, "optimal", memory_bytes=4_000_000_000))
     assert less.single_s > plain.single_s
     assert less.exposed_s == pytest.approx(less.iteration_s - less.single_s)
     assert less.scaling_factor == pytest.approx(plain.single_s / less.iteration_s)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from backbeat import api
-from backbeat.engine import Graph, run
+from backbeat.engine import Graph, SharedLink, run
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
-from backbeat.steps.bucket_graph import BucketStep, BucketSteps, bucket_graph, link_of
-from backbeat.steps.host import MOST_STEPS, HostIssue, IssuedWork, done_s, paced_s, period_of
+from backbeat.planners.planned import planned
+from backbeat.steps.bucket_graph import BucketStep, BucketSteps, bucket_graph
+from backbeat.steps.host import HOST, MOST_STEPS, IssuedWork, done_s, paced_s, period_of
 from backbeat.steps.schedule import Schedule
-from backbeat.steps.sharded_units import ShardedCost, chain_of
-from backbeat.steps.unit_graph import UnitStep, UnitSteps, unit_graph
+from backbeat.steps.sharded_units import ROOT, ShardedCost, chain_of
+from backbeat.steps.unit_graph import Call, UnitStep, UnitSteps, unit_graph
 from tests.chains import chains
 from tests.problems import networks
 from tests.sharded_problems import sharded_plans
@@ -35,7 +33,7 @@ def test_a_step_with_buckets_is_its_own_period(
     step = BucketStep(
         schedule=schedule,
         times=network.cost.times(schedule.sizes),
-        link=link_of(network.cost),
+        link=SharedLink.of(network.cost),
         forward_s=profile.forward_s,
         backward_s=profile.backward_s,
         update_s=1e-3,
@@ -75,16 +73,22 @@ def test_a_sharded_step_takes_the_longer_of_device_and_host(
     chain = chain_of(profile, data.draw(sharded_plans(profile)))
     cost = ShardedCost.of(profile, network, chain.sharding)
     assume(not cost.blocking)
-    works = [(IssuedWork(host * one.forward_s, 0.0), IssuedWork(host * one.backward_s, 0.0)) for one in chain.parts]
-    forward, backward = [one for one, _ in works], [one for _, one in reversed(works)]
-    issue = HostIssue(forward=forward, backward=backward, update_s=1e-3)
-    step = UnitStep(
-        chain=chain, cost=cost, update_s=1e-3, micro_batches=micro_batches, slowdowns={"network": slowdown}, host=issue
-    )
+    step = UnitStep(chain=chain, cost=cost, update_s=1e-3, micro_batches=micro_batches, slowdowns={"network": slowdown})
     steps = UnitSteps(step)
-    found = period_of(steps.graph, steps.add)
-    device_s = run(unit_graph(dataclasses.replace(step, host=None)).graph).end_s
-    host_s = micro_batches * sum(one.host_s for one in (*forward, *backward)) + 1e-3
+
+    def add_issued() -> int:
+        first, last = len(steps.graph), steps.add()
+        for op in range(first, last + 1):
+            if (event := steps.calls[op].event) in ("forward", "backward", "update"):
+                took = host if event != "update" else 1.0
+                steps.graph.wait(op, steps.graph.add(HOST, took * steps.graph.seconds[op]))
+        # A call for each op: those of the host have none.
+        steps.calls += [Call("update", ROOT)] * (len(steps.graph) - len(steps.calls))
+        return last
+
+    found = period_of(steps.graph, add_issued)
+    device_s = run(unit_graph(step).graph).end_s
+    host_s = micro_batches * host * sum(one.forward_s + one.backward_s for one in chain.parts) + 1e-3
     if found.settled:
         assert found.seconds == pytest.approx(paced_s(device_s, host_s), rel=1e-6)
     else:
@@ -96,7 +100,7 @@ def test_a_sharded_step_takes_the_longer_of_device_and_host(
 def test_a_bundled_step_is_its_own_period(way: str) -> None:
     profile = device_alone(Profile.load("llama-8b-b1-bf16-adamw-h200"))
     network = Network.load("aws-p5en").at(workers=64)
-    plan = api.plan(profile, network, way)
+    plan = planned(profile, network, way)
     slowdowns = {"network": slowdown_of(profile, network, sharded=way == "fsdp").factor}
     if way == "fsdp":
         chain = chain_of(profile, plan)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import Memory, Profile
 from backbeat.planners import propose
+from backbeat.planners.planned import predicted
 from backbeat.steps.sharded_memory import memory_levels, sharded_memory
 from tests.chains import chains
 from tests.problems import affine, make_profile
@@ -35,7 +36,7 @@ def test_the_highest_level_is_the_peak_and_time_only_goes_on(data: st.DataObject
 def test_the_step_ends_when_it_is_predicted_to() -> None:
     profile, network = bb.Profile.load("gpt2-b8-bf16-adamw-h200"), bb.Network.load("dgx-h100").at(workers=16)
     plan = propose(profile, network, "hsdp:8")
-    result = bb.predict(profile, network, plan)
+    result = predicted(profile, network, plan)
     levels = memory_levels(profile, network, plan)
     assert levels[-1].end_s == pytest.approx(result.iteration_s - result.breakdown.stragglers_s)
 

@@ -11,6 +11,7 @@ import backbeat as bb
 from backbeat.model import Block, Gradient, Memory, MemoryPlan, Plan, Profile, Segment
 from backbeat.model.memory import MemoryByKind
 from backbeat.model.resident import ResidentMemory
+from backbeat.planners.planned import planned, predicted
 from backbeat.steps.sharded_memory import sharded_activations, sharded_memory, step_moments, tied_block
 from backbeat.steps.sharded_units import ROOT, chain_of
 from tests.chains import chains
@@ -101,14 +102,14 @@ def test_gradients_that_are_not_reduced_stay_whole() -> None:
 
 def test_recomputed_blocks_are_within_the_same_count() -> None:
     profile = bb.Profile.load("llama-1b-b2-bf16-h200")
-    plan = bb.plan(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp")
+    plan = planned(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp")
     layers = [block.name for block in profile.blocks if block.name.startswith("model.layers")]
     memory = MemoryPlan(segments=tuple(Segment(blocks=(name,), action="recompute") for name in layers))
     less = replace(plan, memory=memory)
     kept, again = held(profile, plan), held(profile, less)
     assert again.by_kind["activations"] < 0.7 * kept.by_kind["activations"]
     network = bb.Network.load("nvlink-ib400").at(workers=64)
-    one, other = bb.predict(profile, network, plan), bb.predict(profile, network, less)
+    one, other = predicted(profile, network, plan), predicted(profile, network, less)
     assert other.peak_bytes == again.peak_bytes
     assert other.single_s > one.single_s
     assert other.iteration_s > one.iteration_s
@@ -185,7 +186,7 @@ def test_resharding_more_units_never_takes_more(count: int, buffers: int, micro_
 def test_more_shards_take_less_and_zero2_more_than_fsdp(name: str) -> None:
     profile, network = bb.Profile.load(name), bb.Network.load("nvlink-ib400")
     peaks = {
-        (strategy, workers): bb.predict(profile, network.at(workers=workers), strategy).peak_bytes or 0
+        (strategy, workers): predicted(profile, network.at(workers=workers), strategy).peak_bytes or 0
         for strategy in ("fsdp", "hsdp:8", "zero2")
         for workers in (8, 64)
     }
@@ -212,7 +213,7 @@ def test_a_profile_without_memory_figures_has_no_peak() -> None:
 )
 def test_a_tied_head_is_told_from_a_pooling(name: str, head: str | None) -> None:
     profile = bb.Profile.load(name)
-    plan = bb.plan(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp")
+    plan = planned(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp")
     chain = chain_of(profile, plan)
     found = tied_block(profile, chain)
     assert (None if found is None else profile.blocks[found].name) == head
@@ -232,7 +233,7 @@ def test_what_is_not_sharded_is_counted_whole(blocks: bool) -> None:
     profile = profile if blocks else replace(profile, blocks=())
     memory, resident = profile.memory, ResidentMemory.of(profile)
     assert memory is not None
-    found = held(profile, bb.plan(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp"))
+    found = held(profile, planned(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp"))
     assert found.by_kind["other"] == resident.by_kind["other"]
     assert (resident.by_kind["other"] > memory.steady_bytes - memory.parameter_bytes - memory.optimizer_bytes) == blocks
     assert (found.where, found.phase) == (("loss", "loss") if blocks else ("the rest", "backward"))

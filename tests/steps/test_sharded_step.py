@@ -29,7 +29,8 @@ from backbeat.model import (
     WorkersRow,
 )
 from backbeat.model.collective_times import CollectivePair, ShardedTimes
-from backbeat.report.words.notes import worded
+from backbeat.planners.planned import planned, predicted
+from backbeat.show.words.notes import worded
 from backbeat.steps.model_chain import owning_module
 from backbeat.steps.sharded_units import ROOT, ShardedCost, chain_of
 from backbeat.steps.unit_step import run_step
@@ -155,7 +156,7 @@ def test_on_gloo_everything_comes_one_after_the_other(
     """The host waits for every collective, and a reduce-scatter takes what an all-reduce does."""
     assume(network.workers % 2 == 0)
     there = replace(network, backend="gloo")
-    plan = bb.plan(profile, there, strategy)
+    plan = planned(profile, there, strategy)
     sharding = plan.sharding
     assert sharding is not None
     chain, cost = chain_of(profile, plan), ShardedCost.of(profile, there, sharding)
@@ -424,7 +425,7 @@ def test_bytes_are_conserved(profile: Profile, network: Network, data: st.DataOb
 def test_profiles_without_blocks_are_predicted_too(
     profile: Profile, network: Network, strategy: str, accumulation: int
 ) -> None:
-    result = bb.predict(profile, network, strategy, accumulation=accumulation)
+    result = predicted(profile, network, strategy, accumulation=accumulation)
     assert result.bound_s <= result.iteration_s * (1 + 1e-9)
     assert float(sum(msgspec.structs.astuple(result.breakdown))) == pytest.approx(result.exposed_s, rel=1e-6, abs=1e-9)
     assert any("no blocks" in note for note in worded(result.notes))
@@ -433,30 +434,30 @@ def test_profiles_without_blocks_are_predicted_too(
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp:1", "zero1", "zero2"])
 def test_on_one_worker_nothing_travels(strategy: str) -> None:
     profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("ib400").at(workers=1)
-    result = bb.predict(profile, network, strategy)
+    result = predicted(profile, network, strategy)
     assert result.iteration_s == result.single_s == result.bound_s
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp:8", "zero1", "zero2"])
 def test_a_sharded_plan_is_predicted_like_any_other(strategy: str) -> None:
     profile, network = bb.Profile.load("llama-1b-b2-bf16-h200"), bb.Network.load("nvlink-ib400").at(workers=16)
-    plan = bb.plan(profile, network, strategy)
-    result: Prediction = bb.predict(profile, network, plan)
+    plan = planned(profile, network, strategy)
+    result: Prediction = predicted(profile, network, plan)
     assert plan.predicted is not None
     assert plan.predicted.iteration_s == result.iteration_s
     assert plan.predicted.peak_bytes == result.peak_bytes
     assert result.buckets == 17
     assert result.band is not None
     assert result.breakdown.buffers_s == 0.0
-    halved = bb.predict(profile, network, strategy, reduce_dtype="bf16")
+    halved = predicted(profile, network, strategy, reduce_dtype="bf16")
     assert halved.iteration_s < result.iteration_s
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
     profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("ib400")
-    plan = bb.plan(profile, network.at(workers=8), "fsdp")
+    plan = planned(profile, network.at(workers=8), "fsdp")
     with pytest.raises(bb.InputError, match=r"mesh replicate\(1\) \* shard\(8\) != workers\(16\).*--workers 16"):
-        bb.predict(profile, network.at(workers=16), plan)
+        predicted(profile, network.at(workers=16), plan)
 
 
 @pytest.mark.parametrize(
@@ -470,7 +471,7 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 )
 def test_units_that_are_no_runs_of_blocks_are_refused(units: list[tuple[str, ...]], words: str) -> None:
     with pytest.raises(bb.InputError, match=words):
-        bb.predict(row(3), affine(0, 0), sharded_plan(row(3), units))
+        predicted(row(3), affine(0, 0), sharded_plan(row(3), units))
 
 
 def test_gradients_without_blocks_are_grouped_by_the_module_that_repeats() -> None:
@@ -490,7 +491,7 @@ def test_gradients_without_blocks_are_grouped_by_the_module_that_repeats() -> No
 def test_copies_on_different_nodes_are_not_reduced_at_the_speed_of_one() -> None:
     """A file that has times inside a node: eight copies of eight shards lie on eight nodes."""
     profile, network = bb.Profile.load("llama-1b-b2-bf16-h200"), bb.Network.load("dgx-h100").at(workers=64)
-    plan = bb.plan(profile, network, "hsdp:8")
+    plan = planned(profile, network, "hsdp:8")
     cost = ShardedCost.of(profile, network, plan.sharding)  # type: ignore[arg-type]
     assert cost.replicate is not None
     assert not cost.one_link
@@ -513,7 +514,7 @@ def test_copies_are_reduced_by_a_ring_for_each_rank_of_a_node() -> None:
     nodes = Topology(gpus_per_node=2, algorithm="hierarchical", inside=own["all_reduce"])
     network = Network(name="two", workers=4, topology=nodes, rows=(WorkersRow(workers=2, **own),), **measured(4, 1.0))
     profile = make_profile([4000] * 4, [1.0, 2.0, 3.0, 4.0], forward=2.0)
-    plan = bb.plan(profile, network, "hsdp:2")
+    plan = planned(profile, network, "hsdp:2")
     cost = ShardedCost.of(profile, network, plan.sharding)  # type: ignore[arg-type]
     assert cost.replicate is not None
     assert cost.replicate.at(1e8) == pytest.approx(1e8 * second_per_byte)
@@ -536,7 +537,7 @@ def test_copies_are_reduced_by_what_is_known_of_larger_messages(workers: int) ->
     network = Network(name="four", workers=4, backend="nccl", all_reduce=points(0.1e-9, *larger[:2]), **halves)
     profile = make_profile([4000] * 4, [1.0, 2.0, 3.0, 4.0], forward=2.0)
     there = network.at(workers=workers)
-    plan = bb.plan(profile, there, "hsdp:2")
+    plan = planned(profile, there, "hsdp:2")
     found = ShardedCost.of(profile, there, plan.sharding).replicate  # type: ignore[arg-type]
     assert found is not None
     # Half of a unit is each rank's, and all of it is sent over one link.
@@ -547,6 +548,6 @@ def test_copies_are_reduced_by_what_is_known_of_larger_messages(workers: int) ->
 def test_a_busy_cluster_is_slower() -> None:
     profile, network = bb.Profile.load("llama-1b-b2-bf16-h200"), bb.Network.load("dgx-h100").at(workers=64)
     for strategy in ("fsdp", "hsdp:16"):
-        band = bb.predict(profile, network, strategy).network_band
+        band = predicted(profile, network, strategy).network_band
         assert band is not None
         assert band.quiet_s < band.busy_s

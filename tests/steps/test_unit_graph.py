@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from backbeat import api
 from backbeat.engine import run
 from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
+from backbeat.planners.planned import planned
 from backbeat.steps.sharded_units import ShardedChain, ShardedCost, chain_of
 from backbeat.steps.unit_graph import UnitGraph, UnitStep, unit_graph
 
@@ -47,7 +47,7 @@ def test_a_bundled_profile_takes_what_was_recorded(
     """Two micro-batches, by a simulator of streams that shared no code with the engine."""
     profile = device_alone(Profile.load("llama-8b-b1-bf16-adamw-h200"))
     network = Network.load(cluster).at(workers=gpus)
-    chain = chain_of(profile, api.plan(profile, network, way))
+    chain = chain_of(profile, planned(profile, network, way))
     cost = ShardedCost.of(profile, network, chain.sharding)
     factor = slowdown_of(profile, network, sharded=True).factor
     for slowdown, recorded_s in ((1.0, plain_s), (factor, contended_s)):
@@ -58,7 +58,7 @@ def test_a_bundled_profile_takes_what_was_recorded(
 def test_nothing_shares_pace_without_contention_on_one_communicator() -> None:
     profile = device_alone(Profile.load("llama-8b-b1-bf16-adamw-h200"))
     network = Network.load("aws-p5en").at(workers=64)
-    chain = chain_of(profile, api.plan(profile, network, "fsdp"))
+    chain = chain_of(profile, planned(profile, network, "fsdp"))
     cost = ShardedCost.of(profile, network, chain.sharding)
     assert not graph_of(chain, cost, 0.0, 1, 1.0).graph.shares_pace()
     assert graph_of(chain, cost, 0.0, 1, 1.2).graph.shares_pace()
@@ -68,7 +68,7 @@ def test_nothing_shares_pace_without_contention_on_one_communicator() -> None:
 def test_a_quieter_network_is_the_same_graph_with_other_times(way: str) -> None:
     profile = device_alone(Profile.load("llama-8b-b1-bf16-adamw-h200"))
     network = Network.load("aws-p5en").at(workers=64)
-    chain = chain_of(profile, api.plan(profile, network, way))
+    chain = chain_of(profile, planned(profile, network, way))
     made = graph_of(chain, ShardedCost.of(profile, network, chain.sharding), 1e-3, 2, 1.2)
     assert network.edges is not None
     for other in network.edges:

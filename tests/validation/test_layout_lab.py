@@ -6,7 +6,7 @@ import pytest
 
 from backbeat.lab.layout_lab import predicted_layout
 from backbeat.lab.setting import Setting
-from backbeat.layouts.layout_prediction import COMPUTE
+from backbeat.model.prediction import COMPUTE
 from validation.layouts import lab
 
 

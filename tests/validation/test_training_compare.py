@@ -13,9 +13,9 @@ pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
 
 import torch
 
-from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.model import Profile
+from backbeat.planners.planned import planned as make
 from backbeat.steps.predict import predict
 from tests.lab.cases import network, profile
 from validation import collect

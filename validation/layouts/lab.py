@@ -34,7 +34,7 @@ from backbeat.lab.layout_lab import (
     time_links,
 )
 from backbeat.lab.setting import Setting
-from backbeat.layouts.layout_prediction import COMPUTE
+from backbeat.model.prediction import COMPUTE
 from validation import collect, lab_layouts
 from validation.collect import Record
 

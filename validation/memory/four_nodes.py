@@ -36,7 +36,6 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from backbeat.api import plan as make_plan
 from backbeat.errors import BackbeatError, InputError, MeasurementError
 from backbeat.lab import experiment
 from backbeat.lab.jobs import ROUNDS, per_round
@@ -44,6 +43,7 @@ from backbeat.lab.plans import PlanChoice
 from backbeat.lab.setting import Setting
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.batches import at_batch, join
+from backbeat.planners.planned import planned as make_plan
 from backbeat.steps.predict import predict
 from backbeat.units import format_bytes, parse_bytes, parse_duration
 from validation import collect

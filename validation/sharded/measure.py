@@ -31,7 +31,6 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from backbeat.api import plan as make
 from backbeat.errors import InputError
 from backbeat.lab.jobs import turns_s
 from backbeat.lab.plans import PlanChoice
@@ -39,6 +38,7 @@ from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import Gradient, Network, Plan, Profile, Sharding, ShardUnit
 from backbeat.model.files import encode, write
+from backbeat.planners.planned import planned as make
 from backbeat.steps.predict import predict
 from backbeat.units import parse_rate
 from validation import collect

@@ -37,6 +37,7 @@ from backbeat.measure.model.factory import load_factory
 from backbeat.measure.model.training_step import autocast, release, tensor_cores
 from backbeat.model import Plan, Profile
 from backbeat.model.files import write
+from backbeat.planners.planned import planned
 from backbeat.steps.sharded_memory import sharded_memory
 from backbeat.units import parse_duration
 from validation.replays import recomputed
@@ -151,7 +152,7 @@ def main() -> None:
             if time.monotonic() > end:
                 break
             strategy, workers, micro_batches, every_block = case
-            plan = bb.plan(profile, bb.Network.load("nvlink-ib400").at(workers=workers), strategy)
+            plan = planned(profile, bb.Network.load("nvlink-ib400").at(workers=workers), strategy)
             plan = recomputed(plan) if every_block else plan
             row: dict[str, Any] = dict(
                 zip(("strategy", "workers", "micro_batches", "recomputed"), case, strict=True),

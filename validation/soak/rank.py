@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from backbeat.errors import BackbeatError
 from backbeat.model import Mesh, Plan
-from backbeat.report.drift import Level
 from backbeat.runtime import DistributedDataParallel, full_state_dict, load_full_state_dict, parallelize
+from backbeat.show.drift import Level
 
 BATCH = 12
 """Divisible by 1, 2, 3 and 4 ranks."""

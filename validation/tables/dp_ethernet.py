@@ -31,7 +31,8 @@ CARDS = {
     "TitanRTX": "titan-rtx", "TITAN RTX 24GB": "titan-rtx", "Tesla K80": "k80",
 }  # fmt: skip
 RUN = ("source_id", "model", "gpus", "link", "batch_per_gpu", "precision", "method")
-PCIE_4 = ("3090", "A100", "A40", "A10", "3070")
+PCIE_4, PEERS = ("3090", "3070"), ("A100", "A40", "A10")
+"""GPUs on PCIe 4; those of data centres have peer-to-peer."""
 
 
 def method(row: Mapping[str, str]) -> tuple[str, str] | None:
@@ -59,6 +60,8 @@ def unasked(row: Mapping[str, str]) -> str | None:
 def network(row: Mapping[str, str]) -> str:
     if row["source_id"] == "hkbu_ddl":
         return HKBU.get(row["link"], "4 x PCIe 3 and 10 GbE")
+    if any(name in row["gpu"] for name in PEERS):
+        return "8 x PCIe 4, peer-to-peer"
     return "8 x PCIe 4" if any(name in row["gpu"] for name in PCIE_4) else "8 x PCIe 3"
 
 

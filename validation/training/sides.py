@@ -28,7 +28,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from backbeat.api import plan as make_plan
 from backbeat.comm.agreement import RankStore
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError, where_raised
@@ -40,6 +39,7 @@ from backbeat.model import Mesh, Network, Plan, Prediction, Profile, Sharding, S
 from backbeat.model.files import decode, encode
 from backbeat.model.framework import FRAMEWORKS
 from backbeat.planners import SHARDED, STRATEGIES
+from backbeat.planners.planned import planned as make_plan
 from backbeat.runtime import parallelize
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.parallel import parallelize as verb

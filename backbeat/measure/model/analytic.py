@@ -27,6 +27,7 @@ from backbeat.measure.model.inputs import MeasureOptions, map_batch, trainable_o
 from backbeat.measure.model.observation import Figures, measure_training
 from backbeat.measure.model.training_step import (
     PRECISIONS,
+    Allocator,
     Marks,
     PhaseMarks,
     Training,
@@ -88,7 +89,7 @@ def analytic_profile(
         *factory.notes,
         "analytic: computed from shapes and peak rates, not measured",
         f"operators: {model.origin}",
-        f"update: {update}; peak memory is the sum of its kinds",
+        f"update: {update}; memory is counted as its tensors are made and freed",
         "the host is as quick as the one that operators were measured with" if launch_overhead else "the host is ahead",
     ]
     if compiled:
@@ -110,6 +111,7 @@ def analytic_profile(
         notes=[*notes, *figures.gradients.left_out],
         optimizer=describe_optimizer(trained_by),
         compiled=compiled,
+        blocks=figures.chain.blocks_within(figures.forward_s, figures.backward_s),
         **estimated,
     )
 
@@ -199,6 +201,10 @@ class _AnalyticTraining(Training):
     kernels: str
     submitting_s: list[float] = field(default_factory=list)
     """The host's time of each iteration."""
+
+    @property
+    def allocator(self) -> Allocator:
+        return self.estimator.allocator
 
     def iterate(self, observer: PhaseMarks | None = None) -> Marks:
         begin_s = self.estimator.clock.submitted_s

@@ -21,7 +21,15 @@ from backbeat.comm.clock import Clock, Mark
 from backbeat.errors import where_raised
 from backbeat.measure.model.chain import BlockHooks, find_blocks
 from backbeat.measure.model.memory_by_kind import BlockBytes, BlockSizes, block_parameters, cast_inputs, held_tensors
-from backbeat.measure.model.training_step import AUTOCAST, Marks, Training, is_out_of_memory, median_phases, rounded
+from backbeat.measure.model.training_step import (
+    AUTOCAST,
+    Allocator,
+    Marks,
+    Training,
+    is_out_of_memory,
+    median_phases,
+    rounded,
+)
 from backbeat.model import Block, HostLink
 
 _TIMED = {"cpu": 3, "cuda": 5}
@@ -81,8 +89,8 @@ def measure_blocks(training: Training, *, once: bool = False) -> MeasuredChain:
     several = [f"{name} ({link.calls})" for name, link in links.items() if link.calls > 1]
     what = "blocks: called several times in a forward, the figures are sums"
     notes = (*([f"{what}: {', '.join(several)}"] if several else []), *cast_notes)
-    if training.device.type == "cuda":
-        peaks = _rises(training, blocks)
+    if training.allocator is not None:
+        peaks = _rises(training, training.allocator, blocks)
         head = peaks.get(("end", ""), 0)
     else:
         peaks, head = {}, 2 * seen.saved_since_block
@@ -225,20 +233,19 @@ def _spans(borders: list[tuple[str, str, Mark]], ends: list[Mark], clock: Clock)
     return spans
 
 
-def _rises(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[tuple[str, str], int]:
+def _rises(training: Training, allocator: Allocator, blocks: dict[str, torch.nn.Module]) -> dict[tuple[str, str], int]:
     """How far memory rises in each block above its level there, by (`forward` or `backward`, name); by (`end`, ``) what
-    follows the last block takes. The allocator counts what the host has issued, so nothing waits for the device."""
-    device = training.device
+    follows the last block takes."""
     rises: dict[tuple[str, str], int] = {}
     phase, level = ("", ""), 0
 
     def border(what: str, name: str) -> None:
         nonlocal phase, level
-        rise = max(torch.cuda.max_memory_allocated(device) - level, 0)
+        rise = max(allocator.peak() - level, 0)
         # Only the last block's end stays: what comes between the others' is part of the chain's own level.
         rises[phase] = max(rises.get(phase, 0), rise) if phase[0] != "end" else rise
-        phase, level = (what, name if what != "end" else ""), torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        phase, level = (what, name if what != "end" else ""), allocator.level()
+        allocator.reset()
 
     training.clock.synchronize()
     with BackwardBlockHooks(blocks, border):

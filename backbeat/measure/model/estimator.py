@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,9 +23,9 @@ from torch.utils._pytree import tree_map
 
 from backbeat.comm.clock import Clock, Mark
 from backbeat.cost.operator_model import OperatorModel
-from backbeat.cost.operators import Product, Traffic, Work, element_bytes, family_of
+from backbeat.cost.operators import Product, Traffic, Work, element_bytes, family_of, in_fp8
 from backbeat.measure.model.chain import in_backward, tensors_of
-from backbeat.measure.model.operator_work import in_fp8, work_of
+from backbeat.measure.model.operator_work import work_of
 
 _ALIGNED = 16
 # Reductions across rows, sorting and scattering are kernels of their own.
@@ -60,6 +62,37 @@ class VirtualClock(Clock):
             self.now_s = max(self.now_s, self.submitted_s) + device_s
 
 
+class CountingAllocator:
+    """Bytes of all storages that operators have made and that are still held somewhere."""
+
+    def __init__(self) -> None:
+        self._level = self._peak = 0
+        self._held: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._held:
+                size = storage.nbytes()
+                self._held[key] = weakref.ref(storage, partial(self._freed, key, size))
+                self._level += size
+                self._peak = max(self._peak, self._level)
+
+    def _freed(self, key: int, size: int, _: Any) -> None:
+        del self._held[key]
+        self._level -= size
+
+    def level(self) -> int:
+        return self._level
+
+    def peak(self) -> int:
+        return self._peak
+
+    def reset(self) -> None:
+        self._peak = self._level
+
+
 class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operator under it moves the clock on."""
 
@@ -69,6 +102,7 @@ class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.clock = clock
         self.precision = precision
         self.fusion = Fusion() if compiled else None
+        self.allocator = CountingAllocator()
         self.working = True
         self.by_family = dict.fromkeys(("matmul", "attention", "memory"), 0.0)
         """Seconds of the device in forward and backward, of all iterations."""
@@ -83,6 +117,8 @@ class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if func.namespace != "aten" or not self.working:
             return result
+        if func.namespace == "aten" and not all(each.alias_info for each in func._schema.returns):
+            self.allocator.add(tensors_of(result))
         works = work_of(func, args, kwargs, result, "fp32" if self.precision == "fp32" else "tf32")
         if self.updated_bytes is not None:
             self.updated_bytes += sum(work.bytes for work in works if isinstance(work, Traffic))
@@ -225,7 +261,7 @@ def gpu_operators(paused: Callable[[], AbstractContextManager[None]]) -> Iterato
     ) -> Any:
         if enable_gqa and query.shape[1] != key.shape[1]:
             with paused():
-                key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+                key, value = (_SharedHeads.apply(each, query.shape[1]) for each in (key, value))
         return attention.decompose(query, key, value, mask, 0.0, is_causal, scale=scale)
 
     def one_kernel(tensor: Any, p: float, train: bool) -> Any:
@@ -248,6 +284,20 @@ def gpu_operators(paused: Callable[[], AbstractContextManager[None]]) -> Iterato
         yield
     finally:
         library._destroy()
+
+
+class _SharedHeads(torch.autograd.Function):
+    """Keys or values as if each head of queries had its own, in the memory that they are in; gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: torch.Tensor, heads: int) -> torch.Tensor:
+        ctx.shared = shared.shape[1]
+        batch, _, length, width = shared.stride()
+        return shared.as_strided((shared.shape[0], heads, *shared.shape[2:]), (batch, 0, length, width))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].unflatten(1, (ctx.shared, -1)).sum(2), None
 
 
 def _widened(value: Any) -> Any:

@@ -34,16 +34,17 @@ def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]
     state = storage_bytes(tensor for tensor in states if tensor.device.type == device.type)
     convolves = any(isinstance(child, torch.nn.modules.conv._ConvNd) for child in model.modules())
     gradient_bytes = sum(gradients.sizes)
-    if device.type == "cuda":
+    steady = storage_bytes(held) + state
+    peak = steady + gradient_bytes + saved.total()
+    if training.allocator is not None:
         training.clock.synchronize()
-        steady = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        level = training.allocator.level()
+        training.allocator.reset()
         training.iterate()
         training.clock.synchronize()
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        steady = storage_bytes(held) + state
-        peak = steady + gradient_bytes + saved.total()
+        # Without a device nothing counts what was there before; with one, workspaces stay as well.
+        steady = level if device.type == "cuda" else steady
+        peak = steady + training.allocator.peak() - level
     memory = Memory(
         parameter_bytes=storage_bytes(model.parameters()),
         gradient_bytes=gradient_bytes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,25 +57,6 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any, precision: str) -> t
     if name in ("convolution", "convolution_backward"):
         return _convolution(given, result, precision)
     return (_traffic(name, given, inputs, outputs),)
-
-
-def in_fp8(works: tuple[Work, ...]) -> tuple[Work, ...]:
-    """The same with products in fp8, where their sizes allow it.
-
-    Operands are scaled as they are cast, each tensor by one number: read twice in 16 bits, written once in 8.
-    """
-    found: list[Work] = []
-    for work in works:
-        if isinstance(work, Product) and work.precision == "bf16" and work.batch == 1 and _fits_fp8(work):
-            found.append(replace(work, precision="fp8", transposition="nt"))
-            found.append(Traffic("pointwise", 5 * (work.m * work.k + work.k * work.n), 2))
-        else:
-            found.append(work)
-    return tuple(found)
-
-
-def _fits_fp8(work: Product) -> bool:
-    return all(size % _ALIGNED_BYTES == 0 for size in (work.m, work.n, work.k))
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, precision: str) -> Product:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 
@@ -117,6 +117,33 @@ class PhaseMarks(ExitStack):
         return hook
 
 
+class Allocator(Protocol):
+    """Counts the bytes that tensors take on a device."""
+
+    def level(self) -> int: ...
+
+    def peak(self) -> int:
+        """The highest level since it was reset."""
+
+    def reset(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class CudaAllocator:
+    """The caching allocator of a GPU. It counts what the host has issued, so nothing waits for the device."""
+
+    device: torch.device
+
+    def level(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """A model with all it takes to train it for one iteration."""
@@ -130,6 +157,11 @@ class Training:
     accumulation: int = 1
     scaler: Any = None
     clock: Clock
+
+    @property
+    def allocator(self) -> Allocator | None:
+        """None on a CPU, whose allocator does not count."""
+        return CudaAllocator(self.device) if self.device.type == "cuda" else None
 
     def iterate(self, observer: PhaseMarks | None = None) -> Marks:
         begin = self.clock.mark()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from backbeat.model import PlanPrediction
-from backbeat.report.tables.bucket_table import BucketReport, Report
 from backbeat.runtime.reduce.timing import median
+from backbeat.show.tables.bucket_table import BucketReport, Report
 
 if TYPE_CHECKING:
     from backbeat.runtime.ddp.reducer import Reducer

@@ -24,13 +24,13 @@ from typing import Any
 
 import msgspec
 
-from backbeat.api import plan as make_plan
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import AgreedError, BackbeatError, where_raised
 from backbeat.measure.network.calibration import calibrate
 from backbeat.measure.network.case import message_sizes
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.planners import unit_strategies
+from backbeat.planners.planned import planned as make_plan
 from backbeat.runtime.ddp.reducer import Reducer
 from backbeat.runtime.reduce.partition import Partition, plan_partition
 from backbeat.runtime.reduce.timing import TimedStep, median

@@ -15,7 +15,6 @@ from torch.nn import Module
 from backbeat.comm.communicators import profiling
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
-from backbeat.report.tables.bucket_table import Report
 from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.attached_optimizers import check_optimizer, check_uncompressed
 from backbeat.runtime.compressed.compression_options import CompressionOptions
@@ -40,6 +39,7 @@ from backbeat.runtime.torch_internals import (
     find_tensors,
     to_kwargs,
 )
+from backbeat.show.tables.bucket_table import Report
 
 
 class DistributedDataParallel(TorchDDP):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from backbeat.errors import MissingPartError
 from backbeat.runtime.watch import Watch
 
 if TYPE_CHECKING:
-    from backbeat.report.drift import StepSample
+    from backbeat.show.drift import StepSample
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """Each has classes of its own."""

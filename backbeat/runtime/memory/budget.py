@@ -61,8 +61,8 @@ def within_budget(
             f"memory_budget is {budget!r}, but nothing says what this model needs: give a plan made with "
             "`backbeat plan … --memory`, or profile= (from `backbeat profile`)"
         )
-    from backbeat.api import plan as make_plan
     from backbeat.planners.memory_plan import memory_plan
+    from backbeat.planners.planned import planned as make_plan
 
     known = profile if isinstance(profile, Profile) else Profile.load(profile)
     if plan is None and strategy not in (None, "auto") and network is not None:

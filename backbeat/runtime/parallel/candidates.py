@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import torch
 
-from backbeat.api import plan as make_plan
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Network, Plan, PlanPrediction, Profile
 from backbeat.model.framework import FRAMEWORKS
 from backbeat.model.rule import simplicity
 from backbeat.planners import BUDGETED, unit_strategies
+from backbeat.planners.planned import planned as make_plan
 from backbeat.steps.predict import predict
 from backbeat.units import counted
 

@@ -65,6 +65,7 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
     installed torch is refused before anything is changed.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    loaded.need_ours("fully_shard")
     sharding = loaded.sharding
     if sharding is None:
         raise InputError(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backbeat.cost.operators import Attention, Convolution, Product, Traffic
-from backbeat.measure.model.operator_work import in_fp8, work_of
+from backbeat.cost.operators import Attention, Convolution, Product, Traffic, in_fp8
+from backbeat.measure.model.operator_work import work_of
 
 
 class Seen(TorchDispatchMode):

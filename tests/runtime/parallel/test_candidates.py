@@ -9,6 +9,7 @@ import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import Bucket, Mesh, Plan, PlanPrediction, Sharding, ShardUnit
 from backbeat.model.files import decode, encode
+from backbeat.planners.planned import planned
 from backbeat.runtime.parallel.candidates import KINDS, Candidate, predicted_candidates
 
 SHARDING = Sharding(
@@ -103,7 +104,7 @@ def test_stock_ddp_is_predicted_without_the_wrappers_status(launch_bound: bool) 
         profile = msgspec.structs.replace(profile, host_s=profile.single_s, device_s=computing_s, blocks=blocks)
     network = bb.Network.load("100gbe").at(workers=4)
     stock = predicted_candidates(profile, network, memory_bytes=None, compression=False, communicators=1)[0]
-    wrapped = bb.plan(profile, network, "ddp").predicted
+    wrapped = planned(profile, network, "ddp").predicted
     assert stock.kind == "stock"
     assert wrapped is not None
     assert wrapped.iteration_s is not None

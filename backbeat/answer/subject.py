@@ -1,0 +1,81 @@
+"""What is asked about: a model and a cluster, by name, file or object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backbeat.cost.accelerators import Accelerator, accelerator_named
+from backbeat.errors import InputError, nearest
+from backbeat.layouts.architectures import BUNDLED, transformer
+from backbeat.layouts.transformer import Transformer
+from backbeat.model import Network, Profile
+from backbeat.model.cluster import Cluster
+from backbeat.model.files import bundled, checked, decode, read
+
+ModelInput = Profile | Transformer | str | os.PathLike[str] | Mapping[str, Any]
+ClusterInput = Network | Cluster | str | os.PathLike[str]
+
+
+def model_named(model: ModelInput) -> Profile | Transformer:
+    """A profile or a shape: the object itself, a bundled name, a file, a folder with a config.json, or its dict.
+
+    >>> model_named("llama-3-8b").layers, model_named("resnet50-b64-bf16-h200").batch_size
+    (32, 64)
+    """
+    if isinstance(model, (Profile, Transformer)):
+        return model
+    if isinstance(model, Mapping):
+        if "schema" not in model:
+            return transformer(model)
+        fields = {name: value for name, value in model.items() if name != "schema"}
+        return checked(fields, Profile, "the model: ")
+    if not isinstance(model, (str, os.PathLike)):
+        raise InputError(f"model is a {type(model).__name__}: give a name, a config.json, or a Profile or its file")
+    text, path = os.fspath(model), Path(model)
+    if text in BUNDLED:
+        return transformer(text)
+    if text in bundled(Profile) and not path.exists():
+        return Profile.load(text)
+    if path.is_dir():
+        return transformer(path)
+    if not path.exists():
+        if text in bundled(Network):
+            raise InputError(f"{text!r} is a bundled network: the model comes first, then the cluster")
+        names = [*BUNDLED, *bundled(Profile)]
+        advice = "check the path" if os.sep in text else "`backbeat zoo` lists what is bundled"
+        raise InputError(f"{text!r} is neither a file nor a bundled model{nearest(text, names)}: {advice}")
+    return _of_file(path)
+
+
+def _of_file(path: Path) -> Profile | Transformer:
+    raw = read(path)
+    try:
+        fields = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = None
+    if isinstance(fields, dict) and "schema" not in fields:
+        return transformer(path)
+    return decode(raw, Profile, where=str(path))
+
+
+def cluster_named(cluster: ClusterInput, across: Any = None, nics_per_node: int | None = None) -> Network:
+    """A network, by its file or name, its nodes joined by another where that is said."""
+    network = cluster.network if isinstance(cluster, Cluster) else cluster
+    if not isinstance(network, Network):
+        network = Network.load(network)
+    if across is None:
+        if nics_per_node is not None:
+            raise InputError(f"nics_per_node is {nics_per_node}: it counts links of across: name what joins the nodes")
+        return network
+    between = across if isinstance(across, Network) else Network.load(across)
+    return network.joined_by(between, links=nics_per_node or 1)
+
+
+def accelerator_of(given: Any) -> Accelerator:
+    """A GPU by its name, or as it is."""
+    return given if isinstance(given, Accelerator) else accelerator_named(given)

@@ -1,0 +1,159 @@
+"""Ways by their words: what each is, who runs it, and which keywords concern it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from msgspec import structs
+
+from backbeat.errors import InputError, did_you_mean
+from backbeat.model import Framework, Plan
+from backbeat.model.layout import SIZES, is_layout, layout_parts
+from backbeat.planners import OTHERWISE_CALLED, SHARDED, STRATEGIES
+
+Kind = Literal["buckets", "units", "layout"]
+SEARCHED = ("hsdp",)
+"""Names of ways that leave a size open."""
+_OF_DATA = frozenset({"dp", "zero", "micro", "recompute"})
+"""Parts of a layout that is data parallelism alone."""
+_BY_ZERO = ("ddp", "zero1", "zero2", "fsdp")
+STOCK: dict[str, frozenset[str]] = {
+    "torch": frozenset({"ddp", "fsdp", "hsdp"}),
+    "torchtitan": frozenset({"ddp", "fsdp", "hsdp", "zero2", "layout"}),
+    "megatron": frozenset({"ddp", "zero1", "layout"}),
+    "nanotron": frozenset({"ddp", "zero1", "layout"}),
+    "deepspeed": frozenset({"ddp", "zero1", "layout"}),
+    "horovod": frozenset({"ddp", "horovod"}),
+}
+"""What each framework runs by itself."""
+OURS = "backbeat.runtime"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of training, as it was asked."""
+
+    word: str
+    """Names it in rows."""
+    kind: Kind
+    name: str = ""
+    """The strategy's, without a size; empty for a layout."""
+    shards: int | None = None
+    """Of `hsdp:8`."""
+    parts: Mapping[str, Any] | None = None
+    """Of a layout; None is a size to search."""
+    plan: Plan | None = None
+    """Followed as it is."""
+
+    @property
+    def searched(self) -> bool:
+        if self.parts is not None:
+            return any(value is None for name, value in self.parts.items() if name != "dp")
+        return self.name in SEARCHED and self.shards is None and self.plan is None
+
+    def runs_by(self, framework: Framework) -> str:
+        """What runs it: the framework, or what else does."""
+        own = STOCK.get(framework.name, frozenset({"ddp", "layout"}))
+        if self.kind == "layout":
+            return framework.name if "layout" in own else f"not in {framework.name}"
+        if self.plan is None and self.name in own:
+            return framework.name
+        if self.name == "horovod":
+            return "horovod"
+        return "torch" if self.plan is None and self.name in STOCK["torch"] else OURS
+
+
+def way_of(way: str | os.PathLike[str] | Plan, framework: Framework) -> Way:
+    """The way that a word, a plan or a plan's file means. Data parallelism is the same way by either word.
+
+    >>> from backbeat.model.framework import FRAMEWORKS
+    >>> way_of("hsdp:8", FRAMEWORKS["torch"]).shards, way_of("dp=64+zero=3", FRAMEWORKS["torch"]).word
+    (8, 'fsdp')
+    """
+    if isinstance(way, Plan):
+        return _of_plan(way)
+    text = os.fspath(way).strip() if isinstance(way, (str, os.PathLike)) else ""
+    if not text:
+        raise InputError(f"way is {way!r}: give a name (ddp, fsdp, best), a layout (tp=8+pp=2), or a Plan or its file")
+    if is_layout(text) and not os.path.exists(text):
+        return _of_parts(text, layout_parts(text), framework)
+    if text.endswith((".json", ".gz")) or os.sep in text or os.path.exists(text):
+        return _of_plan(Plan.load(text))
+    name, colon, size = text.partition(":")
+    if name not in STRATEGIES:
+        hint = OTHERWISE_CALLED.get(text.lower().replace("_", "-"))
+        hint = hint or did_you_mean(text, STRATEGIES, "; or a layout, like tp=8+pp=2")
+        raise InputError(f"{text!r} is no way of training: {hint}")
+    if colon and (name != "hsdp" or not size.isdecimal() or int(size) < 1):
+        raise InputError(f"{text!r} is no way of training: only hsdp takes a number, of shards, like hsdp:8")
+    return Way(text, "units" if name in SHARDED else "buckets", name, int(size) if colon else None)
+
+
+def _of_plan(plan: Plan) -> Way:
+    if plan.layout is not None:
+        parts: dict[str, Any] = {**structs.asdict(plan.layout), "micro": plan.batch}
+        if plan.layout.chunks > 1:
+            del parts["schedule"]
+        return Way(plan.strategy, "layout", parts=parts, plan=plan)
+    kind: Kind = "units" if plan.sharding is not None else "buckets"
+    return Way(plan.strategy, kind, plan.strategy.partition(":")[0], plan=plan)
+
+
+def _of_parts(text: str, parts: Mapping[str, Any], framework: Framework) -> Way:
+    if set(parts) <= _OF_DATA and not {"micro", "recompute"} & set(parts):
+        zero = str(parts.get("zero", framework.zero))
+        if zero.isdecimal() and int(zero) < len(_BY_ZERO):
+            name = _BY_ZERO[int(zero)]
+            return Way(name, "units" if name in SHARDED else "buckets", name)
+    order = {name: place for place, name in enumerate(("tp", "cp", "pp", "ep", *SIZES))}
+    word = "+".join(
+        name if value is None else f"{name}={value}"
+        for name, value in sorted(parts.items(), key=lambda one: order.get(one[0], len(order)))
+    )
+    return Way(word, "layout", parts=parts)
+
+
+_NEEDS: dict[str, str] = {
+    "bucket": "it is the size of ddp's buckets, or of horovod's buffer",
+    "communicators": "only ways of buckets choose how many communicators they use",
+    "density": "only the way compressed sends a share of the elements",
+    "dispatcher": "it takes tokens to experts: only layouts with ep above 1 have that",
+    "imbalance": "it is of expert ranks: only layouts with ep above 1 have these",
+}
+
+
+def idle_keyword(way: Way, given: Mapping[str, Any], framework: Framework, experts: bool) -> tuple[str, str] | None:
+    """A keyword that was given and cannot act on this way, and why."""
+    plan, name = way.plan, way.name
+    buckets = way.kind == "buckets"
+    for keyword in ("bucket", "communicators", "density", "dispatcher", "imbalance", "overlap", "reduce_dtype"):
+        if keyword not in given:
+            continue
+        value = given[keyword]
+        if plan is not None and keyword in ("bucket", "communicators", "density"):
+            return keyword, "the plan says it: leave it out, or make another plan"
+        acts = {
+            "bucket": name in ("ddp", "horovod"),
+            "communicators": buckets and name not in ("horovod", "compressed"),
+            "density": name == "compressed",
+            "dispatcher": way.kind == "layout" and experts,
+            "imbalance": way.kind == "layout" and experts,
+        }
+        if keyword in acts:
+            if not acts[keyword]:
+                return keyword, _NEEDS[keyword]
+        elif keyword == "overlap":
+            if value == "dp+tp" and way.kind != "layout":
+                return keyword, "nothing of it is tensor parallel: say dp or none"
+            if value == "none" and way.kind == "units":
+                return keyword, "units are always gathered and scattered beside computation: leave it out"
+            if name == "horovod" or framework.fuses:
+                return keyword, "Horovod's buckets form while backward runs: leave it out"
+        elif buckets and (name == "compressed" or value == "fp32"):
+            return keyword, "compressed buckets have a format of their own" if name == "compressed" else (
+                "buckets travel in the gradients' own dtype, or in bf16 or fp16: leave it out"
+            )
+    return None
