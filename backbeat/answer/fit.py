@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from backbeat.cost.accelerators import Accelerator
 from backbeat.model import Prediction
-from backbeat.model.memory import device_bytes, fitting
+from backbeat.model.gpu_memory import device_bytes, fitting
 
 
 def fitted(found: Prediction, known: str, gpu: Accelerator | None, most: int | None) -> Prediction:

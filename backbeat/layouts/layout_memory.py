@@ -14,8 +14,8 @@ from backbeat.layouts.rank_parameters import rank_parameters, unit_parameters
 from backbeat.layouts.stage_layers import StageLayers, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.framework import Framework
+from backbeat.model.gpu_memory import MemoryByKind
 from backbeat.model.layout import Job, Layout
-from backbeat.model.memory import MemoryByKind
 from backbeat.steps.stage_programs import in_flight
 
 _WEIGHT_BYTES = 2

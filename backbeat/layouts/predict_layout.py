@@ -28,8 +28,8 @@ from backbeat.model import Network, Profile
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
 from backbeat.model.framework import Framework, framework_named
+from backbeat.model.gpu_memory import MemoryByKind, device_bytes, fitting
 from backbeat.model.layout import Job, Layout, job_of
-from backbeat.model.memory import MemoryByKind, device_bytes, fitting
 from backbeat.model.prediction import COMPUTE, Band, Breakdown, Note, Prediction, Span
 from backbeat.steps.stage_graph import StageTimes, added
 

@@ -9,8 +9,8 @@ import msgspec
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
+from backbeat.model.gpu_memory import MemoryByKind
 from backbeat.model.layout import Layout
-from backbeat.model.memory import MemoryByKind
 from backbeat.model.rule import Fits
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     day's."""
     memory: MemoryByKind | None = None
     device_bytes: int | None = None
-    """What a GPU has for it: `model.memory.device_bytes`."""
+    """What a GPU has for it: `model.gpu_memory.device_bytes`."""
     fits: Fits | None = None
     extrapolated: bool = False
     """Some figure lies beyond what was measured; `notes` says which."""

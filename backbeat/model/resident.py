@@ -17,7 +17,7 @@ class ResidentMemory:
     """Bytes on the device all through an iteration."""
 
     by_kind: dict[str, int] = field(default_factory=dict)
-    """Of `model.memory.KINDS`."""
+    """Of `model.gpu_memory.KINDS`."""
     made_bytes: int = 0
     """Not held: gradients that come as backward makes them and stay to the end of the step."""
     streamed_bytes: int = 0

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRanges, MemoryPlan, segments_of
-from backbeat.model.memory import described
+from backbeat.model.gpu_memory import described
 from backbeat.model.resident import ResidentMemory
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_least_peak import LeastPeak

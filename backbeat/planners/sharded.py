@@ -28,7 +28,7 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import MemoryPlan
-from backbeat.model.memory import device_bytes
+from backbeat.model.gpu_memory import device_bytes
 from backbeat.model.rule import PLANS
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_plan import needed, reserve_for, usable

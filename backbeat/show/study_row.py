@@ -15,14 +15,14 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Framework, Network, Plan, Prediction, Profile
 from backbeat.model.batches import extrapolates, strong_scaling, with_sibling
-from backbeat.model.memory import MemoryByKind, device_bytes
+from backbeat.model.gpu_memory import MemoryByKind, device_bytes
 from backbeat.model.prediction import GapParts, Note
 from backbeat.model.rule import MEMORY_ERROR, Fits, fits
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.planners.max_batch import largest_batch, with_blocks
 from backbeat.planners.planned import predicted, resolved
-from backbeat.steps.memory import step_memory
 from backbeat.steps.predict import predict
+from backbeat.steps.step_memory import step_memory
 from backbeat.units import format_bytes
 
 Compared = Mapping[str, Any] | Plan | Framework

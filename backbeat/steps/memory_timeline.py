@@ -39,7 +39,7 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Gradient, MemoryPlan, Plan, Profile
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of
-from backbeat.model.memory import moment
+from backbeat.model.gpu_memory import moment
 from backbeat.model.prediction import Note
 from backbeat.model.profile import device_alone
 from backbeat.model.resident import ResidentMemory

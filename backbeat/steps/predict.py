@@ -20,17 +20,17 @@ from backbeat.engine import run
 from backbeat.errors import InputError
 from backbeat.model import Framework, Network, Plan, Profile
 from backbeat.model.checks import whole
-from backbeat.model.memory import MemoryByKind, device_bytes, fitting
+from backbeat.model.gpu_memory import MemoryByKind, device_bytes, fitting
 from backbeat.model.noted import BEYOND, noted
 from backbeat.model.prediction import Band, Breakdown, GapParts, NetworkBand, Note, Prediction, Span
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import ComputeSlowdown, slowdown_of
 from backbeat.steps.bucket_step import BucketRun, BucketWay, Explained
 from backbeat.steps.host import HostLane, Period, host_issue, paced_s
-from backbeat.steps.memory import step_memory
 from backbeat.steps.memory_timeline import memory_timeline
 from backbeat.steps.model_chain import Chain
 from backbeat.steps.sharded_units import ShardedChain, chain_of
+from backbeat.steps.step_memory import step_memory
 from backbeat.steps.unit_step import UnitRun, UnitWay
 
 _REPEATS = 0.05

@@ -40,7 +40,7 @@ from backbeat.engine import Graph
 from backbeat.engine.memory import HeldBytes, held_over_time, issue_times
 from backbeat.model import Block, MemoryPlan, Network, Plan, Profile
 from backbeat.model.blocks import ranges_of
-from backbeat.model.memory import MemoryByKind
+from backbeat.model.gpu_memory import MemoryByKind
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.model.resident import ResidentMemory
 from backbeat.model.slowdown import slowdown_of
@@ -62,7 +62,7 @@ _KINDS = {
 """What units hold, and the kind that it is of."""
 
 BytesByKind = Counter[str]
-"""Bytes of `model.memory.KINDS`."""
+"""Bytes of `model.gpu_memory.KINDS`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.planners.baselines import framework_plan
 from backbeat.planners.planned import predicted
 from backbeat.steps.bucket_step import BucketWay
-from backbeat.steps.memory import step_memory
+from backbeat.steps.step_memory import step_memory
 from tests.problems import affine, make_profile, networks, profiles
 
 DISTRIBUTED = framework_named("megatron", zero=1)

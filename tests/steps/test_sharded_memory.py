@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Block, Gradient, Memory, MemoryPlan, Plan, Profile, Segment
-from backbeat.model.memory import MemoryByKind
+from backbeat.model.gpu_memory import MemoryByKind
 from backbeat.model.resident import ResidentMemory
 from backbeat.planners.planned import planned, predicted
 from backbeat.steps.sharded_memory import sharded_activations, sharded_memory, step_moments, tied_block

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from backbeat.model import Memory, Prediction
-from backbeat.model.memory import KINDS
+from backbeat.model.gpu_memory import KINDS
 from backbeat.show.figures import canvas
 from backbeat.show.figures.canvas import COLOURS, Drawing, axis, bar, dots, drawn, legend, mark, ms, stacked, upright
 from backbeat.show.measured import Measured

@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from backbeat.model import Span
-from backbeat.model.memory import KINDS
+from backbeat.model.gpu_memory import KINDS
 from backbeat.show.tables.terminal_table import folded, table_of
 from backbeat.units import format_bytes, format_seconds
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import MemoryPlan, Plan, Prediction, Profile, Segment
-from backbeat.model.memory import KINDS, MemoryByKind, described
+from backbeat.model.gpu_memory import KINDS, MemoryByKind, described
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.show.tables.terminal_table import WINNER, fitted_table, table_of
 from backbeat.steps.memory_timeline import MemoryTimeline

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.model.memory import KINDS
+from backbeat.model.gpu_memory import KINDS
 from backbeat.model.rule import PLANS as SIMPLER_WITHIN
 from backbeat.planners.planned import predicted
 from backbeat.show.pages.report_page import report

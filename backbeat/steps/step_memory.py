@@ -18,7 +18,7 @@ import numpy as np
 
 from backbeat.model import Framework, Memory, MemoryPlan, Plan, Profile
 from backbeat.model.blocks import ranges_of
-from backbeat.model.memory import MemoryByKind
+from backbeat.model.gpu_memory import MemoryByKind
 from backbeat.model.resident import ResidentMemory
 from backbeat.steps.memory_timeline import BlockChain, Phase, Tally
 from backbeat.steps.sharded_memory import sharded_memory
