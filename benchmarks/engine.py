@@ -16,11 +16,11 @@ from functools import partial
 from backbeat import plan
 from backbeat.cost import LinkCost
 from backbeat.engine import Graph, SharedLink, run
-from backbeat.layouts.pipeline import run_pipeline
 from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketStep, bucket_graph
+from backbeat.steps.pipeline import run_pipeline
 from backbeat.steps.schedule import Schedule, one_by_one
 from backbeat.steps.sharded_units import ShardedCost, chain_of
 from backbeat.steps.stage_graph import StageTimes, stage_graph

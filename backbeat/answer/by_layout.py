@@ -7,24 +7,111 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from backbeat.answer.by_profile import MICRO_BATCHES
+from backbeat.answer.ways import usual_zero
 from backbeat.errors import InputError
-from backbeat.layouts.possible_layout import impossible
-from backbeat.layouts.predict_layout import LayoutPredictor
-from backbeat.model import Framework
-from backbeat.model.layout import Job, Layout, Recompute
+from backbeat.model import Framework, Profile
+from backbeat.model.architecture import Architecture
+from backbeat.model.cluster import Cluster
+from backbeat.model.layout import Job, Layout, Recompute, job_of
+from backbeat.model.possible_layout import impossible
 from backbeat.model.prediction import Prediction
+from backbeat.model.profile import device_alone
+from backbeat.model.rule import SPLITS
+from backbeat.steps.predict_layout import LayoutPredictor, predictor_of
+
+if TYPE_CHECKING:
+    from backbeat.answer.asked import Asked
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-MICRO_BATCHES = (1, 2, 4, 8)
 _SIMULATED = 16
 """The best in closed form, which are then simulated and ranked by that."""
 _MOST_CHUNKS = 8
+_LACKING = {
+    "lora": "adapters are not predicted in layouts: profile the module with them (`backbeat profile --analytic`)",
+    "optimizer": "layouts are predicted with AdamW: leave it out",
+}
+
+
+def layout_ways(asked: Asked, parts: Mapping[str, Any] | None, gpus: int) -> LayoutWays:
+    """Of this question; all layouts without parts."""
+    told = dict(parts or {})
+    recompute = told.pop("recompute", asked.given.get("recompute"))
+    batch = asked.given.get("batch") or (None if asked.profile is None else asked.profile.batch_size)
+    return LayoutWays(
+        predictor=predictor(asked, gpus),
+        gpus=gpus,
+        parts=None if parts is None else told,
+        batch=batch,
+        recompute=recompute,
+    )
+
+
+def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
+    """Of the layouts of this job."""
+    shape, given, gpu = asked.shape, asked.given, asked.gpu
+    if shape is None:
+        raise InputError(
+            f"profile {asked.subject.name!r} does not say its architecture, which tp, pp, cp and ep need: ask for the "
+            "model's config.json or name"
+        )
+    if gpu is None:
+        raise InputError(
+            f"network {asked.network.name!r} does not say what GPUs it joins: name them with accelerator, like h100"
+        )
+    for name, why in _LACKING.items():
+        if name in given and asked.profile is None and given[name] != "adamw":
+            raise InputError(f"{name} is {given[name]!r}: {why}")
+    if "memory" in given:
+        gpu = changed(gpu, memory_gb=given["memory"] / 10**9)
+    framework = asked.framework
+    if "reduce_dtype" in given:
+        framework = replace(framework, reduce_dtype=given["reduce_dtype"])
+    if given.get("compile"):
+        framework = replace(framework, unfused=1.0)
+    cluster = Cluster(asked.network, gpu, load=given.get("load", asked.network.how_busy))
+    alone = asked.profile
+    if alone is None and asked.undescribed is None:
+        alone = asked.described(1)
+    return predictor_of(
+        shape,
+        cluster,
+        job_of(asked.global_batch(gpus), asked.sequence, asked.precision),
+        framework=framework,
+        imbalance=given.get("imbalance", 1.0),
+        compute_factor=asked.compute_factor * (1.0 if alone is None else _longer(alone, shape, cluster, framework)),
+        stragglers=asked.stragglers(gpus),
+        # What a profile takes by itself does not hold what it loses beside communication.
+        contention=alone is not None,
+    )
+
+
+def _longer(profile: Profile, shape: Architecture, cluster: Cluster, framework: Framework) -> float:
+    """How many times as long one GPU takes for the profile's forward and backward as the operators of a layout."""
+    job = job_of(profile.batch_size, profile.sequence_length or 1, profile.precision)
+    layout = Layout(micro_batch=profile.batch_size, zero=0)
+    parts = predictor_of(shape, cluster, job, framework=framework).predict(layout, "closed-form").breakdown
+    computed_s = parts.matmul_s + parts.attention_s + parts.memory_s + parts.host_s
+    own = device_alone(profile)
+    return (own.forward_s + own.backward_s) / computed_s
+
+
+def layout_word(layout: Layout, framework: Framework) -> str:
+    """A layout as rows name it, without what this framework would choose by itself."""
+    usual = usual_zero(framework, layout.pp)
+    left = {f"micro={layout.micro_batch}", f"zero={usual}", f"dp={layout.dp}"}
+    parts = [part for part in layout.label.split("+") if part not in left]
+    if layout.zero == 1 != usual:
+        parts.append("zero=1")
+    sizes = sorted((part for part in parts if part[:2] in SPLITS), key=lambda part: SPLITS.index(part[:2]))
+    return "+".join([*sizes, *(part for part in parts if part not in sizes)]) or f"dp={layout.dp}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +233,6 @@ class LayoutWays:
         if self.parts[name] is None:
             return _divisors(whole)[1:]
         return (Layout.of_parts({name: self.parts[name]}, f"{name}={self.parts[name]}").__getattribute__(name),)
-
-
-def usual_zero(framework: Framework, pp: int) -> int:
-    """What replicas of a layout shard where nobody says: what the framework does, and at least the optimizer's state.
-    With a pipeline nobody gathers parameters for every micro-batch."""
-    return max(1, min(framework.zero, 2 if pp > 1 else 3))
 
 
 def _rank(found: tuple[Layout, Prediction]) -> tuple[Any, ...]:

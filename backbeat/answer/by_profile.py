@@ -1,24 +1,126 @@
-"""One data-parallel way of a profile: its plan, its step under the framework's habits, and whether it fits."""
+"""One data-parallel way of a profile, or of a shape that is described as one: its plan, its step under the framework's
+habits, and whether it fits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace as changed
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from backbeat.answer.fit import fitted
 from backbeat.answer.ways import Way
 from backbeat.errors import InputError
 from backbeat.model import Framework, MemoryPlan, Network, Plan, Prediction, Profile, Segment
+from backbeat.model.batches import at_batch, with_sibling
+from backbeat.model.prediction import Note
 from backbeat.planners import BUDGETED
 from backbeat.planners.baselines import framework_plan
 from backbeat.planners.planned import resolved
 from backbeat.steps.model_chain import repeated
 from backbeat.steps.predict import predict
 
+if TYPE_CHECKING:
+    from backbeat.answer.asked import Asked
+
+MICRO_BATCHES = (1, 2, 4, 8)
+"""Of a shape, where nobody says."""
 _PLANNED = ("bucket", "communicators", "density", "memory")
 _OPTIONS = {"bucket": "bucket_bytes", "memory": "memory_bytes"}
+
+
+def data_parallel(asked: Asked, way: Way, gpus: int) -> Prediction:
+    """The way at the micro-batch that is fastest and fits; where none fits, at the fastest."""
+    found = [_recomputing(asked, way, gpus, *share) for share in _shares(asked, gpus)]
+    best = min(found, key=lambda one: (one.fits == "no", one.step_s))
+    return replace(
+        best, cluster=asked.network.name, framework=asked.framework.name, runs_by=way.runs_by(asked.framework)
+    )
+
+
+def _recomputing(asked: Asked, way: Way, gpus: int, profile: Profile, micro_batches: int) -> Prediction:
+    """With the least recomputation that fits."""
+    told = asked.given.get("recompute")
+    if told == "selective":
+        raise InputError(
+            "recompute is selective: data-parallel ways recompute blocks as a whole: say full or none, or ask a layout"
+        )
+    factor = asked.compute_factor
+    if factor != 1:
+        profile = replace(profile.slower(factor), update_s=profile.update_s * factor)
+    step = ProfileStep(
+        profile=profile,
+        network=asked.on_network(gpus),
+        way=way,
+        framework=asked.framework,
+        micro_batches=micro_batches,
+        given=asked.given,
+    )
+    found = None
+    for recompute in ("none", "full") if told is None else (told,):
+        if found is not None and not repeated([block.name for block in profile.blocks]):
+            break
+        found = _slowed(changed(step, recompute=recompute), max(asked.stragglers(gpus).values(), default=1.0))
+        known = "shape" if profile.analytic else "profile"
+        found = replace(fitted(found, known, asked.gpu, asked.given.get("memory")), recompute=recompute)
+        if found.fits != "no":
+            break
+    assert found is not None
+    own = asked.profile
+    if own is not None and profile.batch_size != own.batch_size:
+        found = replace(found, notes=(*found.notes, Note("batch", {"text": profile.notes[-1]})))
+    return found
+
+
+def _slowed(step: ProfileStep, slowest: float) -> Prediction:
+    """Everybody waits for the rank that is said to be slowest."""
+    found = step.predicted()
+    if slowest == 1:
+        return found
+    late = changed(step, profile=step.profile.slower(slowest)).predicted()
+    wait = late.iteration_s - found.iteration_s
+    parts = replace(found.breakdown, stragglers_s=found.breakdown.stragglers_s + wait)
+    return replace(
+        late,
+        single_s=found.single_s,
+        scaling_factor=found.scaling_factor * found.iteration_s / late.iteration_s,
+        exposed_s=found.exposed_s + wait,
+        breakdown=parts,
+    )
+
+
+def _shares(asked: Asked, gpus: int) -> Iterator[tuple[Profile, int]]:
+    """Profiles at the micro-batches that do this job's work, and how many of each one GPU computes."""
+    given, whole = asked.given, asked.global_batch(gpus)
+    if whole % gpus:
+        raise InputError(f"global_batch({whole}) % gpus({gpus}) = {whole % gpus} != 0: choose a multiple of {gpus}")
+    share, batch, profile = whole // gpus, given.get("batch"), asked.profile
+    if profile is None:
+        sizes = [size for size in MICRO_BATCHES if share % size == 0] if batch is None else [batch]
+    else:
+        sizes = [min(profile.batch_size, share)] if batch is None else [batch]
+    for size in sizes:
+        if share % size:
+            raise InputError(
+                f"global_batch({whole}) % (gpus({gpus}) * batch({size})) = {whole % (gpus * size)} != 0: choose a "
+                f"multiple of {gpus * size}, or another batch"
+            )
+        yield asked.described(size) if profile is None else _at(profile, size), share // size
+
+
+def _at(profile: Profile, batch: int) -> Profile:
+    """The profile at another batch, between or beyond those that were measured."""
+    if batch == profile.batch_size:
+        return profile
+    known = with_sibling(profile)
+    if not known.batches:
+        raise InputError(
+            f"batch is {batch}, and profile {profile.name!r} was measured at {profile.batch_size} alone: profile it at "
+            f"both (`backbeat profile --batch {profile.batch_size},{2 * profile.batch_size}`)"
+        )
+    return at_batch(known, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +155,10 @@ class ProfileStep:
         None where it is torch."""
         way, given, habits = self.way, self.given, self.framework
         name = "horovod" if habits.fuses and way.name == "ddp" else way.name
-        own = way.plan is None and name in ("ddp", "zero1") and not habits.by_unit and not habits.fuses
-        late = given.get("overlap") == "none" and way.kind == "buckets"
-        if own:
-            habits = habits.staged(1 if name == "zero1" else 0)
-            if "bucket" in given:
-                habits = replace(habits, bucket_bytes=(given["bucket"],), bucket_elements=None)
-            if "communicators" in given:
-                raise InputError(f"communicators is {given['communicators']}: {habits.name} uses one; leave it out")
-            if "reduce_dtype" in given:
-                habits = replace(habits, reduce_dtype=given["reduce_dtype"])
-            plan = framework_plan(self.profile, self.network, habits)
-            return habits.sent(self.profile), plan, habits
+        if way.plan is None and name in ("ddp", "zero1") and not habits.by_unit and not habits.fuses:
+            return self._by_framework(habits.staged(1 if name == "zero1" else 0))
         choices = {_OPTIONS.get(one, one): given[one] for one in _PLANNED if one in given}
-        if way.kind == "units" and name not in BUDGETED:
+        if way.plan is not None or name == "ddp" or (way.kind == "units" and name not in BUDGETED):
             choices.pop("memory_bytes", None)
         sent, plan = resolved(
             self.profile,
@@ -76,10 +168,19 @@ class ProfileStep:
             reduce_dtype=given.get("reduce_dtype"),
             **choices,
         )
-        reduction = None
-        if late:
-            reduction = replace(self.framework, zero=0, overlap="none", reduce_dtype=sent.gradient_dtype)
-        return sent, plan, reduction
+        if given.get("overlap") == "none" and way.kind == "buckets":
+            return sent, plan, replace(habits, zero=0, overlap="none", reduce_dtype=sent.gradient_dtype)
+        return sent, plan, None
+
+    def _by_framework(self, habits: Framework) -> tuple[Profile, Plan, Framework]:
+        given = self.given
+        if "bucket" in given:
+            habits = replace(habits, bucket_bytes=(given["bucket"],), bucket_elements=None)
+        if "communicators" in given:
+            raise InputError(f"communicators is {given['communicators']}: {habits.name} uses one; leave it out")
+        if "reduce_dtype" in given:
+            habits = replace(habits, reduce_dtype=given["reduce_dtype"])
+        return habits.sent(self.profile), framework_plan(self.profile, self.network, habits), habits
 
 
 def recomputed(profile: Profile, plan: Plan) -> Plan:

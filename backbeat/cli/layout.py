@@ -9,20 +9,22 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from backbeat import layouts
 from backbeat.cli import options
 from backbeat.cli.arguments import load_network
 from backbeat.cli.output import check_page, print_answer, print_json, write_page
 from backbeat.errors import InputError
-from backbeat.layouts import transformer
+from backbeat.importers.config_json import read_architecture
 from backbeat.model import Network
+from backbeat.model.architecture import Architecture
 from backbeat.model.framework import LAYOUT_FRAMEWORKS, Framework, framework_named
 from backbeat.model.layout import Job, job_of
+from backbeat.planners.layout_search import search
 from backbeat.show.pages.layout_page import layout_content, layout_report
 from backbeat.show.tables import layout_tables as tables
 from backbeat.show.words import layout_answer as words
 from backbeat.show.words.megatron_flags import flag_lines, megatron_flags, why_no_flags
 from backbeat.show.words.notes import worded
+from backbeat.steps.predict_layout import predict_layout
 from backbeat.units import counted, format_seconds, parse_workers
 
 
@@ -74,7 +76,7 @@ def layout(
     """Rank the layouts of a language model on a cluster, or show one in full."""
     if output is not None:
         check_page(output)
-    network = load_network(cluster, across, nics_per_node)
+    network, shape = load_network(cluster, across, nics_per_node), read_architecture(model)
     habits = framework_named(framework, layouts=True, overlap=overlap, dispatcher=dispatcher)
     job: dict[str, Any] = {
         "global_batch": global_batch,
@@ -95,26 +97,26 @@ def layout(
         if len(counts) > 1:
             raise InputError(f"--gpus {gpus} with --layout: one layout has one number of GPUs; leave --gpus out")
         count = counts[0] if counts else None
-        found = layouts.predict(model, network, layout_text, gpus=count, family=family, **job)  # type: ignore[arg-type]
+        found = predict_layout(shape, network, layout_text, gpus=count, family=family, **job)  # type: ignore[arg-type]
         if json:
             print_json(_data(found))
             return
         if output is None:
-            drawn = layouts.predict(model, network, found.layout, **{**job, "global_batch": tables.drawn_batch(found)})
-            _show(model, found, drawn, habits)
+            drawn = predict_layout(shape, network, found.layout, **{**job, "global_batch": tables.drawn_batch(found)})
+            _show(shape, found, drawn, habits)
         else:
-            _write(output, model, network, {found.gpus: [found]}, job)
+            _write(output, shape, network, {found.gpus: [found]}, job)
         return
     if gpus is None:
         raise InputError("--gpus is missing: say how many, like --gpus 64, or give one --layout")
     stages = _stages(zero)
-    ranked = [layouts.search(model, network, gpus=count, zero=stages, most=most, **job) for count in counts]
+    ranked = [search(shape, network, gpus=count, zero=stages, most=most, **job) for count in counts]
     if json:
         answers = [[_data(one) for one in rows] for rows in ranked]
         print_json(answers if len(counts) > 1 else answers[0])
         return
     if output is not None:
-        _write(output, model, network, dict(zip(counts, ranked, strict=True)), job, stages)
+        _write(output, shape, network, dict(zip(counts, ranked, strict=True)), job, stages)
         return
     several = len(counts) > 1
     shown = [rows[0] for rows in ranked if rows] if several else ranked[0]
@@ -122,14 +124,14 @@ def layout(
         title = f"{shown[0].model} on {shown[0].cluster}: {global_batch} x {sequence} tokens, {precision}, {framework}"
         print_answer(tables.ranked_table(shown, title=title, counts=several))
     missing = [count for count, rows in zip(counts, ranked, strict=True) if not rows]
-    print_answer(*(words.nothing_fits(model, network, count, job, stages)[1] for count in missing))
+    print_answer(*(words.nothing_fits(shape, network, count, job, stages)[1] for count in missing))
     if shown:
         # Of several numbers of GPUs the one that takes least GPU time a step.
         best = min(shown, key=lambda one: one.step_s * one.gpus) if several else shown[0]
         print_answer(
             words.layout_answer(best),
             *(words.compared(best, shown) if several else ()),
-            _flags(model, best, habits),
+            _flags(shape, best, habits),
         )
 
 
@@ -159,14 +161,14 @@ def _stages(zero: str) -> tuple[int, ...]:
 
 def _write(
     output: Path,
-    model: str,
+    model: Architecture,
     network: Network,
     ranked: Mapping[int, Sequence[Any]],
     job: dict[str, Any],
     zero: tuple[int, ...] = (1,),
 ) -> None:
     content = {count: layout_content(model, network, count, found, job, zero) for count, found in ranked.items()}
-    page = layout_report(content, f"{transformer(model).name} on {network.name}")
+    page = layout_report(content, f"{model.name} on {network.name}")
     write_page(output, page, "fewer numbers of GPUs or a smaller --most")
 
 
@@ -181,14 +183,14 @@ def _job(found: Any) -> Job:
     return job_of(found.global_batch, found.sequence, found.precision)
 
 
-def _flags(model: str, found: Any, framework: Framework) -> str | None:
-    flags = megatron_flags(transformer(model), found.layout, _job(found), framework)
+def _flags(model: Architecture, found: Any, framework: Framework) -> str | None:
+    flags = megatron_flags(model, found.layout, _job(found), framework)
     if not flags:
         return why_no_flags(found.layout, framework)
     return f"Flags of Megatron-LM for {counted(found.gpus, 'GPU')}:\n{flag_lines(flags)}"
 
 
-def _show(model: str, found: Any, drawn: Any, framework: Framework) -> None:
+def _show(model: Architecture, found: Any, drawn: Any, framework: Framework) -> None:
     count = drawn.global_batch // (drawn.layout.dp * drawn.layout.micro_batch)
     spread = None
     if found.jitter_s is not None:

@@ -163,7 +163,7 @@ class Framework(Checked, frozen=True, kw_only=True):
     @property
     def reduced_bytes(self) -> int:
         """Of one gradient as it travels in a layout, where weights are bf16."""
-        return DTYPE_BYTES["fp32" if self.by_unit and self.zero else self.reduce_dtype or "bf16"]
+        return DTYPE_BYTES[self.reduce_dtype or ("fp32" if self.by_unit and self.zero else "bf16")]
 
     @property
     def layout_cap(self) -> int | None:

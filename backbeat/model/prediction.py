@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -11,10 +10,8 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model.gpu_memory import MemoryByKind
 from backbeat.model.layout import Layout
+from backbeat.model.plan import Plan, PlanPrediction
 from backbeat.model.rule import Fits
-
-if TYPE_CHECKING:
-    from backbeat.model.plan import Plan
 
 COMPUTE = ("matmul", "attention", "memory", "host", "recompute", "update")
 """Parts of a layout's step that are computation; the rest is waiting for others."""
@@ -286,6 +283,20 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
             return []
         backward = next(span.start_s for span in self.timeline if span.name.startswith("backward"))
         return [(start - backward, end - backward) for start, end in found]
+
+    def kept(self, network: str) -> PlanPrediction:
+        """What a plan for that network keeps of its prediction."""
+        times = self.bucket_times()
+        return PlanPrediction(
+            network=network,
+            iteration_s=self.iteration_s,
+            exposed_s=self.exposed_s,
+            bound_s=self.bound_s,
+            scaling_factor=self.scaling_factor,
+            peak_bytes=self.peak_bytes,
+            launch_s=tuple(launch for launch, _ in times),
+            done_s=tuple(done for _, done in times),
+        )
 
     def _repr_html_(self) -> str:
         from backbeat.show.notebook import prediction_html  # late: report stands above model

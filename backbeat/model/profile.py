@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from backbeat.errors import InputError
+from backbeat.model.architecture import Architecture
 from backbeat.model.blocks import Block, Growth, HostLink
 from backbeat.model.checks import Bytes, Checked, Seconds, unique
 from backbeat.model.files import Document, Source
@@ -206,6 +207,9 @@ class Profile(Document, frozen=True, kw_only=True):
     """The optimizer of the update and of its memory, like `AdamW, fused`."""
     compiled: bool = False
     """Measured under `torch.compile`, block by block."""
+    architecture: Architecture | None = None
+    """The model's shape, where it is known to be a transformer of one: layers, hidden, heads, … as in
+    `zoo/architectures.json`. Then tensor or context parallelism can be asked of the times measured."""
     batches: tuple[BatchRow, ...] = ()
     """Further batch sizes that were measured. Times and sizes at others lie on a line through the two nearest."""
     source: Source | str | None = None

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
-from backbeat.model import Framework, Network, Plan, PlanPrediction, Prediction, Profile
+from backbeat.model import Framework, Network, Plan, Prediction, Profile
 from backbeat.model.batches import strong_scaling
 from backbeat.model.framework import framework_named
 from backbeat.planners import is_sharded, propose
@@ -31,7 +31,7 @@ def planned(
     `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
     """
     sent, made = resolved(profile, network, strategy, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
-    predicted = PlanPrediction.of(predict(sent, network, made, accumulation=accumulation), network.name)
+    predicted = predict(sent, network, made, accumulation=accumulation).kept(network.name)
     if (older := made.on_older_torch()) is not None:
         without_s = predict(sent, network, older, accumulation=accumulation).iteration_s
         predicted = replace(predicted, older_torch_s=without_s)

@@ -261,3 +261,34 @@ def test_a_plan_without_a_way_is_the_recommended_ones() -> None:
     plan = bb.plan(RESNET, "10gbe", gpus=8)
     assert plan.strategy == asked.recommended(8)
     assert bb.plan(SHAPE, CLUSTER, gpus=16).predicted is not None
+
+
+def test_a_shape_is_asked_as_the_profile_that_describes_it() -> None:
+    asked = Asked.of(SHAPE, CLUSTER)
+    profile = asked.described(1)
+    for way in ("ddp", "fsdp", "hsdp:8", "zero2", "best"):
+        one, other = asked.predict(way, 16), Asked.of(profile, CLUSTER).predict(way, 16)
+        assert (one.step_s, one.peak_bytes) == (other.step_s, other.peak_bytes)
+    compiled = Asked.of(SHAPE, CLUSTER, compile=True).predict("fsdp", 16)
+    assert compiled.step_s < asked.predict("fsdp", 16).step_s
+    sgd = Asked.of(SHAPE, CLUSTER, optimizer="sgd").predict("fsdp", 16)
+    assert sgd.peak_bytes < asked.predict("fsdp", 16).peak_bytes  # type: ignore[operator]
+
+
+def test_a_shape_whose_kernels_are_not_counted_is_a_layout() -> None:
+    asked = Asked.of("mixtral-8x7b", CLUSTER)
+    assert asked.predict("fsdp", 64).layout is not None
+    assert "hsdp:8" not in asked.ways(64)
+    with pytest.raises(InputError, match="experts"):
+        asked.predict("hsdp:8", 64)
+    assert Asked.of(SHAPE, CLUSTER, framework="megatron").predict("zero1", 64).layout is not None
+
+
+def test_a_word_of_data_parallelism_alone_says_the_micro_batch() -> None:
+    asked = Asked.of(SHAPE, CLUSTER, global_batch=64)
+    found = asked.predict("dp=16+zero=3+micro=2+recompute=full", 16)
+    assert (found.way, found.batch, found.micro_batches) == ("dp=16+zero=3+micro=2+recompute=full", 2, 2)
+    same = Asked.of(SHAPE, CLUSTER, global_batch=64, batch=2, recompute="full").predict("fsdp", 16)
+    assert (found.step_s, found.peak_bytes) == (same.step_s, same.peak_bytes)
+    with pytest.raises(InputError, match=r"dp\(8\) != gpus\(16\)"):
+        asked.predict("dp=8+zero=3", 16)

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Self, get_args
 
 from msgspec import Meta, to_builtins
 
-from backbeat import layouts
 from backbeat.errors import InputError, nearest
-from backbeat.layouts.architectures import BUNDLED as MODELS
 from backbeat.model import Network
+from backbeat.model.architecture import BUNDLED as MODELS
 from backbeat.model.files import bundled
 from backbeat.model.framework import LAYOUT_FRAMEWORKS, Overlap
 from backbeat.model.layout import Precision
+from backbeat.planners.layout_search import search
 from backbeat.show.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.show.pages.report_page import rendered, script_json
 from backbeat.show.pages.sections import Cell
@@ -24,6 +24,7 @@ from backbeat.show.pages.whatif import Controls
 from backbeat.show.tables.layout_tables import drawn_batch
 from backbeat.show.words.layout_answer import limit_line, nothing_fits
 from backbeat.show.words.notes import worded
+from backbeat.steps.predict_layout import predict_layout
 from backbeat.units import format_bytes, format_seconds
 
 _GPUS, _BATCH, _TOKENS = Meta(ge=1, le=2048), Meta(ge=1, le=65536), Meta(ge=128, le=1 << 20)
@@ -54,7 +55,7 @@ def respond_layouts(state: LayoutState, network: Network) -> dict[str, Any]:
     """What the tab shows for a state."""
     job = {name: getattr(state, name) for name in ("global_batch", "sequence", "precision", "framework")}
     job["overlap"] = None if state.overlap == _AS_IT_HAS else state.overlap
-    found = layouts.search(state.model, network, gpus=state.gpus, **job)
+    found = search(state.model, network, gpus=state.gpus, **job)
     return layout_content(state.model, network, state.gpus, found, job)
 
 
@@ -71,7 +72,7 @@ def layout_content(
     if not shown:
         least, words = nothing_fits(model, network, gpus, job, zero)
         shown = [least] if least is not None else []
-    steps = [layouts.predict(model, network, one.layout, **{**job, "global_batch": drawn_batch(one)}) for one in shown]
+    steps = [predict_layout(model, network, one.layout, **{**job, "global_batch": drawn_batch(one)}) for one in shown]
     best = next((one for one in shown[:1] if one.fits != "no"), None)
     if best is not None:
         words = f"Use {best.strategy}: {best.tokens_per_s:,.0f} tokens/s on {best.gpus} GPUs"

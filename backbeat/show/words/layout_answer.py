@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from backbeat.layouts.layout_search import least_memory
-from backbeat.layouts.predict_layout import predictor_of
 from backbeat.model import Network
 from backbeat.model.layout import job_of
+from backbeat.planners.layout_search import least_memory
 from backbeat.show.words.numbers import lowered
+from backbeat.steps.predict_layout import predictor_of
 from backbeat.units import counted, format_bytes, format_seconds
 
 HELP = {

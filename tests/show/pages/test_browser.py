@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import backbeat as bb
-from backbeat import layouts
 from backbeat.model import files
+from backbeat.planners.layout_search import search
 from backbeat.planners.planned import predicted
 from backbeat.show.pages.layout_page import layout_content, layout_report
 from backbeat.show.pages.report_page import report
@@ -345,7 +345,7 @@ def test_the_what_if_page_weighs_ddp_fsdp_and_hsdp(tab: Any, server: str) -> Non
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, Any]]:
     network, job = bb.Network.load("dgx-h100"), {"global_batch": 32, "sequence": 2048, "precision": "bf16"}
-    found = {gpus: layouts.search("llama-3.2-1b", network, gpus=gpus, **job) for gpus in (8, 16)}
+    found = {gpus: search("llama-3.2-1b", network, gpus=gpus, **job) for gpus in (8, 16)}
     content = {gpus: layout_content("llama-3.2-1b", network, gpus, rows, job) for gpus, rows in found.items()}
     path = tmp_path_factory.mktemp("layouts") / "layout.html"
     path.write_text(layout_report(content, "llama-3.2-1b"), encoding="utf-8")

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat import layouts
-from backbeat.layouts import Layout
-from backbeat.model.layout import Recompute
+from backbeat.model.architecture import Architecture
+from backbeat.model.layout import Layout, Recompute
+from backbeat.planners.layout_search import search
 from backbeat.show.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.show.pages.layout_page import (
     HEADINGS,
@@ -23,6 +23,7 @@ from backbeat.show.pages.layout_page import (
     respond_layouts,
 )
 from backbeat.show.tables.layout_tables import drawn_batch
+from backbeat.steps.predict_layout import predict_layout
 from tests.show.hostile import MARKUP
 
 JOB: dict[str, Any] = {"global_batch": 32, "sequence": 2048, "precision": "bf16", "framework": "megatron"}
@@ -32,7 +33,7 @@ DGX = bb.Network.load("dgx-h100")
 def test_the_tab_ranks_what_search_ranks() -> None:
     state = LayoutState.parse({"model": "llama-3.2-1b", "gpus": "8", "global_batch": "32", "sequence": "2048"})
     said = respond_layouts(state, DGX)
-    found = layouts.search("llama-3.2-1b", DGX, gpus=8, **JOB)
+    found = search("llama-3.2-1b", DGX, gpus=8, **JOB)
     assert said["labels"] == [one.layout.label for one in found]
     assert [row[2][1] for row in said["rows"]] == [one.step_s for one in found]
     assert {len(row) for row in said["rows"]} == {len(HEADINGS)}
@@ -45,7 +46,7 @@ def test_the_tab_ranks_what_search_ranks() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "interleaved"])
 def test_a_stage_works_or_waits_until_the_step_ends(schedule: Any) -> None:
     layout = Layout(dp=2, pp=4, schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
-    one = layouts.predict("llama-3.2-1b", DGX, layout, **JOB)
+    one = predict_layout("llama-3.2-1b", DGX, layout, **JOB)
     drawing = stage_timeline(one)
     filled = [0.0] * 4
     for trace in drawing["data"]:
@@ -60,7 +61,7 @@ def test_a_stage_works_or_waits_until_the_step_ends(schedule: Any) -> None:
 
 
 def test_bars_add_up_to_memory_and_step_and_the_limit_is_the_devices() -> None:
-    found = [layouts.predict("llama-3.2-1b", DGX, dp=dp, tp=8 // dp, **JOB) for dp in (2, 8)]
+    found = [predict_layout("llama-3.2-1b", DGX, dp=dp, tp=8 // dp, **JOB) for dp in (2, 8)]
     memory, steps = memory_bars(found), step_bars(found)
     for index, one in enumerate(found):
         assert sum(trace["x"][index] for trace in memory["data"]) == pytest.approx(one.memory.peak_bytes / 1e9)
@@ -70,11 +71,11 @@ def test_bars_add_up_to_memory_and_step_and_the_limit_is_the_devices() -> None:
 
 
 def test_few_micro_batches_are_drawn_and_it_is_said() -> None:
-    one = layouts.predict("llama-3.2-1b", DGX, pp=4, **JOB)
+    one = predict_layout("llama-3.2-1b", DGX, pp=4, **JOB)
     assert drawn_batch(one) == 8
     said = layout_content("llama-3.2-1b", DGX, 4, [one], JOB)
     assert "8 of 32 micro-batches are drawn" in said["steps"][0]
-    assert drawn_batch(layouts.predict("llama-3.2-1b", DGX, pp=4, **{**JOB, "global_batch": 4})) == 4
+    assert drawn_batch(predict_layout("llama-3.2-1b", DGX, pp=4, **{**JOB, "global_batch": 4})) == 4
 
 
 def test_where_nothing_fits_the_least_is_shown_beyond_the_limit() -> None:
@@ -108,8 +109,8 @@ def test_an_address_that_cannot_be_is_refused(fields: dict[str, str], why: str) 
 
 
 def test_names_are_text_in_the_page() -> None:
-    model = {"name": MARKUP, "layers": 2, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 100}
-    found = layouts.predict(model, DGX, dp=2, **JOB)
+    model = Architecture(name=MARKUP, layers=2, hidden=64, heads=4, ffn=256, vocab=100)
+    found = predict_layout(model, DGX, dp=2, **JOB)
     page = layout_report({2: layout_content(model, DGX, 2, [found], JOB)}, found.model)
     assert MARKUP not in page
     assert page.count("plotly.js v") >= 1
