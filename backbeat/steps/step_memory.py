@@ -21,8 +21,8 @@ from backbeat.model.blocks import ranges_of
 from backbeat.model.gpu_memory import MemoryByKind
 from backbeat.model.resident import ResidentMemory
 from backbeat.steps.memory_timeline import BlockChain, Phase, Tally
+from backbeat.steps.model_chain import ShardedChain
 from backbeat.steps.sharded_memory import sharded_memory
-from backbeat.steps.sharded_units import ShardedChain
 
 _ROUNDING = 1e-9
 
