@@ -261,7 +261,7 @@ class LayoutPredictor:
         them, so that each rank sends its share."""
         if layout.pp == 1:
             return 0.0
-        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_gpus)
+        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_stride)
         if layout.tp > 1 and not layout.sequence_parallel:
             sent += self.cluster.collective_s("all_gather", size, layout.tp)
         return sent
