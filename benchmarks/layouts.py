@@ -29,15 +29,16 @@ LARGEST = "dp=8+tp=8+pp=16"
 
 def answers() -> dict[str, float]:
     """CPU seconds of each question, asked for the first time."""
-    from backbeat import layouts
+    from backbeat.planners.layout_search import search
+    from backbeat.steps.predict_layout import predict_layout
 
     found = {}
     for model, options in SEARCHES:
         begun = time.process_time()
-        layouts.search(model, "dgx-h100", **options)
+        search(model, "dgx-h100", **options)
         found[f"search {model} on {options['gpus']} GPUs"] = time.process_time() - begun
     begun = time.process_time()
-    layouts.predict("llama-3-405b", "dgx-h100", LARGEST, global_batch=2048, sequence=8192, band=False)
+    predict_layout("llama-3-405b", "dgx-h100", LARGEST, global_batch=2048, sequence=8192, band=False)
     found[f"predict llama-3-405b, {LARGEST}, 256 micro-batches"] = time.process_time() - begun
     return found
 

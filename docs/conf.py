@@ -21,7 +21,7 @@ include_patterns = [
 ]  # fmt: skip
 nitpicky = True
 # A signature links to the types that are on the page, and only names the others.
-nitpick_ignore_regex = [("py:class", ".*"), ("py:.*", r"torch\..*")]
+nitpick_ignore_regex = [("py:class", ".*"), ("py:obj", r"typing\.Literal.*"), ("py:.*", r"torch\..*")]
 smartquotes = False  # --option stays two hyphens
 
 myst_enable_extensions = ["colon_fence"]

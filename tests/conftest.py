@@ -51,11 +51,11 @@ LONGEST = (
     "tests/runtime/parallel/test_heartbeat.py",
     "tests/model/test_network_rows.py",
     "tests/lab/test_lab_sharded.py",
-    "tests/layouts/test_layout_search.py",
+    "tests/planners/test_layout_search.py",
     "tests/planners/test_memory_joint.py",
     "tests/cli/test_layout_verb.py",
     "tests/lab/test_namespaces.py",
-    "tests/layouts/test_pipeline.py",
+    "tests/steps/test_pipeline.py",
     "tests/lab/test_lab_training.py",
     "tests/lab/test_lab_layouts.py",
 )

@@ -30,18 +30,20 @@ from unittest import mock
 
 import msgspec
 
-from backbeat import layouts
-from backbeat.cost.accelerators import accelerator_named
-from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Product
 from backbeat.errors import BackbeatError
-from backbeat.layouts import Layout, Transformer, layer_work
-from backbeat.layouts.architectures import BUNDLED as MODELS
 from backbeat.model import Network, Plan, Profile, cluster
+from backbeat.model.accelerator import accelerator_named, operator_model
+from backbeat.model.architecture import BUNDLED as MODELS
+from backbeat.model.architecture import Architecture
 from backbeat.model.framework import FRAMEWORKS, Framework
+from backbeat.model.layout import Layout
 from backbeat.model.prediction import COMPUTE
 from backbeat.planners.planned import planned, predicted
+from backbeat.steps import layer_work
 from backbeat.steps.predict import predict
+from backbeat.steps.predict_layout import predict_layout
 from validation import blocks, specified
 from validation.case import Case
 from validation.cases import CaseError, Table
@@ -154,17 +156,16 @@ class Asker:
             sequence_parallel=case.sequence_parallel,
             **({"schedule": case.schedule} if case.schedule else {}),  # type: ignore[arg-type]
         )  # fmt: skip
-        found = layouts.predict(
+        found = predict_layout(
             self.model(case.model or ""), network, layout, accelerator=case.accelerator, gpus=case.gpus,
             global_batch=case.global_batch, sequence=case.sequence, precision=case.precision,
             framework=self.framework(case.framework or "megatron"), compute_factor=factor,
             family="closed-form" if quick else "events", band=not quick,
         )  # fmt: skip
         low, high = found.range_s or (None, None)
-        reserve = self.framework(case.framework or "megatron").reserve_bytes
         return Answer(
             seconds=found.step_s, low_s=low, high_s=high,
-            memory_bytes=(found.peak_bytes or 0) - reserve, fits=found.fits != "no",
+            memory_bytes=found.peak_bytes, fits=found.fits != "no",
             computing=sum(found.breakdown.parts[name] for name in COMPUTE) / found.step_s,
         )  # fmt: skip
 
@@ -240,7 +241,7 @@ class Asker:
         """Of its model, for others; what is usual is left out."""
         return dict(msgspec.to_builtins(self.model(case.model)))
 
-    def model(self, named: Any) -> Transformer:
+    def model(self, named: Any) -> Architecture:
         if isinstance(named, Mapping):
             return _model(str(named["name"]), msgspec.json.encode(named))
         told = self.table.models.get(named)
@@ -301,12 +302,12 @@ class Asker:
 
 
 @lru_cache
-def _model(name: str, told: bytes) -> Transformer:
+def _model(name: str, told: bytes) -> Architecture:
     """By all of its fields, or by those that differ from a bundled one's."""
     fields = msgspec.json.decode(told)
     try:
         base = msgspec.to_builtins(MODELS[fields.pop("of")]) if "of" in fields else {}
-        return msgspec.convert({**base, "name": name, **fields}, Transformer)
+        return msgspec.convert({**base, "name": name, **fields}, Architecture)
     except (KeyError, msgspec.ValidationError) as error:
         raise CaseError(f"model {name!r}: {error}") from None
 

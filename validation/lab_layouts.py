@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from backbeat.cost.accelerators import accelerator_named
+from backbeat.importers.config_json import read_architecture
 from backbeat.lab.layout_lab import LayoutCase, TimedLinks, links_of
 from backbeat.lab.setting import Setting
-from backbeat.layouts import Transformer
-from backbeat.layouts.architectures import transformer
+from backbeat.model.accelerator import accelerator_named
+from backbeat.model.architecture import Architecture
 from backbeat.model.layout import Layout, job_of
 from validation.case import Case
 
@@ -18,9 +18,9 @@ FAMILIES = {"layout, timed transfers": "events", "layout, closed form": "closed-
 
 
 @lru_cache
-def model_of(hidden: int) -> Transformer:
+def model_of(hidden: int) -> Architecture:
     shape = {"layers": LAYERS, "hidden": hidden, "heads": 16, "ffn": 4 * hidden, "vocab": VOCABULARY}
-    return transformer({"name": f"{LAYERS} layers of {hidden}", **shape})
+    return read_architecture({"name": f"{LAYERS} layers of {hidden}", **shape})
 
 
 def timed(session: dict[str, Any], setting: Setting) -> TimedLinks:

@@ -16,22 +16,39 @@ import msgspec
 from backbeat.answer.by_layout import layout_ways, layout_word
 from backbeat.answer.by_profile import data_parallel
 from backbeat.answer.keywords import gpu_count, read
+from backbeat.answer.own_run import corrected, with_own_range
 from backbeat.answer.subject import ClusterInput, ModelInput, accelerator_of, cluster_named, model_named
 from backbeat.answer.training import check_training, with_cost
 from backbeat.answer.ways import Way, idle_keyword, way_of
-from backbeat.cost.accelerators import Accelerator, accelerator
-from backbeat.cost.operator_model import operator_model
 from backbeat.errors import InputError
-from backbeat.layouts.described import described
-from backbeat.layouts.eager_model import EagerModel
-from backbeat.layouts.transformer import Transformer
-from backbeat.model import Framework, Network, Plan, PlanPrediction, Prediction, Profile
+from backbeat.model import Framework, Network, Plan, Prediction, Profile
+from backbeat.model.accelerator import Accelerator, accelerator, operator_model
+from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
 from backbeat.model.layout import Parallelism
 from backbeat.model.question import Question
+from backbeat.steps.described import described
+from backbeat.steps.eager_model import EagerModel
 
 _operators = lru_cache(maxsize=32)(operator_model)
+
+
+@lru_cache(maxsize=64)
+def _described(
+    shape: Architecture, gpu: str, precision: str, sequence: int, batch: int, optimizer: str, compiled: bool
+) -> Profile:
+    return described(
+        shape,
+        _operators(gpu, precision),
+        batch=batch,
+        sequence=sequence,
+        precision=precision,
+        optimizer=optimizer,
+        compiled=compiled,
+    )
+
+
 _LONGEST = 4096
 """Tokens of a sequence where nobody says."""
 _NAMES = ("accelerator", "across", "framework", "measured", "straggler")
@@ -43,7 +60,7 @@ class Asked:
     """A job on a cluster, to be predicted."""
 
     question: Question
-    subject: Profile | Transformer
+    subject: Profile | Architecture
     network: Network
     gpu: Accelerator | None
     """What computes; None where nobody says."""
@@ -53,7 +70,6 @@ class Asked:
     compute_factor: float = 1.0
     """What an own run corrects computation by."""
     _found: dict[tuple[str, int], Prediction] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _described: dict[int, Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, model: ModelInput, cluster: ClusterInput, **keywords: Any) -> Asked:
@@ -82,8 +98,6 @@ class Asked:
         check_training(given, sequences=asked.profile is None or asked.profile.sequence_length is not None)
         if "measured" not in given:
             return asked
-        from backbeat.answer.own_run import corrected  # late: it asks itself
-
         return corrected(asked, given["measured"])
 
     def way(self, way: Any) -> Way:
@@ -97,11 +111,18 @@ class Asked:
         count = gpu_count(own if gpus is None else gpus)
         if strict:
             self.check(one)
+        if one.gpus not in (None, count):
+            raise InputError(f"dp({one.gpus}) != gpus({count}): leave dp out, or take as many GPUs")
+        if one.told:
+            given = {**self.given, "global_batch": self.global_batch(count), **one.told}
+            found = replace(self, given=given).predict(one.name, count, strict=False)
+            return msgspec.structs.replace(found, strategy=one.word)
         if one.plan is not None and (made_for := self._made_for(one.plan)) is not self:
             return made_for.predict(way, count, strict=False)
         key = (f"{one.word} {id(one.plan)}" if one.plan else one.word, count)
         if key not in self._found:
-            self._found[key] = with_cost(self._predicted(one, count), self.given)
+            found = with_cost(self._predicted(one, count), self.given)
+            self._found[key] = with_own_range(found) if "measured" in self.given else found
         return self._found[key]
 
     def _made_for(self, plan: Plan) -> Asked:
@@ -116,7 +137,7 @@ class Asked:
     def plan(self, way: Any, gpus: int | None = None) -> Plan:
         """How the way is run, with its prediction; of a way that leaves sizes open, that of the fastest."""
         found = self.predict(way, gpus)
-        predicted = PlanPrediction.of(found, self.network.name)
+        predicted = found.kept(self.network.name)
         if found.layout is None:
             assert found.plan is not None
             older_s = None
@@ -159,7 +180,8 @@ class Asked:
         if one is not None and one.parts is None:
             raise InputError(f"{word!r} is no layout: name parts, like tp+pp")
         found = layout_ways(self, one.parts if one else None, gpu_count(gpus)).ranked(most)
-        return [with_cost(self._named(each), self.given) for each in found]
+        priced = [with_cost(self._named(each), self.given) for each in found]
+        return [with_own_range(each) for each in priced] if "measured" in self.given else priced
 
     def acting(self, way: Way) -> dict[str, Any]:
         """The keywords that concern a way."""
@@ -181,7 +203,7 @@ class Asked:
         return self.subject if isinstance(self.subject, Profile) else None
 
     @property
-    def shape(self) -> Transformer | None:
+    def shape(self) -> Architecture | None:
         """The model's, where it is known."""
         return _shape(self.subject)
 
@@ -211,28 +233,17 @@ class Asked:
     def described(self, batch: int) -> Profile:
         """The shape at this micro-batch, as a profile."""
         assert self.shape is not None
-        if batch not in self._described:
-            gpu = self.gpu
-            if gpu is None:
-                raise InputError(
-                    f"network {self.network.name!r} does not say what GPUs it joins: name them with accelerator, like "
-                    "h100"
-                )
-            if "lora" in self.given:
-                raise InputError(
-                    f"lora is {self.given['lora']}: adapters are not predicted from a shape: profile the module with "
-                    "them (`backbeat profile --analytic`)"
-                )
-            self._described[batch] = described(
-                self.shape,
-                _operators(gpu.short_name, self.precision),
-                batch=batch,
-                sequence=self.sequence,
-                precision=self.precision,
-                optimizer=self.given.get("optimizer", "adamw"),
-                compiled=self.given.get("compile", False),
+        if self.gpu is None:
+            raise InputError(
+                f"network {self.network.name!r} does not say what GPUs it joins: name them with accelerator, like h100"
             )
-        return self._described[batch]
+        if "lora" in self.given:
+            raise InputError(
+                f"lora is {self.given['lora']}: adapters are not predicted from a shape: profile the module with them "
+                "(`backbeat profile --analytic`)"
+            )
+        told = self.given.get("optimizer", "adamw"), self.given.get("compile", False)
+        return _described(self.shape, self.gpu.short_name, self.precision, self.sequence, batch, *told)
 
     @property
     def undescribed(self) -> str | None:
@@ -277,14 +288,14 @@ _BY_ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 """What replicas shard."""
 
 
-def _shape(subject: Profile | Transformer) -> Transformer | None:
-    if isinstance(subject, Transformer):
+def _shape(subject: Profile | Architecture) -> Architecture | None:
+    if isinstance(subject, Architecture):
         return subject
-    return getattr(subject, "architecture", None)
+    return subject.architecture
 
 
 @lru_cache(maxsize=64)
-def why_undescribed(shape: Transformer) -> str | None:
+def why_undescribed(shape: Architecture) -> str | None:
     """Why a shape has no kernels that are counted one by one."""
     try:
         EagerModel(shape, 1, 1, "bf16").check()
@@ -293,12 +304,12 @@ def why_undescribed(shape: Transformer) -> str | None:
     return None
 
 
-def _decodes(subject: Profile | Transformer) -> bool:
+def _decodes(subject: Profile | Architecture) -> bool:
     shape = _shape(subject)
     return shape is not None and shape.causal
 
 
-def _gpu(subject: Profile | Transformer, network: Network, cluster: ClusterInput, given: Any) -> Accelerator | None:
+def _gpu(subject: Profile | Architecture, network: Network, cluster: ClusterInput, given: Any) -> Accelerator | None:
     """What computes: the GPU that was named, the network's own, or that of the profile."""
     if given is not None:
         return accelerator_of(given)

@@ -12,7 +12,7 @@ from backbeat.answer.asked import Asked
 from backbeat.answer.megatron_flags import megatron_flags
 from backbeat.answer.row import Row
 from backbeat.answer.ways import OURS as RUNTIME
-from backbeat.layouts.transformer import Transformer
+from backbeat.model.architecture import Architecture
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout
 from backbeat.model.question import Question
@@ -187,7 +187,7 @@ def layout_of(row: Row) -> Layout | None:
     return Layout(dp=one.gpus, zero=zero, micro_batch=one.batch, recompute=one.recompute)  # type: ignore[arg-type]
 
 
-def arguments(row: Row, framework: Framework, model: Transformer | None) -> list[str]:
+def arguments(row: Row, framework: Framework, model: Architecture | None) -> list[str]:
     """What the row's framework is given; empty where it cannot be said to it."""
     one, layout = row.prediction, layout_of(row)
     if framework.name == "torchtitan":

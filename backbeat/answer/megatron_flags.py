@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from backbeat.layouts.stage_layers import split_layers
-from backbeat.layouts.transformer import Transformer
+from backbeat.model.architecture import Architecture
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout
+from backbeat.steps.stage_layers import split_layers
 
 _PRECISION = {"bf16": ["--bf16"], "fp16": ["--fp16"], "fp8": ["--bf16", "--fp8-format hybrid"]}
 _RECOMPUTE = {
@@ -17,13 +17,13 @@ _RECOMPUTE = {
 }
 
 
-def megatron_flags(model: Transformer, layout: Layout, job: Job, framework: Framework) -> list[str]:
+def megatron_flags(model: Architecture, layout: Layout, job: Job, framework: Framework) -> list[str]:
     """What runs the layout; empty where the framework is another, or Megatron-LM has no such schedule or sharding.
 
-    >>> from backbeat.layouts.architectures import transformer
+    >>> from backbeat.importers.config_json import read_architecture
     >>> from backbeat.model.framework import framework_named
     >>> layout, job = Layout(dp=2, tp=4), Job(global_batch=64, sequence=4096)
-    >>> megatron_flags(transformer("llama-3-8b"), layout, job, framework_named("megatron"))[:2]
+    >>> megatron_flags(read_architecture("llama-3-8b"), layout, job, framework_named("megatron"))[:2]
     ['--tensor-model-parallel-size 4', '--sequence-parallel']
     """
     if framework.name != "megatron" or why_no_flags(layout, framework) is not None:

@@ -9,40 +9,40 @@ from typing import Any
 
 import msgspec
 
-from backbeat.cost.accelerators import Accelerator, accelerator_named
 from backbeat.errors import InputError, nearest
-from backbeat.layouts.architectures import BUNDLED, transformer
-from backbeat.layouts.transformer import Transformer
+from backbeat.importers.config_json import read_architecture
 from backbeat.model import Network, Profile
+from backbeat.model.accelerator import Accelerator, accelerator_named
+from backbeat.model.architecture import BUNDLED, Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.files import bundled, checked, decode, read
 
-ModelInput = Profile | Transformer | str | os.PathLike[str] | Mapping[str, Any]
+ModelInput = Profile | Architecture | str | os.PathLike[str] | Mapping[str, Any]
 ClusterInput = Network | Cluster | str | os.PathLike[str]
 
 
-def model_named(model: ModelInput) -> Profile | Transformer:
+def model_named(model: ModelInput) -> Profile | Architecture:
     """A profile or a shape: the object itself, a bundled name, a file, a folder with a config.json, or its dict.
 
     >>> model_named("llama-3-8b").layers, model_named("resnet50-b64-bf16-h200").batch_size
     (32, 64)
     """
-    if isinstance(model, (Profile, Transformer)):
+    if isinstance(model, (Profile, Architecture)):
         return model
     if isinstance(model, Mapping):
         if "schema" not in model:
-            return transformer(model)
+            return read_architecture(model)
         fields = {name: value for name, value in model.items() if name != "schema"}
         return checked(fields, Profile, "the model: ")
     if not isinstance(model, (str, os.PathLike)):
         raise InputError(f"model is a {type(model).__name__}: give a name, a config.json, or a Profile or its file")
     text, path = os.fspath(model), Path(model)
     if text in BUNDLED:
-        return transformer(text)
+        return read_architecture(text)
     if text in bundled(Profile) and not path.exists():
         return Profile.load(text)
     if path.is_dir():
-        return transformer(path)
+        return read_architecture(path)
     if not path.exists():
         if text in bundled(Network):
             raise InputError(f"{text!r} is a bundled network: the model comes first, then the cluster")
@@ -52,14 +52,14 @@ def model_named(model: ModelInput) -> Profile | Transformer:
     return _of_file(path)
 
 
-def _of_file(path: Path) -> Profile | Transformer:
+def _of_file(path: Path) -> Profile | Architecture:
     raw = read(path)
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         fields = None
     if isinstance(fields, dict) and "schema" not in fields:
-        return transformer(path)
+        return read_architecture(path)
     return decode(raw, Profile, where=str(path))
 
 

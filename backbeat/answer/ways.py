@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from msgspec import structs
 
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Framework, Plan
-from backbeat.model.layout import SIZES, is_layout, layout_parts
+from backbeat.model.layout import SIZES, Layout, is_layout, layout_parts
 from backbeat.planners import OTHERWISE_CALLED, SHARDED, STRATEGIES
+from backbeat.planners.layout_ways import usual_zero
 
 Kind = Literal["buckets", "units", "layout"]
 SEARCHED = ("hsdp",)
@@ -47,6 +48,10 @@ class Way:
     """Of a layout; None is a size to search."""
     plan: Plan | None = None
     """Followed as it is."""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords that the word says itself."""
+    gpus: int | None = None
+    """That it says it is for."""
 
     @property
     def searched(self) -> bool:
@@ -103,11 +108,13 @@ def _of_plan(plan: Plan) -> Way:
 
 
 def _of_parts(text: str, parts: Mapping[str, Any], framework: Framework) -> Way:
-    if set(parts) <= _OF_DATA and not {"micro", "recompute"} & set(parts):
-        zero = str(parts.get("zero", framework.zero))
-        if zero.isdecimal() and int(zero) < len(_BY_ZERO):
-            name = _BY_ZERO[int(zero)]
-            return Way(name, "units" if name in SHARDED else "buckets", name)
+    if set(parts) <= _OF_DATA:
+        layout = Layout.of_parts({**parts, "zero": parts.get("zero", framework.zero), "dp": 1}, text)
+        name = _BY_ZERO[layout.zero]
+        told: dict[str, Any] = {"batch": layout.micro_batch} if "micro" in parts else {}
+        told |= {"recompute": layout.recompute} if "recompute" in parts else {}
+        gpus = int(parts["dp"]) if parts.get("dp") else None
+        return Way(text if told else name, "units" if name in SHARDED else "buckets", name, told=told, gpus=gpus)
     order = {name: place for place, name in enumerate(("tp", "cp", "pp", "ep", *SIZES))}
     word = "+".join(
         name if value is None else f"{name}={value}"
@@ -123,6 +130,14 @@ _NEEDS: dict[str, str] = {
     "dispatcher": "it takes tokens to experts: only layouts with ep above 1 have that",
     "imbalance": "it is of expert ranks: only layouts with ep above 1 have these",
 }
+
+
+def _by_unit(way: Way, framework: Framework) -> bool:
+    """Whether replicas of a layout shard units of modules in every pass."""
+    if way.parts is None or not framework.by_unit:
+        return False
+    pp = 2 if "pp" in way.parts else 1
+    return int(way.parts.get("zero") or usual_zero(framework, pp)) >= 2
 
 
 def idle_keyword(way: Way, given: Mapping[str, Any], framework: Framework, experts: bool) -> tuple[str, str] | None:
@@ -148,7 +163,7 @@ def idle_keyword(way: Way, given: Mapping[str, Any], framework: Framework, exper
         elif keyword == "overlap":
             if value == "dp+tp" and way.kind != "layout":
                 return keyword, "nothing of it is tensor parallel: say dp or none"
-            if value == "none" and way.kind == "units":
+            if value == "none" and (way.kind == "units" or _by_unit(way, framework)):
                 return keyword, "units are always gathered and scattered beside computation: leave it out"
             if name == "horovod" or framework.fuses:
                 return keyword, "Horovod's buckets form while backward runs: leave it out"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from backbeat import model
-from backbeat.layouts.architectures import BUNDLED
+from backbeat.model.architecture import BUNDLED
 from backbeat.model.files import bundled
 from backbeat.model.framework import FRAMEWORKS
 from backbeat.planners import STRATEGIES

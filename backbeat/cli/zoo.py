@@ -12,10 +12,10 @@ from rich.table import Table
 
 from backbeat.cli import options
 from backbeat.cli.output import print_answer, print_json
-from backbeat.cost.accelerators import ACCELERATORS, Accelerator
 from backbeat.errors import InputError
-from backbeat.layouts.architectures import BUNDLED
 from backbeat.model import Network, Profile, Source
+from backbeat.model.accelerator import bundled_accelerators
+from backbeat.model.architecture import BUNDLED
 from backbeat.model.files import bundled
 from backbeat.show.tables.network_tables import bus_rates, every_row, network_table, row_at, zoo_table
 from backbeat.show.words.numbers import describe
@@ -46,7 +46,7 @@ def zoo(
         ]
         profiled = [{field: getattr(one, field) for field in shown} for one in profiles]
         by_shape = [{"name": one.name, "parameters": one.parameters} for one in BUNDLED.values()]
-        cards = [{"name": one.short_name, "memory_bytes": one.memory_bytes} for one in known_accelerators()]
+        cards = [{"name": name, "memory_bytes": one.memory_bytes} for name, one in bundled_accelerators().items()]
         print_json({"models": by_shape, "profiles": profiled, "networks": joined, "accelerators": cards})
         return
 
@@ -68,7 +68,7 @@ def zoo(
     ]
     first = next((one for one in profiles if one.compiled), profiles[0])
     shapes = ", ".join(BUNDLED)
-    gpus = ", ".join(one.short_name for one in known_accelerators())
+    gpus = ", ".join(bundled_accelerators())
     print_answer(
         f"{len(BUNDLED)} models by shape: {shapes}. Or a Hugging Face config.json.",
         "",
@@ -121,11 +121,6 @@ def _one(name: str, *, json: bool) -> None:
         parts = {"From": source.reference, "Made by": source.command, "On": source.machine}
         shown += [f"{heading}: {part}." for heading, part in parts.items() if part]
     print_answer(*shown, *(f"* {note}" for note in found.notes))
-
-
-def known_accelerators() -> list[Accelerator]:
-    """The first of each name."""
-    return list({one.short_name: one for one in reversed(ACCELERATORS)}.values())[::-1]
 
 
 def what(network: Network) -> str:

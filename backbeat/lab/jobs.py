@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from backbeat.layouts.stage_layers import StageLayers
 from backbeat.model import Plan, Profile
 from backbeat.model.layout import Layout
 from backbeat.steps.model_chain import Chain, ChainPiece
 from backbeat.steps.schedule import Schedule
 from backbeat.steps.stage_graph import StageTimes
+from backbeat.steps.stage_layers import StageLayers
 
 FEWEST_ITERATIONS = 6
 MOST_ITERATIONS = 60

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import msgspec
 
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.collectives import Collective
 from backbeat.cost.samples import quantile
 from backbeat.errors import InputError
@@ -24,15 +23,16 @@ from backbeat.lab.experiment import Repeated, play, slowest
 from backbeat.lab.jobs import LayoutJob, TransferJob, TransferKind
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
-from backbeat.layouts.possible_layout import check_layout
-from backbeat.layouts.predict_layout import PREDICTED, Family, LayoutPredictor
-from backbeat.layouts.stage_layers import split_layers
-from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
+from backbeat.model.accelerator import Accelerator
+from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Streams, framework_named
 from backbeat.model.layout import Job, Layout
+from backbeat.model.possible_layout import check_layout
 from backbeat.model.prediction import COMPUTE, Note, Prediction
+from backbeat.steps.predict_layout import PREDICTED, Family, LayoutPredictor
+from backbeat.steps.stage_layers import split_layers
 
 Answered = Family | Literal["execution"]
 """How an answer was found: predicted, or run."""
@@ -81,7 +81,7 @@ class LabCluster(Cluster):
 class LayoutCase:
     """What is run under a layout: a model's computation on a GPU, so many times as long."""
 
-    model: Transformer
+    model: Architecture
     job: Job
     layout: Layout
     accelerator: Accelerator

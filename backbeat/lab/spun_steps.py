@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from backbeat.lab.jobs import LayoutJob, ShardedJob, TransferJob
-from backbeat.layouts.stage_layers import StageLayers
 from backbeat.runtime import fully_shard
 from backbeat.steps.model_chain import ChainPiece
 from backbeat.steps.stage_graph import StageTimes
+from backbeat.steps.stage_layers import StageLayers
 
 Compute = Callable[[float], None]
 """Takes this many seconds on the device."""

@@ -15,7 +15,6 @@ from backbeat.model.blocks import MemoryPlan
 from backbeat.model.checks import Checked, at_least, named_once
 from backbeat.model.files import Document
 from backbeat.model.layout import Parallelism
-from backbeat.model.prediction import Prediction
 from backbeat.model.profile import Profile
 from backbeat.model.sharding import Sharding, check_modules
 
@@ -66,21 +65,6 @@ class PlanPrediction(Checked, frozen=True, kw_only=True):
     """When each bucket leaves, in seconds from the start of backward, in the order of `buckets`."""
     done_s: tuple[float, ...] = ()
     """When each bucket is back."""
-
-    @classmethod
-    def of(cls, result: Prediction, network: str) -> PlanPrediction:
-        """What a plan keeps of its prediction."""
-        times = result.bucket_times()
-        return cls(
-            network=network,
-            iteration_s=result.iteration_s,
-            exposed_s=result.exposed_s,
-            bound_s=result.bound_s,
-            scaling_factor=result.scaling_factor,
-            peak_bytes=result.peak_bytes,
-            launch_s=tuple(launch for launch, _ in times),
-            done_s=tuple(done for _, done in times),
-        )
 
 
 class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
+from backbeat.model.gpu_memory import MemoryByKind
 from backbeat.model.layout import Layout
-from backbeat.model.memory import MemoryByKind
+from backbeat.model.plan import Plan, PlanPrediction
 from backbeat.model.rule import Fits
-
-if TYPE_CHECKING:
-    from backbeat.model.plan import Plan
 
 COMPUTE = ("matmul", "attention", "memory", "host", "recompute", "update")
 """Parts of a layout's step that are computation; the rest is waiting for others."""
@@ -210,10 +207,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     day's."""
     memory: MemoryByKind | None = None
     device_bytes: int | None = None
-    """What a GPU has for it."""
+    """What a GPU has for it: `model.gpu_memory.device_bytes`."""
     fits: Fits | None = None
-    peak_bytes: int | None = None
-    """Device memory at its highest, where the plan shards or says what is kept of activations."""
     extrapolated: bool = False
     """Some figure lies beyond what was measured; `notes` says which."""
     timeline: tuple[Span, ...] = ()
@@ -257,6 +252,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return self.flops / (self.iteration_s * self.workers * self.peak_flops)
 
     @property
+    def peak_bytes(self) -> int | None:
+        """Device memory at its highest; None where nothing is known of it."""
+        return None if self.memory is None else self.memory.peak_bytes
+
+    @property
     def gap(self) -> float:
         """How far this plan is above the bound, as a share of it."""
         return self.iteration_s / self.bound_s - 1 if self.bound_s else 0.0
@@ -283,6 +283,20 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
             return []
         backward = next(span.start_s for span in self.timeline if span.name.startswith("backward"))
         return [(start - backward, end - backward) for start, end in found]
+
+    def kept(self, network: str) -> PlanPrediction:
+        """What a plan for that network keeps of its prediction."""
+        times = self.bucket_times()
+        return PlanPrediction(
+            network=network,
+            iteration_s=self.iteration_s,
+            exposed_s=self.exposed_s,
+            bound_s=self.bound_s,
+            scaling_factor=self.scaling_factor,
+            peak_bytes=self.peak_bytes,
+            launch_s=tuple(launch for launch, _ in times),
+            done_s=tuple(done for _, done in times),
+        )
 
     def _repr_html_(self) -> str:
         from backbeat.show.notebook import prediction_html  # late: report stands above model

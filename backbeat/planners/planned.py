@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
-from backbeat.model import Framework, Network, Plan, PlanPrediction, Prediction, Profile
+from backbeat.model import Framework, Network, Plan, Prediction, Profile
 from backbeat.model.batches import strong_scaling
 from backbeat.model.framework import framework_named
 from backbeat.planners import is_sharded, propose
@@ -31,15 +31,12 @@ def planned(
     `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
     """
     sent, made = resolved(profile, network, strategy, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
-    predicted = PlanPrediction.of(predict(sent, network, made, accumulation=accumulation), network.name)
+    predicted = predict(sent, network, made, accumulation=accumulation).kept(network.name)
     if (older := made.on_older_torch()) is not None:
         without_s = predict(sent, network, older, accumulation=accumulation).iteration_s
         predicted = replace(predicted, older_torch_s=without_s)
     notes = made.notes
     if reduce_dtype is not None and made.sharding is None:
-        # Gradients take the same memory on the device, whatever is sent of them.
-        on_device = predict(_bucketed(profile, sent, strategy), network, made)
-        predicted = replace(predicted, peak_bytes=on_device.peak_bytes)
         notes = (*notes, f'gradients are sent as {reduce_dtype}: give the wrapper reduce_dtype="{reduce_dtype}"')
     return replace(made, predicted=predicted, notes=notes)
 

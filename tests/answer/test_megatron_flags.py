@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.answer.megatron_flags import megatron_flags
-from backbeat.layouts.architectures import transformer
-from backbeat.layouts.stage_layers import split_layers
-from backbeat.layouts.transformer import Transformer
+from backbeat.importers.config_json import read_architecture
+from backbeat.model.architecture import Architecture
 from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.model.layout import Job, Layout
+from backbeat.steps.stage_layers import split_layers
 
 JOB = Job(global_batch=64, sequence=4096)
 
@@ -31,7 +31,7 @@ def layers_of(text: str) -> list[int]:
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 130))
 def test_every_stage_has_the_layers_of_the_layout(pp: int, chunks: int, layers: int) -> None:
     stages = pp * (chunks if pp > 1 else 1)
-    model = Transformer(name="some", layers=max(layers, stages), hidden=64, heads=4, ffn=256, vocab=100)
+    model = Architecture(name="some", layers=max(layers, stages), hidden=64, heads=4, ffn=256, vocab=100)
     layout = Layout(pp=pp, chunks=stages // pp)
     made = megatron_flags(model, layout, JOB, FRAMEWORKS["megatron"])
     flags = dict(flag.partition(" ")[::2] for flag in made)
@@ -51,11 +51,11 @@ def test_every_stage_has_the_layers_of_the_layout(pp: int, chunks: int, layers: 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_products_overlap_only_where_the_sequence_is_sharded(sequence_parallel: bool) -> None:
     layout = Layout(dp=2, tp=4, sequence_parallel=sequence_parallel)
-    flags = megatron_flags(transformer("llama-3-8b"), layout, JOB, framework_named("megatron", overlap="dp+tp"))
+    flags = megatron_flags(read_architecture("llama-3-8b"), layout, JOB, framework_named("megatron", overlap="dp+tp"))
     assert ("--tp-comm-overlap" in flags) == ("--sequence-parallel" in flags) == sequence_parallel
 
 
 def test_experts_are_not_cut() -> None:
     for model, tp, asked in (("mixtral-8x7b", 2, True), ("mixtral-8x7b", 1, False), ("llama-3-8b", 2, False)):
-        flags = megatron_flags(transformer(model), Layout(dp=8, tp=tp), JOB, FRAMEWORKS["megatron"])
+        flags = megatron_flags(read_architecture(model), Layout(dp=8, tp=tp), JOB, FRAMEWORKS["megatron"])
         assert ("--expert-tensor-parallel-size 1" in flags) == asked

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from backbeat import layouts
 from backbeat.model import Network, Profile
 from backbeat.model.framework import framework_named
 from backbeat.planners.planned import planned, predicted
+from backbeat.steps.predict_layout import predict_layout
 from tests.golden.core import digest, parts_of, spans_of
 
 UNIT_COLUMNS = ["iteration_s", "exposed_s", "bound_s", "single_s", "parts", "peak_bytes", "units", "timeline"]
@@ -98,7 +98,7 @@ def layout_rows() -> Iterator[tuple[str, list[Any]]]:
     for model, cluster, layout, options in LAYOUTS:
         named = options.get("framework")
         asked = {**options, "framework": "megatron", **ASKED[named]} if named in ASKED else options
-        found = layouts.predict(model, cluster, layout, **_JOB, **asked)
+        found = predict_layout(model, cluster, layout, **_JOB, **asked)
         yield (
             " ".join([model, cluster, layout, *(f"{k}={v}" for k, v in options.items())]),
             [

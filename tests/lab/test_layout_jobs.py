@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import accelerator_named
 from backbeat.errors import InputError
 from backbeat.lab.layout_lab import (
     LayoutCase,
@@ -21,12 +20,13 @@ from backbeat.lab.layout_lab import (
     transfers,
 )
 from backbeat.lab.setting import Setting
-from backbeat.layouts.pipeline import run_pipeline
-from backbeat.layouts.transformer import Transformer
+from backbeat.model.accelerator import accelerator_named
+from backbeat.model.architecture import Architecture
 from backbeat.model.layout import Layout, job_of
 from backbeat.model.prediction import COMPUTE
+from backbeat.steps.pipeline import run_pipeline
 
-SMALL = Transformer(name="small", layers=8, hidden=256, heads=8, ffn=1024, vocab=1024)
+SMALL = Architecture(name="small", layers=8, hidden=256, heads=8, ffn=1024, vocab=1024)
 FOUR = Setting(nodes=4, rate_bits=1e9)
 LINKS = TimedLinks(
     {

@@ -18,9 +18,9 @@ from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 
 from backbeat.lab.jobs import LayoutJob  # noqa: E402
 from backbeat.lab.spun_steps import SCHEDULES, LayoutStep  # noqa: E402
-from backbeat.layouts.stage_layers import StageLayers  # noqa: E402
 from backbeat.model.layout import Layout  # noqa: E402
 from backbeat.steps.stage_graph import StageTimes  # noqa: E402
+from backbeat.steps.stage_layers import StageLayers  # noqa: E402
 from backbeat.steps.stage_programs import Act, order, programs  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from contextlib import AbstractContextManager
 from unittest.mock import patch
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import backbeat as bb
-from backbeat.cost.accelerators import accelerator_named
 from backbeat.engine.events import run_events
 from backbeat.engine.run import run_in_order
 from backbeat.model import (
@@ -28,12 +26,12 @@ from backbeat.model import (
     Topology,
     WorkersRow,
 )
+from backbeat.model.accelerator import accelerator_named
 from backbeat.model.collective_times import CollectivePair, ShardedTimes
 from backbeat.planners.planned import planned, predicted
 from backbeat.show.words.notes import worded
-from backbeat.steps.model_chain import owning_module
-from backbeat.steps.sharded_units import ROOT, ShardedCost, chain_of
-from backbeat.steps.unit_step import run_step
+from backbeat.steps.model_chain import ROOT, chain_of, owning_module
+from backbeat.steps.unit_graph import ShardedCost, run_step
 from tests.call_order import call_order
 from tests.chains import chains
 from tests.problems import affine, make_profile, networks, profiles
@@ -84,8 +82,8 @@ def copying_at(bytes_per_s: float | None) -> AbstractContextManager[object]:
     """A device whose memory has this bandwidth; None: one that is not in the table."""
     known = None
     if bytes_per_s is not None:
-        known = dataclasses.replace(accelerator_named("h200"), memory_gbps=bytes_per_s / 1e9)
-    return patch("backbeat.steps.sharded_units.accelerator", return_value=known)
+        known = msgspec.structs.replace(accelerator_named("h200"), memory_bandwidth=bytes_per_s)
+    return patch("backbeat.steps.unit_graph.accelerator", return_value=known)
 
 
 def test_gathers_hide_behind_the_unit_before() -> None:

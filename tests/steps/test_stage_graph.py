@@ -1,4 +1,4 @@
-"""Pipelines as a graph; what a step takes is tested in tests/layouts/test_pipeline.py."""
+"""Pipelines as a graph; what a step takes is tested in tests/steps/test_pipeline.py."""
 
 from __future__ import annotations
 

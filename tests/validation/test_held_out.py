@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from backbeat.layouts import layer_work
 from backbeat.model import cluster
+from backbeat.steps import layer_work
 from validation import cases, held_out
 from validation.ask import Answer, Asker, holding
 from validation.case import Case

@@ -1,6 +1,6 @@
 """What the configuration classes of transformers have by default, of the fields that backbeat reads.
 
-    python validation/layouts/config_defaults.py        # writes backbeat/layouts/config_defaults.json
+    python validation/layouts/config_defaults.py        # writes backbeat/importers/config_json/defaults.json
 
 A config.json leaves out what its class has by default. Run it again where a family or a field is added.
 """
@@ -21,11 +21,11 @@ warnings.filterwarnings("ignore")
 from transformers import CONFIG_MAPPING  # noqa: E402
 
 from backbeat.errors import InputError  # noqa: E402
-from backbeat.layouts import config_fields  # noqa: E402
-from backbeat.layouts.config_reader import read_config  # noqa: E402
-from backbeat.layouts.families import MODEL_FAMILIES  # noqa: E402
+from backbeat.importers.config_json import fields as config_fields  # noqa: E402
+from backbeat.importers.config_json.families import MODEL_FAMILIES  # noqa: E402
+from backbeat.importers.config_json.reader import read_config  # noqa: E402
 
-TARGET = Path(config_fields.__file__).with_name("config_defaults.json")
+TARGET = Path(config_fields.__file__).with_name("defaults.json")
 
 
 def declared(cls: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def compose_profile(shallow: Profile, deep: Profile, layers: int, *, name: str |
         **times,
         name=name or deep.name,
         batches=(),
+        architecture=None if deep.architecture is None else replace(deep.architecture, layers=layers),
         gradients=_gradients(deep.gradients, stack, one["forward_s"], one["backward_s"]),
         memory=_memory(shallow.memory, deep.memory, stack),
         buffer_bytes=round(stack.value(shallow.buffer_bytes, deep.buffer_bytes)),

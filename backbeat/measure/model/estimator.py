@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from backbeat.comm.clock import Clock, Mark
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Product, Traffic, Work, element_bytes, family_of, in_fp8
+from backbeat.errors import InputError
 from backbeat.measure.model.chain import in_backward, tensors_of
 from backbeat.measure.model.operator_work import work_of
 
@@ -114,6 +115,11 @@ class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _aten._local_scalar_dense.default and self.updated_bytes is not None:
             # The number of the step, which an optimizer corrects its averages by: any will do.
             return 1.0
+        if "grouped_mm" in func._schema.name:
+            raise InputError(
+                "the model multiplies by experts in groups, whose sizes are data: no rule says what that takes; ask "
+                "for the model by its config.json, as a layout, or measure it"
+            )
         result = func(*args, **kwargs)
         if func.namespace != "aten" or not self.working:
             return result
@@ -217,7 +223,7 @@ def _padded(works: tuple[Work, ...]) -> tuple[Work, ...]:
     for work in works:
         if isinstance(work, Product) and work.alignment < _ALIGNED:
             each = element_bytes(work.precision)
-            found.append(Traffic("strided", 2 * each * work.batch * (work.m * work.k + work.k * work.n), each))
+            found.append(Traffic("strided", 2 * each * work.batch * (work.m * work.k + work.k * work.n), int(each)))
             work = replace(work, alignment=_ALIGNED)
         found.append(work)
     return tuple(found)

@@ -9,9 +9,12 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 
 from backbeat.comm.clock import Clock
+from backbeat.errors import InputError
+from backbeat.importers.config_json import read_architecture
 from backbeat.measure.model.chain import compiled_blocks, graph_blocks, is_compiled
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
 from backbeat.measure.model.flops import count_flops
@@ -39,11 +42,14 @@ from backbeat.measure.model.training_step import (
     rounded,
 )
 from backbeat.model import Gradient, Memory, Profile
+from backbeat.model.architecture import Architecture
 from backbeat.model.profile import LAUNCH_BOUND
 
 _HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8
 _FEWEST_IN_BRIEF = 2
+_ALIKE = 0.001
+"""How far a model's parameters may be from those of its configuration."""
 _ITERATIONS_WITH_FEWEST = 28
 """All iterations of a measurement with the fewest of each kind. A brief one that has no time for them takes fewer
 yet."""
@@ -95,6 +101,9 @@ class Figures:
         """Forward and backward with their hooks, over the same without."""
         return (self.hooked.forward_s + self.hooked.backward_s) / self.plain_s if self.plain_s > 0 else 1.0
 
+    architecture: Architecture | None = None
+    """The model's, where its configuration says it."""
+
     def profile(self, *, batch_size: int, notes: Iterable[str], **fields: Any) -> Profile:
         """What every profile holds, however its times were found; and further fields of one."""
         # A gradient that backward fills without its hook firing is known only to be there when backward ends.
@@ -120,6 +129,7 @@ class Figures:
             buffer_bytes=self.memory.buffer_bytes,
             memory=self.memory,
             sequence_length=self.sequence_length,
+            architecture=self.architecture,
             flops_per_sample=None if self.flops is None else self.flops / batch_size,
             notes=(*notes, *(() if self.no_flops is None else (self.no_flops,))),
             **fields,
@@ -178,6 +188,7 @@ def measure_training(training: Training, options: MeasureOptions) -> Figures:
             flops=flops,
             no_flops=no_flops,
             sequence_length=sequence_length(training.batch),
+            architecture=architecture_of(training.model),
         )
 
 
@@ -304,6 +315,22 @@ class _Run:
             device_s=device_s,
             **recomputed,
         )
+
+
+def architecture_of(model: torch.nn.Module) -> Architecture | None:
+    """What the configuration of a transformers model says, where its parameters are those of the model."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return None
+    try:
+        found = read_architecture(config.to_dict())
+    except InputError:
+        return None
+    held = sum(parameter.numel() for parameter in model.parameters())
+    # Further heads, or a part of the model alone, are another model.
+    if abs(held - found.parameters) > _ALIKE * held:
+        return None
+    return found
 
 
 def _iteration_s(plain: list[Marks], clock: Clock) -> list[float]:

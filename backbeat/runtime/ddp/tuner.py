@@ -28,7 +28,7 @@ from backbeat.comm.communicators import Communicators
 from backbeat.errors import AgreedError, BackbeatError, where_raised
 from backbeat.measure.network.calibration import calibrate
 from backbeat.measure.network.case import message_sizes
-from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
+from backbeat.model import Bucket, Gradient, Network, Plan, Profile
 from backbeat.planners import unit_strategies
 from backbeat.planners.planned import planned as make_plan
 from backbeat.runtime.ddp.reducer import Reducer
@@ -369,7 +369,7 @@ class Tuner:
                 for bucket in partition.buckets
             ),
         )
-        return msgspec.structs.replace(plan, predicted=PlanPrediction.of(predict(profile, network, plan), network.name))
+        return msgspec.structs.replace(plan, predicted=predict(profile, network, plan).kept(network.name))
 
     def _say(self, text: str) -> None:
         self.history.append(text)

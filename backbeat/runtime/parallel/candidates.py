@@ -149,5 +149,5 @@ def _fits(candidate: Candidate, memory_bytes: int | None) -> bool:
 def _as_stock(candidate: Candidate, profile: Profile, network: Network) -> Candidate:
     """Stock DDP runs without a memory plan, and without what the wrapper adds to a step: its status message."""
     found = predict(profile, network, candidate.plan, reduction=STOCK_FRAMEWORK)
-    predicted = PlanPrediction.of(found, network.name)
+    predicted = found.kept(network.name)
     return Candidate(kind="stock", plan=msgspec.structs.replace(candidate.plan, memory=None, predicted=predicted))

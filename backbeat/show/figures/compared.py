@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 from backbeat.answer.row import Row
-from backbeat.model.memory import KINDS
+from backbeat.model.gpu_memory import KINDS
 from backbeat.model.prediction import Prediction
 from backbeat.show.figures import canvas
 from backbeat.show.figures.canvas import COLOURS, Drawing, axis, bar, dots, drawn, mark, ms, stacked, upright

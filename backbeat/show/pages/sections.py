@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from backbeat.answer.answer import Answer
 from backbeat.answer.row import Row
 from backbeat.model import Network, Profile
-from backbeat.model.memory import KINDS
+from backbeat.model.gpu_memory import KINDS
 from backbeat.show.figures import compared
 from backbeat.show.figures.canvas import Drawing
 from backbeat.show.figures.given import cost_curve, draw_cost_curve, draw_gradient_sizes, largest_gradients

@@ -18,8 +18,8 @@ from backbeat.answer.answer import answered
 from backbeat.answer.asked import Asked
 from backbeat.answer.do import Words
 from backbeat.errors import BackbeatError, InputError
-from backbeat.layouts.architectures import BUNDLED
 from backbeat.model import Network, Profile
+from backbeat.model.architecture import BUNDLED
 from backbeat.model.files import bundled
 from backbeat.show.pages.report_page import form_page, plotly_source
 from backbeat.units import parse_workers

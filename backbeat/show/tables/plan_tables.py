@@ -10,10 +10,10 @@ from rich.table import Table
 
 from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import MemoryPlan, Plan, Prediction, Profile, Segment
-from backbeat.model.memory import KINDS, MemoryByKind
+from backbeat.model.gpu_memory import KINDS, MemoryByKind
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.show.tables.terminal_table import fitted_table, table_of
-from backbeat.steps.sharded_units import ROOT, chain_of
+from backbeat.steps.model_chain import ROOT, chain_of
 from backbeat.units import counted, first_to_last, format_bytes, format_seconds, printable
 
 _MOST_NAME = 34

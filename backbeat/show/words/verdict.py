@@ -8,7 +8,7 @@ from backbeat.answer.answer import Answer
 from backbeat.answer.decision import Measure
 from backbeat.answer.row import Row
 from backbeat.answer.ways import OURS as RUNTIME
-from backbeat.model.memory import described
+from backbeat.model.gpu_memory import described
 from backbeat.show.words.numbers import format_count, format_hours, format_money, format_number
 from backbeat.units import counted, format_bytes, format_seconds
 

@@ -196,3 +196,20 @@ def test_work_that_depends_on_data_is_refused() -> None:
 def test_bad_options_are_explained(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         computed(**options)
+
+
+def mixture(batch_size: int = 1, device: str = "cpu") -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, num_local_experts=4, use_cache=False,
+    )  # fmt: skip
+    with torch.device(device):
+        tokens = torch.randint(0, 100, (batch_size, 16))
+        made = transformers.MixtralForCausalLM(config).train()
+    return made, {"input_ids": tokens, "labels": tokens}, lambda module, batch: module(**batch).loss
+
+
+def test_experts_in_groups_are_refused_with_what_to_do() -> None:
+    with pytest.raises(InputError, match=r"by experts in groups|depends on its data"):
+        analytic_profile(inspect_factory(mixture, "mixture"), gpu="h200", precision="bf16")
