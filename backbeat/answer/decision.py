@@ -10,10 +10,11 @@ from backbeat.answer.asked import Asked
 from backbeat.answer.row import Row
 from backbeat.errors import InputError
 from backbeat.model.prediction import Prediction
-from backbeat.model.rule import level, recommended, tolerance
+from backbeat.model.rule import by_hand, level, recommended, tolerance
 
 Doubt = Literal["level", "fits", "gpus", "deadline"]
 Measure = Literal["network", "run", "profile"]
+_MOST_BATCH = 2**14
 WORTH = 0.5
 """An added GPU pays where it brings this share of its own work."""
 
@@ -185,11 +186,32 @@ def remedies_of(asked: Asked, rows: Sequence[Row]) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-def _fits(asked: Asked, way: str, gpus: int) -> bool:
+def _fits(asked: Asked, way: Any, gpus: int) -> bool:
     try:
         return asked.predict(way, gpus, strict=False).fits in ("yes", "tight")
     except InputError:
         return False
+
+
+def largest_batch(asked: Asked, row: Row) -> int | None:
+    """The largest micro-batch that fits with the same plan; None where nobody knows."""
+    one = row.prediction
+    if one.fits not in ("yes", "tight") or one.layout is not None:
+        return None
+    # What was planned is followed, not planned again for each batch.
+    way: Any = one.way if by_hand(one.way) else one.plan
+    given = {name: value for name, value in asked.given.items() if name not in ("global_batch", "measured")}
+
+    def fits(batch: int) -> bool:
+        return _fits(replace(asked, given={**given, "batch": batch}), way, one.gpus)
+
+    low, high = one.batch, one.batch * 2
+    while high <= _MOST_BATCH and fits(high):
+        low, high = high, high * 2
+    while high - low > max(low // 32, 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def what_to_measure(asked: Asked, taken: Row) -> Measure:

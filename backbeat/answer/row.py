@@ -19,8 +19,6 @@ class Row:
     checked: Checked
     changes: tuple[str, ...] = ()
     """What it changes, unasked, of what is computed or of what the optimizer sees: `compression`, a dtype."""
-    largest_batch: int | None = None
-    """The largest micro-batch that still fits."""
 
     def __getattr__(self, name: str) -> Any:
         """A row is its prediction, and more."""
@@ -98,7 +96,6 @@ class Row:
             "tokens_per_s_per_gpu": None if tokens is None else tokens / one.gpus,
             "mfu": one.mfu,
             "parameters": one.parameters,
-            "largest_batch": self.largest_batch,
             "memory": None
             if peak is None
             else {

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from backbeat.answer.answer import SCHEMA, Answer
+from backbeat.answer.decision import largest_batch
 from backbeat.errors import InputError
 from backbeat.model import files
 from backbeat.show.words.notes import note_text
@@ -19,7 +20,9 @@ def answer_data(answer: Answer) -> dict[str, Any]:
     question = {
         name: value for name, value in msgspec.to_builtins(answer.question).items() if value not in (None, [], ())
     }
-    rows = [row.data() for row in answer.rows]
+    taken = answer.best
+    more = {} if taken is None else {id(taken): largest_batch(answer.asked, taken)}
+    rows = [{**row.data(), "largest_batch": more.get(id(row))} for row in answer.rows]
     for row, data in zip(answer.rows, rows, strict=True):
         data["notes"] = [
             {**values, "text": note_text(note)}

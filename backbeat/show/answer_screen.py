@@ -9,8 +9,9 @@ from rich.table import Table
 from backbeat.answer.answer import Answer
 from backbeat.answer.do import Words
 from backbeat.show.tables.answer_table import answer_table, shown_rows
+from backbeat.show.tables.one_way import one_way
 from backbeat.show.words import caveats, verdict
-from backbeat.show.words.numbers import capitalised, title
+from backbeat.show.words.numbers import title
 from backbeat.units import SCREEN
 
 LINES = 45
@@ -23,7 +24,7 @@ def screen(answer: Answer, words: Words) -> list[Table | str | None]:
     taken = answer.taken
     found = answer.decision
     head = [title(answer), "", verdict.verdict(answer), ""]
-    about = [] if answer.best is None else [f"{capitalised(verdict.called(taken.way))}: {verdict.figures(taken)}."]
+    about = [] if answer.best is None else [f"{verdict.headed(taken.way)}: {verdict.figures(taken)}."]
     about += caveats.about_lines(answer)
     about += [f"* {note}" for note in caveats.notes_of(answer, _NOTES)]
     tail = ["", verdict.decision_text(answer)]
@@ -31,7 +32,8 @@ def screen(answer: Answer, words: Words) -> list[Table | str | None]:
         tail += [verdict.do_heading(found.do_by, found.do), *commands(found.do)]
     room = LINES - sum(map(_lines, [*head, *about, *tail])) - 4
     rows = max(min(room, len(shown_rows(answer))), len(answer.sizes))
-    return [*head, answer_table(answer, rows), "", *about, *tail]
+    full = one_way(taken) if len(answer.rows) == 1 else []
+    return [*head, answer_table(answer, rows), "", *full, *about, *tail]
 
 
 def commands(lines: tuple[str, ...]) -> list[str]:

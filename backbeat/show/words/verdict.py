@@ -9,7 +9,7 @@ from backbeat.answer.decision import Measure
 from backbeat.answer.row import Row
 from backbeat.answer.ways import OURS as RUNTIME
 from backbeat.model.gpu_memory import described
-from backbeat.show.words.numbers import format_count, format_hours, format_money, format_number
+from backbeat.show.words.numbers import capitalised, format_count, format_hours, format_money, format_number
 from backbeat.units import counted, format_bytes, format_seconds
 
 NAMES = {
@@ -39,6 +39,11 @@ def called(way: str) -> str:
     """
     name, _, shards = way.partition(":")
     return NAMES.get(name, way if not shards else name) + (f" in groups of {shards}" if shards else "")
+
+
+def headed(way: str) -> str:
+    """To begin a line; a layout's word stays as it is."""
+    return way if "=" in way else capitalised(called(way))
 
 
 def mesh_words(mesh: Mapping[str, int]) -> str:
