@@ -299,7 +299,7 @@ class _Description:
             activation_bytes=round(activations),
             steady_bytes=round(steady),
             peak_bytes=round(max(at_loss, steady + 4 * parameters)),
-            batch_bytes=8 * self.eager.tokens,
+            batch_bytes=round(8 * self.eager.tokens),
             head_bytes=round(head),
         )
 
