@@ -20,11 +20,11 @@ from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.bucket_graph import BucketStep, bucket_graph
+from backbeat.steps.model_chain import ShardedChain, chain_of
 from backbeat.steps.pipeline import run_pipeline
 from backbeat.steps.schedule import Schedule, one_by_one
-from backbeat.steps.sharded_units import ShardedCost, chain_of
 from backbeat.steps.stage_graph import StageTimes, stage_graph
-from backbeat.steps.unit_graph import UnitStep, unit_graph
+from backbeat.steps.unit_graph import ShardedCost, UnitSteps
 from benchmarks.harness import machine
 
 REPEATS = 20
@@ -95,15 +95,16 @@ def units(name: str, cluster: str, gpus: int, ways: tuple[str, ...]) -> None:
         chain = chain_of(profile, plan(profile, network, way))
         cost = ShardedCost.of(profile, network, chain.sharding)
         for slowdown in (1.0, factor):
-            step = UnitStep(chain=chain, cost=cost, update_s=1e-3, slowdowns={"network": slowdown})
             word = f"{way} of {profile.model}" + (", contended" if slowdown > 1 else "")
-            build = partial(_graph, step)
+            build = partial(_graph, chain, cost, slowdown)
             compared(word, None, build)
             compared(f"  band of {word}", None, build, runs=3)
 
 
-def _graph(step: UnitStep) -> Graph:
-    return unit_graph(step).graph
+def _graph(chain: ShardedChain, cost: ShardedCost, slowdown: float) -> Graph:
+    steps = UnitSteps(chain, cost, 1e-3, slowdown=slowdown)
+    steps.add()
+    return steps.graph
 
 
 def stages() -> None:

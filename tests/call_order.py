@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backbeat.model import Plan, Profile
-from backbeat.steps.sharded_units import chain_of
+from backbeat.steps.model_chain import chain_of
 from backbeat.steps.unit_graph import MARKS, calls
 
 

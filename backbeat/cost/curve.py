@@ -99,6 +99,14 @@ class Curve:
         """Every message takes that many times as long."""
         return Curve(self.sizes, self.times * factor, self.link_s_per_byte * factor)
 
+    def by_part(self, part: float) -> Curve:
+        """The cost by the bytes of a message of which this part is sent; more than 1 where several share a link.
+
+        >>> Curve.affine(1e-3, 1e-9).by_part(2.0).time(1_000_000).item()
+        0.003
+        """
+        return Curve(self.sizes / part, self.times, self.link_s_per_byte * part)
+
     def joined(self, other: Curve, how: np.ufunc) -> Curve:
         """Both costs at the sizes of either, put together: their sum (`np.add`), or the lesser (`np.minimum`).
 

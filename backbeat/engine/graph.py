@@ -125,16 +125,17 @@ class Graph:
     """Transfers of which only one end is there."""
     forward_only: bool = True
     """Every op waits only for ops added before it."""
-    behind_compute: bool = True
-    """Whatever is in flight on a GPU waits for what that GPU was given to compute before, all of it on one lane."""
+    one_computes: bool = True
+    """All computation that may be slowed down is on one lane."""
 
     _last: dict[Lane, int] = field(default_factory=dict)
     _shared_lanes: dict[int, frozenset[Lane]] = field(default_factory=dict)
     """By link: lanes that all of its ops are on."""
-    _computes: dict[int, Lane] = field(default_factory=dict)
-    """By GPU: the lane of what computes there."""
+    _computes: Lane = None
+    """The lane of what may be slowed down, once there is some."""
     _edges: tuple[list[int], list[list[int]]] | None = None
     """How many ops each waits for, and which wait for each, once somebody asked."""
+    _order: list[int] | None = None
     _known: dict[tuple[tuple[int, ...], tuple[Lane, ...]], int] = field(default_factory=dict)
     """The path of ops on these links and lanes, as those before them."""
 
@@ -183,22 +184,20 @@ class Graph:
         self.causes.append(cause)
         if kind:
             self.kind_of[number] = kind
-            if self._computes.setdefault(self.kinds[kind].gpu, lanes[0]) != lanes[0]:
-                self.behind_compute = False
+            self._computes = self._computes or lanes[0]
+            self.one_computes = self.one_computes and self._computes == lanes[0]
         if links or transport is not None:
             path = self._path(links, lanes) if links else 0
             carrier = 0
             if transport is not None:
                 carrier = self.carriers.setdefault((gpu, transport), len(self.carriers))
-                computed = last.get(self._computes.get(gpu), NO_OP)
-                self.behind_compute = self.behind_compute and (computed == NO_OP or computed in before)
             self.sent[number] = Sent(path, work_s, behind_s, follows, carrier, bytes)
         return number
 
     def wait(self, number: int, *before: int) -> None:
         """Let an op wait for others, which may have been added after it."""
         self.before[number] += before
-        self._edges = None
+        self._edges = self._order = None
         self.forward_only = self.forward_only and max(before) < number
 
     def meet(
@@ -243,6 +242,7 @@ class Graph:
     ) -> Graph:
         """The same ops, of which these have other (seconds, work_s, behind_s), as on a quieter network; where given,
         all share links, and are slowed down, otherwise."""
+        self.order()  # once for all of them
         found = copy.copy(self)
         if link is not None:
             found.links = [link] * len(self.links)
@@ -262,7 +262,7 @@ class Graph:
         found = copy.copy(self)
         found.links = [SharedLink()] * len(self.links)
         found._shared_lanes = dict.fromkeys(range(len(self.links)), frozenset())
-        found.before, found.sent, found._edges = self.before.copy(), {}, None
+        found.before, found.sent, found._edges, found._order = self.before.copy(), {}, None, None
         for number, sent in self.sent.items():
             found.sent[number] = sent._replace(behind_s=None, follows=NO_OP)
             own = self.causes[number]
@@ -297,6 +297,26 @@ class Graph:
             self._edges = [len(before) for before in self.before], behind
         waiting, behind = self._edges
         return waiting.copy(), behind
+
+    def order(self) -> list[int]:
+        """Every op after those it waits for, and of what is ready computation last: what is left then waits for it.
+        Kept as well."""
+        if self._order is None or len(self._order) != len(self):
+            waiting, behind = self.edges()
+            computes, self._order = self.kind_of, []
+            begin = [op for op in range(len(self) - 1, -1, -1) if not waiting[op]]
+            ready, held = [op for op in begin if op not in computes], [op for op in begin if op in computes]
+            while ready or held:
+                number = ready.pop() if ready else held.pop()
+                self._order.append(number)
+                for later in behind[number]:
+                    waiting[later] -= 1
+                    if not waiting[later]:
+                        (held if later in computes else ready).append(later)
+            if len(self._order) < len(self):
+                self._order = None
+                raise deadlock(self, [number for number, left in enumerate(waiting) if left])
+        return self._order
 
     def _path(self, links: tuple[int, ...], lanes: tuple[Lane, ...]) -> int:
         found = self._known.get((links, lanes))

@@ -1,7 +1,8 @@
 """When the ops of a graph run: in one pass where that gives every time, otherwise from one moment to the next.
 
-One pass, each op after those before it, is enough where no op changes the pace of another. Computation that is slowed
-down may be among them, where whatever is in flight beside it was issued before it.
+One pass, each op after those before it, is enough where no op changes the pace of another. So it is where all that is
+slowed down is on one lane of one GPU: such computation comes last of what is ready. Then what is left waits for it, so
+all that may be in flight beside it is known.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ def run(graph: Graph) -> GraphTimes:
     """
     if graph.open:
         raise deadlock(graph, sorted(graph.open.values()))
-    if graph.shares_links() or (graph.shares_pace() and not (graph.behind_compute and graph.forward_only)):
+    if graph.shares_links() or (graph.shares_pace() and not graph.one_computes):
         return run_events(graph)
     return run_in_order(graph)
 
 
 def run_in_order(graph: Graph) -> GraphTimes:
-    """Each op after those before it, in the order of issue."""
+    """Each op after those it waits for."""
     count, sent = len(graph), graph.sent
     before, seconds = graph.before, graph.seconds
     starts, on_link, ends = [0.0] * count, [0.0] * count, [0.0] * count
     slowed = {kind for kind in range(1, len(graph.kinds)) if graph.slows(kind)}
     kind_of = graph.kind_of if slowed else {}
     flights = _Flights(graph)
-    for number in range(count) if graph.forward_only else _sorted(graph):
+    for number in graph.order() if slowed or not graph.forward_only else range(count):
         start = 0.0
         for other in before[number]:
             end = ends[other]
@@ -74,7 +75,7 @@ def run_in_order(graph: Graph) -> GraphTimes:
 
 
 class _Flights:
-    """What is in flight on each GPU: all that a computation may be slowed down by was issued before it."""
+    """What is in flight on each GPU."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -111,17 +112,3 @@ class _Flights:
                 return now + left * factor
             left -= (until - now) / factor
             now = until
-
-
-def _sorted(graph: Graph) -> list[int]:
-    """Every op after those it waits for."""
-    waiting, behind = graph.edges()
-    found = [number for number, count in enumerate(waiting) if not count]
-    for number in found:
-        for later in behind[number]:
-            waiting[later] -= 1
-            if not waiting[later]:
-                found.append(later)
-    if len(found) < len(graph):
-        raise deadlock(graph, [number for number, count in enumerate(waiting) if count])
-    return found

@@ -32,6 +32,10 @@ CALL_S, RANK_S = 25e-6, 8.5e-6
 of 1 MiB take 44, 51 and 85 µs on 2, 4 and 8 A100 (VIA-Research/vTrain, trace/a100); all-gathers 32, 51 and 87 µs before
 their bytes on B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)."""
 
+SEND_BYTES_PER_S = 25e9
+"""The most that one rank sends to another node: NCCL gives a send one or two channels, which do not fill 400 Gbit/s. 25
+to 26 GB/s with 1 to 4 of 8 H100 of ten nodes, 15 with 8, 42 between two nodes (xxrjun/nccl-tests-cluster)."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -44,6 +48,9 @@ class Cluster:
     """Whether computation takes longer beside communication: as the network says, or its transport lets assume."""
     _networks: dict[int, Network] = field(default_factory=dict, init=False, repr=False, compare=False)
     _curves: dict[tuple[Collective, int], Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _groups: dict[tuple[Collective, int, int], Curve] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _slowdowns: dict[int, tuple[Slowdown, str] | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -86,19 +93,39 @@ class Cluster:
 
     def collective_s(self, kind: Collective, size: float, workers: int, stride: int = 1) -> float:
         """Seconds of a collective of `size` bytes in groups of `workers` ranks, `stride` apart, all groups at once."""
-        if workers == 1 or size <= 0:
-            return 0.0
-        count = self._filled(workers, stride)
-        sharing = 1.0 if count <= self.per_node else min(stride, self.per_node) * self._sent(kind, workers, count)
-        return self.curve(kind, count).at(size * sharing)
+        return 0.0 if workers == 1 or size <= 0 else self.group(kind, workers, stride).at(size)
 
-    def _sent(self, kind: Collective, workers: int, filled: int) -> float:
-        """What a byte of a group sends between nodes, over what it sends in a group that fills them: a ring of two
-        sends half of what it gathers, one of sixteen nearly all. On two nodes, and where switches reduce, an all-reduce
-        sends as much in either."""
-        if kind == "all_reduce" and (filled == 2 * self.per_node or self.network.topology.across_algorithm == "sharp"):
-            return 1.0
-        return traffic(kind, "ring", workers) / traffic(kind, "ring", filled)
+    def group(self, kind: Collective, workers: int, stride: int = 1) -> Curve:
+        """Seconds by bytes in such groups, all of them at once.
+
+        Of a node's NICs each of the groups that share them has its part. A ring of fewer ranks sends somewhat less
+        between nodes: one of two sends half of what it gathers, one of sixteen nearly all. On two nodes, and where
+        switches reduce, an all-reduce sends as much in either.
+        """
+        if (kind, workers, stride) not in self._groups:
+            self._groups[kind, workers, stride] = self._group(kind, workers, stride)
+        return self._groups[kind, workers, stride]
+
+    def _group(self, kind: Collective, workers: int, stride: int) -> Curve:
+        nodes, sharing = self._nodes(workers, stride), min(stride, self.per_node)
+        if nodes == 1:
+            return self.curve(kind, workers)
+        filled, topology = nodes * self.per_node, self.network.topology
+        whole, inner, members = self.curve(kind, filled), self.inside_node, workers // nodes
+        # Algorithms that go inside and across in turn send between nodes what their number says.
+        ring, full = (nodes, nodes) if topology.in_turn else (workers, filled)
+        less = traffic(kind, "ring", ring) / traffic(kind, "ring", full)
+        tree = nodes == 2 and topology.algorithm != "ring"
+        if kind == "all_reduce" and (tree or topology.across_algorithm == "sharp"):
+            less = 1.0
+        if kind != "all_reduce" or inner is None or stride == 1:
+            return whole.by_part(sharing * less)
+        across = topology.across(whole, inner).by_part(sharing * less)
+        if self.at(filled).all_gather is not None:
+            # At most what it takes at the rate at which the ring of an all-gather over all ranks crosses nodes.
+            sent = traffic(kind, "ring", ring) / traffic("all_gather", "ring", filled)
+            across = across.joined(self.curve("all_gather", filled).by_part(sharing * sent), np.minimum)
+        return across if members == 1 else topology.with_inside(across, self.curve(kind, members))
 
     def curve(self, kind: Collective, workers: int | None = None) -> Curve:
         """Seconds by bytes of the collective, isolated, in one group of neighbours that sends alone: of as many
@@ -114,40 +141,6 @@ class Cluster:
             there = self.at(workers)
             self._curves[kind, workers] = there.cost.isolated if kind == "all_reduce" else _half(there, kind)
         return self._curves[kind, workers]
-
-    def copies(self, shards: int, copies: int) -> Curve:
-        """The all-reduce of each rank's shard with the ranks that hold the same one, `shards` apart, by the bytes of
-        what all shards are of.
-
-        It crosses nodes where `shards` fill one or more; the shards of a node's ranks share what joins the nodes.
-        """
-        per_node, inside, workers = self.per_node, self.inside_node, shards * copies
-        if inside is None or workers <= per_node:
-            # Every rank of a node sends its own shard, and all of them pass the node's link.
-            links = 1 if inside is not None else min(per_node, shards)
-            return _by_part(self.curve("all_reduce", copies), links / shards)
-        # What an all-reduce over whole nodes takes above its inner part is what crosses them. Where it is measured as
-        # one, or pipelined, the inner transfer hides behind the other, and only its latency is taken off.
-        apart = self.network.topology.inside is not None and not self.network.topology.pipelined
-        over = copies * per_node if shards >= per_node else workers
-        whole = self.curve("all_reduce", over)
-        sizes = np.union1d(whole.sizes, inside.sizes)
-        across = Curve(
-            sizes,
-            np.maximum(whole.time(sizes) - (inside.time(sizes) if apart else inside.latency(sizes)), 0.0),
-            max(whole.link_s_per_byte - (inside.link_s_per_byte if apart else 0.0), 0.0),
-        )
-        if self.at(over).all_gather is not None:
-            # At most what it takes at the rate at which the ring of an all-gather over all ranks crosses nodes. That
-            # takes more of every message across than one ring for each rank of a node: with two nodes of two ranks 3/4
-            # of it, where an all-reduce over the nodes takes 1/2 twice.
-            nodes = self.network.topology.nodes(over)
-            more = traffic("all_reduce", "ring", nodes) / traffic("all_gather", "ring", over)
-            across = across.joined(self.curve("all_gather", over).slower(more), np.minimum)
-        if shards >= per_node:
-            return _by_part(across, per_node / shards)
-        # Several copies in one node are first reduced there.
-        return across.joined(_by_part(self.curve("all_reduce", per_node // shards), 1 / shards), np.add)
 
     @cached_property
     def inside_node(self) -> Curve | None:
@@ -175,8 +168,14 @@ class Cluster:
         if size <= 0:
             return 0.0
         inside = self.inside(workers, stride)
-        latency, rate = self._link(inside=inside, sharing=1 if inside else min(stride, self.per_node))
-        return latency + size / rate
+        if inside:
+            latency, rate = self._link(inside=True, sharing=1)
+            return latency + size / rate
+        nics = self.network.topology.nics_per_node
+        # Each rank has its own NICs, however few send.
+        own = 1 if nics is None else min(nics, self.per_node)
+        latency, rate = self._link(inside=False, sharing=max(min(stride, self.per_node), own))
+        return latency + size / (rate if nics is None else min(rate, SEND_BYTES_PER_S))
 
     def late_s(self, size: float) -> float | None:
         """What is left of a send whose receiver is ready only after its buffer has taken what it can. None, which is
@@ -200,9 +199,9 @@ class Cluster:
     ) -> float:
         """How many times as long work that spends these shares of its time in each kind takes beside collectives of
         such groups. What the shares leave of 1 is not computation, and takes as long as it does."""
-        count = self._filled(workers, stride)
         if workers == 1 or not self.contention:
             return 1.0
+        count = workers if self.inside(workers, stride) else self._nodes(workers, stride) * self.per_node
         if count not in self._slowdowns:
             self._slowdowns[count] = slowdown_on(self.at(count), self.gpu, sharded=True)
         found = self._slowdowns[count]
@@ -221,10 +220,9 @@ class Cluster:
         """Whether a group lies inside a node."""
         return workers * stride <= self.per_node
 
-    def _filled(self, workers: int, stride: int) -> int:
-        """The GPUs of as many whole nodes as a group touches; of a group inside one node, its own."""
-        nodes = -(-workers * stride // self.per_node)
-        return workers if self.inside(workers, stride) else nodes * self.per_node
+    def _nodes(self, workers: int, stride: int) -> int:
+        """That a group touches."""
+        return -(-workers * min(stride, self.per_node) // self.per_node)
 
     def _link(self, *, inside: bool, sharing: int, ranks: int = 0) -> tuple[float, float]:
         """Latency of one message, and bytes a second from each GPU where so many of a node send: those of a ring that
@@ -249,11 +247,6 @@ def _half(network: Network, kind: Collective) -> Curve:
         times_s = latency * whole.latency(whole.sizes) + work * whole.transfer(whole.sizes)
         alone = Curve(whole.sizes, times_s, work * whole.link_s_per_byte)
     return Curve(alone.sizes, np.maximum(alone.times, alone.link_s_per_byte * alone.sizes), alone.link_s_per_byte)
-
-
-def _by_part(curve: Curve, part: float) -> Curve:
-    """The cost by whole bytes of a message of which this part is sent."""
-    return Curve(curve.sizes / part, curve.times, curve.link_s_per_byte * part)
 
 
 def cluster_of(network: Cluster | Network | str | os.PathLike[str], gpu: str | None = None) -> Cluster:

@@ -168,7 +168,8 @@ def encode(document: Document) -> bytes:
     body = msgspec.to_builtins(document, enc_hook=_plain_number)
     for field in document.derived:
         del body[field]
-    text = msgspec.json.encode({"schema": document.schema, **body})
+    first = {key: body[key] for key in ("name",) if key in body}
+    text = msgspec.json.encode({"schema": document.schema, **first, **body})
     indented = msgspec.json.format(text, indent=1)
     # The innermost objects and lists on one line each: files stay small and diffs readable.
     one_line = re.compile(rb"[\[{]\s*[^\[\]{}]*?[\]}]")

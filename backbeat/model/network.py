@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 from msgspec.structs import force_setattr, replace
 
-from backbeat.cost import Batch, Curve, LinkCost
+from backbeat.cost import LinkCost
 from backbeat.cost.collectives import Collective
 from backbeat.cost.curve import stretched
 from backbeat.errors import InputError
 from backbeat.model.checks import at_least, whole
-from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint, ShardedTimes
+from backbeat.model.collective_times import CollectiveTimes, ShardedTimes
 from backbeat.model.files import Document, Source
 from backbeat.model.network_rows import NetworkRows, WorkersRow, row_fields, under
 from backbeat.model.slowdown import Slowdown
-from backbeat.model.topology import Load, LoadBand, Topology
+from backbeat.model.topology import Load, Topology
 
 _MOST_WORKERS = 10**9
 
@@ -35,25 +34,18 @@ class Calibration(WorkersRow, frozen=True, kw_only=True):
     """How busy the cluster is taken to be."""
 
 
-class Network(Document, frozen=True, kw_only=True):
+class Network(WorkersRow, Document, frozen=True, kw_only=True):
     """Collective times of a cluster at one number of workers or several; `at` moves it to another."""
 
     SCHEMA: ClassVar[str] = "backbeat.network/2"
     FOLDER: ClassVar[str] = "networks"
 
     name: str
-    workers: Annotated[int, Meta(ge=1)]
-    all_reduce: CollectiveTimes
-    concurrency: tuple[ConcurrencyPoint, ...] = ()
     topology: Topology = Topology()
-    all_gather: CollectiveTimes | None = None
-    reduce_scatter: CollectiveTimes | None = None
-    broadcast: CollectiveTimes | None = None
     slowdown: Slowdown | None = None
     """How much longer computation takes beside an all-reduce, as measured on this cluster."""
     sharded: ShardedTimes | None = None
     """All-gathers and reduce-scatters together, and computation beside them, as measured on this cluster."""
-    band: LoadBand | None = None
     rows: tuple[WorkersRow, ...] = msgspec.field(default=(), name="at")
     """Further numbers of workers. In files it is `at`, which is a method here."""
     backend: Literal["nccl", "gloo", "mpi"] | None = None
@@ -150,10 +142,7 @@ class Network(Document, frozen=True, kw_only=True):
                 "one link between nodes, like ib400; or predict on that network alone"
             )
         at_least("links", links, 1)
-        inside, beyond = base.all_reduce.curve, stretched(between.all_reduce.curve, transfer=1 / links)
-        sizes = np.unique(np.concatenate([inside.sizes, beyond.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
-        slope = inside.link_s_per_byte + beyond.link_s_per_byte
-        both = Curve(sizes, inside.time(sizes) + beyond.time(sizes), slope)
+        both = base.all_reduce.curve.joined(stretched(between.all_reduce.curve, transfer=1 / links), np.add)
         return Network(
             name=f"{base.name}+{between.name}",
             workers=base.workers * between.workers,
@@ -178,27 +167,17 @@ class Network(Document, frozen=True, kw_only=True):
             ),
         )
 
-    def concurrency_on(self, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:
-        """The concurrency rows with other all-reduce times, at another number of workers or on another link."""
-        return self._row.concurrency_on(all_reduce, self.cost) if self.concurrency else ()
-
     @cached_property
     def cost(self) -> LinkCost:
         """The cost model of this network's all-reduce, fitted once."""
-        row = self._measured.with_slope(self._row) if self.moved_from is None else self._row
+        row = self if self.moved_from else self._measured.with_slope(self)
         return LinkCost.fit(row.all_reduce.curve, self.simultaneous)
 
     @property
     def corrected(self) -> Network:
         """The network as measured, every row's all-reduce corrected by its all-gathers and reduce-scatters."""
         base = self.as_measured
-        own, *others = (base._measured.with_slope(row) for row in (base._row, *base.rows))
-        return replace(base, all_reduce=own.all_reduce, rows=tuple(others))
-
-    @property
-    def simultaneous(self) -> list[Batch]:
-        """What was measured of messages at once."""
-        return self._row.simultaneous
+        return replace(base._measured.with_slope(base), rows=tuple(map(base._measured.with_slope, base.rows)))
 
     @property
     def how_busy(self) -> Load:
@@ -217,13 +196,8 @@ class Network(Document, frozen=True, kw_only=True):
         return self._measured.rows
 
     @cached_property
-    def _row(self) -> WorkersRow:
-        """Its own times."""
-        return WorkersRow(**row_fields(self))
-
-    @cached_property
     def _measured(self) -> NetworkRows:
-        rows = sorted((self.as_measured._row, *self.rows), key=lambda row: row.workers)
+        rows = sorted((self.as_measured, *self.rows), key=lambda row: row.workers)
         return NetworkRows(rows, self.topology, by_halves=self.backend == "nccl")
 
     def _moved_to(self, workers: int) -> Network:
@@ -245,11 +219,9 @@ class Network(Document, frozen=True, kw_only=True):
 
     def _under(self, load: Load) -> Network:
         """The times of a typical cluster as they are on a quiet or a busy one."""
-        row = self._measured.with_slope(self._row) if self.moved_from is None else self._row
-        there = under(row, self.topology, load)
+        there = under(self if self.moved_from else self._measured.with_slope(self), self.topology, load)
         if not there:
             return self
+        at_once = self.concurrency_on(there["all_reduce"], self.cost)
         origin = self.moved_from or Calibration(**row_fields(self))
-        return replace(
-            self, concurrency=self.concurrency_on(there["all_reduce"]), moved_from=replace(origin, load=load), **there
-        )
+        return replace(self, concurrency=at_once, moved_from=replace(origin, load=load), **there)

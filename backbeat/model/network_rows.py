@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -23,6 +23,7 @@ from backbeat.model.checks import Checked
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.topology import Load, LoadBand, Topology
 
+Row = TypeVar("Row", bound="WorkersRow")
 HALVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 
 
@@ -106,7 +107,7 @@ class NetworkRows:
         """Every row's all-reduce corrected by all-gathers and reduce-scatters."""
         return NetworkRows([self.with_slope(row) for row in self.rows], self.topology, self.by_halves)
 
-    def with_slope(self, row: WorkersRow) -> WorkersRow:
+    def with_slope(self, row: Row) -> Row:
         """The row, with its all-reduce's slope from all-gathers and reduce-scatters where those have larger messages. A
         row without any has those of the others, moved to its number of workers.
 

@@ -225,20 +225,29 @@ class Topology(Checked, frozen=True, kw_only=True):
                 f"the calibration on {old} workers is within one node of {self.gpus_per_node}: it says nothing of the "
                 "network between nodes; calibrate across two nodes or more"
             )
-        sizes = np.unique(np.concatenate([inner.sizes, whole.sizes, _LARGE]))
-        # What overlaps with the inside is not seen of it: then all of the transfer is taken to cross nodes.
-        within = inner.latency if self.pipelined else inner.time
-        across = Curve(
-            sizes,
-            np.maximum(whole.time(sizes) - within(sizes), 0.0),
-            max(whole.link_s_per_byte - (0.0 if self.pipelined else inner.link_s_per_byte), 0.0),
-        )
         shapes: tuple[Shape, ...] = ("ring", "tree") if self.across_algorithm == "auto" else (self.across_algorithm,)
         factors = [stretch_factors("all_reduce", shape, shapes[0], old_nodes, new_nodes, slowdown) for shape in shapes]
-        beyond = cheapest(factors, across)
-        sizes = np.union1d(sizes, beyond.sizes)
-        slope = beyond.link_s_per_byte + (0.0 if self.pipelined else inner.link_s_per_byte)
-        times = np.maximum(beyond.time(sizes) + within(sizes), inner.time(sizes))
+        return self.with_inside(cheapest(factors, self.across(whole, inner)), inner)
+
+    @property
+    def in_turn(self) -> bool:
+        """An all-reduce goes inside nodes and between them one after the other."""
+        return self.inside is not None and not self.pipelined
+
+    def across(self, whole: Curve, inner: Curve) -> Curve:
+        """Of an all-reduce over whole nodes, what crosses them. What overlaps with the inside is not seen of it: then
+        all of the transfer is taken to cross nodes."""
+        within = inner.time if self.in_turn else inner.latency
+        sizes = np.unique(np.concatenate([inner.sizes, whole.sizes, _LARGE]))
+        slope = whole.link_s_per_byte - (inner.link_s_per_byte if self.in_turn else 0.0)
+        return Curve(sizes, np.maximum(whole.time(sizes) - within(sizes), 0.0), max(slope, 0.0))
+
+    def with_inside(self, across: Curve, inner: Curve) -> Curve:
+        """The all-reduce whose parts cross nodes, and go inside them, in these times."""
+        within = inner.time if self.in_turn else inner.latency
+        sizes = np.unique(np.concatenate([across.sizes, inner.sizes, _LARGE]))
+        slope = across.link_s_per_byte + (inner.link_s_per_byte if self.in_turn else 0.0)
+        times = np.maximum(across.time(sizes) + within(sizes), inner.time(sizes))
         return Curve(sizes, times, max(slope, inner.link_s_per_byte))
 
     def nodes(self, workers: int) -> int:

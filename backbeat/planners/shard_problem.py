@@ -26,10 +26,9 @@ from backbeat.model.slowdown import slowdown_of
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
-from backbeat.steps.model_chain import Chain
+from backbeat.steps.model_chain import Chain, ShardedChain, padded
 from backbeat.steps.sharded_memory import sharded_memory
-from backbeat.steps.sharded_units import ShardedChain, ShardedCost, padded
-from backbeat.steps.unit_step import run_step
+from backbeat.steps.unit_graph import ShardedCost, run_step
 
 Between = Literal["reshard", "whole", "last"]
 """What units do between micro-batches: see `ShardChoice.accumulate`."""

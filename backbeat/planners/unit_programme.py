@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
 from backbeat.steps.schedule import running_sums
-from backbeat.steps.sharded_units import ShardedCost
+from backbeat.steps.unit_graph import ShardedCost
 
 Floats = NDArray[np.float64]
 
@@ -93,7 +93,7 @@ def unit_ends(
     second is gathered at 3 s while the first computes, backward of it ends at 5, the scatters at 6.5 and 8.
 
     >>> from backbeat.cost import Curve, LinkCost
-    >>> from backbeat.steps.sharded_units import ShardedCost
+    >>> from backbeat.steps.unit_graph import ShardedCost
     >>> line = Curve.affine(0.5, 1.0)
     >>> cost = ShardedCost(gather=line, scatter=line, replicate=None, one_link=True, sharing=LinkCost(line),
     ...                    copy_s_per_byte=0.0, shards=2, param_bytes=1, reduce_bytes=1)

@@ -1,22 +1,29 @@
-"""A model as a chain of pieces in the order of forward: what builders of sharded steps are given.
+"""A model as a chain of pieces in the order of forward, and the same cut into the units of a sharded plan.
 
 A piece is a block of the profile or, where it has none, the gradients that one repeated module owns (`layers.0`,
-`transformer.h.3`). Times are the device's own, without communication.
+`transformer.h.3`). Times are the device's own, without communication. A unit holds consecutive pieces; what no unit
+holds is the root's, both its parameters and its computation. A *part* is a run of pieces of one unit.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
-from backbeat.model import MemoryPlan, Profile
+from backbeat.errors import InputError
+from backbeat.model import MemoryPlan, Plan, Profile, Sharding
 from backbeat.model.blocks import FETCH, RECOMPUTE, ranges_of
 from backbeat.model.resident import ResidentMemory
 from backbeat.model.sharding import enclosing
 from backbeat.steps.memory_timeline import BlockChain
+
+ROOT = -1
+"""The root's index, after the units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +166,120 @@ def _of_gradients(profile: Profile) -> Chain:
     if guessed:
         notes.append("forward times are guessed from backward's")
     return Chain(tuple(pieces.values()), notes=tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPart:
+    """Consecutive pieces of one unit, or of the root."""
+
+    unit: int
+    forward_s: float
+    backward_s: float
+    elements: int
+    """Whose gradients its backward makes, padded."""
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedChain:
+    """A model in units."""
+
+    parts: tuple[UnitPart, ...]
+    elements: tuple[int, ...]
+    """Of each unit, and last of the root: all parameters, each padded to a whole number of elements a shard."""
+    reduced_last: frozenset[int]
+    """Units whose input needs no gradient: autograd never reaches their input, so they are reduced when all of backward
+    is done."""
+    whole: Chain
+    """Before it was cut."""
+    sharding: Sharding
+
+    @property
+    def count(self) -> int:
+        """Units without the root."""
+        return len(self.sharding.units)
+
+    @property
+    def has_root(self) -> bool:
+        """The root holds parameters."""
+        return self.elements[ROOT] > 0
+
+    @classmethod
+    def of(cls, chain: Chain, sharding: Sharding) -> ShardedChain:
+        owner = _owners([piece.name for piece in chain.pieces], sharding)
+        _join_gaps(owner, chain.pieces)
+        held: list[list[int]] = [[] for _ in range(len(sharding.units) + 1)]
+        held[ROOT].extend(chain.loose)
+        shards = sharding.mesh.shard
+        parts: list[UnitPart] = []
+        for unit, run in groupby(zip(owner, chain.pieces, strict=True), key=itemgetter(0)):
+            own = [piece for _, piece in run]
+            elements = [count for piece in own for count in piece.elements]
+            held[unit].extend(elements)
+            forward_s, backward_s = sum(piece.forward_s for piece in own), sum(piece.backward_s for piece in own)
+            blocks = tuple(piece.block for piece in own if piece.block is not None)
+            parts.append(UnitPart(unit, forward_s, backward_s, padded(elements, shards), blocks))
+        _check_order(parts, sharding)
+        for index, inside in enumerate(held[:ROOT]):
+            if not inside:
+                raise InputError(
+                    f"units[{index}] ({', '.join(sharding.units[index].modules)}) holds no parameter with a gradient: "
+                    "remove it, its modules are the root's"
+                )
+        units = tuple(padded(inside, shards) for inside in held)
+        holding = [unit for unit, piece in zip(owner, chain.pieces, strict=True) if piece.elements]
+        return cls(tuple(parts), units, frozenset({ROOT, *holding[:1]}), chain, sharding)
+
+
+def chain_of(profile: Profile, plan: Plan) -> ShardedChain:
+    """The profile in the plan's units."""
+    if plan.sharding is None:
+        raise InputError(f"the plan {plan.strategy!r} has no sharding: make one with `backbeat plan --strategy fsdp`")
+    plan.check(profile)
+    return ShardedChain.of(Chain.of_profile(profile, plan.memory), plan.sharding)
+
+
+def padded(elements: Iterable[int], shards: int) -> int:
+    """Elements of these parameters, each filled up to a whole number a shard."""
+    return sum(-(-count // shards) * shards for count in elements)
+
+
+def _owners(names: Sequence[str], sharding: Sharding) -> list[int]:
+    """The unit of each piece, or ROOT."""
+    of_module = {module: index for index, unit in enumerate(sharding.units) for module in unit.modules}
+    owner = []
+    found: set[str] = set()
+    for name in names:
+        module = next((outer for outer in enclosing(name) if outer in of_module), None)
+        owner.append(ROOT if module is None else of_module[module])
+        if module is not None:
+            found.add(module)
+    for module, index in of_module.items():
+        if module not in found:
+            raise InputError(
+                f"units[{index}] names {module!r}, which is a part of a block or holds several kinds of them: units "
+                f"are made of whole blocks, like {names[len(names) // 2]!r}"
+            )
+    return owner
+
+
+def _join_gaps(owner: list[int], pieces: Sequence[ChainPiece]) -> None:
+    """Pieces without parameters between two of one unit run while it is gathered."""
+    last = 0
+    for index in range(1, len(owner)):
+        if owner[index] == ROOT and not pieces[index].elements:
+            continue
+        if owner[index] == owner[last] != ROOT:
+            owner[last:index] = [owner[index]] * (index - last)
+        last = index
+
+
+def _check_order(parts: Sequence[UnitPart], sharding: Sharding) -> None:
+    order = [part.unit for part in parts if part.unit != ROOT]
+    if order != list(range(len(sharding.units))):
+        broken = next((index for index, unit in enumerate(order) if unit != index), len(order))
+        where = order[broken] if broken < len(order) else broken
+        raise InputError(
+            f"units[{where}] is not a run of consecutive blocks after those before it: list units, and the modules "
+            "of each, in the order of forward"
+        )

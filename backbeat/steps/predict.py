@@ -27,9 +27,8 @@ from backbeat.model.slowdown import ComputeSlowdown, slowdown_of
 from backbeat.steps.bucket_step import BucketRun, BucketWay, Explained
 from backbeat.steps.host import HostLane, Period, host_issue, paced_s
 from backbeat.steps.memory_timeline import memory_timeline
-from backbeat.steps.model_chain import Chain
+from backbeat.steps.model_chain import Chain, ShardedChain, chain_of
 from backbeat.steps.sharded_memory import sharded_memory
-from backbeat.steps.sharded_units import ShardedChain, chain_of
 from backbeat.steps.unit_step import UnitRun, UnitWay
 
 _REPEATS = 0.05

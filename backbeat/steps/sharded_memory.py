@@ -44,9 +44,8 @@ from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.model.resident import ResidentMemory
 from backbeat.model.slowdown import slowdown_of
 from backbeat.steps.memory_timeline import BlockChain, Phase, Tally
-from backbeat.steps.sharded_units import ROOT, ShardedChain, ShardedCost, chain_of
-from backbeat.steps.unit_graph import Call, calls
-from backbeat.steps.unit_step import run_step
+from backbeat.steps.model_chain import ROOT, ShardedChain, chain_of
+from backbeat.steps.unit_graph import Call, ShardedCost, calls, run_step
 
 _HALF = ("bf16", "fp16")
 MOST_MICRO_BATCHES = 3

@@ -39,14 +39,22 @@ What waits for what, beside the order of each lane:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
-from backbeat.engine import Graph, SharedLink
+from backbeat.cost.accelerators import accelerator
+from backbeat.cost.curve import Curve
+from backbeat.cost.link import LinkCost
+from backbeat.engine import Graph, GraphTimes, SharedLink, run
 from backbeat.engine.graph import Lane
+from backbeat.errors import InputError
+from backbeat.model import Network, Profile, Sharding
+from backbeat.model.cluster import Cluster
+from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.steps.host import COMPUTE
-from backbeat.steps.sharded_units import ROOT, ShardedChain, ShardedCost
+from backbeat.steps.model_chain import ROOT, ShardedChain
 
 Event = Literal[
     "begin", "all_gather", "copy_out", "forward", "to_backward", "loss", "backward", "free", "wait", "reduce_scatter",
@@ -72,7 +80,7 @@ def calls(chain: ShardedChain, micro_batches: int = 1) -> list[Call]:
     Two blocks, each a unit, and nothing in the root:
 
     >>> from backbeat.model import Gradient, Mesh, Plan, Profile, ShardUnit, Sharding
-    >>> from backbeat.steps.sharded_units import chain_of
+    >>> from backbeat.steps.model_chain import chain_of
     >>> two = Profile(
     ...     name="two", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=2.0, backward_s=2.0,
     ...     update_s=0.0, gradients=tuple(
@@ -174,73 +182,129 @@ class _Host:
         self.held.append(unit)
 
 
+@dataclass(frozen=True, slots=True)
+class ShardedCost:
+    """What the collectives and copies of a sharded step take: seconds by bytes of a whole unit.
+
+    Parameters are gathered, and gradients scattered, within a *shard group*; with several copies of the model (HSDP)
+    each rank then all-reduces its shard with the ranks that hold the same one. Times in a row count where they were
+    measured: a step that waits for collectives sends one after the other, and single ones are hidden.
+    """
+
+    gather: Curve
+    scatter: Curve
+    replicate: Curve | None
+    """The all-reduce of a unit's shards over the copies; None where there is one copy."""
+    one_link: bool
+    """The copies' all-reduce passes the same link as the shard group's collectives."""
+    sharing: LinkCost
+    """How collectives at once share a link: as measured of all-gathers and reduce-scatters on two communicators,
+    otherwise as all-reduces do."""
+    copy_s_per_byte: float
+    """Reading or writing a byte of the device's memory."""
+    shards: int
+    param_bytes: int
+    reduce_bytes: int
+    blocking: bool = False
+    """The host waits for every collective, and issues nothing meanwhile: FSDP2 on gloo."""
+
+    @classmethod
+    def of(cls, profile: Profile, network: Network, sharding: Sharding) -> ShardedCost:
+        mesh = sharding.mesh
+        if mesh.workers != network.workers:
+            raise InputError(
+                f"mesh {mesh} != workers({network.workers}): the plan is made for {mesh.workers} workers; make it "
+                f"again with `backbeat plan --workers {network.workers}`"
+            )
+        cluster = Cluster.of(network)
+        group = cluster.at(mesh.shard)
+        blocking = network.backend == "gloo"
+        in_a_row, together, sharing = 1.0, None, group.cost
+        if network.sharded is not None:
+            in_a_row, together = 1.0 if blocking else network.sharded.in_a_row, network.sharded.speed(2)
+        if together is not None:
+            sharing = LinkCost(sharing.isolated, sharing.busy, {2: together * in_a_row})
+        device = accelerator(profile.device)
+        return cls(
+            gather=cluster.curve("all_gather", mesh.shard).slower(in_a_row),
+            # Gloo's own reduce-scatter, which FSDP2 calls there, moves as many bytes as its all-reduce.
+            scatter=group.cost.isolated if blocking else cluster.curve("reduce_scatter", mesh.shard).slower(in_a_row),
+            # Each rank's shard, with the ranks that hold the same one.
+            replicate=None
+            if mesh.replicate == 1
+            else cluster.group("all_reduce", mesh.replicate, mesh.shard).by_part(1 / mesh.shard),
+            one_link=cluster.inside_node is None or mesh.shard > network.topology.gpus_per_node,
+            sharing=sharing,
+            # A device that is not in the table, such as a CPU, is taken to copy in no time.
+            copy_s_per_byte=0.0 if device is None else 1 / device.bytes_per_s,
+            shards=mesh.shard,
+            param_bytes=DTYPE_BYTES[sharding.param_dtype],
+            reduce_bytes=DTYPE_BYTES[sharding.reduce_dtype],
+            blocking=blocking,
+        )
+
+    def collective(self, event: str) -> tuple[Curve, int]:
+        """What a collective of FSDP2 takes by its bytes, and bytes of an element in it."""
+        if event == "all_gather":
+            return self.gather, self.param_bytes
+        return self.scatter if event == "reduce_scatter" else self.replicate or self.scatter, self.reduce_bytes
+
+    def unit_times(self, event: str, unit: int, elements: int) -> tuple[float, float]:
+        """Latency and transfer of a unit's collective."""
+        curve, width = self.collective(event)
+        size = elements * width
+        seconds = curve.at(size)
+        work = min(curve.link_s_per_byte * size, seconds)
+        return seconds - work, work
+
+    def by_unit(self, chain: ShardedChain) -> Callable[[str, int], tuple[float, float]]:
+        """The same by event and unit: every micro-batch sends them again."""
+        return cache(lambda event, unit: self.unit_times(event, unit, chain.elements[unit]))
+
+    def gather_in_s(self, elements: int) -> float:
+        """The own shard, read and written in the parameters' dtype, and once more into the gathered buffer."""
+        cast = ELEMENT_BYTES + self.param_bytes if self.param_bytes != ELEMENT_BYTES else 0
+        return elements / self.shards * (cast + 2 * self.param_bytes) * self.copy_s_per_byte
+
+    def copy_out_s(self, elements: int) -> float:
+        """Out of the gathered buffer into the parameters."""
+        return 2 * elements * self.param_bytes * self.copy_s_per_byte
+
+    def scatter_in_s(self, elements: int) -> float:
+        """Gradients, in the dtype they were computed in, into the reduce-scatter's input."""
+        return elements * (self.param_bytes + self.reduce_bytes) * self.copy_s_per_byte
+
+
+_TRANSPORT = "network"
 _COPY_IN: tuple[Lane, ...] = ("copy in",)
 _GATHER, _SCATTER, _REPLICATE = ((("communicator", number),) for number in range(3))
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitStep:
-    """What a sharded step is made of."""
-
-    chain: ShardedChain
-    cost: ShardedCost
-    update_s: float
-    """Of the own shard."""
-    micro_batches: int = 1
-    slowdowns: Mapping[str, float] = field(default_factory=dict)
-    """Of computation beside collectives, by transport."""
-    transports: tuple[str, str] = ("network", "network")
-    """Of collectives among shards, and of those among copies of the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnitGraph:
-    graph: Graph
-    calls: list[Call]
-    """The call that issued each op."""
-    chain: ShardedChain
-
-    def on(self, cost: ShardedCost, slowdowns: Mapping[str, float] | None = None) -> Graph:
-        """The same step where collectives cost this, as on a quieter network."""
-        prices = _LinkTimes(self.chain, cost)
-        sent = ((op, self.calls[op]) for op in self.graph.sent)
-        times = {op: (*prices.of(call.event, call.unit), None) for op, call in sent}
-        return self.graph.retimed(times, SharedLink.of(cost.sharing), slowdowns)
-
-
-class _LinkTimes:
-    """Latency and transfer of a unit's collectives: the same in every micro-batch."""
-
-    def __init__(self, chain: ShardedChain, cost: ShardedCost) -> None:
-        self.chain, self.cost = chain, cost
-        self.known: dict[tuple[str, int], tuple[float, float]] = {}
-
-    def of(self, event: str, unit: int) -> tuple[float, float]:
-        if (event, unit) not in self.known:
-            self.known[event, unit] = self.cost.unit_times(event, unit, self.chain.elements[unit])
-        return self.known[event, unit]
-
-
-def unit_graph(step: UnitStep) -> UnitGraph:
-    """One step."""
-    steps = UnitSteps(step)
+def run_step(
+    chain: ShardedChain, cost: ShardedCost, update_s: float = 0.0, *, micro_batches: int = 1, slowdown: float = 1.0
+) -> tuple[UnitSteps, GraphTimes]:
+    """One step, and when its ops run."""
+    steps = UnitSteps(chain, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
     steps.add()
-    return UnitGraph(steps.graph, steps.calls, step.chain)
+    return steps, run(steps.graph)
 
 
 class UnitSteps:
     """A graph to which one step after the other is added: ops of the calls so far, and what later ones will wait
-    for."""
+    for. A rank updates its own shard in `update_s`; computation takes `slowdown` times as long beside collectives."""
 
-    def __init__(self, step: UnitStep) -> None:
-        self.step, self.chain, self.cost = step, step.chain, step.cost
+    def __init__(
+        self, chain: ShardedChain, cost: ShardedCost, update_s: float = 0.0, *, micro_batches: int = 1,
+        slowdown: float = 1.0,
+    ) -> None:  # fmt: skip
+        self.chain, self.cost, self.update_s, self.micro_batches = chain, cost, update_s, micro_batches
         self.graph = Graph()
         self.calls: list[Call] = []
-        self.kind = self.graph.kind(step.slowdowns)
-        shared = (self.graph.link(SharedLink.of(step.cost.sharing)),)
-        self.replica_links = shared if step.cost.one_link else (self.graph.link(SharedLink.of(step.cost.sharing)),)
-        self.shard_links = shared
-        self.scatter_lane = _SCATTER if step.chain.sharding.separate_reduce_scatter else _GATHER
+        """The call that issued each op."""
+        self.kind = self.graph.kind({_TRANSPORT: slowdown})
+        self.shard_links = (self.graph.link(SharedLink.of(cost.sharing)),)
+        self.replica_links = self.shard_links if cost.one_link else (self.graph.link(SharedLink.of(cost.sharing)),)
+        self.scatter_lane = _SCATTER if chain.sharding.separate_reduce_scatter else _GATHER
         self.in_forward = True
         self.gather_waits_for: tuple[int, ...] = ()
         """The next all-gather."""
@@ -254,12 +318,18 @@ class UnitSteps:
         """The last reduce-scatter of each unit."""
         self.unfinished: list[int] = []
         """Reductions that the end of the micro-batch waits for."""
-        self.link_times = _LinkTimes(step.chain, step.cost)
+        self.link_times = cost.by_unit(chain)
 
     def add(self) -> int:
         """The update that ends the step."""
-        self.issue(calls(self.step.chain, self.step.micro_batches))
+        self.issue(calls(self.chain, self.micro_batches))
         return len(self.graph) - 1
+
+    def on(self, cost: ShardedCost, slowdown: float) -> Graph:
+        """The same ops where collectives cost this, as on a quieter network."""
+        prices, sent = cost.by_unit(self.chain), ((op, self.calls[op]) for op in self.graph.sent)
+        times = {op: (*prices(call.event, call.unit), None) for op, call in sent}
+        return self.graph.retimed(times, SharedLink.of(cost.sharing), {_TRANSPORT: slowdown})
 
     def issue(self, issued: Iterable[Call]) -> None:
         """These calls, behind those before them."""
@@ -299,49 +369,25 @@ class UnitSteps:
             self.compute_waits_for.extend(self.unfinished)
             self.unfinished.clear()
         elif event == "update":
-            self._compute(call, self.step.update_s)
+            self._compute(call, self.update_s)
 
     def _compute(self, call: Call, seconds: float, *after: int, cause: str = "") -> int:
         waits, self.compute_waits_for = self.compute_waits_for, []
         return self._put(call, COMPUTE, seconds, (*after, *waits), kind=self.kind, cause=cause)
 
     def _send(self, call: Call, lane: tuple[Lane, ...], after: int) -> int:
-        seconds, work = self.link_times.of(call.event, call.unit)
-        among_copies = lane is _REPLICATE
-        return self._put(
-            call,
-            lane,
-            seconds,
-            (after,),
-            work_s=work,
-            links=self.replica_links if among_copies else self.shard_links,
-            transport=self.step.transports[among_copies],
-        )
+        seconds, work = self.link_times(call.event, call.unit)
+        links = self.replica_links if lane is _REPLICATE else self.shard_links
+        return self._put(call, lane, seconds, (after,), work_s=work, links=links, transport=_TRANSPORT)
 
     def _put(
-        self,
-        call: Call,
-        lane: tuple[Lane, ...],
-        seconds: float,
-        after: tuple[int, ...],
-        *,
-        work_s: float = 0.0,
-        links: tuple[int, ...] = (),
-        transport: str | None = None,
-        kind: int = 0,
-        cause: str = "",
-    ) -> int:
+        self, call: Call, lane: tuple[Lane, ...], seconds: float, after: tuple[int, ...], *, work_s: float = 0.0,
+        links: tuple[int, ...] = (), transport: str | None = None, kind: int = 0, cause: str = "",
+    ) -> int:  # fmt: skip
         if self.cost.blocking and self.calls:
             after = (*after, len(self.calls) - 1)
         self.calls.append(call)
         return self.graph.add(
-            lane,
-            seconds,
-            after=after,
-            work_s=work_s,
-            links=links,
-            transport=transport,
-            kind=kind,
-            label=("{} {}", call.event, call.unit),
-            cause=cause or call.event,
-        )
+            lane, seconds, after=after, work_s=work_s, links=links, transport=transport, kind=kind,
+            label=("{} {}", call.event, call.unit), cause=cause or call.event,
+        )  # fmt: skip

@@ -24,10 +24,9 @@ from backbeat.engine.graph import check_size
 from backbeat.model import Mesh, Sharding
 from backbeat.model.sharding import ShardUnit
 from backbeat.steps.host import COMPUTE
-from backbeat.steps.model_chain import Chain, ChainPiece
-from backbeat.steps.sharded_units import ShardedChain, ShardedCost
+from backbeat.steps.model_chain import Chain, ChainPiece, ShardedChain
 from backbeat.steps.stage_graph import StageTimes, added
-from backbeat.steps.unit_graph import Call, UnitStep, UnitSteps, calls
+from backbeat.steps.unit_graph import Call, ShardedCost, UnitSteps, calls
 
 _FREE = Curve.affine(0.0, 0.0)
 _GATHERED, _SENT = ("all_gather", "copy_out"), ("wait", "reduce_scatter")
@@ -129,7 +128,7 @@ class UnitRunner:
         )  # fmt: skip
 
     def _run(self, chain: ShardedChain, issued: Sequence[Call]) -> _UnitRun:
-        steps = UnitSteps(UnitStep(chain=chain, cost=self._cost, update_s=0.0, slowdowns={"network": self.slowdown}))
+        steps = UnitSteps(chain, self._cost, slowdown=self.slowdown)
         steps.issue(issued)
         graph = steps.graph
         check_size(graph)

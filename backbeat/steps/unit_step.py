@@ -7,6 +7,7 @@ reduced only once a step (`gradient_sync`). Each rank updates its own shard: the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +19,8 @@ from backbeat.model import Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.steps.bucket_step import Explained
 from backbeat.steps.host import COMPUTE
-from backbeat.steps.sharded_units import ROOT, ShardedChain, ShardedCost, chain_of
-from backbeat.steps.unit_graph import UnitGraph, UnitStep, unit_graph
+from backbeat.steps.model_chain import ROOT, ShardedChain, chain_of
+from backbeat.steps.unit_graph import Call, ShardedCost, UnitSteps, run_step
 
 
 class UnitWay:
@@ -29,29 +30,18 @@ class UnitWay:
         self.profile, self.micro_batches = profile, micro_batches
         self.chain = chain or chain_of(profile, plan)
         self.update_s = profile.update_s / self.chain.sharding.mesh.shard
-        self._made: UnitGraph | None = None
+        self._made: UnitSteps | None = None
 
     def on(self, network: Network, slowdown: float = 1.0) -> UnitRun:
         """On this network, with computation that takes so many times as long beside a collective."""
         cost = ShardedCost.of(self.profile, network, self.chain.sharding)
         if self._made is not None:
-            graph = self._made.on(cost, {"network": slowdown})
-            return UnitRun(self, cost, self._made, graph, run(graph))
+            graph = self._made.on(cost, slowdown)
+            return UnitRun(self, cost, self._made.calls, graph, run(graph))
         self._made, times = run_step(
             self.chain, cost, self.update_s, micro_batches=self.micro_batches, slowdown=slowdown
         )
-        return UnitRun(self, cost, self._made, self._made.graph, times)
-
-
-def run_step(
-    chain: ShardedChain, cost: ShardedCost, update_s: float, *, micro_batches: int = 1, slowdown: float = 1.0
-) -> tuple[UnitGraph, GraphTimes]:
-    """One step, in which a rank updates its own shard in `update_s`."""
-    slowdowns = {"network": slowdown}
-    made = unit_graph(
-        UnitStep(chain=chain, cost=cost, update_s=update_s, micro_batches=micro_batches, slowdowns=slowdowns)
-    )
-    return made, run(made.graph)
+        return UnitRun(self, cost, self._made.calls, self._made.graph, times)
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,7 @@ class UnitRun:
 
     way: UnitWay
     cost: ShardedCost
-    made: UnitGraph
+    calls: Sequence[Call]
     graph: Graph
     times: GraphTimes
 
@@ -88,7 +78,7 @@ class UnitRun:
         Bytes that move in a gap count as bandwidth where they would not fit behind all of the computation, or where
         computation never hides them.
         """
-        graph, calls, times, cost, way = self.graph, self.made.calls, self.times, self.cost, self.way
+        graph, calls, times, cost, way = self.graph, self.calls, self.times, self.cost, self.way
         computing = [op for op, lanes in enumerate(graph.lanes) if lanes == COMPUTE]
         copies = sum(graph.seconds[op] for op in computing if graph.causes[op] == "copy")
         gaps: list[tuple[float, float]] = []
@@ -118,7 +108,7 @@ class UnitRun:
         communicators = sorted({graph.lanes[op] for op in graph.sent})
         lanes = {COMPUTE: "compute", **{lane: f"communicator {index}" for index, lane in enumerate(communicators)}}
         spans = []
-        for op, call in enumerate(self.made.calls):
+        for op, call in enumerate(self.calls):
             lane, start, end = lanes.get(graph.lanes[op]), times.starts[op], times.ends[op]
             if lane is None or end <= start:
                 continue

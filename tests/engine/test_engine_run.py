@@ -61,40 +61,44 @@ def test_in_order_and_events_agree_where_nothing_is_shared(spec: GraphSpec) -> N
 @settings(max_examples=300)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["compute", "send", "send", "fixed"]), times, times, st.integers(0, 1)), max_size=14
+        st.tuples(st.sampled_from(["compute", "send", "send", "fixed"]), times, times, st.integers(0, 1), st.data()),
+        max_size=14,
     ),
     st.lists(
         st.fixed_dictionaries(dict.fromkeys(TRANSPORTS, st.sampled_from([1.0, 1.5, 2.0]))), min_size=2, max_size=2
     ),
 )
-def test_in_order_and_events_agree_where_what_slows_computation_is_issued_before_it(
-    rows: list[tuple[str, float, float, int]], slowdowns: tuple[dict[str, float], ...]
+def test_in_order_and_events_agree_where_one_lane_computes(
+    rows: list[tuple[str, float, float, int, st.DataObject]], slowdowns: tuple[dict[str, float], ...]
 ) -> None:
+    """Also beside what is issued after it."""
     graph = Graph()
     kinds = [graph.kind(each) for each in slowdowns]
     links = [graph.link() for _ in range(2)]
-    computed: tuple[int, ...] = ()
-    for form, seconds, work, which in rows:
+    for number, (form, seconds, work, which, data) in enumerate(rows):
+        after = data.draw(st.lists(st.integers(0, number - 1), max_size=2)) if number else ()
         if form == "compute":
-            computed = (graph.add(("gpu",), seconds, kind=kinds[which]),)
+            graph.add(("gpu",), seconds, kind=kinds[which], after=after)
         elif form == "fixed":
-            computed = (graph.add(("gpu",), seconds),)
+            graph.add(("gpu",), seconds, after=after)
         else:
             transport = TRANSPORTS[which]
-            graph.add((which,), seconds, work_s=work, links=(links[which],), transport=transport, after=computed)
-    assert graph.behind_compute
+            graph.add((which,), seconds, work_s=work, links=(links[which],), transport=transport, after=after)
+    assert graph.one_computes
     assert not graph.shares_links()
     for mine, theirs in zip(run_in_order(graph), run_events(graph), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
 
 
-def test_what_may_begin_before_computation_ends_is_known() -> None:
+def test_what_begins_beside_computation_may_be_issued_after_it() -> None:
     graph = Graph()
     kind = graph.kind({"efa": 2.0})
     graph.add(("gpu",), 2.0, kind=kind)
     graph.add(("communicator",), 1.0, transport="efa")
-    assert not graph.behind_compute
     assert run(graph).ends == [2.5, 1.0]
+    graph.add(("another gpu",), 1.0, kind=kind)
+    assert not graph.one_computes
+    assert run(graph).ends == [2.5, 1.0, 1.5]
 
 
 def _less(spec: GraphSpec, data: st.DataObject, *, all_of_it: bool) -> GraphSpec:

@@ -28,10 +28,12 @@ def test_copies_take_no_less_for_more_bytes_or_on_a_busy_day(
 ) -> None:
     network = Network.load(name).at(workers=shards * copies)
     cluster = Cluster.of(network)
-    curve = cluster.copies(shards, copies)
+    curve = cluster.group("all_reduce", copies, shards)
     assert 0 <= curve.at(size) <= curve.at(size * factor) * (1 + 1e-9)
     if (edges := cluster.edges) is not None and shards * copies > cluster.per_node:
-        assert edges[0].copies(shards, copies).at(size) <= edges[1].copies(shards, copies).at(size) * (1 + 1e-9)
+        assert edges[0].collective_s("all_reduce", size, copies, shards) <= edges[1].collective_s(
+            "all_reduce", size, copies, shards
+        ) * (1 + 1e-9)
 
 
 def test_a_cluster_is_as_busy_as_its_network() -> None:

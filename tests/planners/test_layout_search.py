@@ -13,7 +13,8 @@ from backbeat.importers.config_json import read_architecture
 from backbeat.model.cluster import cluster_of
 from backbeat.model.layout import Layout, job_of
 from backbeat.model.possible_layout import impossible
-from backbeat.planners.layout_search import RECOMPUTE, _candidates, _rank, search
+from backbeat.planners.layout_search import _candidates, search
+from backbeat.planners.layout_ways import RECOMPUTE, rank
 from backbeat.steps.predict_layout import predict_layout, predictor_of
 
 JOB: dict[str, Any] = {"global_batch": 128, "sequence": 4096}
@@ -125,7 +126,7 @@ def test_the_best_by_events_is_among_the_first_by_formula(model: str, cluster: s
         tried = (msgspec.structs.replace(base, recompute=recompute) for recompute in RECOMPUTE)
         fitting = next((one for one in tried if predictor.fits(one)), None)
         if fitting is not None:
-            weighed.append((fitting, predictor.predict(fitting, "closed-form")))
-    weighed.sort(key=_rank)
-    events = [predictor.predict(layout, timeline=False).step_s for layout, _ in weighed[:125]]
+            weighed.append(fitting)
+    weighed.sort(key=lambda one: rank(one, predictor.step_s(one)))
+    events = [predictor.predict(layout, timeline=False).step_s for layout in weighed[:125]]
     assert events.index(min(events)) < 16

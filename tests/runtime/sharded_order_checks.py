@@ -23,9 +23,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.utils.checkpoint import checkpoint
 
 from backbeat.model import Block, Gradient, Mesh, Network, Plan, Profile, Sharding, ShardUnit
-from backbeat.steps.sharded_units import ROOT, ShardedCost, chain_of
-from backbeat.steps.unit_graph import calls
-from backbeat.steps.unit_step import run_step
+from backbeat.steps.model_chain import ROOT, chain_of
+from backbeat.steps.unit_graph import ShardedCost, calls, run_step
 from tests.call_order import call_order
 
 CHECKS: dict[str, Scenario] = {}

@@ -10,8 +10,8 @@ from backbeat.model.network import CollectiveTimes
 from backbeat.model.profile import Dtype, Gradient
 from backbeat.planners.planned import planned, predicted
 from backbeat.show.words.notes import worded
+from backbeat.steps.model_chain import chain_of
 from backbeat.steps.sharded_memory import sharded_activations
-from backbeat.steps.sharded_units import chain_of
 
 NETWORK = bb.Network(name="n", workers=8, all_reduce=CollectiveTimes(alpha_s=1e-4, beta_s_per_byte=1e-9))
 ELEMENTS = 10_000_000

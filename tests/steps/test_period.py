@@ -14,9 +14,9 @@ from backbeat.model.slowdown import slowdown_of
 from backbeat.planners.planned import planned
 from backbeat.steps.bucket_graph import BucketStep, BucketSteps, bucket_graph
 from backbeat.steps.host import HOST, MOST_STEPS, IssuedWork, done_s, paced_s, period_of
+from backbeat.steps.model_chain import ROOT, chain_of
 from backbeat.steps.schedule import Schedule
-from backbeat.steps.sharded_units import ROOT, ShardedCost, chain_of
-from backbeat.steps.unit_graph import Call, UnitStep, UnitSteps, unit_graph
+from backbeat.steps.unit_graph import Call, ShardedCost, UnitSteps, run_step
 from tests.chains import chains
 from tests.problems import networks
 from tests.sharded_problems import sharded_plans
@@ -53,12 +53,11 @@ def test_a_sharded_step_is_its_own_period(
 ) -> None:
     chain = chain_of(profile, data.draw(sharded_plans(profile)))
     cost = ShardedCost.of(profile, network, chain.sharding)
-    slowdowns = {"network": slowdown}
-    step = UnitStep(chain=chain, cost=cost, update_s=1e-3, micro_batches=micro_batches, slowdowns=slowdowns)
-    steps = UnitSteps(step)
+    steps = UnitSteps(chain, cost, 1e-3, micro_batches=micro_batches, slowdown=slowdown)
     found = period_of(steps.graph, steps.add)
     assert found.settled
-    assert found.seconds == pytest.approx(run(unit_graph(step).graph).end_s, rel=1e-9, abs=1e-12)
+    _, once = run_step(chain, cost, 1e-3, micro_batches=micro_batches, slowdown=slowdown)
+    assert found.seconds == pytest.approx(once.end_s, rel=1e-9, abs=1e-12)
 
 
 @settings(max_examples=60)
@@ -73,8 +72,7 @@ def test_a_sharded_step_takes_the_longer_of_device_and_host(
     chain = chain_of(profile, data.draw(sharded_plans(profile)))
     cost = ShardedCost.of(profile, network, chain.sharding)
     assume(not cost.blocking)
-    step = UnitStep(chain=chain, cost=cost, update_s=1e-3, micro_batches=micro_batches, slowdowns={"network": slowdown})
-    steps = UnitSteps(step)
+    steps = UnitSteps(chain, cost, 1e-3, micro_batches=micro_batches, slowdown=slowdown)
 
     def add_issued() -> int:
         first, last = len(steps.graph), steps.add()
@@ -87,7 +85,7 @@ def test_a_sharded_step_takes_the_longer_of_device_and_host(
         return last
 
     found = period_of(steps.graph, add_issued)
-    device_s = run(unit_graph(step).graph).end_s
+    device_s = run_step(chain, cost, 1e-3, micro_batches=micro_batches, slowdown=slowdown)[1].end_s
     host_s = micro_batches * host * sum(one.forward_s + one.backward_s for one in chain.parts) + 1e-3
     if found.settled:
         assert found.seconds == pytest.approx(paced_s(device_s, host_s), rel=1e-6)
@@ -105,7 +103,7 @@ def test_a_bundled_step_is_its_own_period(way: str) -> None:
     if way == "fsdp":
         chain = chain_of(profile, plan)
         cost = ShardedCost.of(profile, network, chain.sharding)
-        sharded = UnitSteps(UnitStep(chain=chain, cost=cost, update_s=1e-3, slowdowns=slowdowns))
+        sharded = UnitSteps(chain, cost, 1e-3, slowdown=slowdowns["network"])
         found = period_of(sharded.graph, sharded.add)
     else:
         schedule, _ = Schedule.of_plan(profile, plan)

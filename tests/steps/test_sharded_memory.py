@@ -11,8 +11,8 @@ import backbeat as bb
 from backbeat.model import Block, Gradient, Memory, MemoryPlan, Plan, Profile, Segment
 from backbeat.model.resident import ResidentMemory
 from backbeat.planners.planned import planned, predicted
+from backbeat.steps.model_chain import ROOT, chain_of
 from backbeat.steps.sharded_memory import MemoryLevel, sharded_activations, sharded_memory, step_moments, tied_block
-from backbeat.steps.sharded_units import ROOT, chain_of
 from tests.chains import chains
 from tests.sharded_problems import sharded_plan, sharded_plans
 

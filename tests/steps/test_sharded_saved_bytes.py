@@ -26,8 +26,8 @@ from backbeat.measure import profile as measure
 from backbeat.measure.model.training_step import autocast
 from backbeat.model import Mesh, Plan, Profile, Sharding, ShardUnit
 from backbeat.runtime.sharded.batchnorm import keep_statistics_dtype
+from backbeat.steps.model_chain import chain_of
 from backbeat.steps.sharded_memory import sharded_activations
-from backbeat.steps.sharded_units import chain_of
 
 WIDTH, HEADS, SAMPLES, LENGTH = 64, 4, 8, 32
 RANKS = 4

@@ -31,9 +31,8 @@ from backbeat.model import (
 from backbeat.model.collective_times import CollectivePair, ShardedTimes
 from backbeat.planners.planned import planned, predicted
 from backbeat.show.words.notes import worded
-from backbeat.steps.model_chain import owning_module
-from backbeat.steps.sharded_units import ROOT, ShardedCost, chain_of
-from backbeat.steps.unit_step import run_step
+from backbeat.steps.model_chain import ROOT, chain_of, owning_module
+from backbeat.steps.unit_graph import ShardedCost, run_step
 from tests.call_order import call_order
 from tests.chains import chains
 from tests.problems import affine, make_profile, networks, profiles
@@ -85,7 +84,7 @@ def copying_at(bytes_per_s: float | None) -> AbstractContextManager[object]:
     known = None
     if bytes_per_s is not None:
         known = dataclasses.replace(accelerator_named("h200"), memory_gbps=bytes_per_s / 1e9)
-    return patch("backbeat.steps.sharded_units.accelerator", return_value=known)
+    return patch("backbeat.steps.unit_graph.accelerator", return_value=known)
 
 
 def test_gathers_hide_behind_the_unit_before() -> None:

@@ -9,15 +9,12 @@ from backbeat.model import Network, Profile
 from backbeat.model.profile import device_alone
 from backbeat.model.slowdown import slowdown_of
 from backbeat.planners.planned import planned
-from backbeat.steps.sharded_units import ShardedChain, ShardedCost, chain_of
-from backbeat.steps.unit_graph import UnitGraph, UnitStep, unit_graph
+from backbeat.steps.model_chain import ShardedChain, chain_of
+from backbeat.steps.unit_graph import ShardedCost, UnitSteps, run_step
 
 
-def graph_of(chain: ShardedChain, cost: ShardedCost, update_s: float, micro_batches: int, slowdown: float) -> UnitGraph:
-    slowdowns = {"network": slowdown}
-    return unit_graph(
-        UnitStep(chain=chain, cost=cost, update_s=update_s, micro_batches=micro_batches, slowdowns=slowdowns)
-    )
+def graph_of(chain: ShardedChain, cost: ShardedCost, update_s: float, micro_batches: int, slowdown: float) -> UnitSteps:
+    return run_step(chain, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)[0]
 
 
 @pytest.mark.parametrize(
@@ -74,5 +71,5 @@ def test_a_quieter_network_is_the_same_graph_with_other_times(way: str) -> None:
     for other in network.edges:
         cost = ShardedCost.of(profile, other, chain.sharding)
         again = graph_of(chain, cost, 1e-3, 2, 1.2)
-        assert run(made.on(cost)).ends == run(again.graph).ends
-        assert run(made.on(cost)).ends != run(made.graph).ends
+        assert run(made.on(cost, 1.2)).ends == run(again.graph).ends
+        assert run(made.on(cost, 1.2)).ends != run(made.graph).ends

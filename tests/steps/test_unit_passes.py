@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backbeat.cost.accelerators import accelerator_named
-from backbeat.engine import run
 from backbeat.steps.stage_graph import StageTimes
-from backbeat.steps.unit_graph import UnitStep, unit_graph
+from backbeat.steps.unit_graph import run_step
 from backbeat.steps.unit_passes import UnitRunner, UnitTraffic
 
 seconds = st.floats(0.0, 1.0)
@@ -35,8 +34,7 @@ def test_a_stage_alone_takes_what_the_calls_of_all_its_micro_batches_take(
     units: list[tuple[StageTimes, UnitTraffic]], zero: int, count: int
 ) -> None:
     asked = runner(units, zero)
-    step = UnitStep(chain=asked._chain(), cost=asked._cost, update_s=0.0, micro_batches=count)
-    whole = run(unit_graph(step).graph).end_s
+    whole = run_step(asked._chain(), asked._cost, micro_batches=count)[1].end_s
     found = asked.passes()
     assert found.gather_s + count * found.times.total_s == pytest.approx(whole, rel=1e-9, abs=1e-12)
     assert found.gather_s == 0 or zero == 2

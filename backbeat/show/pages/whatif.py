@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Annotated, Any, Self
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 from msgspec.structs import replace
 
-from backbeat.cost import Curve
 from backbeat.cost.collectives import COLLECTIVES
 from backbeat.cost.curve import stretched
 from backbeat.errors import InputError
@@ -202,18 +200,6 @@ def _scaled(network: Network, bandwidth: float, latency: float) -> dict[str, Any
     times = {name: found for name in COLLECTIVES if (found := getattr(network, name)) is not None}
     scaled: dict[str, Any] = {name: CollectiveTimes.of(stretch(one.curve)) for name, one in times.items()}
     if topology.inside is not None:
-        scaled["all_reduce"] = _stretched_across(network.all_reduce, topology.inside, topology.pipelined, stretch)
-    return {**scaled, "concurrency": network.concurrency_on(scaled["all_reduce"])}
-
-
-def _stretched_across(
-    times: CollectiveTimes, inside: CollectiveTimes, pipelined: bool, stretch: Callable[[Curve], Curve]
-) -> CollectiveTimes:
-    whole, inner = times.curve, inside.curve
-    sizes = np.unique(np.concatenate([whole.sizes, inner.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
-    within = inner.latency if pipelined else inner.time
-    slope = whole.link_s_per_byte - (0.0 if pipelined else inner.link_s_per_byte)
-    across = stretch(Curve(sizes, np.maximum(whole.time(sizes) - within(sizes), 0.0), max(slope, 0.0)))
-    seconds = np.maximum(within(across.sizes) + across.time(across.sizes), inner.time(across.sizes))
-    slope = across.link_s_per_byte + (0.0 if pipelined else inner.link_s_per_byte)
-    return CollectiveTimes.of(Curve(across.sizes, seconds, max(slope, inner.link_s_per_byte)))
+        whole, inner = network.all_reduce.curve, topology.inside.curve
+        scaled["all_reduce"] = CollectiveTimes.of(topology.with_inside(stretch(topology.across(whole, inner)), inner))
+    return {**scaled, "concurrency": network.concurrency_on(scaled["all_reduce"], network.cost)}

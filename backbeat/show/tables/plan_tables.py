@@ -14,8 +14,8 @@ from backbeat.model.profile import DTYPE_BYTES
 from backbeat.show.figures.compared import SHARDED_KINDS
 from backbeat.show.tables.terminal_table import WINNER, fitted_table, table_of
 from backbeat.steps.memory_timeline import MemoryTimeline
+from backbeat.steps.model_chain import ROOT, chain_of
 from backbeat.steps.sharded_memory import MemoryLevel
-from backbeat.steps.sharded_units import ROOT, chain_of
 from backbeat.units import counted, first_to_last, format_bytes, format_seconds, printable
 
 _MOST_NAME = 34
