@@ -93,7 +93,7 @@ class Levels(NamedTuple):
     saves_output: bool
 
 
-Backward = Callable[["Tape", Operand], None]
+_Backward = Callable[["Tape", Operand], None]
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Tape:
     segment: int = 0
     begins: int = 0
     """The first kernel of backward."""
-    _nodes: list[tuple[Operand, Backward]] = field(default_factory=list)
+    _nodes: list[tuple[Operand, _Backward]] = field(default_factory=list)
     _held: dict[Operand, Operand] = field(default_factory=dict)
     """Gradients so far."""
     _given: Operand | None = None
@@ -203,7 +203,7 @@ class Tape:
     def _add(self, work: Work, reads: Iterable[Operand], makes: Iterable[Operand], views: int = 0) -> None:
         self.kernels.append(Kernel(work, self._pass, self.segment, views, tuple(reads), tuple(makes), self._node))
 
-    def _made(self, made: Operand, back: Backward) -> Operand:
+    def _made(self, made: Operand, back: _Backward) -> Operand:
         if made.needs and self._pass == "forward":
             segment = self.segment
 
