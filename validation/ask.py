@@ -163,10 +163,9 @@ class Asker:
             family="closed-form" if quick else "events", band=not quick,
         )  # fmt: skip
         low, high = found.range_s or (None, None)
-        reserve = self.framework(case.framework or "megatron").reserve_bytes
         return Answer(
             seconds=found.step_s, low_s=low, high_s=high,
-            memory_bytes=(found.peak_bytes or 0) - reserve, fits=found.fits != "no",
+            memory_bytes=found.peak_bytes, fits=found.fits != "no",
             computing=sum(found.breakdown.parts[name] for name in COMPUTE) / found.step_s,
         )  # fmt: skip
 

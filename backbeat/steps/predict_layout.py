@@ -17,8 +17,8 @@ from backbeat.model.architecture import Architecture, architecture_named
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
 from backbeat.model.framework import Framework, framework_named
+from backbeat.model.gpu_memory import MemoryByKind, device_bytes, fitting
 from backbeat.model.layout import Job, Layout, job_of
-from backbeat.model.memory import MemoryByKind
 from backbeat.model.possible_layout import check_layout
 from backbeat.model.prediction import COMPUTE, Band, Breakdown, Note, Prediction
 from backbeat.steps.layout_memory import layout_memory
@@ -181,7 +181,7 @@ class LayoutPredictor:
         )
 
     def fits(self, layout: Layout) -> bool:
-        return self.memory(layout).peak_bytes <= self.cluster.accelerator.memory_bytes
+        return fitting(self.memory(layout), device_bytes(self.cluster.accelerator), "shape") != "no"
 
     def ranged(self, found: Prediction, family: Family = "events") -> Prediction:
         """The same prediction, with the range of times to expect: the same step on a quiet and on a busy cluster, wider
@@ -332,9 +332,8 @@ class LayoutPredictor:
             bubble_share=slowest.idle_share,
             band=band,
             memory=memory,
-            device_bytes=gpu.memory_bytes,
-            fits="yes" if memory.peak_bytes <= gpu.memory_bytes else "no",
-            peak_bytes=memory.peak_bytes,
+            device_bytes=device_bytes(gpu),
+            fits=fitting(memory, device_bytes(gpu), "shape"),
             extrapolated=band is not None and band.extrapolated,
             timeline=slowest.spans(),
             notes=tuple(notes),
