@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from backbeat.cost.accelerators import Accelerator
 from backbeat.model import MemoryPlan, Prediction, Profile
+from backbeat.model.memory import device_bytes
 from backbeat.model.resident import ResidentMemory
 from backbeat.model.rule import MEMORY_ERROR, fits
 from backbeat.steps.memory_timeline import memory_timeline
@@ -13,7 +14,7 @@ from backbeat.steps.memory_timeline import memory_timeline
 
 def fitted(found: Prediction, profile: Profile, gpu: Accelerator | None, most: int | None) -> Prediction:
     """The prediction with what the GPU has and whether that is enough; `most` is what a GPU may take."""
-    limit = most if most is not None else None if gpu is None else gpu.memory_bytes
+    limit = most if most is not None else None if gpu is None else device_bytes(gpu)
     peak = found.peak_bytes or _peak(found, profile)
     if limit is None or peak is None:
         return replace(found, device_bytes=limit)
