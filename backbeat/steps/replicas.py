@@ -53,10 +53,6 @@ class PassDelay(NamedTuple):
     slower_s: float = 0.0
     """Of it, computation that takes longer beside it."""
 
-    @property
-    def exposed_s(self) -> float:
-        return self.seconds - self.slower_s
-
 
 class GradientMessage(NamedTuple):
     """A bucket on its way."""
