@@ -63,7 +63,8 @@ def _recomputing(asked: Asked, way: Way, gpus: int, profile: Profile, micro_batc
         if found is not None and not repeated([block.name for block in profile.blocks]):
             break
         found = _slowed(changed(step, recompute=recompute), max(asked.stragglers(gpus).values(), default=1.0))
-        found = replace(fitted(found, profile, asked.gpu, asked.given.get("memory")), recompute=recompute)
+        known = "shape" if profile.analytic else "profile"
+        found = replace(fitted(found, known, asked.gpu, asked.given.get("memory")), recompute=recompute)
         if found.fits != "no":
             break
     assert found is not None

@@ -198,7 +198,7 @@ def _show(model: Architecture, found: Any, drawn: Any, framework: Framework) -> 
         *(f"* {note}" for note in worded(found.notes)),
         spread,
     )
-    if found.fits == "yes":
+    if found.fits != "no":
         print_answer(words.layout_answer(found), _flags(model, found, framework))
     else:
         print_answer("It does not fit: recompute more, shard more (zero), or add stages.")

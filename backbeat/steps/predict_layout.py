@@ -10,15 +10,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.errors import InputError
 from backbeat.model import Network
+from backbeat.model.accelerator import operator_model
 from backbeat.model.architecture import Architecture, architecture_named
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
 from backbeat.model.framework import Framework, framework_named
+from backbeat.model.gpu_memory import MemoryByKind, device_bytes, fitting
 from backbeat.model.layout import Job, Layout, job_of
-from backbeat.model.memory import MemoryByKind
 from backbeat.model.possible_layout import check_layout
 from backbeat.model.prediction import COMPUTE, Band, Breakdown, Note, Prediction
 from backbeat.steps.layout_memory import layout_memory
@@ -156,7 +157,7 @@ class LayoutPredictor:
 
     @cached_property
     def operators(self) -> OperatorModel:
-        return _operators(self.cluster.accelerator.short_name, self.job.precision)
+        return _operators(self.cluster.accelerator, self.job.precision)
 
     @cached_property
     def _edges(self) -> tuple[LayoutPredictor, ...]:
@@ -181,7 +182,7 @@ class LayoutPredictor:
         )
 
     def fits(self, layout: Layout) -> bool:
-        return self.memory(layout).peak_bytes <= self.cluster.accelerator.memory_bytes
+        return fitting(self.memory(layout), device_bytes(self.cluster.accelerator), "shape") != "no"
 
     def ranged(self, found: Prediction, family: Family = "events") -> Prediction:
         """The same prediction, with the range of times to expect: the same step on a quiet and on a busy cluster, wider
@@ -260,7 +261,7 @@ class LayoutPredictor:
         them, so that each rank sends its share."""
         if layout.pp == 1:
             return 0.0
-        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_gpus)
+        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_stride)
         if layout.tp > 1 and not layout.sequence_parallel:
             sent += self.cluster.collective_s("all_gather", size, layout.tp)
         return sent
@@ -320,7 +321,7 @@ class LayoutPredictor:
             precision=job.precision,
             parameters=self.model.parameters,
             flops=self.model.flops_per_token(job.sequence) * job.tokens,
-            peak_flops=gpu.peak_flops(job.precision),
+            peak_flops=gpu.rate(job.precision),
             layout=layout,
             iteration_s=step_s,
             single_s=alone_s,
@@ -332,9 +333,8 @@ class LayoutPredictor:
             bubble_share=slowest.idle_share,
             band=band,
             memory=memory,
-            device_bytes=gpu.memory_bytes,
-            fits="yes" if memory.peak_bytes <= gpu.memory_bytes else "no",
-            peak_bytes=memory.peak_bytes,
+            device_bytes=device_bytes(gpu),
+            fits=fitting(memory, device_bytes(gpu), "shape"),
             extrapolated=band is not None and band.extrapolated,
             timeline=slowest.spans(),
             notes=tuple(notes),

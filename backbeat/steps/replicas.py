@@ -251,7 +251,7 @@ class ReplicaTimer:
             return 0.0
         size = self.reduction.reduced_bytes * self.model.head.parameters / self.layout.tp
         # Of two ranks each sends as much as it has: one half to add up, the other half added up.
-        return self.cluster.send_s(size, 2, self.layout.stage_gpus * (self.layout.pp - 1))
+        return self.cluster.send_s(size, 2, self.layout.stage_stride * (self.layout.pp - 1))
 
     def _gathers(self, chunks: Sequence[StageLayers], expert: float) -> list[tuple[float, float]]:
         """Parameters of each bucket, in the order of forward: what they take, and the share of forward that needs them

@@ -24,7 +24,7 @@ JOB: dict[str, Any] = {"global_batch": 128, "sequence": 4096}
 def test_ranked_layouts_fit_use_all_gpus_and_repeat(model: str) -> None:
     found = search(model, "dgx-h100", gpus=64, **JOB)
     assert 0 < len(found) <= 10
-    assert all(one.fits == "yes" and one.gpus == 64 for one in found)
+    assert all(one.fits != "no" and one.gpus == 64 for one in found)
     steps = [one.step_s for one in found]
     assert steps == sorted(steps)
     assert found == search(model, "dgx-h100", gpus=64, **JOB)
@@ -54,7 +54,7 @@ def test_the_search_ranks_what_trying_everything_ranks(model: str, sequence: int
             if impossible(known, layout, job, 4) is not None:
                 continue
             one = predict_layout(known, there, layout, global_batch=16, sequence=sequence, band=False)
-            if one.fits == "yes":
+            if one.fits != "no":
                 found.append(one)
                 break
     ranked = search(known, there, gpus=4, global_batch=16, sequence=sequence, most=5)

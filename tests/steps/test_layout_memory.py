@@ -82,7 +82,6 @@ def test_a_parameter_takes_eighteen_bytes_and_replicas_share_them(zero: int) -> 
     assert found.parameters == pytest.approx(2 * (shared if zero == 3 else whole), rel=1e-12)
     assert found.gradients == pytest.approx(4 * (shared if zero >= 2 else whole), rel=1e-12)
     assert found.optimizer == pytest.approx(12 * (shared if zero >= 1 else whole), rel=1e-12)
-    assert found.other == 3e9
     # Both collectives' buffers of tp; what the rank lacks of a layer and the head: gradients, then both.
     lacking = (32000 * H / 2 + H + (dense - 32000 * H - H) / 4) * 7 / 8 + experts / 4 * 3 / 4
     tokens = S / 2
