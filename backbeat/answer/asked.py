@@ -20,10 +20,9 @@ from backbeat.answer.own_run import corrected, with_own_range
 from backbeat.answer.subject import ClusterInput, ModelInput, accelerator_of, cluster_named, model_named
 from backbeat.answer.training import check_training, with_cost
 from backbeat.answer.ways import Way, idle_keyword, way_of
-from backbeat.cost.accelerators import Accelerator, accelerator
-from backbeat.cost.operator_model import operator_model
 from backbeat.errors import InputError
 from backbeat.model import Framework, Network, Plan, Prediction, Profile
+from backbeat.model.accelerator import Accelerator, accelerator, operator_model
 from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace as changed
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -57,7 +56,7 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
         if name in given and asked.profile is None and given[name] != "adamw":
             raise InputError(f"{name} is {given[name]!r}: {why}")
     if "memory" in given:
-        gpu = changed(gpu, memory_gb=given["memory"] / 10**9)
+        gpu = replace(gpu, memory_bytes=int(given["memory"]))
     framework = asked.framework
     if "reduce_dtype" in given:
         framework = replace(framework, reduce_dtype=given["reduce_dtype"])

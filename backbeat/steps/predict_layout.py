@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.errors import InputError
 from backbeat.model import Network
+from backbeat.model.accelerator import operator_model
 from backbeat.model.architecture import Architecture, architecture_named
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
@@ -156,7 +157,7 @@ class LayoutPredictor:
 
     @cached_property
     def operators(self) -> OperatorModel:
-        return _operators(self.cluster.accelerator.short_name, self.job.precision)
+        return _operators(self.cluster.accelerator, self.job.precision)
 
     @cached_property
     def _edges(self) -> tuple[LayoutPredictor, ...]:
@@ -260,7 +261,7 @@ class LayoutPredictor:
         them, so that each rank sends its share."""
         if layout.pp == 1:
             return 0.0
-        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_gpus)
+        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_stride)
         if layout.tp > 1 and not layout.sequence_parallel:
             sent += self.cluster.collective_s("all_gather", size, layout.tp)
         return sent
@@ -320,7 +321,7 @@ class LayoutPredictor:
             precision=job.precision,
             parameters=self.model.parameters,
             flops=self.model.flops_per_token(job.sequence) * job.tokens,
-            peak_flops=gpu.peak_flops(job.precision),
+            peak_flops=gpu.rate(job.precision),
             layout=layout,
             iteration_s=step_s,
             single_s=alone_s,

@@ -316,3 +316,15 @@ def test_a_run_of_a_measured_profile_corrects_communication_and_narrows_the_rang
     assert found.range_s is not None
     assert was.range_s is not None
     assert found.range_s[1] - found.range_s[0] < was.range_s[1] - was.range_s[0]
+
+
+def test_the_order_of_ranks_says_who_crosses_nodes() -> None:
+    asked = Asked.of(SHAPE, CLUSTER, batch=1, global_batch=128)
+    apart, beside = (asked.predict(f"tp=2+pp=4+zero=1+order={order}", 32) for order in ("tp-dp-pp", "tp-pp-dp"))
+    assert apart.step_s != beside.step_s
+    assert asked.predict("tp=2+pp=4+zero=1", 32).step_s == apart.step_s
+    with pytest.raises(InputError, match="without cp and ep"):
+        asked.predict("tp=2+cp=2+order=tp-pp-dp", 32)
+    for word in ("tp=2+etp=2", "tp=2+zero=1:8"):
+        with pytest.raises(InputError, match="is not predicted"):
+            asked.predict(word, 32)
