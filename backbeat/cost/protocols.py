@@ -24,8 +24,8 @@ MIDDLE_GROWTH = 0.66
 INSIDE_STEP_S = INSIDE_LINES[1][0] / 7
 """One step of a ring inside a node."""
 INSIDE_RING = (2.25, 0.45)
-"""Of gathers inside a node: latency of large messages over that of small ones, and the share of the bandwidth that small
-ones reach. 4 and 8 H100, 2 B200 and 4 B300 (aiconfigurator; xxrjun/nccl-tests-cluster)."""
+"""Of gathers inside a node: latency of large messages over that of small ones, and the share of the bandwidth that
+small ones reach. 4 and 8 H100, 2 B200 and 4 B300 (aiconfigurator; xxrjun/nccl-tests-cluster)."""
 _OWN_COPY = 0.45
 """What a byte of a GPU's own share, which it only copies, takes over one that it sends: 2 B200, 4 and 8 H100."""
 
