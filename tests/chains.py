@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from backbeat.model import Block, Gradient, HostLink, Memory, Profile
-from backbeat.model.resident import ResidentMemory
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch
 from backbeat.steps.memory_timeline import BlockChain
@@ -131,7 +130,7 @@ def chains(draw: st.DrawFn, *, most: int = 8, whole: bool = False) -> Profile:
 def check_against_uniform(profile: Profile, share: float) -> None:
     """Within a budget between the smallest there is and what the hungriest uniform policy needs, the fastest plan fits
     and is no slower than any uniform policy that does."""
-    search = MemorySearch(BlockChain(profile, ResidentMemory.of(profile)))
+    search = MemorySearch(BlockChain(profile))
     policies = [search.chain.run(units) for units in uniform(search.chain).values()]
     low, high = search.smallest.run.peak_bytes, max(run.peak_bytes for run in policies)
     budget = round(low + share * (high - low))

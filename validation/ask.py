@@ -30,11 +30,11 @@ from unittest import mock
 
 import msgspec
 
-from backbeat.cost.accelerators import accelerator_named
-from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Product
 from backbeat.errors import BackbeatError
 from backbeat.model import Network, Plan, Profile, cluster
+from backbeat.model.accelerator import accelerator_named, operator_model
 from backbeat.model.architecture import BUNDLED as MODELS
 from backbeat.model.architecture import Architecture
 from backbeat.model.framework import FRAMEWORKS, Framework
@@ -163,10 +163,9 @@ class Asker:
             family="closed-form" if quick else "events", band=not quick,
         )  # fmt: skip
         low, high = found.range_s or (None, None)
-        reserve = self.framework(case.framework or "megatron").reserve_bytes
         return Answer(
             seconds=found.step_s, low_s=low, high_s=high,
-            memory_bytes=(found.peak_bytes or 0) - reserve, fits=found.fits != "no",
+            memory_bytes=found.peak_bytes, fits=found.fits != "no",
             computing=sum(found.breakdown.parts[name] for name in COMPUTE) / found.step_s,
         )  # fmt: skip
 

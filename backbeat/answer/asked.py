@@ -16,13 +16,13 @@ import msgspec
 from backbeat.answer.by_layout import layout_ways, layout_word
 from backbeat.answer.by_profile import data_parallel
 from backbeat.answer.keywords import gpu_count, read
+from backbeat.answer.own_run import corrected, with_own_range
 from backbeat.answer.subject import ClusterInput, ModelInput, accelerator_of, cluster_named, model_named
 from backbeat.answer.training import check_training, with_cost
 from backbeat.answer.ways import Way, idle_keyword, way_of
-from backbeat.cost.accelerators import Accelerator, accelerator
-from backbeat.cost.operator_model import operator_model
 from backbeat.errors import InputError
 from backbeat.model import Framework, Network, Plan, Prediction, Profile
+from backbeat.model.accelerator import Accelerator, accelerator, operator_model
 from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
@@ -33,6 +33,23 @@ from backbeat.steps.described import described
 from backbeat.steps.eager_model import EagerModel
 
 _operators = lru_cache(maxsize=32)(operator_model)
+
+
+@lru_cache(maxsize=64)
+def _described(
+    shape: Architecture, gpu: str, precision: str, sequence: int, batch: int, optimizer: str, compiled: bool
+) -> Profile:
+    return described(
+        shape,
+        _operators(gpu, precision),
+        batch=batch,
+        sequence=sequence,
+        precision=precision,
+        optimizer=optimizer,
+        compiled=compiled,
+    )
+
+
 _LONGEST = 4096
 """Tokens of a sequence where nobody says."""
 _NAMES = ("accelerator", "across", "framework", "measured", "straggler")
@@ -54,7 +71,6 @@ class Asked:
     compute_factor: float = 1.0
     """What an own run corrects computation by."""
     _found: dict[tuple[str, int], Prediction] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _described: dict[int, Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, model: ModelInput, cluster: ClusterInput, **keywords: Any) -> Asked:
@@ -83,8 +99,6 @@ class Asked:
         check_training(given, sequences=asked.profile is None or asked.profile.sequence_length is not None)
         if "measured" not in given:
             return asked
-        from backbeat.answer.own_run import corrected  # late: it asks itself
-
         return corrected(asked, given["measured"])
 
     def way(self, way: Any) -> Way:
@@ -108,7 +122,8 @@ class Asked:
             return made_for.predict(way, count, strict=False)
         key = (f"{one.word} {id(one.plan)}" if one.plan else one.word, count)
         if key not in self._found:
-            self._found[key] = with_cost(self._predicted(one, count), self.given)
+            found = with_cost(self._predicted(one, count), self.given)
+            self._found[key] = with_own_range(found) if "measured" in self.given else found
         return self._found[key]
 
     def _made_for(self, plan: Plan) -> Asked:
@@ -181,7 +196,8 @@ class Asked:
         if one is not None and one.parts is None:
             raise InputError(f"{word!r} is no layout: name parts, like tp+pp")
         found = layout_ways(self, one.parts if one else None, gpu_count(gpus)).ranked(most)
-        return [with_cost(self._named(each), self.given) for each in found]
+        priced = [with_cost(self._named(each), self.given) for each in found]
+        return [with_own_range(each) for each in priced] if "measured" in self.given else priced
 
     def _idle(self, way: Way) -> list[tuple[str, str]]:
         """Keywords that cannot act on a way."""
@@ -228,28 +244,17 @@ class Asked:
     def described(self, batch: int) -> Profile:
         """The shape at this micro-batch, as a profile."""
         assert self.shape is not None
-        if batch not in self._described:
-            gpu = self.gpu
-            if gpu is None:
-                raise InputError(
-                    f"network {self.network.name!r} does not say what GPUs it joins: name them with accelerator, like "
-                    "h100"
-                )
-            if "lora" in self.given:
-                raise InputError(
-                    f"lora is {self.given['lora']}: adapters are not predicted from a shape: profile the module with "
-                    "them (`backbeat profile --analytic`)"
-                )
-            self._described[batch] = described(
-                self.shape,
-                _operators(gpu.short_name, self.precision),
-                batch=batch,
-                sequence=self.sequence,
-                precision=self.precision,
-                optimizer=self.given.get("optimizer", "adamw"),
-                compiled=self.given.get("compile", False),
+        if self.gpu is None:
+            raise InputError(
+                f"network {self.network.name!r} does not say what GPUs it joins: name them with accelerator, like h100"
             )
-        return self._described[batch]
+        if "lora" in self.given:
+            raise InputError(
+                f"lora is {self.given['lora']}: adapters are not predicted from a shape: profile the module with them "
+                "(`backbeat profile --analytic`)"
+            )
+        told = self.given.get("optimizer", "adamw"), self.given.get("compile", False)
+        return _described(self.shape, self.gpu.short_name, self.precision, self.sequence, batch, *told)
 
     @property
     def undescribed(self) -> str | None:

@@ -18,6 +18,7 @@ from backbeat.model.batches import at_batch, with_sibling
 from backbeat.model.prediction import Note
 from backbeat.planners import BUDGETED
 from backbeat.planners.baselines import framework_plan
+from backbeat.planners.layout_ways import MICRO_BATCHES
 from backbeat.planners.planned import resolved
 from backbeat.steps.model_chain import repeated
 from backbeat.steps.predict import predict
@@ -25,7 +26,6 @@ from backbeat.steps.predict import predict
 if TYPE_CHECKING:
     from backbeat.answer.asked import Asked
 
-MICRO_BATCHES = (1, 2, 4, 8)
 """Of a shape, where nobody says."""
 _PLANNED = ("bucket", "communicators", "density", "memory")
 _OPTIONS = {"bucket": "bucket_bytes", "memory": "memory_bytes"}
@@ -63,7 +63,8 @@ def _recomputing(asked: Asked, way: Way, gpus: int, profile: Profile, micro_batc
         if found is not None and not repeated([block.name for block in profile.blocks]):
             break
         found = _slowed(changed(step, recompute=recompute), max(asked.stragglers(gpus).values(), default=1.0))
-        found = replace(fitted(found, profile, asked.gpu, asked.given.get("memory")), recompute=recompute)
+        known = "shape" if profile.analytic else "profile"
+        found = replace(fitted(found, known, asked.gpu, asked.given.get("memory")), recompute=recompute)
         if found.fits != "no":
             break
     assert found is not None

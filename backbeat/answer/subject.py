@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from backbeat.cost.accelerators import Accelerator, accelerator_named
 from backbeat.errors import InputError, nearest
 from backbeat.importers.config_json import read_architecture
 from backbeat.model import Network, Profile
+from backbeat.model.accelerator import Accelerator, accelerator_named
 from backbeat.model.architecture import BUNDLED, Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.files import bundled, checked, decode, read

@@ -13,6 +13,7 @@ from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Framework, Plan
 from backbeat.model.layout import SIZES, Layout, is_layout, layout_parts
 from backbeat.planners import OTHERWISE_CALLED, SHARDED, STRATEGIES
+from backbeat.planners.layout_ways import usual_zero
 
 Kind = Literal["buckets", "units", "layout"]
 SEARCHED = ("hsdp",)
@@ -129,12 +130,6 @@ _NEEDS: dict[str, str] = {
     "dispatcher": "it takes tokens to experts: only layouts with ep above 1 have that",
     "imbalance": "it is of expert ranks: only layouts with ep above 1 have these",
 }
-
-
-def usual_zero(framework: Framework, pp: int) -> int:
-    """What replicas of a layout shard where nobody says: what the framework does, and at least the optimizer's state.
-    With a pipeline nobody gathers parameters for every micro-batch."""
-    return max(1, min(framework.zero, 2 if pp > 1 else 3))
 
 
 def _by_unit(way: Way, framework: Framework) -> bool:

@@ -54,16 +54,11 @@ def layout(
     compute_factor: Annotated[
         float, typer.Option(help="Measured over predicted computation, from a run of any one layout.")
     ] = 1.0,
-    block: Annotated[
-        str | None, typer.Option(metavar="PROFILE", help="A measured profile of one dense layer, on one of these GPUs.")
-    ] = None,
     straggler: Annotated[
         list[str] | None,
         typer.Option(help="A slow GPU or node: rank=13,slowdown=1.3 or node=3,slowdown=1.3. May be repeated."),
     ] = None,
-    contention: Annotated[
-        bool | None, typer.Option(help="Computation takes longer beside communication. Default: with --block only.")
-    ] = None,
+    contention: Annotated[bool, typer.Option(help="Computation takes longer beside communication.")] = False,
     family: Annotated[str, typer.Option(help="With --layout: events, or closed-form.")] = "events",
     most: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
     across: options.Across = None,
@@ -88,7 +83,6 @@ def layout(
         "accelerator": accelerator,
         "imbalance": imbalance,
         "compute_factor": compute_factor,
-        "block": block,
         "stragglers": slow_ranks(straggler or [], network.topology.gpus_per_node),
         "contention": contention,
     }
@@ -204,7 +198,7 @@ def _show(model: Architecture, found: Any, drawn: Any, framework: Framework) -> 
         *(f"* {note}" for note in worded(found.notes)),
         spread,
     )
-    if found.fits == "yes":
+    if found.fits != "no":
         print_answer(words.layout_answer(found), _flags(model, found, framework))
     else:
         print_answer("It does not fit: recompute more, shard more (zero), or add stages.")

@@ -144,13 +144,12 @@ def _show(
     if made.memory is not None and one.blocks and made.sharding is None:
         shown += _memory(sent, cluster, made, made.memory, result, accumulation)
     edges = scaling_range(result)
-    fit = device_fit(sent, made, cluster.workers, predicted_bytes=result.peak_bytes)
+    fit = device_fit(sent, result.memory)
     largest = fitting_batch(
         fit,
-        Question(given=one, network=cluster, accumulation=accumulation),
+        Question(given=one, network=cluster, accumulation=accumulation, reduce_dtype=reduce_dtype),
         made,
         cluster.workers,
-        lambda there: resolve(there, cluster, made, reduce_dtype=reduce_dtype)[0],
     )
     file = str(output or "plan.json")
     lines = wrapping_lines(file, reduce_dtype) if made.sharding is None else sharding_lines(file, one.optimizer)
@@ -194,7 +193,7 @@ def _sharding(one: Profile, made: Plan, sharding: Sharding, accumulation: int | 
         shown.append(tables.memory_table(held))
     shown += ["", f"{capitalised('; '.join(settings))}."]
     if held is not None and made.memory is not None and made.memory.budget_bytes is not None:
-        shown.append(f"Budget: {format_bytes(held.total_bytes)} of {format_bytes(made.memory.budget_bytes)}.")
+        shown.append(f"Budget: {format_bytes(held.peak_bytes)} of {format_bytes(made.memory.budget_bytes)}.")
     if held is not None and one.autocast in ("bf16", "fp16"):
         shown.append(
             f"Activations are those under autocast in {one.precision}, as profiled: train under it too. Without it "

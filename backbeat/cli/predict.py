@@ -185,8 +185,13 @@ def content(found: Study, settings: Settings) -> dict[str, Any]:
             "mfu": share if isinstance(share, float) else None,
             "largest_batch": row.largest_batch,
             "memory": None
-            if fit is None
-            else {"peak_bytes": fit.peak_bytes, "device_bytes": fit.device_bytes, "fits": fit.fits},
+            if one.memory is None
+            else {
+                "peak_bytes": one.memory.peak_bytes,
+                "by_kind": dict(one.memory.by_kind),
+                "device_bytes": None if fit is None else fit.device_bytes,
+                "fits": None if fit is None else fit.fits,
+            },
         }
         if settings.price is not None:
             fields["cost"] = numbers.costs(one, profile, settings.price, settings.epoch_samples)

@@ -99,8 +99,6 @@ class Framework(Checked, frozen=True, kw_only=True):
     """Moved for each logit in forward and in backward."""
     kept_bytes: int = 0
     """Moved for each parameter in a step, by every replica, whatever of the update is sharded: clipping, zeroing."""
-    reserve_bytes: int = 3 * 10**9
-    """Of the device, for CUDA, NCCL and fragmentation. Assumed."""
     pass_s: float = 0.0
     """What a micro-batch costs a stage beside its operators: bookkeeping and waits of the framework."""
     dispatcher: Dispatcher = "alltoall"
@@ -202,23 +200,6 @@ class Framework(Checked, frozen=True, kw_only=True):
             gradient_dtype=dtype,
             gradients=tuple(replace(one, bytes=-(-one.bytes // old) * new) for one in profile.gradients),
         )
-
-    def on_device(self, profile: Profile, workers: int) -> Profile:
-        """The profile with the memory that this takes: a share of the optimizer's state where the update is sharded,
-        and a buffer beside the gradients where another dtype is reduced."""
-        memory = profile.memory
-        if memory is None:
-            return profile
-        saved = memory.optimizer_bytes - -(-memory.optimizer_bytes // workers) if self.zero else 0
-        sent = self.sent(profile)
-        buffer = 0 if sent is profile else sent.total_bytes
-        held = replace(
-            memory,
-            optimizer_bytes=memory.optimizer_bytes - saved,
-            steady_bytes=max(memory.steady_bytes - saved, 0) + buffer,
-            peak_bytes=max(memory.peak_bytes - saved, 0) + buffer if memory.peak_bytes else 0,
-        )
-        return replace(profile, memory=held)
 
     def updated_s(self, update_s: float, workers: int) -> float:
         """What the update takes on each worker.

@@ -8,8 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from backbeat.errors import InputError
+from backbeat.model.gpu_memory import MemoryByKind
 from backbeat.model.layout import Layout
-from backbeat.model.memory import MemoryByKind
 from backbeat.model.plan import Plan, PlanPrediction
 from backbeat.model.rule import Fits
 
@@ -207,10 +207,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     day's."""
     memory: MemoryByKind | None = None
     device_bytes: int | None = None
-    """What a GPU has for it."""
+    """What a GPU has for it: `model.gpu_memory.device_bytes`."""
     fits: Fits | None = None
-    peak_bytes: int | None = None
-    """Device memory at its highest, where the plan shards or says what is kept of activations."""
     extrapolated: bool = False
     """Some figure lies beyond what was measured; `notes` says which."""
     timeline: tuple[Span, ...] = ()
@@ -252,6 +250,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         if not self.flops or not self.peak_flops or self.iteration_s <= 0:
             return None
         return self.flops / (self.iteration_s * self.workers * self.peak_flops)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Device memory at its highest; None where nothing is known of it."""
+        return None if self.memory is None else self.memory.peak_bytes
 
     @property
     def gap(self) -> float:

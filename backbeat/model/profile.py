@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -85,6 +85,16 @@ class Memory(Checked, frozen=True, kw_only=True):
     cudnn_benchmark: bool = False
     """cuDNN's benchmark mode was on: the first step tries convolution algorithms with workspaces that no later step
     takes, so memory plans keep a larger reserve."""
+
+    @property
+    def above_gradients_bytes(self) -> int:
+        """Of the peak, what neither stays nor is a gradient."""
+        return max(self.peak_bytes - self.steady_bytes - self.gradient_bytes, 0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The most that activations and the loss took, where blocks do not say it."""
+        return max(self.activation_bytes + self.head_bytes, self.above_gradients_bytes)
 
 
 class ComputeShares(Checked, frozen=True, kw_only=True):
@@ -252,6 +262,11 @@ class Profile(Document, frozen=True, kw_only=True):
     def total_bytes(self) -> int:
         return sum(gradient.bytes for gradient in self.gradients)
 
+    @cached_property
+    def remembered(self) -> dict[Any, Any]:
+        """What functions have found of this very profile and will be asked again, each under a key of its own."""
+        return {}
+
     @property
     def single_s(self) -> float:
         """T(1): one iteration on one worker, all micro-batches included."""
@@ -295,19 +310,9 @@ class Profile(Document, frozen=True, kw_only=True):
             raise InputError(f"reduce_dtype is {reduce_dtype!r}: it must be one of {', '.join(REDUCE_DTYPES)}")
         if DTYPE_BYTES[self.gradient_dtype] <= 2:
             return self
-        copy = self.total_bytes
-
-        def with_copy(memory: Memory | None) -> Memory | None:
-            if memory is None:
-                return None
-            peak = memory.peak_bytes + copy if memory.peak_bytes else 0
-            return replace(memory, steady_bytes=memory.steady_bytes + copy, peak_bytes=peak)
-
         return replace(
             self,
             gradients=tuple(replace(one, bytes=(one.bytes + 1) // 2) for one in self.gradients),
-            memory=with_copy(self.memory),
-            batches=tuple(replace(row, memory=with_copy(row.memory)) for row in self.batches),
         )
 
     @property

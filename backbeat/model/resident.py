@@ -2,58 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
 from backbeat.cost.message import kept_bytes, message_bytes, selection_bytes
 from backbeat.errors import InputError
 from backbeat.model import Plan, Profile
-from backbeat.units import format_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ResidentMemory:
-    """Bytes on the device from one iteration to the next."""
+    """Bytes on the device all through an iteration."""
 
-    parameter_bytes: int
-    buffer_bytes: int
-    optimizer_bytes: int
-    """State of the optimizer; where momentum correction keeps a velocity, that takes the place of the momentum."""
-    batch_bytes: int
-    """The batch, and what else stays between iterations (workspaces)."""
-    gradient_bytes: int
-    """Flat buffers of the buckets that travel as they are, gradients being views of them."""
-    residual_bytes: int = 0
-    """Compressed buckets: all of their residuals, or what the device keeps of them when they live on the host."""
-    outside_bytes: int = 0
-    """Held through the iteration, whatever is done with the blocks: what operations between blocks keep for backward,
-    and inputs of blocks other than the output of the block before (masks, an encoder's result)."""
-    scratch_bytes: int = 0
-    """Compressed buckets: one bucket's gradients, which wait until it leaves, its dense result, what the selection
-    takes, and everybody's message; and the own messages of all buckets."""
+    by_kind: dict[str, int] = field(default_factory=dict)
+    """Of `model.gpu_memory.KINDS`."""
+    made_bytes: int = 0
+    """Not held: gradients that come as backward makes them and stay to the end of the step."""
     streamed_bytes: int = 0
     """Not held: residuals that pass to the device and back in every backward."""
     loss_bytes: int = 0
     """Not held: the most that the loss and what else follows the last block takes."""
 
-    @property
-    def parts(self) -> dict[str, int]:
-        """All that is held, in words."""
-        return {
-            "parameters": self.parameter_bytes,
-            "optimizer state": self.optimizer_bytes,
-            "gradients": self.gradient_bytes,
-            "residuals": self.residual_bytes,
-            "scratch": self.scratch_bytes,
-            "tensors outside the blocks": self.outside_bytes,
-            "batch and workspaces": self.batch_bytes,
-            "buffers": self.buffer_bytes,
-        }
-
-    @property
+    @cached_property
     def total_bytes(self) -> int:
-        return sum(self.parts.values())
+        return sum(self.by_kind.values())
 
     @classmethod
     def of(
@@ -63,8 +37,13 @@ class ResidentMemory:
         residuals: Literal["device", "host"] = "device",
         workers: int | None = None,
     ) -> ResidentMemory:
-        """By how the plan's buckets travel; without a plan, all gradients in flat buffers. An optimizer is taken to be
-        handed over, so that compressed buckets are applied as they come."""
+        """By how the plan's buckets travel; without a plan, all gradients in flat buffers.
+
+        Gradients are views of their buckets. Residuals of compressed buckets live on the device, or pass through two
+        buffers there; for each such bucket its own message stays, and the largest has its gradients, its dense result
+        and everybody's message beside it. An optimizer is taken to be handed over, so that compressed buckets are
+        applied as they come; a velocity of momentum correction takes the place of the momentum.
+        """
         memory = profile.memory
         if memory is None:
             raise InputError(
@@ -75,32 +54,36 @@ class ResidentMemory:
         compressed = _compressed_buckets(profile, plan, count)
         sizes = [size for size, _, _ in compressed]
         total = sum(sizes)
-        # On the host, two buffers as large as the largest: one is worked on while the other leaves and comes.
-        residual = total if residuals == "device" or not sizes else max(sizes) * min(2, len(sizes))
         # Inputs of chained blocks that are not the output of the block before.
         chained = [(before, block) for before, block in pairwise(profile.blocks) if block.chained]
         beside = sum(max(block.input_bytes - before.output_bytes, 0) for before, block in chained)
+        whole = memory.gradient_bytes or profile.total_bytes
+        # Gradients that are sent in fewer bytes are sent as a copy.
+        copies = profile.total_bytes if profile.total_bytes < whole else 0
+        scratch = max((2 * size + around for size, around, _ in compressed), default=0)
         return cls(
-            parameter_bytes=memory.parameter_bytes,
-            buffer_bytes=memory.buffer_bytes,
-            optimizer_bytes=memory.optimizer_bytes,
-            batch_bytes=max(stays, memory.batch_bytes),
-            gradient_bytes=profile.total_bytes - total,
-            residual_bytes=residual,
-            scratch_bytes=max((2 * size + around for size, around, _ in compressed), default=0)
-            + sum(kept for _, _, kept in compressed),
+            by_kind={
+                "parameters": memory.parameter_bytes,
+                "optimizer": memory.optimizer_bytes,
+                "other": memory.buffer_bytes + max(stays, memory.batch_bytes) + memory.outside_bytes + beside,
+                "residuals": total if residuals == "device" or not sizes else max(sizes) * min(2, len(sizes)),
+                "gradients": whole - total,
+                "buffers": copies + scratch + sum(kept for _, _, kept in compressed),
+            },
             streamed_bytes=total if residuals == "host" else 0,
-            outside_bytes=memory.outside_bytes + beside,
             loss_bytes=memory.head_bytes,
         )
 
-    def described(self) -> str:
-        """The parts that are there, largest first."""
-        # Below a hundredth of the whole a part explains nothing.
-        listed = sorted(
-            ((size, name) for name, size in self.parts.items() if size * 100 >= self.total_bytes and size), reverse=True
-        )
-        return ", ".join(f"{name} {format_bytes(size)}" for size, name in listed)
+    def beside_buckets(self, sent_bytes: int, *, made: bool) -> ResidentMemory:
+        """The same where gradients are no views of buckets, as in torch's own DDP: what is sent is a copy, in buckets
+        that stay. `made`: backward makes them; from the second micro-batch on they are there before."""
+        gradients = self.by_kind["gradients"]
+        held = {**self.by_kind, "buffers": sent_bytes, "gradients": 0 if made else gradients}
+        return replace(self, by_kind=held, made_bytes=gradients if made else 0)
+
+    def over(self, shards: int, *kinds: str) -> ResidentMemory:
+        """The same where so many ranks share these kinds."""
+        return replace(self, by_kind=self.by_kind | {kind: -(-self.by_kind[kind] // shards) for kind in kinds})
 
 
 def _compressed_buckets(profile: Profile, plan: Plan | None, workers: int) -> list[tuple[int, int, int]]:

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, Unpack
+from typing import Any
 
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.model.layout import Layout, Recompute, job_of
+from backbeat.model.layout import Layout, job_of
 from backbeat.model.possible_layout import impossible
 from backbeat.model.prediction import Prediction
-from backbeat.steps.predict_layout import ClusterInput, LayoutPredictor, ModelInput, PredictorOptions, predictor_of
+from backbeat.planners.layout_ways import MICRO_BATCHES, MOST_CHUNKS, RECOMPUTE, SIMULATED, divisors, rank
+from backbeat.steps.predict_layout import ClusterInput, LayoutPredictor, ModelInput, predictor_of
 from backbeat.steps.slow_ranks import check_stragglers
-
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-_SIMULATED = 16
-"""The best in closed form, which are then simulated and ranked by that."""
-_MICRO_BATCHES = (1, 2, 4, 8)
-_MOST_CHUNKS = 8
 
 
 def search(
@@ -36,7 +31,7 @@ def search(
     precision: str = "bf16",
     zero: Sequence[int] = (1,),
     most: int = 10,
-    **options: Unpack[PredictorOptions],
+    **options: Any,
 ) -> list[Prediction]:
     """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits. Their
     timelines are empty: `predict` draws one.
@@ -55,11 +50,11 @@ def search(
         for recompute in RECOMPUTE:
             layout = msgspec.structs.replace(base, recompute=recompute)
             if predictor.fits(layout):
-                weighed.append((layout, predictor.predict(layout, "closed-form")))
+                weighed.append(layout)
                 break
-    weighed.sort(key=_rank)
-    best = [(layout, predictor.predict(layout, timeline=False)) for layout, _ in weighed[: max(_SIMULATED, most)]]
-    best.sort(key=_rank)
+    weighed.sort(key=lambda one: rank(one, predictor.step_s(one)))
+    best = [(one, predictor.predict(one, timeline=False)) for one in weighed[: max(SIMULATED, most)]]
+    best.sort(key=lambda each: rank(each[0], each[1].step_s))
     return [predictor.ranged(one) for _, one in best[:most]]
 
 
@@ -70,30 +65,21 @@ def least_memory(predictor: LayoutPredictor, gpus: int, zero: Sequence[int] = (1
     return None if least is None else predictor.predict(least, "closed-form")
 
 
-def _rank(found: tuple[Layout, Prediction]) -> tuple[Any, ...]:
-    layout, one = found
-    return (one.step_s, layout.pp, layout.tp, layout.cp, layout.ep, layout.chunks, layout.micro_batch, layout.label)
-
-
 def _candidates(predictor: LayoutPredictor, gpus: int, zero: Sequence[int]) -> Iterator[Layout]:
     """Every possible layout, without choosing what it recomputes."""
     model, job = predictor.model, predictor.job
-    for tp, pp, cp in product(_divisors(gpus), repeat=3):
+    for tp, pp, cp in product(divisors(gpus), repeat=3):
         too_wide = tp > max(predictor.cluster.per_node, 8) or (cp > 1 and job.sequence < 4096 * cp)
         if gpus % (tp * pp * cp) or too_wide:
             continue
         base = Layout(dp=gpus // (tp * pp * cp), tp=tp, pp=pp, cp=cp)
-        experts = _divisors(base.stage_gpus) if model.experts else [1]
-        for ep, micro, stage in product(experts, _MICRO_BATCHES, zero):
+        experts = divisors(base.stage_gpus) if model.experts else [1]
+        for ep, micro, stage in product(experts, MICRO_BATCHES, zero):
             one = msgspec.structs.replace(base, ep=ep, micro_batch=micro, zero=stage)
             if impossible(model, one, job) is not None:
                 continue
             yield one
             if pp > 1 and one.micro_batches(job) % pp == 0 and predictor.framework.interleaves:
-                for chunks in range(2, _MOST_CHUNKS + 1):
+                for chunks in range(2, MOST_CHUNKS + 1):
                     if model.layers % (pp * chunks) == 0:
                         yield msgspec.structs.replace(one, schedule="interleaved", chunks=chunks)
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

@@ -70,9 +70,8 @@ class LeastPeak:
     """The programme over one chain. A room is what a peak may have beyond what is always there (`BlockChain.base`).
 
     >>> from backbeat.model import Profile
-    >>> from backbeat.model.resident import ResidentMemory
     >>> profile = Profile.load("gpt2-b8-bf16-h200")
-    >>> chain = BlockChain(profile, ResidentMemory.of(profile))
+    >>> chain = BlockChain(profile)
     >>> programme = LeastPeak(chain)
     >>> room = chain.run(programme.ranges()).peak_bytes - chain.base
     >>> programme.within(room)[0] is None, programme.within(room - 1)

@@ -37,9 +37,6 @@ def planned(
         predicted = replace(predicted, older_torch_s=without_s)
     notes = made.notes
     if reduce_dtype is not None and made.sharding is None:
-        # Gradients take the same memory on the device, whatever is sent of them.
-        on_device = predict(_bucketed(profile, sent, strategy), network, made)
-        predicted = replace(predicted, peak_bytes=on_device.peak_bytes)
         notes = (*notes, f'gradients are sent as {reduce_dtype}: give the wrapper reduce_dtype="{reduce_dtype}"')
     return replace(made, predicted=predicted, notes=notes)
 

@@ -163,7 +163,7 @@ class ShardProblem:
         if alike not in self.peaks:
             plan = self.plan(alike)
             held = sharded_memory(self.profile, plan, micro_batches=self.micro_batches, chain=self.chain(alike))
-            self.peaks[alike] = held.total_bytes if held is not None else 0
+            self.peaks[alike] = held.peak_bytes if held is not None else 0
         return self.peaks[alike]
 
     def scored(self, choice: ShardChoice) -> Scored:

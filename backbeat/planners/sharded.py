@@ -24,10 +24,11 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
+from backbeat.model.accelerator import accelerator
 from backbeat.model.blocks import MemoryPlan
+from backbeat.model.gpu_memory import device_bytes
 from backbeat.model.rule import PLANS
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_plan import needed, reserve_for, usable
@@ -68,16 +69,20 @@ def sharded(profile: Profile, network: Network, options: StrategyOptions) -> Pla
             f"the profile {profile.name!r} has no memory figures, so no plan can be held to {format_bytes(budget)}: "
             "profile it again with `backbeat profile`, or leave the budget out"
         )
-    size = budget if budget is not None else device.memory_bytes if profile.memory and device else None
+    size = budget if budget is not None else device_bytes(device) if profile.memory and device else None
     search = ShardSearch(problem, None if size is None else usable(size, reserve))
     newer = _has_newer_settings(options.torch_version)
     found = search.run()
     if not found:
         least = needed(min(problem.peaks.values()), reserve)
+        again, other = "with blocks recomputed", "or a smaller batch"
+        if not profile.blocks:
+            again = "with all activations kept, as the profile knows no blocks that could be computed again"
+            other = "a smaller batch, or a profile with blocks (`backbeat profile`)"
         raise InputError(
             f"a memory budget of {format_bytes(size or 0)} is too small: sharded over {network.workers} workers and "
-            f"with blocks recomputed, the smallest found that fits is {least} bytes ({format_bytes(least)}). Give that "
-            "much, more workers, or a smaller batch"
+            f"{again}, the smallest found that fits is {least} bytes ({format_bytes(least)}). Give that much, more "
+            f"workers, {other}"
         )
     newer_found = search.with_newer_settings(found)
     best = search.simplest([*found, *newer_found] if newer else found)

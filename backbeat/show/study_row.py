@@ -11,18 +11,18 @@ from typing import Any
 
 import msgspec
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
-from backbeat.model import Framework, Memory, MemoryPlan, Network, Plan, Prediction, Profile
+from backbeat.model import Framework, Network, Plan, Prediction, Profile
+from backbeat.model.accelerator import accelerator
 from backbeat.model.batches import extrapolates, strong_scaling, with_sibling
+from backbeat.model.gpu_memory import MemoryByKind, device_bytes
 from backbeat.model.prediction import GapParts, Note
-from backbeat.model.resident import ResidentMemory
+from backbeat.model.rule import MEMORY_ERROR, Fits, fits
 from backbeat.planners import KNOWN_AS, SHARDED
 from backbeat.planners.max_batch import largest_batch, with_blocks
 from backbeat.planners.planned import predicted, resolved
-from backbeat.steps.memory_timeline import memory_timeline
 from backbeat.steps.predict import predict
-from backbeat.steps.sharded_memory import sharded_memory
+from backbeat.steps.step_memory import step_memory
 from backbeat.units import format_bytes
 
 Compared = Mapping[str, Any] | Plan | Framework
@@ -57,17 +57,25 @@ class DeviceFit:
     peak_bytes: int
     device: str
     device_bytes: int
+    """What it has for tensors, or the budget."""
+    error: float = MEMORY_ERROR["profile"]
+    """How far off such peaks are."""
     optimizer: str | None = None
     """What the profile's memory was measured with."""
 
     @property
+    def rating(self) -> Fits:
+        return fits(self.peak_bytes, self.device_bytes, self.error)
+
+    @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.device_bytes
+        """A tight one counts: nobody can tell that it does not."""
+        return self.rating != "no"
 
     def __str__(self) -> str:
         if self.fits:
-            whole = format_bytes(self.device_bytes)
-            return f"{format_bytes(self.peak_bytes)} of the {whole} of one {self.device}: fits{self._given}"
+            whole, how = format_bytes(self.device_bytes), "tight" if self.rating == "tight" else "fits"
+            return f"{format_bytes(self.peak_bytes)} of the {whole} of one {self.device}: {how}{self._given}"
         return self.too_much(": does not fit")
 
     def too_much(self, why: str = "") -> str:
@@ -151,31 +159,24 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
     if isinstance(schedule, Framework):
         plan = None
         prediction = predicted(profile, network, framework=schedule, accumulation=accumulation)
+        framework: Framework | None = schedule
         find_gap: Callable[[], GapParts | None] = lambda: None  # noqa: E731
-
-        def on_device(of: Profile) -> Profile:
-            # It may hold its share of the optimizer's state alone, or a second buffer of gradients.
-            return schedule.on_device(of, network.workers)
-
     else:
         choices: dict[str, Any] = {"strategy": schedule} if isinstance(schedule, Plan) else {**schedule}
         choices |= {"accumulation": accumulation, "reduce_dtype": question.reduce_dtype}
         sent, plan = resolved(profile, network, choices.pop("strategy"), **choices)
         prediction = predict(sent, network, plan, accumulation=accumulation)
+        framework = None
         find_gap = partial(_gap_parts, sent, network, plan, accumulation)
 
-        def on_device(of: Profile) -> Profile:
-            return resolved(of, network, plan, reduce_dtype=question.reduce_dtype)[0]
-
-    budget, peak = question.memory_budget, prediction.peak_bytes
-    fit = device_fit(on_device(profile), plan, network.workers, budget_bytes=budget, predicted_bytes=peak)
+    fit = device_fit(profile, prediction.memory, budget_bytes=question.memory_budget)
     if profile is not question.given:
         # Moved to another batch size, with a note on how. Without shards, what it then takes of memory is known well
         # enough to say that it does not fit, not that it fits.
         note = Note("batch", {"text": profile.notes[-1]})
         extrapolated = prediction.extrapolated or extrapolates(question.given, profile.batch_size)
         prediction = msgspec.structs.replace(prediction, notes=(*prediction.notes, note), extrapolated=extrapolated)
-        if fit is not None and fit.fits and prediction.peak_bytes is None:
+        if fit is not None and fit.fits and (plan is None or (plan.sharding is None and plan.memory is None)):
             fit = None
     return StudyRow(
         label=label,
@@ -183,7 +184,7 @@ def study_row(label: str, schedule: Compared, profile: Profile, network: Network
         prediction=prediction,
         fit=fit,
         names_groups=isinstance(schedule, Plan),
-        search_batch=partial(fitting_batch, fit, question, plan, network.workers, on_device),
+        search_batch=partial(fitting_batch, fit, question, plan, network.workers, framework),
         find_gap=find_gap,
     )
 
@@ -221,26 +222,20 @@ def by_whole_batch(rows: Sequence[StudyRow], question: Question, global_batch: i
 
 
 def device_fit(
-    profile: Profile,
-    plan: Plan | None = None,
-    workers: int | None = None,
-    *,
-    budget_bytes: int | None = None,
-    predicted_bytes: int | None = None,
+    profile: Profile, held: MemoryByKind | None = None, *, budget_bytes: int | None = None
 ) -> DeviceFit | None:
-    """The peak against the device's memory, or a budget of it; None where the profile or the table of accelerators does
-    not say.
-
-    Without a memory plan all is kept, and gradients are held as stock DDP does: in buckets, and beside them until the
-    step ends. A peak that a prediction has is taken as it is.
-    """
+    """The peak against what the device has, or a budget of it; None where the profile or the table of accelerators does
+    not say. Without a peak that is known it is that of stock DDP."""
     device = accelerator(profile.device)
-    if profile.memory is None or device is None:
+    held = held or step_memory(profile, None, workers=1)
+    if held is None or device is None:
         return None
+    limit = device_bytes(device) if budget_bytes is None else budget_bytes
     return DeviceFit(
-        peak_bytes=_peak(profile, profile.memory, plan, workers) if predicted_bytes is None else predicted_bytes,
+        peak_bytes=held.peak_bytes,
         device=device.name if budget_bytes is None else f"{device.name} (as budgeted)",
-        device_bytes=device.memory_bytes if budget_bytes is None else budget_bytes,
+        device_bytes=limit,
+        error=MEMORY_ERROR["shape" if profile.analytic else "profile"],
         optimizer=profile.optimizer,
     )
 
@@ -250,31 +245,23 @@ def fitting_batch(
     question: Question,
     plan: Plan | None,
     workers: int,
-    on_device: Callable[[Profile], Profile],
+    framework: Framework | None = None,
 ) -> int | None:
-    """`StudyRow.largest_batch`. `on_device` gives a profile the memory that the schedule takes."""
+    """`StudyRow.largest_batch`."""
     if fit is None or not question.given.blocks:
         return None
     given = with_blocks(with_sibling(question.given))
+    sent = question.reduce_dtype if plan is not None and plan.sharding is None else None
 
     def peak(there: Profile) -> int:
-        held = on_device(there)
-        assert held.memory is not None
-        return _peak(held, held.memory, plan, workers, question.accumulation or given.accumulation)
+        held = step_memory(
+            there if sent is None else there.with_reduce_dtype(sent),
+            plan,
+            workers=workers,
+            micro_batches=question.accumulation or given.accumulation,
+            framework=framework,
+        )
+        assert held is not None
+        return held.peak_bytes
 
     return largest_batch(given, fit.device_bytes, peak)
-
-
-def _peak(profile: Profile, measured: Memory, plan: Plan | None, workers: int | None, micro_batches: int = 1) -> int:
-    if plan is not None and plan.sharding is not None:
-        held = sharded_memory(profile, plan, micro_batches=micro_batches)
-        if held is not None:
-            return held.total_bytes
-    memory = plan.memory if plan is not None else None
-    resident = ResidentMemory.of(profile, plan, memory.residuals if memory else "device", workers).total_bytes
-    if profile.blocks:
-        peak = memory_timeline(profile, memory or MemoryPlan(), plan, workers=workers).peak_bytes
-    else:
-        whole = measured.peak_bytes + profile.total_bytes if measured.peak_bytes else 0
-        peak = max(resident + measured.activation_bytes, whole)
-    return peak if memory is not None else max(peak, resident + profile.total_bytes)

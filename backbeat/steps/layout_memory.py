@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from backbeat.model.architecture import Architecture
 from backbeat.model.framework import Framework
+from backbeat.model.gpu_memory import MemoryByKind
 from backbeat.model.layout import Job, Layout
-from backbeat.model.memory import MemoryByKind
 from backbeat.steps.rank_parameters import rank_parameters, unit_parameters
 from backbeat.steps.stage_layers import StageLayers, split_layers
 from backbeat.steps.stage_programs import in_flight
@@ -73,8 +73,6 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
             "activations": activations,
             "loss": logits,
             "buffers": buffers,
-            # CUDA, NCCL and fragmentation, as the framework leaves them.
-            "other": float(framework.reserve_bytes),
         }
     )
 

@@ -39,6 +39,7 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Gradient, MemoryPlan, Plan, Profile
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of
+from backbeat.model.gpu_memory import moment
 from backbeat.model.prediction import Note
 from backbeat.model.profile import device_alone
 from backbeat.model.resident import ResidentMemory
@@ -70,6 +71,11 @@ class ChainRun:
     """Computation waiting for copies."""
     host_s: float
     """What the host takes to issue it."""
+
+    @property
+    def moment(self) -> str:
+        """When the peak is, in words."""
+        return moment(self.where, self.phase)
 
     @property
     def time_s(self) -> float:
@@ -131,13 +137,14 @@ class Tally:
 class BlockChain:
     """A profile's blocks as plain lists, with what is on the device whatever the plan."""
 
-    def __init__(self, profile: Profile, resident: ResidentMemory) -> None:
+    def __init__(self, profile: Profile, resident: ResidentMemory | None = None) -> None:
         if not profile.blocks:
             raise InputError(
                 f"the profile {profile.name!r} has no blocks, so nothing is known of its activations: "
                 "profile it again with `backbeat profile`"
             )
         self.host_plain, self.host_more = HostLane.of(profile).micro_batch_s, memory_costs(profile)
+        resident = resident or ResidentMemory.of(profile)
         profile = device_alone(profile)
         blocks = profile.blocks
         self.names = [block.name for block in blocks]

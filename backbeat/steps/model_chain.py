@@ -91,8 +91,7 @@ def _of_blocks(profile: Profile, memory: MemoryPlan | None) -> Chain:
 
 def _block_times(profile: Profile, memory: MemoryPlan | None) -> tuple[list[float], list[float], tuple[float, float]]:
     """Forward and backward of each block, and of what follows the last."""
-    nothing = ResidentMemory(parameter_bytes=0, buffer_bytes=0, optimizer_bytes=0, batch_bytes=0, gradient_bytes=0)
-    chain = BlockChain(profile, nothing)
+    chain = BlockChain(profile, ResidentMemory())
     forward, backward = list(chain.forward), list(chain.backward)
     after = (chain.loss_forward, chain.loss_backward)
     if memory is None or not memory.segments:

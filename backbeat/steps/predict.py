@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.cost.collectives import traffic
 from backbeat.cost.stragglers import Straggling, straggling
 from backbeat.engine import run
 from backbeat.errors import InputError
 from backbeat.model import Framework, Network, Plan, Profile
+from backbeat.model.accelerator import accelerator
 from backbeat.model.checks import whole
+from backbeat.model.gpu_memory import MemoryByKind, device_bytes, fitting
 from backbeat.model.noted import BEYOND, noted
 from backbeat.model.prediction import Band, Breakdown, GapParts, NetworkBand, Note, Prediction, Span
 from backbeat.model.profile import device_alone
@@ -28,7 +29,7 @@ from backbeat.steps.bucket_step import BucketRun, BucketWay, Explained
 from backbeat.steps.host import HostLane, Period, host_issue, paced_s
 from backbeat.steps.memory_timeline import memory_timeline
 from backbeat.steps.model_chain import Chain, ShardedChain, chain_of
-from backbeat.steps.sharded_memory import sharded_memory
+from backbeat.steps.step_memory import step_memory
 from backbeat.steps.unit_step import UnitRun, UnitWay
 
 _REPEATS = 0.05
@@ -62,7 +63,7 @@ def predict(
     them. Where the network has a band, the plan is simulated on a quiet and on a busy cluster, too. With `gap_parts`
     what it takes above its bound is told by cause.
     """
-    worker = _Worker.of(profile, network, plan, accumulation)
+    worker = _Worker.of(profile, network, plan, accumulation, reduction)
     steps = _Steps(worker, plan, reduction, broadcast_buffers=broadcast_buffers)
     step = steps.on(network)
     found = _explained(worker, network, plan, step, _waits(worker, network))
@@ -100,31 +101,32 @@ class _Worker:
     """T(1) of that."""
     lane: HostLane
     micro_batches: int
-    peak_bytes: int | None
+    memory: MemoryByKind | None
     notes: tuple[Note, ...]
     chain: ShardedChain | None
     """In the units of a sharded plan."""
 
     @classmethod
-    def of(cls, measured: Profile, network: Network, plan: Plan, accumulation: int | None) -> _Worker:
+    def of(
+        cls, measured: Profile, network: Network, plan: Plan, accumulation: int | None, reduction: Framework | None
+    ) -> _Worker:
         lane = kept_lane = HostLane.of(measured)
-        peak = None
         notes: tuple[Note, ...] = ()
         profile = kept = device_alone(measured)
         if plan.memory is not None and (profile.blocks or plan.memory.segments):
             plan.check(profile)
             found = memory_timeline(measured, plan.memory, plan, workers=network.workers)
-            profile, peak, notes = found.profile, found.peak_bytes, found.notes
+            profile, notes = found.profile, found.notes
             lane = lane.longer(found.host_more_s)
         micro_batches = profile.accumulation if accumulation is None else whole("accumulation", accumulation)
         if micro_batches < 1:
             raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
         chain = chain_of(kept, plan) if plan.sharding is not None else None
-        if chain is not None:
-            held = sharded_memory(measured, plan, micro_batches=micro_batches, chain=chain)
-            peak = held.total_bytes if held else None
+        memory = step_memory(
+            measured, plan, workers=network.workers, micro_batches=micro_batches, framework=reduction, chain=chain
+        )
         kept_s = paced_s(_compute_s(kept, micro_batches), kept_lane.step_s(micro_batches))
-        return cls(measured, profile, kept, kept_s, lane, micro_batches, peak, notes, chain)
+        return cls(measured, profile, kept, kept_s, lane, micro_batches, memory, notes, chain)
 
     @cached_property
     def device_s(self) -> float:
@@ -286,6 +288,7 @@ def _explained(
     waiting = (Span("compute", "waiting for the host", device_s, paced),) if paced > device_s else ()
     samples = network.workers * profile.batch_size * micro_batches
     device = accelerator(profile.device)
+    limit = None if device is None else device_bytes(device)
     return Prediction(
         strategy=plan.strategy,
         workers=network.workers,
@@ -299,7 +302,7 @@ def _explained(
         precision=profile.precision,
         parameters=worker.measured.trained,
         flops=None if profile.flops_per_sample is None else profile.flops_per_sample * samples,
-        peak_flops=None if device is None else device.peak_flops(profile.precision),
+        peak_flops=None if device is None else device.rate(profile.precision),
         plan=plan,
         communicators=plan.communicators,
         buckets=why.number,
@@ -314,7 +317,9 @@ def _explained(
         band=Band(p10_s=paced + waits.p10_s, p90_s=paced + waits.p90_s, extrapolated=waits.extrapolated)
         if waits
         else None,
-        peak_bytes=worker.peak_bytes,
+        memory=worker.memory,
+        device_bytes=limit,
+        fits=fitting(worker.memory, limit, "shape" if profile.analytic else "profile"),
         extrapolated=any(note.kind in BEYOND for note in notes),
         timeline=(*why.timeline, *waiting),
         notes=(*worker.notes, *notes),

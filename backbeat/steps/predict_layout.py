@@ -5,29 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Any, Literal, TypedDict
+from functools import cached_property, lru_cache, reduce
+from typing import Any, Literal
 
 import msgspec
 
-from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.errors import InputError
-from backbeat.model import Network, Profile
+from backbeat.model import Network
+from backbeat.model.accelerator import operator_model
 from backbeat.model.architecture import Architecture, architecture_named
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
 from backbeat.model.framework import Framework, framework_named
+from backbeat.model.gpu_memory import MemoryByKind, device_bytes, fitting
 from backbeat.model.layout import Job, Layout, job_of
-from backbeat.model.memory import MemoryByKind
 from backbeat.model.possible_layout import check_layout
-from backbeat.model.prediction import COMPUTE, Band, Breakdown, Note, Prediction, Span
+from backbeat.model.prediction import COMPUTE, Band, Breakdown, Note, Prediction
 from backbeat.steps.layout_memory import layout_memory
-from backbeat.steps.measured_block import MeasuredBlock, measured_block
-from backbeat.steps.pipeline import PipelineRun, closed_form, run_pipeline
+from backbeat.steps.layout_step import LayoutStep
+from backbeat.steps.pipeline import closed_form, run_pipeline
 from backbeat.steps.rank_parameters import rank_parameters
 from backbeat.steps.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.steps.slow_ranks import check_stragglers, slow_pipelines, step_wait
-from backbeat.steps.stage_graph import StageTimes, added
+from backbeat.steps.stage_graph import StageTimes
 from backbeat.steps.stage_layers import StageLayers, split_layers
 from backbeat.steps.stage_times import StageTimer
 from backbeat.steps.unit_passes import UnitPasses
@@ -42,28 +43,6 @@ ERROR, ERROR_WITH_EXPERTS = 0.13, 0.35
 41 with, of the development rows of validation."""
 _LIMITING = 0.1
 """A part that takes less than this share of a step is not what limits it."""
-_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
-
-
-class PredictorOptions(TypedDict, total=False):
-    """What `predict` and `search` take beside the job; `predictor_of` has the defaults."""
-
-    framework: str | Framework
-    overlap: str | None
-    """What hides behind computation: none, dp or dp+tp. By default what the framework hides."""
-    dispatcher: str | None
-    """Of tokens to experts: alltoall or deepep."""
-    accelerator: str | None
-    imbalance: float
-    """The busiest expert rank's tokens over the average's."""
-    compute_factor: float
-    """How many times as long computation takes as the operator model says; a measured step of one layout gives it."""
-    block: Profile | str | os.PathLike[str] | None
-    """Gives it too: a measured profile of one of the model's dense layers."""
-    stragglers: Mapping[int, float] | None
-    """Ranks that compute more slowly, with their slowdown: {13: 1.3}."""
-    contention: bool | None
-    """Count what computation loses beside communication. By default only with a `block`: other rates hold it."""
 
 
 def predict_layout(
@@ -83,25 +62,20 @@ def predict_layout(
 
     The layout is given whole (`Layout`, or text as the command line takes it) or by its fields: dp=8, tp=4, pp=2, cp=1,
     ep=1, micro_batch=1, recompute="selective", schedule="1f1b", chunks=1, zero=1. Further options are those of
-    `PredictorOptions`: framework="megatron", accelerator="h100", imbalance=1.2, compute_factor=1.1, block="layer.json",
-    stragglers={13: 1.3}, contention=True.
+    `predictor_of`.
 
     >>> found = predict_layout("llama-3-8b", "dgx-h100", dp=8, tp=2, global_batch=256, sequence=8192, recompute="full")
     >>> found.fits, 0.3 < found.mfu < 0.6
     ('yes', True)
     """
-    options = {name: given[name] for name in PredictorOptions.__annotations__ if name in given}
-    fields = {name: value for name, value in given.items() if name not in options}
     if isinstance(layout, str):
         layout = Layout.parse(layout)
-    unknown = next((name for name in fields if name not in Layout.__struct_fields__), None)
-    if unknown is not None:
-        raise InputError(f"a layout has no {unknown!r}: it has {', '.join(Layout.__struct_fields__)}")
+    fields = {name: given.pop(name) for name in Layout.__struct_fields__ if name in given}
     if layout is None or fields:
         layout = checked({**msgspec.to_builtins(layout or Layout()), **fields}, Layout, "the layout: ")
     if family not in PREDICTED:
         raise InputError(f"family is {family!r}: predicted are {' and '.join(PREDICTED)}; `backbeat lab` executes")
-    predictor = predictor_of(model, cluster, job_of(global_batch, sequence, precision), **options)
+    predictor = predictor_of(model, cluster, job_of(global_batch, sequence, precision), **given)
     check_layout(predictor.model, layout, predictor.job, gpus)
     check_stragglers(predictor.stragglers, layout.gpus, predictor.cluster.per_node)
     found = predictor.predict(layout, family)
@@ -119,17 +93,22 @@ def predictor_of(
     accelerator: str | None = None,
     imbalance: float = 1.0,
     compute_factor: float = 1.0,
-    block: Profile | str | os.PathLike[str] | None = None,
     stragglers: Mapping[int, float] | None = None,
-    contention: bool | None = None,
+    contention: bool = False,
+    iteration_s: Sequence[float] = (),
+    measured_layers: float = 1.0,
 ) -> LayoutPredictor:
-    """The predictor of this job's layouts, made of what `predict` and `search` take."""
+    """The predictor of this job's layouts.
+
+    `overlap` is what hides behind computation (none, dp or dp+tp), `dispatcher` that of tokens to experts (alltoall or
+    deepep); by default the framework's. `stragglers` are ranks that compute more slowly, with their slowdown:
+    {13: 1.3}. With `contention`, computation takes longer beside communication: rates fitted to whole published steps
+    hold that already.
+    """
     there = cluster_of(cluster, accelerator)
-    # Rates fitted to whole published steps hold what computation loses beside communication; a block's do not.
-    counted = block is not None if contention is None else contention
-    if counted != there.contention:
-        there = replace(there, contention=counted)
-    found = LayoutPredictor(
+    if contention != there.contention:
+        there = replace(there, contention=contention)
+    return LayoutPredictor(
         model=architecture_named(model),
         cluster=there,
         job=job,
@@ -137,8 +116,9 @@ def predictor_of(
         imbalance=imbalance,
         compute_factor=compute_factor,
         stragglers=stragglers or {},
+        iteration_s=tuple(iteration_s),
+        measured_layers=measured_layers,
     )
-    return found if block is None else replace(found, block=measured_block(block, found))
 
 
 _operators = lru_cache(maxsize=32)(operator_model)
@@ -153,9 +133,13 @@ class LayoutPredictor:
     job: Job
     framework: Framework
     imbalance: float = 1.0
+    """The busiest expert rank's tokens over the average's."""
     compute_factor: float = 1.0
-    """Given by the caller; a measured block has a factor of its own on top."""
-    block: MeasuredBlock | None = None
+    """How many times as long computation takes as the operator model says; one measured step gives it."""
+    iteration_s: tuple[float, ...] = ()
+    """Measured on one GPU, one by one: how much computing varies."""
+    measured_layers: float = 1.0
+    """What one of these computes: layers, each micro-batch counted."""
     stragglers: Mapping[int, float] = field(default_factory=dict)
     spun: bool = False
     """Ranks spin their computation, and their hosts do not run ahead of it."""
@@ -173,7 +157,7 @@ class LayoutPredictor:
 
     @cached_property
     def operators(self) -> OperatorModel:
-        return _operators(self.cluster.accelerator.short_name, self.job.precision)
+        return _operators(self.cluster.accelerator, self.job.precision)
 
     @cached_property
     def _edges(self) -> tuple[LayoutPredictor, ...]:
@@ -190,11 +174,15 @@ class LayoutPredictor:
         """Of stages that compute `slowdown` times as long as healthy ones."""
         parts = (self.model, layout, self.job, self.cluster, self.operators, self.framework)
         return StageTimer(
-            *parts, imbalance=self.imbalance, compute_factor=self._factor * slowdown, spun=self.spun, known=self.pieces
+            *parts,
+            imbalance=self.imbalance,
+            compute_factor=self.compute_factor * slowdown,
+            spun=self.spun,
+            known=self.pieces,
         )
 
     def fits(self, layout: Layout) -> bool:
-        return self.memory(layout).peak_bytes <= self.cluster.accelerator.memory_bytes
+        return fitting(self.memory(layout), device_bytes(self.cluster.accelerator), "shape") != "no"
 
     def ranged(self, found: Prediction, family: Family = "events") -> Prediction:
         """The same prediction, with the range of times to expect: the same step on a quiet and on a busy cluster, wider
@@ -209,11 +197,25 @@ class LayoutPredictor:
     def predict(self, layout: Layout, family: Family = "events", *, timeline: bool = True) -> Prediction:
         """Predict a layout that the caller has checked. Steps of many micro-batches are predicted faster without a
         `timeline`."""
-        even = self._step_times(layout, family, (1.0,) * layout.pp, listed=timeline)
-        slowest = even if not self.stragglers else self._slowest(layout, family, even, listed=timeline)
+        even, slowest = self._even_and_slowest(layout, family, listed=timeline)
         return self._explained(layout, family, even, slowest)
 
-    def _step_times(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool) -> _StepTimes:
+    def step_s(self, layout: Layout, family: Family = "closed-form") -> float:
+        """The step alone, without waiting for ranks that are slow now and then: faster to rank by."""
+        return self._even_and_slowest(layout, family, listed=False)[1].step_s
+
+    def _even_and_slowest(self, layout: Layout, family: Family, *, listed: bool) -> tuple[LayoutStep, LayoutStep]:
+        """A pipeline of healthy ranks, and of all pipelines the one that ends last: everybody waits for it."""
+        even = self._step_times(layout, family, (1.0,) * layout.pp, listed=listed)
+        slowed = [
+            # A slow rank hides more of its own gather behind its forward, but the others do not.
+            replace(self._step_times(layout, family, factors, listed=listed), gather_s=even.gather_s)
+            for factors in slow_pipelines(layout, self.stragglers)
+        ]
+        # Where weight gradients fill the waiting, a slower stage may fill it better; nobody can count on that.
+        return even, max([even, *slowed], key=lambda each: each.step_s)
+
+    def _step_times(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool) -> LayoutStep:
         """One pipeline, whose stages compute `slowdowns` times as long as healthy ones."""
         pp, count = layout.pp, layout.micro_batches(self.job)
         kinds = split_layers(self.model, layout, by_cost=self.framework.stages_by_cost)
@@ -226,9 +228,10 @@ class LayoutPredictor:
         for index, kind in enumerate(kinds):
             slowdown = slowdowns[index % pp]
             if (slowdown, kind) not in runs:
-                runs[slowdown, kind] = replicas.unit_passes(timers[slowdown].pieces_of(kind), kind)
+                found = replicas.unit_passes(timers[slowdown].pieces_of(kind), kind)
+                runs[slowdown, kind] = found._replace(times=found.times + beside)
         units = [runs[slowdowns[index % pp], kind] for index, kind in enumerate(kinds)]
-        times = [each.times + beside for each in units]
+        times = [each.times for each in units]
         sent_bytes = 2 * layout.tokens(self.job) * self.model.hidden
         send = self._send_s(layout, sent_bytes)
         if family == "events":
@@ -236,7 +239,7 @@ class LayoutPredictor:
             passes = run_pipeline(layout.schedule, pp, count, times, send, streams, late, listed=listed)
         else:
             passes = closed_form(layout.schedule, pp, count, times, send)
-        stages = [sum(times[stage::pp], StageTimes()) for stage in range(pp)]
+        stages = [reduce(StageTimes.__add__, times[stage::pp]) for stage in range(pp)]
         windows = [end - last for end, last in zip(passes.end_s, passes.last_backward_s, strict=True)]
         known: dict[Hashable, ReplicaTimes] = {}
         afters = []
@@ -247,22 +250,18 @@ class LayoutPredictor:
             if key not in known:
                 known[key] = replicas.after(own, windows[stage], stages[stage], simulated=family == "events")
             afters.append(known[key])
-        updates = [each.update_s * self._factor * slow for each, slow in zip(afters, slowdowns, strict=True)]
+        updates = [each.update_s * self.compute_factor * slow for each, slow in zip(afters, slowdowns, strict=True)]
         idle = 1 - count * sum(each.total_s for each in times) / pp / passes.seconds
         first_s = max(sum(each.gather_s for each in units[stage::pp]) for stage in range(pp))
         gather_s = max(first_s, *(each.gather.seconds for each in afters))
-        return _StepTimes(stages, passes, afters, max(updates), gather_s, max(0.0, idle))
-
-    @property
-    def _factor(self) -> float:
-        return self.compute_factor * (self.block.factor if self.block else 1.0)
+        return LayoutStep(stages, passes, afters, max(updates), gather_s, max(0.0, idle))
 
     def _send_s(self, layout: Layout, size: float) -> float:
         """Activations of a micro-batch to the next stage; without sequence parallelism Megatron scatters and gathers
         them, so that each rank sends its share."""
         if layout.pp == 1:
             return 0.0
-        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_gpus)
+        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_stride)
         if layout.tp > 1 and not layout.sequence_parallel:
             sent += self.cluster.collective_s("all_gather", size, layout.tp)
         return sent
@@ -272,38 +271,17 @@ class LayoutPredictor:
         micro = layout.micro_batch
         if micro not in self.alone:
             one = Layout(micro_batch=micro, zero=0)
-            whole = split_layers(self.model, one)
             passes_s = sum(stage.total_s for stage in self.timer(one).stages()) + self.framework.pass_s
-            replicas = ReplicaTimer(self.model, one, self.cluster, self.operators, self.framework)
-            self.alone[micro] = passes_s, replicas.update_s(rank_parameters(self.model, one, *whole)) * self._factor
+            held = rank_parameters(self.model, one, *split_layers(self.model, one))
+            update_s = ReplicaTimer(self.model, one, self.cluster, self.operators, self.framework).update_s(held)
+            self.alone[micro] = passes_s, update_s * self.compute_factor
         passes_s, update_s = self.alone[micro]
         return self.job.global_batch / (layout.gpus * micro) * passes_s + update_s
 
-    def _parts(self, layout: Layout, times: _StepTimes) -> dict[str, float]:
-        """Where the step goes, in the stage that has most to do."""
-        count, passes = layout.micro_batches(self.job), times.passes
-        busiest = max(times.stages, key=lambda each: sum(each.causes.values()))
-        known_s = sum(busiest.causes.values())
-        last = max(range(layout.pp), key=lambda stage: passes.end_s[stage] + times.afters[stage].reduce.seconds)
-        reducing = times.reduced_s - passes.seconds
-        slower = min(times.afters[last].reduce.slower_s, reducing)
-        gather = max(times.afters, key=lambda each: each.gather.seconds).gather
-        return added(
-            busiest.times(count).causes,
-            {
-                "contention": slower + gather.slower_s,
-                "parameters": count * (busiest.total_s - known_s) if layout.zero >= 2 else 0.0,
-                "bubble": max(0.0, passes.seconds - count * busiest.total_s) if layout.pp > 1 else 0.0,
-                "reduce": reducing - slower,
-                "update": times.update_s,
-                "gather": times.gather_s - gather.slower_s,
-            },
-        )
-
-    def _explained(self, layout: Layout, family: Family, even: _StepTimes, slowest: _StepTimes) -> Prediction:
+    def _explained(self, layout: Layout, family: Family, even: LayoutStep, slowest: LayoutStep) -> Prediction:
         """What the slowest pipeline takes, put down to what an even one does and to waiting for the slowest."""
         job, gpu, memory = self.job, self.cluster.accelerator, self.memory(layout)
-        parts = self._parts(layout, even)
+        parts = even.parts(layout, layout.micro_batches(job))
         parts["stragglers"] = slowest.step_s - even.step_s
         notes = [Note("operators", {"origin": self.operators.origin})]
         notes += [Note("beside", {"origin": origin}) for origin in self.cluster.origins if parts["contention"]]
@@ -311,17 +289,18 @@ class LayoutPredictor:
             notes.append(Note("closed_form"))
         band = None
         step_s = slowest.step_s
-        if self.block is not None:
+        waits = None
+        if self.iteration_s:
             computed = sum(parts.get(name, 0.0) for name in COMPUTE if name != "update")
-            draws = layout.micro_batches(job) * self.model.layers / layout.pp / self.block.layers
-            waits = step_wait(self.block, layout, computed, draws)
-            if waits is not None:
-                band = Band(p10_s=step_s + waits.p10_s, p90_s=step_s + waits.p90_s, extrapolated=waits.extrapolated)
-                parts["stragglers"] += waits.wait_s
-                step_s += waits.wait_s
-                if waits.extrapolated:
-                    counts = {"workers": layout.gpus, "iterations": len(self.block.iteration_s)}
-                    notes.append(Note("slowest_extrapolated", counts))
+            draws = layout.micro_batches(job) * self.model.layers / layout.pp / self.measured_layers
+            waits = step_wait(self.iteration_s, layout, computed, draws)
+        if waits is not None:
+            band = Band(p10_s=step_s + waits.p10_s, p90_s=step_s + waits.p90_s, extrapolated=waits.extrapolated)
+            parts["stragglers"] += waits.wait_s
+            step_s += waits.wait_s
+            if waits.extrapolated:
+                counts = {"workers": layout.gpus, "iterations": len(self.iteration_s)}
+                notes.append(Note("slowest_extrapolated", counts))
         alone_s = self._alone_s(layout)
         other = {name: seconds for name, seconds in parts.items() if name not in ("matmul", "attention")}
         largest = max(other, key=lambda name: other[name])
@@ -342,7 +321,7 @@ class LayoutPredictor:
             precision=job.precision,
             parameters=self.model.parameters,
             flops=self.model.flops_per_token(job.sequence) * job.tokens,
-            peak_flops=gpu.peak_flops(job.precision),
+            peak_flops=gpu.rate(job.precision),
             layout=layout,
             iteration_s=step_s,
             single_s=alone_s,
@@ -354,61 +333,9 @@ class LayoutPredictor:
             bubble_share=slowest.idle_share,
             band=band,
             memory=memory,
-            device_bytes=gpu.memory_bytes,
-            fits="yes" if memory.peak_bytes <= gpu.memory_bytes else "no",
-            peak_bytes=memory.peak_bytes,
+            device_bytes=device_bytes(gpu),
+            fits=fitting(memory, device_bytes(gpu), "shape"),
             extrapolated=band is not None and band.extrapolated,
             timeline=slowest.spans(),
             notes=tuple(notes),
         )
-
-    def _slowest(self, layout: Layout, family: Family, even: _StepTimes, *, listed: bool) -> _StepTimes:
-        """Of all pipelines the one that ends last: everybody waits for it."""
-        slowed = [
-            # A slow rank hides more of its own gather behind its forward, but the others do not.
-            replace(self._step_times(layout, family, factors, listed=listed), gather_s=even.gather_s)
-            for factors in slow_pipelines(layout, self.stragglers)
-        ]
-        # Where weight gradients fill the waiting, a slower stage may fill it better; nobody can count on that.
-        return max([even, *slowed], key=lambda each: each.step_s)
-
-
-@dataclass(frozen=True)
-class _StepTimes:
-    """A step of one pipeline."""
-
-    stages: Sequence[StageTimes]
-    """One micro-batch through all chunks of each."""
-    passes: PipelineRun
-    afters: Sequence[ReplicaTimes]
-    update_s: float
-    gather_s: float
-    idle_share: float
-    """Of the passes' time, what the average stage does nothing in."""
-
-    @property
-    def reduced_s(self) -> float:
-        """All stages wait for the norm of all gradients before they update."""
-        ends = zip(self.passes.end_s, self.afters, strict=True)
-        return max(end + after.reduce.seconds for end, after in ends)
-
-    @property
-    def step_s(self) -> float:
-        return self.reduced_s + self.update_s + self.gather_s
-
-    def spans(self) -> tuple[Span, ...]:
-        passes, update, gather = self.passes, self.update_s, self.gather_s
-        if not passes.performed:
-            return ()
-        spans = []
-        for stage, (kind, micro_batch, chunk), start_s, end_s in passes.performed:
-            name = f"{_NAMES[kind]} {micro_batch}" + (f" chunk {chunk}" if chunk else "")
-            spans.append(Span(f"stage {stage}", name, start_s, end_s))
-        end = self.step_s - gather
-        for stage, (done, after) in enumerate(zip(passes.end_s, self.afters, strict=True)):
-            if after.reduce.seconds:
-                spans.append(Span(f"stage {stage}", "reduce gradients", done, done + after.reduce.seconds))
-            spans.append(Span(f"stage {stage}", "update", end - update, end))
-            if gather:
-                spans.append(Span(f"stage {stage}", "gather parameters", end, self.step_s))
-        return tuple(spans)

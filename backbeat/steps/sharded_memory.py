@@ -40,6 +40,7 @@ from backbeat.engine import Graph
 from backbeat.engine.memory import HeldBytes, held_over_time, issue_times
 from backbeat.model import Block, MemoryPlan, Network, Plan, Profile
 from backbeat.model.blocks import ranges_of
+from backbeat.model.gpu_memory import MemoryByKind
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.model.resident import ResidentMemory
 from backbeat.model.slowdown import slowdown_of
@@ -50,42 +51,22 @@ from backbeat.steps.unit_graph import Call, ShardedCost, calls, run_step
 _HALF = ("bf16", "fp16")
 MOST_MICRO_BATCHES = 3
 """Those after the second hold what the second holds."""
-
+_KINDS = {
+    "gathered": "gathered",
+    "gather_buffer": "buffers",
+    "whole_gradient": "gradients",
+    "scatter_input": "buffers",
+    "gradient": "gradients",
+}
+"""What units hold, and the kind that it is of."""
 
 BytesByKind = Counter[str]
-"""Bytes by kind. All the time: this rank's shards, `parameter` and `optimizer`; `other`, that is module buffers, the
-batch, workspaces and tensors outside the blocks. Then `gradient`, shards of gradients that are reduced already;
-`gathered`, parameters of units that are whole; `gather_buffer`, `whole_gradient`, `scatter_input`; and `activation`,
-with what operations need beside them."""
-
-
-class MemoryLevel(NamedTuple):
-    """What the device holds at one moment, or from one to another."""
-
-    where: str
-    """The block, `loss`, or `copies` between two blocks."""
-    phase: Phase
-    held: BytesByKind
-    start_s: float = 0.0
-    end_s: float = 0.0
-
-    @property
-    def total_bytes(self) -> int:
-        return self.held.total()
-
-
-def always_held(resident: ResidentMemory, shards: int) -> BytesByKind:
-    """What is there all the time: shards, and what is not sharded."""
-    return Counter(
-        parameter=-(-resident.parameter_bytes // shards),
-        optimizer=-(-resident.optimizer_bytes // shards),
-        other=resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes,
-    )
+"""Bytes of `model.gpu_memory.KINDS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is held at one part of forward or backward, between the two, or at the end of a micro-batch."""
+    """What units hold at one part of forward or backward, between the two, or at the end of a micro-batch."""
 
     call: Call
     before: BytesByKind
@@ -93,21 +74,121 @@ class Moment:
     during: BytesByKind
 
 
+class MemoryLevel(NamedTuple):
+    """What the device holds from one moment to another."""
+
+    where: str
+    """The block, `loss`, or `copies` between two blocks."""
+    phase: Phase
+    held: BytesByKind
+    start_s: float
+    end_s: float
+
+    @property
+    def total_bytes(self) -> int:
+        return self.held.total()
+
+
 def sharded_memory(
     profile: Profile, plan: Plan, *, micro_batches: int = 1, chain: ShardedChain | None = None
-) -> MemoryLevel | None:
+) -> MemoryByKind | None:
     """The highest level; None where the profile has no memory figures. `chain`: the profile in the plan's units, where
     it is known."""
     if profile.memory is None:
         return None
-    chain = chain or chain_of(profile, plan)
-    resident = ResidentMemory.of(profile)
-    count, tied = min(micro_batches, MOST_MICRO_BATCHES), tied_block(profile, chain) is not None
-    levels = _levels(chain, step_moments(chain, count, tied=tied), Activations(profile, plan, chain, resident))
-    most, activation, where, phase = max(levels, key=lambda level: level[0].total() + level[1])
-    held = always_held(resident, chain.sharding.mesh.shard)
-    held.update(most, activation=activation)
-    return MemoryLevel(where, phase, held)
+    found = _Levels(profile, plan, chain or chain_of(profile, plan), micro_batches)
+    level = max(found, key=_Level.total)
+    return MemoryByKind.at(level.where, level.phase, found.always + level.held)
+
+
+def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batches: int = 1) -> tuple[MemoryLevel, ...]:
+    """Every level of the step in order, in time; of many micro-batches the first three. Empty where the profile has no
+    memory figures. Between two blocks the copies run: what they hold at most is a level of its own."""
+    if profile.memory is None or plan.sharding is None or network.workers == 1:
+        return ()
+    chain = chain_of(profile, plan)
+    found = _Levels(profile, plan, chain, micro_batches)
+    cost = ShardedCost.of(profile, network, chain.sharding)
+    factor = slowdown_of(profile, network, sharded=True).factor
+    update_s = profile.update_s / chain.sharding.mesh.shard
+    made, times = run_step(chain, cost, update_s, micro_batches=found.micro_batches, slowdown=factor)
+    in_time = zip(made.calls, times.starts, times.ends, strict=True)
+    parts = ((start, end) for call, start, end in in_time if call.event in ("forward", "backward"))
+    levels: list[MemoryLevel] = []
+    now = start = end = 0.0
+    for level in found:
+        until, where = now, level.where
+        if level.share is not None:
+            until += (end - start) * level.share
+        else:
+            where = "copies"
+            if level.event in ("forward", "backward"):
+                start, end = next(parts)
+                until = max(start, now)
+        levels.append(MemoryLevel(where, level.phase, found.always + level.held, now, until))
+        now = until
+    levels[-1] = levels[-1]._replace(end_s=times.ends[-1])
+    return tuple(levels)
+
+
+class _Level(NamedTuple):
+    """What one level holds beside what is always there."""
+
+    event: str
+    where: str
+    phase: Phase
+    units: BytesByKind
+    activations: int
+    loss: int = 0
+    share: float | None = None
+    """Of the time of its part; None between two parts."""
+
+    def total(self) -> int:
+        return self.units.total() + self.activations + self.loss
+
+    @property
+    def held(self) -> BytesByKind:
+        return self.units + Counter(activations=self.activations, loss=self.loss)
+
+
+class _Levels:
+    """All levels of a step in the order of issue."""
+
+    def __init__(self, profile: Profile, plan: Plan, chain: ShardedChain, micro_batches: int) -> None:
+        resident = ResidentMemory.of(profile)
+        shared = resident.over(chain.sharding.mesh.shard, "parameters", "optimizer").by_kind
+        self.always = Counter({kind: shared[kind] for kind in ("parameters", "optimizer", "other")})
+        self.chain, self.micro_batches = chain, min(micro_batches, MOST_MICRO_BATCHES)
+        self.pieces = {piece.block: piece for piece in chain.whole.pieces}
+        self.moments = step_moments(chain, self.micro_batches, tied=tied_block(profile, chain) is not None)
+        self.activations = Activations(profile, plan, chain, resident)
+
+    def __iter__(self) -> Iterator[_Level]:
+        kept = self.activations
+        for call, before, during in ((one.call, one.before, one.during) for one in self.moments):
+            event = call.event
+            if event == "end":
+                # What is reduced when backward is done has no activations beside it.
+                yield _Level(event, kept.names[0], "backward", before, 0)
+            elif event == "loss":
+                yield _Level(event, "loss", "loss", before, kept.at_loss)
+                yield _Level(event, "loss", "loss", during, kept.at_loss, kept.loss_bytes, 0.0)
+            else:
+                yield from self._part(call, before, during)
+
+    def _part(self, call: Call, before: BytesByKind, during: BytesByKind) -> Iterator[_Level]:
+        timed: list[tuple[int | None, float]] = [(None, 1.0)]
+        if blocks := self.chain.parts[call.part].blocks:
+            timed = [(block, self.pieces[block].forward_s) for block in blocks]
+            if call.event == "backward":
+                timed = [(block, self.pieces[block].backward_s) for block in reversed(blocks)]
+        whole = sum(seconds for _, seconds in timed)
+        for place, (block, seconds) in enumerate(timed):
+            where, low, high, phase = self.activations.at(block, call.event)
+            if place == 0:
+                yield _Level(call.event, where, phase, before, low)
+            share = seconds / whole if whole > 0 else 1 / len(timed)
+            yield _Level(call.event, where, phase, during, high, share=share)
 
 
 def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list[Moment]:
@@ -141,7 +222,7 @@ class _UnitBuffers:
         self.chain, self.sharding, self.micro_batches = chain, chain.sharding, micro_batches
         self.graph = Graph()
         self.held: dict[tuple[str, int], tuple[int, float]] = {}
-        """By kind and unit, or part: the call that took it, and its bytes."""
+        """By what it is (`_KINDS`) and unit, or part: the call that took it, and its bytes."""
         self.made = [0 if tied and part.unit == ROOT else part.elements for part in chain.parts]
         """Elements whose gradients each part makes."""
         if tied:
@@ -191,41 +272,42 @@ class _UnitBuffers:
 
     def closed(self) -> Graph:
         """With what stays to the end."""
-        for (kind, _), (first, size) in self.held.items():
-            self.graph.hold(kind, size, first)
+        for (what, _), (first, size) in self.held.items():
+            self.graph.hold(_KINDS[what], size, first)
         return self.graph
 
-    def _take(self, kind: str, unit: int, number: int, size: float) -> None:
-        self._free(kind, unit, number - 1)
-        self.held[kind, unit] = number, size
+    def _take(self, what: str, unit: int, number: int, size: float) -> None:
+        self._free(what, unit, number - 1)
+        self.held[what, unit] = number, size
 
-    def _free(self, kind: str, unit: int | None, last: int) -> None:
-        if unit is not None and (kind, unit) in self.held:
-            first, size = self.held.pop((kind, unit))
-            self.graph.hold(kind, size, first, [last])
+    def _free(self, what: str, unit: int | None, last: int) -> None:
+        if unit is not None and (what, unit) in self.held:
+            first, size = self.held.pop((what, unit))
+            self.graph.hold(_KINDS[what], size, first, [last])
 
 
 class Activations(Tally):
-    """The level at every block of forward and backward, and the most above it."""
+    """The level before every block of forward and backward, and the most while it runs."""
 
     __slots__ = ("at_loss", "levels", "loss_bytes", "names")
 
     def __init__(self, profile: Profile, plan: Plan, chain: ShardedChain, resident: ResidentMemory) -> None:
         super().__init__(0)
         assert profile.memory is not None
-        self.names = [block.name for block in profile.blocks]
+        self.names = [block.name for block in profile.blocks] or ["the rest"]
         self.levels: dict[tuple[str, int], tuple[int, int, Phase]] = {}
         # Without blocks all activations are there all the time.
-        constant = 0 if self.names else profile.memory.activation_bytes + resident.loss_bytes
-        self.at_loss = self.loss_bytes = constant
-        """Kept at the end of forward, and the most at the loss."""
-        if self.names:
+        self.at_loss = 0 if profile.blocks else profile.memory.kept_bytes
+        """Kept at the end of forward."""
+        self.loss_bytes = 0
+        """What the loss takes beside it."""
+        if profile.blocks:
             blocks = BlockChain(sharded_activations(profile, chain), resident)
             blocks.run(ranges_of(profile, plan.memory or MemoryPlan()), self)
 
     def see(self, above: int, block: int, phase: Phase) -> None:
         if phase == "loss":
-            self.at_loss, self.loss_bytes = self.level, self.level + above
+            self.at_loss, self.loss_bytes = self.level, above
             return
         key = "forward" if phase == "forward" else "backward", block
         low, high, highest = self.levels.get(key, (0, -1, phase))
@@ -233,86 +315,11 @@ class Activations(Tally):
             high, highest = self.level + above, phase
         self.levels[key] = max(low, self.level), high, highest
 
-    def at(self, block: int | None, phase: Phase) -> tuple[str, int, int]:
-        """The block's name, the level before it runs, and the most while it does."""
+    def at(self, block: int | None, event: str) -> tuple[str, int, int, Phase]:
+        """The block's name, the level before it runs, the most while it does, and when that is."""
         if block is None:
-            return "the rest", self.at_loss, self.at_loss
-        return self.names[block], *self.levels[phase, block][:2]
-
-
-def _levels(
-    chain: ShardedChain, moments: list[Moment], activations: Activations
-) -> Iterator[tuple[BytesByKind, int, str, Phase]]:
-    """Every level of a step, those between two blocks included: what sharding holds, the bytes of activations beside
-    it, and where that is."""
-    if not activations.names:
-        for held in (one for moment in moments for one in (moment.before, moment.during)):
-            yield held, activations.at_loss, "loss", "backward"
-        return
-    for moment in moments:
-        event = moment.call.event
-        if event == "end":
-            # What is reduced when backward is done has no activations beside it.
-            yield moment.before, 0, activations.names[0], "backward"
-        elif event == "loss":
-            yield moment.before, activations.at_loss, "loss", "loss"
-            yield moment.during, activations.loss_bytes, "loss", "loss"
-        else:
-            for block in chain.parts[moment.call.part].blocks:
-                low, high, phase = activations.levels[event, block]
-                yield moment.before, low, activations.names[block], phase
-                yield moment.during, high, activations.names[block], phase
-
-
-def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batches: int = 1) -> tuple[MemoryLevel, ...]:
-    """Every level of the step in order, in time; of many micro-batches the first three. Empty where the profile has no
-    memory figures. Between two blocks the copies run: what they hold at most is a level of its own."""
-    if profile.memory is None or plan.sharding is None or network.workers == 1:
-        return ()
-    chain = chain_of(profile, plan)
-    shards, count = chain.sharding.mesh.shard, min(micro_batches, MOST_MICRO_BATCHES)
-    cost = ShardedCost.of(profile, network, chain.sharding)
-    factor = slowdown_of(profile, network, sharded=True).factor
-    made, times = run_step(chain, cost, profile.update_s / shards, micro_batches=count, slowdown=factor)
-    calls_in_time = zip(made.calls, times.starts, times.ends, strict=True)
-    parts = ((start, end) for call, start, end in calls_in_time if call.event in ("forward", "backward"))
-    resident = ResidentMemory.of(profile)
-    always = always_held(resident, shards)
-    activations = Activations(profile, plan, chain, resident)
-    levels: list[MemoryLevel] = []
-    now = 0.0
-
-    def add(end: float, where: str, phase: Phase, held: BytesByKind, activation: int) -> None:
-        nonlocal now
-        levels.append(MemoryLevel(where, phase, always + held + Counter(activation=activation), now, end))
-        now = end
-
-    moments = step_moments(chain, count, tied=tied_block(profile, chain) is not None)
-    for moment in moments:
-        event = moment.call.event
-        phase: Phase = "forward" if event == "forward" else "backward"
-        if event == "end":
-            add(times.ends[-1] if moment is moments[-1] else now, "copies", phase, moment.before, 0)
-            continue
-        if event == "loss":
-            add(now, "copies", "loss", moment.before, activations.at_loss)
-            add(now, "loss", "loss", moment.during, activations.loss_bytes)
-            continue
-        start, end = next(parts)
-        mine = set(chain.parts[moment.call.part].blocks)
-        pieces = [piece for piece in chain.whole.pieces if piece.block in mine]
-        blocks: list[tuple[int | None, float]] = [(piece.block, piece.forward_s) for piece in pieces]
-        if event == "backward":
-            blocks = [(piece.block, piece.backward_s) for piece in reversed(pieces)]
-        blocks = blocks or [(None, 1.0)]
-        add(max(start, now), "copies", phase, moment.before, activations.at(blocks[0][0], phase)[1])
-        length, whole = end - start, sum(seconds for _, seconds in blocks)
-        for block, seconds in blocks:
-            share = seconds / whole if whole > 0 else 1 / len(blocks)
-            name, _, high = activations.at(block, phase)
-            add(now + length * share, name, phase, moment.during, high)
-        now = max(now, end)
-    return tuple(levels)
+            return "the rest", self.at_loss, self.at_loss, "forward" if event == "forward" else "backward"
+        return self.names[block], *self.levels[event, block]
 
 
 def tied_block(profile: Profile, chain: ShardedChain) -> int | None:

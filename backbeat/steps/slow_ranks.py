@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from backbeat.cost.stragglers import Straggling, straggling
 from backbeat.errors import InputError
 from backbeat.model.layout import Layout
-from backbeat.steps.measured_block import MeasuredBlock
 
 
 def check_stragglers(stragglers: Mapping[int, float], gpus: int, per_node: int) -> None:
@@ -46,26 +45,26 @@ def slow_pipelines(layout: Layout, stragglers: Mapping[int, float]) -> list[tupl
     """
     found: dict[int, list[float]] = {}
     for rank, slowdown in stragglers.items():
-        stage, within_stage = divmod(rank, layout.stage_gpus)
+        stage, within_stage = layout.place(rank)
         factors = found.setdefault(within_stage // group_size(layout), [1.0] * layout.pp)
         factors[stage] = max(factors[stage], slowdown)
     return sorted({tuple(factors) for factors in found.values()})
 
 
-def step_wait(block: MeasuredBlock, layout: Layout, compute_s: float, draws: float) -> Straggling | None:
+def step_wait(iteration_s: tuple[float, ...], layout: Layout, compute_s: float, draws: float) -> Straggling | None:
     """How long a step waits for ranks that are slow now and then. Each rank computes for `compute_s`, the time of
-    `draws` blocks. These are taken to vary as the measured block's iterations do; None where they do not say.
+    `draws` iterations as they were measured. These are taken to vary alike; None where they do not say.
 
-    In every block a group waits for its slowest rank; at the end of the step all wait for the slowest group, whose
-    blocks are late and early in turn.
+    In every draw a group waits for its slowest rank; at the end of the step all wait for the slowest group, whose draws
+    are late and early in turn.
     """
     group = group_size(layout)
-    inside = straggling(block.iteration_s, group)
-    between = straggling(block.iteration_s, layout.gpus // group, draws)
+    inside = straggling(iteration_s, group)
+    between = straggling(iteration_s, layout.gpus // group, draws)
     if inside is None or between is None:
         return None
-    # A block takes so many times as long here as where it was measured.
-    each = compute_s / draws / statistics.fmean(block.iteration_s)
+    # A draw takes so many times as long here as where it was measured.
+    each = compute_s / draws / statistics.fmean(iteration_s)
     always = draws * inside.wait_s
     mean, low, high = ((always + one) * each for one in (between.wait_s, between.p10_s, between.p90_s))
     return Straggling(mean, low, high, inside.extrapolated or between.extrapolated)

@@ -194,7 +194,7 @@ def test_an_own_run_is_met(model: str, way: str) -> None:
     run = Run(way=way, gpus=16, step_s=StepTimes(median=before.step_s * 1.2))
     after = Asked.of(model, CLUSTER, measured=run).predict(way, 16)
     assert after.step_s == pytest.approx(run.step_s.median, rel=1e-4)
-    with pytest.raises(InputError, match="no computation explains"):
+    with pytest.raises(InputError, match="explains that"):
         Asked.of(model, CLUSTER, measured=f"{way}@16={before.step_s * 1000}s")
 
 
@@ -292,3 +292,39 @@ def test_a_word_of_data_parallelism_alone_says_the_micro_batch() -> None:
     assert (found.step_s, found.peak_bytes) == (same.step_s, same.peak_bytes)
     with pytest.raises(InputError, match=r"dp\(8\) != gpus\(16\)"):
         asked.predict("dp=8+zero=3", 16)
+
+
+def test_runs_of_two_sizes_tell_computation_from_communication() -> None:
+    slower = Asked.of(SHAPE, CLUSTER, accelerator="a100")
+    runs = [Run(way="ddp", gpus=gpus, step_s=StepTimes(median=slower.predict("ddp", gpus).step_s)) for gpus in (1, 64)]
+    asked = Asked.of(SHAPE, CLUSTER, measured=runs)
+    for run in runs:
+        assert asked.predict(run.way, run.gpus).step_s == pytest.approx(run.step_s.median, rel=1e-2)
+
+
+def test_a_run_of_a_measured_profile_corrects_communication_and_narrows_the_range() -> None:
+    plain = Asked.of("vgg16-b64-bf16-h200", "10gbe")
+    before = plain.predict("ddp", 16)
+    asked = Asked.of("vgg16-b64-bf16-h200", "10gbe", measured=f"ddp@16={1.3 * before.step_s}s")
+    after = asked.predict("ddp", 16)
+    assert after.step_s == pytest.approx(1.3 * before.step_s, rel=1e-4)
+    assert asked.compute_factor == 1
+    assert asked.predict("ddp", 1).step_s == plain.predict("ddp", 1).step_s
+    shape = Asked.of(SHAPE, CLUSTER)
+    found = Asked.of(SHAPE, CLUSTER, measured=f"fsdp@16={shape.predict('fsdp', 16).step_s}s").predict("fsdp", 64)
+    was = shape.predict("fsdp", 64)
+    assert found.range_s is not None
+    assert was.range_s is not None
+    assert found.range_s[1] - found.range_s[0] < was.range_s[1] - was.range_s[0]
+
+
+def test_the_order_of_ranks_says_who_crosses_nodes() -> None:
+    asked = Asked.of(SHAPE, CLUSTER, batch=1, global_batch=128)
+    apart, beside = (asked.predict(f"tp=2+pp=4+zero=1+order={order}", 32) for order in ("tp-dp-pp", "tp-pp-dp"))
+    assert apart.step_s != beside.step_s
+    assert asked.predict("tp=2+pp=4+zero=1", 32).step_s == apart.step_s
+    with pytest.raises(InputError, match="without cp and ep"):
+        asked.predict("tp=2+cp=2+order=tp-pp-dp", 32)
+    for word in ("tp=2+etp=2", "tp=2+zero=1:8"):
+        with pytest.raises(InputError, match="is not predicted"):
+            asked.predict(word, 32)

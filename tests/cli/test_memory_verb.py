@@ -44,7 +44,7 @@ def test_a_budget_adds_a_memory_plan_and_says_what_it_costs(profile: Path, tmp_p
     assert done.returncode == 0, done.stderr
     assert "optimal: predicted peak 2." in done.stdout
     rows = answer("predict", str(profile), "10gbe", "-n", "4", "--plan", str(out))["rows"]
-    assert rows[0]["peak_bytes"] == made.memory.peak_bytes
+    assert rows[0]["memory"]["peak_bytes"] == made.memory.peak_bytes
 
 
 @pytest.mark.parametrize(("reserve", "room"), [("20%", 24 * GB // 10), ("1GB", 2 * GB), ("0", 3 * GB)])

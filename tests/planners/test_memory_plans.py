@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Block, Profile
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
-from backbeat.model.resident import ResidentMemory
 from backbeat.planners import memory_moves as moves
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import MemorySearch, memory_plan, needed, usable
@@ -24,7 +23,7 @@ GB = 10**9
 
 
 def searching(profile: Profile) -> MemorySearch:
-    return MemorySearch(BlockChain(profile, ResidentMemory.of(profile)))
+    return MemorySearch(BlockChain(profile))
 
 
 def every(chain: BlockChain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:

@@ -9,7 +9,7 @@ import backbeat as bb
 from backbeat.model.batches import at_batch, with_sibling
 from backbeat.model.framework import FRAMEWORKS
 from backbeat.planners.planned import planned
-from backbeat.show.study_row import Compared, Question, study_row
+from backbeat.show.study_row import Compared, Question, StudyRow, study_row
 
 BATCH_8, BATCH_1 = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Profile.load("llama-8b-b1-bf16-adamw-h200")
 NETWORK = bb.Network.load("nvlink-ib400").at(workers=16)
@@ -42,11 +42,15 @@ def test_a_row_fits_up_to_its_largest_batch(
     row = study_row(label, SCHEDULES[label], profile, NETWORK, question)
     largest = row.largest_batch
     assert largest is not None
-    assert row.fits == (largest >= profile.batch_size)
+
+    def within(row: StudyRow) -> bool:
+        return (row.peak_bytes or 0) <= budget
+
+    assert within(row) == (largest >= profile.batch_size)
 
     def fits(batch: int) -> bool:
         there = at_batch(with_sibling(profile), batch)
-        return study_row(label, row.plan or SCHEDULES[label], there, NETWORK, question).fits
+        return within(study_row(label, row.plan or SCHEDULES[label], there, NETWORK, question))
 
     assert not largest or fits(largest)
     assert not fits(largest + 8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -14,8 +16,8 @@ from backbeat.model import Framework, Memory, Network, Profile
 from backbeat.model.framework import FRAMEWORKS, framework_named
 from backbeat.planners.baselines import framework_plan
 from backbeat.planners.planned import predicted
-from backbeat.show.study_row import device_fit
 from backbeat.steps.bucket_step import BucketWay
+from backbeat.steps.step_memory import step_memory
 from tests.problems import affine, make_profile, networks, profiles
 
 DISTRIBUTED = framework_named("megatron", zero=1)
@@ -149,13 +151,14 @@ def test_zero1_holds_its_share_of_the_optimizer() -> None:
     memory = Memory(parameter_bytes=100, gradient_bytes=100, optimizer_bytes=800, steady_bytes=1000, peak_bytes=1500)
     profile = make_profile([100], [1.0], memory=memory)
     profile = replace(profile, device="NVIDIA H200")
-    stock, sharded = (device_fit(FRAMEWORKS[name].on_device(profile, 8)) for name in ("torch", "nanotron"))
-    assert stock is not None
-    assert sharded is not None
-    assert stock.peak_bytes - sharded.peak_bytes == 700
-    double = FRAMEWORKS["megatron"].on_device(replace(profile, gradient_dtype="bf16"), 8)
-    assert double.memory is not None
-    assert double.memory.steady_bytes == 1000 + 200
+
+    def held(name: str, of: Profile) -> Mapping[str, float]:
+        found = step_memory(of, None, workers=8, framework=FRAMEWORKS[name])
+        assert found is not None
+        return found.by_kind
+
+    assert held("torch", profile)["optimizer"] - held("nanotron", profile)["optimizer"] == 700
+    assert held("megatron", replace(profile, gradient_dtype="bf16"))["buffers"] == 200
 
 
 def test_one_worker_computes_alone() -> None:

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.importers.config_json import read_architecture
-from backbeat.model import Fabric, Gradient, LoadBand
+from backbeat.model import Fabric, LoadBand
 from backbeat.model.cluster import cluster_of
 from backbeat.model.framework import framework_named
 from backbeat.model.layout import Layout
@@ -46,7 +45,6 @@ def cluster(nic: float = 50e9, inside: float = 450e9) -> bb.Network:
         ({"dp": 8, "zero": 4}, "zero"),
         ({"dp": 8, "schedule": "best"}, "schedule"),
         ({"dp": 8, "precision": "fp4"}, "precision"),
-        ({"dp": 8, "vp": 4}, "a layout has no 'vp'"),
         ({"dp": 8, "imbalance": 0.5}, "imbalance is 0.5"),
         ({"dp": 8, "compute_factor": 0.0}, "compute_factor is 0.0"),
         ({"dp": 8, "family": "guess"}, "family is 'guess'"),
@@ -308,31 +306,6 @@ def test_fp8_and_overlap_are_faster() -> None:
     flops = read_architecture("llama-3-70b").flops_per_token(4096) * 64 * 4096
     assert plain.mfu == pytest.approx(flops / (plain.step_s * 32 * 989.4e12), rel=1e-3)
     assert plain.tokens_per_s_per_gpu == pytest.approx(64 * 4096 / plain.step_s / 32)
-
-
-def test_a_measured_block_scales_computation(tmp_path: Path) -> None:
-    model = read_architecture("llama-3-8b")
-    each = model.attention_parameters + model.mlp_parameters(model.ffn)
-    gradients = (Gradient(name="all", bytes=2 * each, ready_s=0.01),)
-    block = bb.Profile(
-        name="block", model="layer", batch_size=1, precision="bf16", device="NVIDIA H100 80GB HBM3", forward_s=0.01,
-        backward_s=0.02, update_s=0.0, gradients=gradients, gradient_dtype="bf16", sequence_length=4096,
-    )  # fmt: skip
-    fields: dict[str, Any] = {**JOB, "dp": 8, "band": False}
-    plain = predict_layout("llama-3-8b", "dgx-h100", **fields)
-    slow = predict_layout("llama-3-8b", "dgx-h100", block=block, **fields)
-    slower = msgspec.structs.replace(block, forward_s=0.02, backward_s=0.04)
-    slower.save(tmp_path / "slower.json")
-    slowest = predict_layout("llama-3-8b", "dgx-h100", block=tmp_path / "slower.json", **fields)
-    assert slowest.breakdown.matmul_s == pytest.approx(2 * slow.breakdown.matmul_s)
-    assert slow.breakdown.matmul_s > plain.breakdown.matmul_s
-    for change, why in (
-        ({"device": "NVIDIA A100-SXM4-80GB"}, "measured on NVIDIA A100"),
-        ({"sequence_length": None}, "sequence length"),
-        ({"gradient_dtype": "fp32"}, "without embedding and head"),
-    ):
-        with pytest.raises(bb.InputError, match=why):
-            predict_layout("llama-3-8b", "dgx-h100", block=msgspec.structs.replace(block, **change), **fields)
 
 
 def test_a_step_is_limited_by_its_largest_part_that_is_not_arithmetic() -> None:

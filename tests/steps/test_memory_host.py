@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Bucket, MemoryPlan, Network, Plan, Profile, Segment
 from backbeat.model.batches import at_batch
-from backbeat.model.resident import ResidentMemory
 from backbeat.planners.memory_moves import uniform
 from backbeat.show.words.notes import worded
 from backbeat.steps.memory_timeline import BlockChain, memory_timeline
@@ -86,13 +85,13 @@ def test_what_the_host_takes_is_shared_by_micro_batches() -> None:
 def test_never_below_the_device_and_the_same_where_the_host_is_unknown_or_free(
     data: st.DataObject, profile: Profile, host: float, again: float
 ) -> None:
-    alone = BlockChain(profile, ResidentMemory.of(profile))
+    alone = BlockChain(profile)
     units = data.draw(range_lists(alone))
     expected = alone.run(units)
 
     def run(host_s: float | None, recompute_s: float | None) -> BlockChain:
         known = hosted(profile, host_s, recompute_s)
-        return BlockChain(known, ResidentMemory.of(known))
+        return BlockChain(known)
 
     for chain in (run(None, None), run(host, None), run(None, again), run(0.0, 0.0), run(host, 0.0)):
         found = chain.run(units)

@@ -19,7 +19,6 @@ from backbeat.measure import profile as measure  # noqa: E402
 from backbeat.measure.model.chain_costs import BackwardBlockHooks  # noqa: E402
 from backbeat.model import MemoryPlan, Profile  # noqa: E402
 from backbeat.model.blocks import segments_of  # noqa: E402
-from backbeat.model.resident import ResidentMemory  # noqa: E402
 from backbeat.planners.memory_moves import uniform  # noqa: E402
 from backbeat.planners.memory_plan import MemorySearch, memory_plan, needed  # noqa: E402
 from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
@@ -131,14 +130,14 @@ def metered(request: pytest.FixtureRequest) -> Iterator[Metered]:
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "recompute, inputs offloaded", "offload"])
 def test_uniform_policies(metered: Metered, policy: str) -> None:
-    chain = BlockChain(metered.profile, ResidentMemory.of(metered.profile))
+    chain = BlockChain(metered.profile)
     plan = MemoryPlan(segments=segments_of(metered.profile, uniform(chain)[policy]))
     assert memory_timeline(metered.profile, plan).peak_bytes == pytest.approx(metered.peak(plan), rel=0.05)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
 def test_plans_for_a_budget(metered: Metered, share: float) -> None:
-    search = MemorySearch(BlockChain(metered.profile, ResidentMemory.of(metered.profile)))
+    search = MemorySearch(BlockChain(metered.profile))
     low, high = needed(search.smallest.run.peak_bytes), search.run(uniform(search.chain)["keep"]).peak_bytes
     plan = memory_plan(metered.profile, round(low + share * (high - low)))
     assert plan.peak_bytes == pytest.approx(metered.peak(plan), rel=0.02)

@@ -164,15 +164,15 @@ def test_what_is_resident_by_how_gradients_travel() -> None:
     )
     plan = Plan(strategy="compressed", model="four", communicators=1, buckets=buckets, workers=2)
     dense = ResidentMemory.of(profile)
-    assert (dense.gradient_bytes, dense.residual_bytes, dense.total_bytes) == (16, 0, BASE)
+    assert (dense.by_kind["gradients"], dense.by_kind["residuals"], dense.total_bytes) == (16, 0, BASE)
     device = ResidentMemory.of(profile, plan)
     # Residuals of 12 bytes; scratch: the larger bucket twice, from two workers one value, its index and padding, for
     # the selection two magnitudes and what is sent, and the message and index that each bucket keeps.
     scratch = 2 * 8 + 2 * 8 + (2 * 4 + 12) + 2 * (8 + 4)
-    assert (device.gradient_bytes, device.residual_bytes, device.scratch_bytes) == (4, 12, scratch)
+    assert [device.by_kind[kind] for kind in ("gradients", "residuals", "buffers")] == [4, 12, scratch]
     host = ResidentMemory.of(profile, plan, "host")
     # Two buffers as large as the larger bucket.
-    assert (host.residual_bytes, host.streamed_bytes) == (16, 12)
+    assert (host.by_kind["residuals"], host.streamed_bytes) == (16, 12)
 
 
 def test_residuals_on_the_host_cannot_outrun_the_link() -> None:
@@ -207,7 +207,7 @@ def range_lists(draw: st.DrawFn, chain: BlockChain) -> list[BlockRange]:
 
 @given(st.data(), chains())
 def test_all_that_was_taken_is_given_back(data: st.DataObject, profile: Profile) -> None:
-    chain = BlockChain(profile, ResidentMemory.of(profile))
+    chain = BlockChain(profile)
     tally = Tally(chain.base)
     run = chain.run(data.draw(range_lists(chain)), tally)
     # The gradient of what enters the first block is left.
@@ -217,7 +217,7 @@ def test_all_that_was_taken_is_given_back(data: st.DataObject, profile: Profile)
 
 @given(st.data(), chains())
 def test_time_is_computation_recomputation_and_stalls(data: st.DataObject, profile: Profile) -> None:
-    chain = BlockChain(profile, ResidentMemory.of(profile))
+    chain = BlockChain(profile)
     ranges = data.draw(range_lists(chain))
     run = chain.run(ranges)
     again = sum(sum(chain.forward[first:last]) for first, last, what in ranges if what in (RECOMPUTE, FETCH))
@@ -235,7 +235,7 @@ def test_more_recomputation_never_holds_more_at_the_end_of_forward(data: st.Data
     """Of blocks that save their input: then recomputing drops saved tensors and adds nothing."""
     blocks = tuple(replace(block, saves_input=True) for block in profile.blocks)
     profile = replace(profile, blocks=blocks)
-    chain = BlockChain(profile, ResidentMemory.of(profile))
+    chain = BlockChain(profile)
     chosen = data.draw(st.lists(st.booleans(), min_size=chain.count, max_size=chain.count))
     more = [first or data.draw(st.booleans()) for first in chosen]
     some, all_of_them = (
@@ -247,7 +247,7 @@ def test_more_recomputation_never_holds_more_at_the_end_of_forward(data: st.Data
 
 @given(st.data(), chains())
 def test_units_and_segments_say_the_same(data: st.DataObject, profile: Profile) -> None:
-    chain = BlockChain(profile, ResidentMemory.of(profile))
+    chain = BlockChain(profile)
     ranges = data.draw(range_lists(chain))
     again = ranges_of(profile, MemoryPlan(segments=segments_of(profile, ranges)))
     assert astuple(chain.run(again))[:9] == astuple(chain.run(ranges))[:9]

@@ -25,7 +25,7 @@ def test_the_highest_level_is_the_peak_and_time_only_goes_on(data: st.DataObject
     held = sharded_memory(profile, plan, micro_batches=micro_batches)
     assert held is not None
     levels = memory_levels(profile, network, plan, micro_batches=micro_batches)
-    assert max(level.total_bytes for level in levels) == held.total_bytes
+    assert max(level.total_bytes for level in levels) == held.peak_bytes
     now = 0.0
     for level in levels:
         assert level.start_s == pytest.approx(now, abs=1e-12)
@@ -48,7 +48,7 @@ def test_without_blocks_activations_are_there_all_the_time_and_without_memory_no
     assert memory_levels(profile, network, plan) == ()
     known = Memory(parameter_bytes=16000, gradient_bytes=16000, optimizer_bytes=0, activation_bytes=700)
     levels = memory_levels(Profile(**{**_fields(profile), "memory": known}), network, plan)
-    assert {level.held["activation"] for level in levels if level.where != "copies"} == {700}
+    assert {level.held["activations"] for level in levels if level.where != "copies"} == {700}
 
 
 def _fields(profile: Profile) -> dict[str, object]:

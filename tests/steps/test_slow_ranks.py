@@ -13,15 +13,12 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.cost.stragglers import straggling
-from backbeat.importers.config_json import read_architecture
-from backbeat.model import Gradient
 from backbeat.model.cluster import cluster_of
 from backbeat.model.framework import Framework, framework_named
 from backbeat.model.layout import Layout
 from backbeat.model.prediction import Note
 from backbeat.model.slowdown import Slowdown
 from backbeat.planners.layout_search import search
-from backbeat.steps.measured_block import MeasuredBlock
 from backbeat.steps.predict_layout import predict_layout
 from backbeat.steps.slow_ranks import slow_pipelines, step_wait
 
@@ -173,29 +170,19 @@ def test_only_what_computes_is_slowed_and_by_its_kind() -> None:
     assert replace(there, contention=False).slowdown(8, matmul=1.0) == 1
 
 
-def block(*iteration_s: float) -> bb.Profile:
-    model = read_architecture("llama-3-8b")
-    each = model.attention_parameters + model.mlp_parameters(model.ffn)
-    return bb.Profile(
-        name="block", model="layer", batch_size=1, precision="bf16", device="NVIDIA H100 80GB HBM3", forward_s=0.01,
-        backward_s=0.02, update_s=0.0, gradients=(Gradient(name="all", bytes=2 * each, ready_s=0.01),),
-        gradient_dtype="bf16", sequence_length=4096, iteration_s=iteration_s,
-    )  # fmt: skip
-
-
-def test_steps_vary_as_the_measured_block_does() -> None:
+def test_steps_vary_as_measured_iterations_do() -> None:
     fields: dict[str, Any] = {**JOB, "dp": 4, "tp": 2}
-    steady = predict_layout("llama-3-8b", H100[False], block=block(*[0.03] * 20), **fields)
+    steady = predict_layout("llama-3-8b", H100[False], iteration_s=[0.03] * 20, **fields)
     assert steady.jitter_s is None
     assert steady.breakdown.stragglers_s == 0
     times = [0.03 * (1 + 0.01 * (index % 7)) for index in range(40)]
-    varied = predict_layout("llama-3-8b", H100[False], block=block(*times), **fields)
+    varied = predict_layout("llama-3-8b", H100[False], iteration_s=times, **fields)
     assert varied.step_s > steady.step_s
     assert varied.breakdown.stragglers_s == pytest.approx(varied.step_s - steady.step_s)
     assert varied.jitter_s is not None
     assert steady.step_s < varied.jitter_s[0] < varied.step_s < varied.jitter_s[1]
     # Ranks that wait for each other in every layer wait longer than those that do at the end of the step.
-    apart = predict_layout("llama-3-8b", H100[False], block=block(*times), **{**fields, "dp": 8, "tp": 1})
+    apart = predict_layout("llama-3-8b", H100[False], iteration_s=times, **{**fields, "dp": 8, "tp": 1})
     assert apart.breakdown.stragglers_s / apart.step_s < varied.breakdown.stragglers_s / varied.step_s
 
 
@@ -210,7 +197,7 @@ def test_a_group_waits_in_every_block_and_the_step_for_the_slowest_group(fields:
     inside, between = straggling(times, group), straggling(times, 16 // group, 50)
     assert inside is not None
     assert between is not None
-    found = step_wait(MeasuredBlock(1.0, 1, times), layout, 50 * 2 * statistics.fmean(times), 50)
+    found = step_wait(times, layout, 50 * 2 * statistics.fmean(times), 50)
     assert found is not None
     always = 50 * inside.wait_s
     assert found.wait_s == pytest.approx(2 * (always + between.wait_s))
@@ -222,11 +209,11 @@ def test_a_group_waits_in_every_block_and_the_step_for_the_slowest_group(fields:
 def test_a_stage_varies_with_the_layers_it_has() -> None:
     times = tuple(0.03 * (1 + 0.01 * (place % 7)) for place in range(40))
     layout = Layout(dp=4, pp=2)
-    found = predict_layout("llama-3-8b", H100[False], layout, block=block(*times), contention=False, **JOB)
+    found = predict_layout("llama-3-8b", H100[False], layout, iteration_s=times, contention=False, **JOB)
     parts = found.breakdown
     computed = parts.matmul_s + parts.attention_s + parts.memory_s + parts.host_s
     # Eight micro-batches through sixteen of 32 layers.
-    waits = step_wait(MeasuredBlock(1.0, 1, times), layout, computed, 8 * 16)
+    waits = step_wait(times, layout, computed, 8 * 16)
     assert waits is not None
     assert parts.stragglers_s == pytest.approx(waits.wait_s)
     without = found.step_s - waits.wait_s
@@ -236,17 +223,8 @@ def test_a_stage_varies_with_the_layers_it_has() -> None:
 def test_a_step_says_where_its_slowest_rank_was_never_seen() -> None:
     times = [0.03 * (1 + 0.01 * (place % 7)) for place in range(10)]
     notes = [
-        predict_layout("llama-3-8b", H100[False], block=block(*times), contention=False, dp=dp, **JOB).notes
+        predict_layout("llama-3-8b", H100[False], iteration_s=times, contention=False, dp=dp, **JOB).notes
         for dp in (8, 16)
     ]
     assert notes[1][:-1] == notes[0]
     assert notes[1][-1] == Note("slowest_extrapolated", {"workers": 16, "iterations": 10})
-
-
-def test_contention_counts_where_rates_were_measured_alone() -> None:
-    fields: dict[str, Any] = {**JOB, "dp": 8}
-    assert predict_layout("llama-3-8b", H100[False], **fields).breakdown.contention_s == 0
-    measured = block(*[0.03] * 20)
-    assert predict_layout("llama-3-8b", H100[False], block=measured, **fields).breakdown.contention_s > 0
-    off = predict_layout("llama-3-8b", H100[False], block=measured, contention=False, **fields)
-    assert off.breakdown.contention_s == 0

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from backbeat.model import Memory, Prediction
+from backbeat.model.gpu_memory import KINDS
 from backbeat.show.figures import canvas
 from backbeat.show.figures.canvas import COLOURS, Drawing, axis, bar, dots, drawn, legend, mark, ms, stacked, upright
 from backbeat.show.measured import Measured
@@ -28,18 +29,6 @@ PARTS = {
     "host": ("waiting for the host to issue work", "#5aa9c9"),
 }
 """Parts of the exposed time in words, and the colour of each."""
-SHARDED_KINDS = {
-    "parameter": "parameter shards",
-    "optimizer": "optimizer state shards",
-    "other": "buffers, batch, workspaces",
-    "gradient": "gradient shards",
-    "activation": "activations",
-    "gathered": "gathered parameters",
-    "gather_buffer": "all-gather buffers",
-    "whole_gradient": "whole gradients",
-    "scatter_input": "reduce-scatter inputs",
-}
-"""From what is there all the time to what comes and goes; the order in which they are piled up."""
 _KIND_COLOURS = (*COLOURS[1:], canvas.GREY, "#4f7f8b")
 _BY_LABEL = {"type": "category", "autorange": "reversed"}
 """The axis of bars that lie below each other in order."""
@@ -186,7 +175,7 @@ def draw_step_memory(data: StepMemory) -> Drawing:
     """Kinds piled up over time. Each level holds from its start to its end: two corners of a stair."""
     corners = [(moment, level) for level in data.levels for moment in (level.start_s, level.end_s)]
     times = [round(moment * 1e3, 3) for moment, _ in corners]
-    present = {kind: words for kind, words in SHARDED_KINDS.items() if any(level.held[kind] for level in data.levels)}
+    present = {kind: words for kind, words in KINDS.items() if any(level.held[kind] for level in data.levels)}
     traces: list[Drawing] = [
         {
             "type": "scatter",

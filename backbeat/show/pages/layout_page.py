@@ -73,7 +73,7 @@ def layout_content(
         least, words = nothing_fits(model, network, gpus, job, zero)
         shown = [least] if least is not None else []
     steps = [predict_layout(model, network, one.layout, **{**job, "global_batch": drawn_batch(one)}) for one in shown]
-    best = next((one for one in shown[:1] if one.fits == "yes"), None)
+    best = next((one for one in shown[:1] if one.fits != "no"), None)
     if best is not None:
         words = f"Use {best.strategy}: {best.tokens_per_s:,.0f} tokens/s on {best.gpus} GPUs"
     return {

@@ -153,7 +153,7 @@ def sharding_section(study: Study) -> Section | None:
         (
             row.label,
             row.name,
-            "unknown" if row.fit is None else "yes" if row.fit.fits else "no",
+            "unknown" if row.fit is None else row.fit.rating,
             *([_bytes(row.fit.peak_bytes)] if row.fit is not None else [("", 0.0)]),
             _seconds(row.prediction.iteration_s),
             (f"{row.prediction.scaling_factor:.1%}", row.prediction.scaling_factor),

@@ -9,6 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from backbeat.model import Span
+from backbeat.model.gpu_memory import KINDS
 from backbeat.show.tables.terminal_table import folded, table_of
 from backbeat.units import format_bytes, format_seconds
 
@@ -78,8 +79,9 @@ def breakdown_table(one: Any) -> Table:
 def layout_memory_table(one: Any) -> Table:
     limit = max(one.device_bytes, one.peak_bytes)
     sizes = one.memory.by_kind
-    rows = [(name, format_bytes(size), "█" * round(40 * size / limit)) for name, size in sizes.items() if size]
-    fits = "fits" if one.fits == "yes" else f"does not fit: {format_bytes(one.peak_bytes - one.device_bytes)} too much"
+    rows = [(KINDS[name], format_bytes(size), "█" * round(40 * size / limit)) for name, size in sizes.items() if size]
+    fits = {"yes": "fits", "tight": "tight"}.get(one.fits)
+    fits = fits or f"does not fit: {format_bytes(one.peak_bytes - one.device_bytes)} too much"
     rows.append(("all", format_bytes(one.peak_bytes), f"of {format_bytes(one.device_bytes)}, {fits}"))
     title = "memory of one GPU, in the stage that holds most"
     return table_of(("kind", "bytes", ""), rows, title, left={"kind", ""}, **_STYLE)

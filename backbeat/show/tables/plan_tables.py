@@ -10,12 +10,11 @@ from rich.table import Table
 
 from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import MemoryPlan, Plan, Prediction, Profile, Segment
+from backbeat.model.gpu_memory import KINDS, MemoryByKind, described
 from backbeat.model.profile import DTYPE_BYTES
-from backbeat.show.figures.compared import SHARDED_KINDS
 from backbeat.show.tables.terminal_table import WINNER, fitted_table, table_of
 from backbeat.steps.memory_timeline import MemoryTimeline
 from backbeat.steps.model_chain import ROOT, chain_of
-from backbeat.steps.sharded_memory import MemoryLevel
 from backbeat.units import counted, first_to_last, format_bytes, format_seconds, printable
 
 _MOST_NAME = 34
@@ -88,16 +87,15 @@ def measured_units_table(units: Sequence[MeasuredUnit]) -> Table:
     return table_of(headings, rows, f"{len(units)} units, medians", left={"unit"})
 
 
-def memory_table(held: MemoryLevel) -> Table:
+def memory_table(held: MemoryByKind) -> Table:
     """The peak by kind, largest first; kinds below a thousandth are left out."""
-    kinds = [(words, held.held[kind]) for kind, words in SHARDED_KINDS.items()]
     rows = [
-        (words, format_bytes(size))
-        for words, size in sorted(kinds, key=lambda kind: -kind[1])
-        if size * 1000 >= held.total_bytes
+        (KINDS[kind], format_bytes(size))
+        for kind, size in sorted(held.by_kind.items(), key=lambda kind: -kind[1])
+        if size * 1000 >= held.peak_bytes
     ]
     return table_of(
-        ("kind", "bytes"), rows, f"{format_bytes(held.total_bytes)} at the peak, {moment(held)}", left={"kind"}
+        ("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {held.moment}", left={"kind"}
     )
 
 
@@ -154,15 +152,13 @@ def peak_line(kept: MemoryTimeline, budget: int | None) -> str:
     line = f"Predicted peak {format_bytes(kept.peak_bytes)}"
     if budget is not None:
         line += f" of a budget of {format_bytes(budget)}"
-    line += f", {moment(kept)}: activations and their gradients {format_bytes(above)}, {kept.resident.described()}."
+    line += (
+        f", {kept.moment}: activations and their gradients {format_bytes(above)}, {described(kept.resident.by_kind)}."
+    )
     if kept.to_host_bytes:
         line += f" {format_bytes(kept.to_host_bytes)} to the host and back"
         line += f", computation waits {format_seconds(kept.stalled_s)} for it." if kept.stalled_s else ", all hidden."
     return line
-
-
-def moment(held: MemoryTimeline | MemoryLevel) -> str:
-    return "at the loss" if held.phase == "loss" else f"in the {held.phase} of {held.where}"
 
 
 def _what(segment: Segment) -> str:

@@ -140,7 +140,7 @@ def strategies_table(study: Study, price: float | None) -> Table:
                 f"{found.scaling_factor:.1%}",
                 numbers.scaling_range(found) if ranged else numbers.format_number(found.samples_per_s),
                 "" if peak is None else format_bytes(peak),
-                "" if peak is None else "yes" if row.fits else "no",
+                "" if row.fit is None else row.fit.rating,
                 _cost(found, study.given, price) or found.bottleneck,
             )
         )

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from backbeat.cost.accelerators import Accelerator
+from backbeat.model.accelerator import Accelerator
+from backbeat.model.rule import MEMORY_ERROR, Fits, fits
 from backbeat.units import format_bytes
 
 KINDS = {
@@ -46,6 +47,11 @@ class MemoryByKind(msgspec.Struct, frozen=True):
     phase: str = ""
     """`forward`, `loss`, `recompute`, `backward` or `update`."""
 
+    @classmethod
+    def at(cls, where: str, phase: str, by_kind: Mapping[str, float]) -> MemoryByKind:
+        """Kinds that are there, in the order of `KINDS`."""
+        return cls({kind: by_kind[kind] for kind in KINDS if by_kind.get(kind)}, where, phase)
+
     @property
     def peak_bytes(self) -> int:
         return round(sum(self.by_kind.values()))
@@ -53,7 +59,15 @@ class MemoryByKind(msgspec.Struct, frozen=True):
     @property
     def moment(self) -> str:
         """When that is, in words."""
-        return f"at the {self.phase}" if self.phase in ("loss", "update") else f"in the {self.phase} of {self.where}"
+        return moment(self.where, self.phase)
+
+
+def moment(where: str, phase: str) -> str:
+    """
+    >>> moment("loss", "loss"), moment("layers.3", "recompute"), moment("", "backward")
+    ('at the loss', 'in the recompute of layers.3', 'in the backward')
+    """
+    return f"at the {phase}" if phase in ("loss", "update") else f"in the {phase} of {where}".removesuffix(" of ")
 
 
 def described(by_kind: Mapping[str, float]) -> str:
@@ -71,8 +85,13 @@ def device_bytes(accelerator: Accelerator) -> int:
     """What a GPU has for tensors: what its driver gives, less what the process takes beside them. Memory is sold in GB
     and given in GiB.
 
-    >>> from backbeat.cost.accelerators import accelerator_named
+    >>> from backbeat.model.accelerator import accelerator_named
     >>> round(device_bytes(accelerator_named("rtx-3090")) / 1e9, 1), round(24 * 2**30 / 1e9, 1)
     (23.8, 25.8)
     """
-    return int((accelerator.memory_gb * 2**30 - _CONTEXT_BYTES) * (1 - _FRAGMENTED))
+    return int((accelerator.memory_bytes - _CONTEXT_BYTES) * (1 - _FRAGMENTED))
+
+
+def fitting(held: MemoryByKind | None, limit: int | None, known: str) -> Fits | None:
+    """Whether a peak fits, by what was `known` of the model: its profile or its shape. None where nobody can say."""
+    return None if held is None or limit is None else fits(held.peak_bytes, limit, MEMORY_ERROR[known])
