@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.cost.collectives import COLLECTIVES
 from backbeat.errors import InputError
 from backbeat.model import files
+from backbeat.model.accelerator import accelerator
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.files import Source
 from backbeat.model.network import Network
