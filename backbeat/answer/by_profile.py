@@ -136,8 +136,14 @@ class ProfileStep:
     recompute: str = "none"
 
     def predicted(self) -> Prediction:
-        """Its step."""
-        sent, plan, reduction = self._planned()
+        """Its step; where nothing keeps the memory budget, without it."""
+        try:
+            sent, plan, reduction = self._planned()
+        except InputError:
+            if "memory" not in self.given:
+                raise
+            given = {name: value for name, value in self.given.items() if name != "memory"}
+            return changed(self, given=given).predicted()
         if self.recompute == "full":
             plan = recomputed(self.profile, plan)
         found = predict(
