@@ -36,7 +36,11 @@ def data_parallel(asked: Asked, way: Way, gpus: int) -> Prediction:
     found = [_recomputing(asked, way, gpus, *share) for share in _shares(asked, gpus)]
     best = min(found, key=lambda one: (one.fits == "no", one.step_s))
     return replace(
-        best, cluster=asked.network.name, framework=asked.framework.name, runs_by=way.runs_by(asked.framework)
+        best,
+        cluster=asked.network.name,
+        framework=asked.framework.name,
+        runs_by=way.runs_by(asked.framework),
+        peak_flops=None if asked.gpu is None else asked.gpu.rate(asked.precision),
     )
 
 

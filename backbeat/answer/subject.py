@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from backbeat.cost.accelerators import Accelerator, accelerator_named
 from backbeat.errors import InputError, nearest
 from backbeat.importers.config_json import read_architecture
 from backbeat.model import Network, Profile
@@ -74,8 +73,3 @@ def cluster_named(cluster: ClusterInput, across: Any = None, nics_per_node: int 
         return network
     between = across if isinstance(across, Network) else Network.load(across)
     return network.joined_by(between, links=nics_per_node or 1)
-
-
-def accelerator_of(given: Any) -> Accelerator:
-    """A GPU by its name, or as it is."""
-    return given if isinstance(given, Accelerator) else accelerator_named(given)

@@ -18,10 +18,10 @@ from functools import cached_property
 import numpy as np
 
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import Accelerator, accelerator_named
 from backbeat.cost.collectives import Collective, traffic
 from backbeat.cost.pcie import is_pcie
 from backbeat.errors import InputError
+from backbeat.model.accelerator import Accelerator, accelerator_named
 from backbeat.model.network import Network
 from backbeat.model.profile import ComputeShares
 from backbeat.model.slowdown import Slowdown, slowdown_on
@@ -249,8 +249,10 @@ def _half(network: Network, kind: Collective) -> Curve:
     return Curve(alone.sizes, np.maximum(alone.times, alone.link_s_per_byte * alone.sizes), alone.link_s_per_byte)
 
 
-def cluster_of(network: Cluster | Network | str | os.PathLike[str], gpu: str | None = None) -> Cluster:
-    """A network, by its file or name, with its own GPUs or those that are named.
+def cluster_of(
+    network: Cluster | Network | str | os.PathLike[str], gpu: str | os.PathLike[str] | Accelerator | None = None
+) -> Cluster:
+    """A network, by its file or name, with its own GPUs or others: named, of a file, or as they are.
 
     >>> cluster_of("dgx-h100").accelerator.name, cluster_of("10gbe", "a100").accelerator.name
     ('H100', 'A100')

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.errors import InputError
 from backbeat.model import Network
+from backbeat.model.accelerator import operator_model
 from backbeat.model.architecture import Architecture, architecture_named
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
@@ -158,7 +159,7 @@ class LayoutPredictor:
 
     @cached_property
     def operators(self) -> OperatorModel:
-        return _operators(self.cluster.accelerator.short_name, self.job.precision)
+        return _operators(self.cluster.accelerator, self.job.precision)
 
     @cached_property
     def _edges(self) -> tuple[LayoutPredictor, ...]:
@@ -326,7 +327,7 @@ class LayoutPredictor:
             precision=job.precision,
             parameters=self.model.parameters,
             flops=self.model.flops_per_token(job.sequence) * job.tokens,
-            peak_flops=gpu.peak_flops(job.precision),
+            peak_flops=gpu.rate(job.precision),
             layout=layout,
             iteration_s=step_s,
             single_s=alone_s,

@@ -355,3 +355,16 @@ def test_a_budget_that_nothing_keeps_is_predicted_but_not_planned() -> None:
     plan = kept.plan("best", 4)
     assert plan.memory is not None
     assert plan.memory.segments
+
+
+def test_an_accelerator_of_ones_own_is_never_ignored(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(
+        '{"schema": "backbeat.accelerator/1", "name": "half an H200", "like": "h200", "multiprocessors": 66,'
+        ' "memory_bytes": 70000000000, "source": {"method": "assumed"}}'
+    )
+    for way in ("fsdp", "tp=4"):
+        mine = Asked.of(SHAPE, CLUSTER, accelerator=str(tmp_path / "mine.json")).predict(way, 16)
+        whole = Asked.of(SHAPE, CLUSTER).predict(way, 16)
+        assert mine.step_s > 1.2 * whole.step_s
+        assert mine.device_bytes < whole.device_bytes  # type: ignore[operator]
+        assert mine.mfu is not None

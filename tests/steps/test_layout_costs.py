@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.cost.operator_model import operator_model
 from backbeat.cost.operators import Attention, Product, Traffic, family_of
 from backbeat.importers.config_json import read_architecture
+from backbeat.model.accelerator import operator_model
 from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.framework import FRAMEWORKS, Framework, framework_named
