@@ -12,7 +12,6 @@ import msgspec
 from backbeat.errors import InputError, nearest
 from backbeat.importers.config_json import read_architecture
 from backbeat.model import Network, Profile
-from backbeat.model.accelerator import Accelerator, accelerator_named
 from backbeat.model.architecture import BUNDLED, Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.files import bundled, checked, decode, read
@@ -75,8 +74,3 @@ def cluster_named(cluster: ClusterInput, across: Any = None, nics_per_node: int 
         return network
     between = across if isinstance(across, Network) else across_named(across)
     return network.joined_by(between, links=nics_per_node or 1)
-
-
-def accelerator_of(given: Any) -> Accelerator:
-    """A GPU by its name, or as it is."""
-    return given if isinstance(given, Accelerator) else accelerator_named(given)
