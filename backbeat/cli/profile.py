@@ -13,9 +13,9 @@ import typer
 
 from backbeat.cli.arguments import need_torch
 from backbeat.cli.output import check_writable, say
-from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Profile
+from backbeat.model.accelerator import accelerator
 from backbeat.model.batches import join, measured
 from backbeat.model.files import encode
 from backbeat.model.gpu_memory import device_bytes
