@@ -30,11 +30,11 @@ from unittest import mock
 
 import msgspec
 
-from backbeat.cost.accelerators import accelerator_named
-from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Product
 from backbeat.errors import BackbeatError
 from backbeat.model import Network, Plan, Profile, cluster
+from backbeat.model.accelerator import accelerator_named, operator_model
 from backbeat.model.architecture import BUNDLED as MODELS
 from backbeat.model.architecture import Architecture
 from backbeat.model.framework import FRAMEWORKS, Framework

@@ -88,7 +88,7 @@ def attention_factor(told: Mapping[str, Any], peaks: Mapping[str, Any], model: O
     shape = (told["heads"], told["tokens"], told["tokens"], told["width"], "causal")
     works = {way: Attention("bf16", *shape, way == "backward") for way in DIRECTIONS}
     seconds = {way: model.seconds(work) for way, work in works.items()}
-    peak = model.accelerator.peak_flops("bf16") or math.nan
+    peak = model.accelerator.rate("bf16") or math.nan
     if "shares" in told:
         taken_s = sum(work.flops / peak / told["shares"][way] for way, work in works.items())
     else:

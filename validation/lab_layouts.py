@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from backbeat.cost.accelerators import accelerator_named
 from backbeat.importers.config_json import read_architecture
 from backbeat.lab.layout_lab import LayoutCase, TimedLinks, links_of
 from backbeat.lab.setting import Setting
+from backbeat.model.accelerator import accelerator_named
 from backbeat.model.architecture import Architecture
 from backbeat.model.layout import Layout, job_of
 from validation.case import Case

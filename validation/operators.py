@@ -24,11 +24,12 @@ from unittest import mock
 
 import msgspec
 
-from backbeat.cost.accelerators import accelerator_named
-from backbeat.cost.operator_model import HostTimes, OperatorModel, operator_curves
+from backbeat.cost.operator_curves import HostTimes, operator_curves
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work, family_of
 from backbeat.errors import MissingPartError
 from backbeat.model import ComputeShares, Profile
+from backbeat.model.accelerator import accelerator_named
 
 KINDS: dict[str, type[Work]] = {one.__name__: one for one in (Product, Attention, Convolution, Traffic)}
 ITERATIONS = 3

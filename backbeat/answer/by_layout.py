@@ -56,8 +56,6 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
     for name, why in _LACKING.items():
         if name in given and asked.profile is None and given[name] != "adamw":
             raise InputError(f"{name} is {given[name]!r}: {why}")
-    if "memory" in given:
-        gpu = changed(gpu, memory_gb=given["memory"] / 10**9)
     framework = asked.framework
     if "reduce_dtype" in given:
         framework = replace(framework, reduce_dtype=given["reduce_dtype"])
@@ -67,7 +65,7 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
     alone = asked.profile
     if alone is None and asked.undescribed is None:
         alone = asked.described(1)
-    return predictor_of(
+    found = predictor_of(
         shape,
         cluster,
         job_of(asked.global_batch(gpus), asked.sequence, asked.precision),
@@ -80,6 +78,7 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
         iteration_s=() if asked.profile is None else asked.profile.iteration_s,
         measured_layers=shape.layers * (1 if asked.profile is None else asked.profile.accumulation),
     )
+    return changed(found, most_bytes=given.get("memory"))
 
 
 def _longer(profile: Profile, shape: Architecture, cluster: Cluster, framework: Framework) -> float:

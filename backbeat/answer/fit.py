@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from backbeat.cost.accelerators import Accelerator
 from backbeat.model import Prediction
+from backbeat.model.accelerator import Accelerator
 from backbeat.model.gpu_memory import device_bytes, fitting
 
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as changed
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.cost.collectives import COLLECTIVES
 from backbeat.cost.curve import stretched
 from backbeat.errors import InputError
 from backbeat.model import Network, Prediction, WorkersRow
+from backbeat.model.accelerator import accelerator
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.measured_run import Run
 from backbeat.units import format_seconds

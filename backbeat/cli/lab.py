@@ -13,13 +13,13 @@ from rich.table import Table
 from backbeat.cli import options
 from backbeat.cli.arguments import communicator_counts, refuse, split
 from backbeat.cli.output import print_answer, print_json, say, write_json
-from backbeat.cost.accelerators import accelerator_named
 from backbeat.errors import InputError
 from backbeat.importers.config_json import read_architecture
 from backbeat.lab.jobs import turns_s
 from backbeat.lab.plans import PlanChoice, parse_plans, shorthand
 from backbeat.lab.setting import Setting, check_requirements, parse_delay, parse_links, parse_share, parse_stragglers
 from backbeat.model import Plan, Profile
+from backbeat.model.accelerator import accelerator_named
 from backbeat.model.layout import Layout, job_of
 from backbeat.show.tables.terminal_table import WINNER, table_of
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate

@@ -1,167 +1,85 @@
-"""Seconds of single operators on one GPU, from curves that may have been measured on another.
-
-`OperatorCurves` is the file of what was measured on one GPU; `OperatorModel` answers from it.
-"""
+"""Seconds of single operators on one GPU, from curves that may have been measured on others."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from backbeat.cost.accelerators import Accelerator, accelerator_named
-from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work, roofline_s
-from backbeat.errors import InputError
+from backbeat.cost.operator_curves import Grid, HostTimes, MeasuredPart, carried_s, near
+from backbeat.cost.operators import (
+    Attention,
+    Convolution,
+    Device,
+    Floats,
+    Product,
+    Traffic,
+    Work,
+    nodes,
+    roofline_s,
+    rooflines_s,
+)
 
-FOLDER = Path(__file__).resolve().parent.parent / "zoo" / "accelerators"
-REFERENCE = "h200"
-"""Whose curves a GPU follows that has none of its own."""
 _TILE_ROWS = 128
 """Of scores, in flash attention."""
 _FEW_CHANNELS = 16
 """Tensor cores take channels by so many."""
-
-
-class ShareGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The share of the roofline that operators reach, over a grid of sizes."""
-
-    axes: list[list[float]]
-    share: list[float]
-    """In thousandths, the last axis running fastest."""
-
-
-class TrafficCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time that memory-bound operators take by what they move."""
-
-    bytes: list[float]
-    us: list[float]
-
-
-class ShapedTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time of operators by their shape."""
-
-    axes: list[list[float]]
-    us: list[float]
-
-
-class HostTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=lambda name: name.removesuffix("_s")):
-    """What the host takes to submit; nothing, unless said otherwise. Files have microseconds."""
-
-    view_s: float = 0.0
-    """A view, or an allocation."""
-    forward_s: dict[str, float] = {}
-    """An operator of forward, with what autograd keeps of it, by family of work."""
-    backward_s: dict[str, float] = {}
-    parameter_s: float = 0.0
-    """A parameter beside the operators: calling its module in forward, and again accumulating its gradient in backward.
-    Files have both together."""
-    compiled_s: float = 0.0
-    """A kernel of a compiled model."""
-    update_s: dict[str, tuple[float, float]] = {}
-    """An optimizer's step, by how it is split into kernels: at least, and for each tensor."""
-
-    def step_s(self, kernels: str, tensors: int) -> float:
-        fixed_s, each_s = self.update_s.get(kernels, (0.0, 0.0))
-        return fixed_s + each_s * tensors
-
-
-class OperatorCurves(msgspec.Struct, frozen=True):
-    """All of them, of one GPU and its host."""
-
-    accelerator: str
-    multiprocessors: int
-    source: dict[str, Any]
-    grids: dict[str, ShareGrid]
-    """By family, precision and variant: product/bf16/nt, attention/bf16/causal/forward, …"""
-    factors: dict[str, float]
-    """How much longer operators take that no grid has; `bandwidth` is the largest share of it that was seen."""
-    traffic: dict[str, TrafficCurve]
-    """By kind and bytes of an element."""
-    shaped: dict[str, ShapedTimes]
-    host: dict[str, Any]
-    """`HostTimes`."""
-
-
-@cache
-def operator_curves(short_name: str) -> OperatorCurves:
-    """Those of this GPU where it was measured, of the reference otherwise."""
-    path = FOLDER / f"{short_name}.json"
-    if not path.exists():
-        path = FOLDER / f"{REFERENCE}.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=OperatorCurves)
-    except (OSError, msgspec.DecodeError) as error:
-        raise InputError(f"{path}: {error}; install backbeat again") from None
-
-
-class Grid:
-    """Seconds at every combination of sizes along a few axes.
-
-    Between points the logarithm of the seconds is a straight line in the logarithms of the sizes, so that a power of
-    a size stays what it is. Past the last point of an axis time grows as the size does: large operators have reached
-    the efficiency they will reach. Before the first point it stays: small ones wait for latency. Where a smaller
-    operator was measured slower than a larger one, it counts as quick as that: a library that has a better kernel for
-    more work could have padded less.
-
-    >>> grid = Grid([(1, 4)], [1.0, 2.0])
-    >>> [round(grid.seconds(size), 3) for size in (0.5, 1, 2, 4, 8)]
-    [1.0, 1.0, 1.414, 2.0, 4.0]
-    """
-
-    def __init__(self, axes: Sequence[Sequence[float]], seconds: Any, rising: bool = True) -> None:
-        self._axes = [[math.log(size) for size in axis] for axis in axes]
-        values = np.array(seconds, dtype=float).reshape([len(axis) for axis in axes])
-        for axis in range(values.ndim) if rising else ():
-            values = np.flip(np.minimum.accumulate(np.flip(values, axis), axis), axis)
-        self._values = np.log(values)
-
-    def seconds(self, *sizes: float) -> float:
-        beyond = 0.0
-        values: Any = self._values
-        for axis, size in zip(self._axes, sizes, strict=True):
-            log_size = math.log(max(size, 1e-9))
-            if len(axis) == 1 or log_size <= axis[0]:
-                values = values[0]
-            elif log_size >= axis[-1]:
-                values = values[-1]
-            else:
-                cell = bisect_right(axis, log_size) - 1
-                share = (log_size - axis[cell]) / (axis[cell + 1] - axis[cell])
-                values = values[cell] * (1 - share) + values[cell + 1] * share
-            beyond += max(0.0, log_size - axis[-1])
-        return math.exp(float(values) + beyond)
+_HALVES = ("bf16", "fp16")
 
 
 class OperatorModel:
-    """One GPU's seconds of every operator."""
+    """One GPU's seconds of every operator: those measured on it, or on the GPU most like it that has them."""
 
-    def __init__(self, accelerator: Accelerator, curves: OperatorCurves, launch_overhead: bool = True) -> None:
+    def __init__(
+        self,
+        accelerator: Device,
+        parts: tuple[MeasuredPart, ...],
+        products: Sequence[tuple[float, float, float, float]] = (),
+        launch_overhead: bool = True,
+    ) -> None:
         self.accelerator = accelerator
-        self.curves = curves
-        host_us = {**curves.host, "parameter": curves.host["parameter"] / 2} if launch_overhead else {}
+        self.parts = parts
+        """The nearest first. The last has every kind of operator."""
+        self.products = products
+        """Rows, columns, depth and seconds of products that were timed on this very GPU."""
+        self.curves = parts[-1].curves
+        host_us = {**self.curves.host, "parameter": self.curves.host["parameter"] / 2} if launch_overhead else {}
         self.host = msgspec.convert(_seconds(host_us), HostTimes)
         # How much larger an operator has to be to fill this GPU as well as the one measured.
-        self._filling = accelerator.multiprocessors / curves.multiprocessors
+        self._filling = accelerator.multiprocessors / parts[-1].device.multiprocessors
         self._grids: dict[str, Grid] = {}
         self.seconds: Callable[[Work], float] = lru_cache(maxsize=None)(self._seconds)
+        """Of one operator by itself, in a short burst."""
+
+    def sustained_s(self, work: Work) -> float:
+        """In the middle of a training step, at the clocks that power leaves."""
+        return self.seconds(work) / (1.0 if isinstance(work, Traffic) else self.accelerator.sustained_share)
 
     @property
     def origin(self) -> str:
         """Where the figures come from, in words."""
-        device, source = accelerator_named(self.curves.accelerator).name, self.curves.source
+        own = self.accelerator.name
+        device, source = self.parts[-1].device.name, self.curves.source
         text = f"efficiencies measured one by one on an {device} ({source['date']})"
-        return text if device == self.accelerator.name else f"{text}, scaled by peak rates to {self.accelerator.name}"
+        if device == own:
+            return text
+        text += f", carried by peak rates to {own}"
+        product = self._product_part
+        if self.products:
+            return f"{text}; products of matrices corrected by {len(self.products)} measured on it"
+        if product is None:
+            return text
+        carried = "" if product.device.name == own else ", carried likewise"
+        return f"{text}; products of matrices as measured on {product.device.name}{carried}"
 
     def _seconds(self, work: Work) -> float:
         """
+        >>> from backbeat.model.accelerator import operator_model
         >>> model = operator_model("h200", "bf16")
         >>> large = Product("bf16", 8192, 8192, 8192)
         >>> 1.0 < model.seconds(large) / roofline_s(large, model.accelerator) < 1.5
@@ -178,17 +96,53 @@ class OperatorModel:
     def _product(self, work: Product) -> float:
         """A batch of products fills the device as one with more rows does."""
         precision = "bf16" if work.precision == "fp16" else work.precision
-        key = f"product/{precision}/{work.transposition}"
-        grid = self._grid(
-            key if key in self.curves.grids else f"product/{precision}/nt",
-            lambda m, n, k: Product(work.precision, m, n, k),
-            (math.sqrt(self._filling), math.sqrt(self._filling), 1.0),
-        )
-        seconds = grid.seconds(work.m * work.batch, work.n, work.k)
+        seconds = self._product_grid(work.precision, work.transposition).seconds(work.m * work.batch, work.n, work.k)
         # Rows that begin at odd addresses slow the arithmetic down, not what waits for memory or latency.
         slower = self.curves.factors.get(f"alignment/{precision}/{work.transposition}/{work.alignment}", 1.0)
-        peak = self.accelerator.peak_flops(work.precision) or math.inf
+        peak = self.accelerator.rate(work.precision) or math.inf
         return max(seconds, roofline_s(work, self.accelerator), work.flops / peak * slower)
+
+    @property
+    def _product_part(self) -> MeasuredPart | None:
+        """The nearest with products in 16 bits that are known beside the reference's."""
+        return next((part for part in self.parts if _PRODUCTS in part.curves.products), None)
+
+    def _product_grid(self, precision: str, transposition: str) -> Grid:
+        key = f"product/{'bf16' if precision == 'fp16' else precision}/{transposition}"
+        if key not in self._grids:
+            here, part = self.accelerator, self._product_part
+            if precision not in _HALVES or part is None:
+                axes, seconds = self._reference_products(precision, transposition, here)
+            else:
+                measured = part.curves.products[_PRODUCTS]
+                axes, seconds = measured.axes, np.array(measured.us) * 1e-6
+                if transposition != "nt":
+                    # Measured as a linear layer's forward alone: other orders take as much longer as on the reference.
+                    other, usual = (
+                        Grid(*self._reference_products("bf16", order, part.device)) for order in (transposition, "nt")
+                    )
+                    seconds = seconds * (other.over(axes) / usual.over(axes)).ravel()
+                axes, seconds = _carried_products(axes, seconds, (part.device, "bf16"), (here, precision))
+            if self.products and precision in _HALVES:
+                seconds = seconds * self._correction(Grid(axes, seconds), axes)
+            self._grids[key] = Grid(axes, seconds)
+        return self._grids[key]
+
+    def _reference_products(
+        self, precision: str, transposition: str, device: Device
+    ) -> tuple[list[list[float]], Floats]:
+        """As the reference has them, carried to this device. It has no products in 4 bits: as in 8 then."""
+        known = {"fp16": "bf16", "fp4": "fp8"}.get(precision, precision)
+        curves, there = self.curves.grids, self.parts[-1].device
+        curve = curves.get(f"product/{known}/{transposition}") or curves[f"product/{known}/nt"]
+        best_s = rooflines_s(partial(Product, known), curve.axes, there)
+        seconds = best_s * 1000 / np.maximum(curve.share, 1)
+        return _carried_products(curve.axes, seconds, (there, known), (device, precision))
+
+    def _correction(self, grid: Grid, axes: list[list[float]]) -> Floats:
+        """How many times as long products take as was thought, by those that were timed."""
+        ratios = [math.log(seconds / grid.seconds(m, n, k)) for m, n, k, seconds in self.products]
+        return np.asarray(np.exp(near(nodes(axes), [sizes[:3] for sizes in self.products], ratios)))
 
     def _attention(self, work: Attention) -> float:
         precision = work.precision if work.precision in ("tf32", "fp32") else "bf16"
@@ -238,9 +192,7 @@ class OperatorModel:
         if precision == "bf16":
             return self._attention(replace(work, kind="full")) * self.curves.factors["attention_mask"]
         kind = "causal" if work.kind == "causal" else "full"
-        seconds = (
-            work.flops / (self.accelerator.fp32_tflops * 1e12) * self.curves.factors[f"attention_fp32/{direction}"]
-        )
+        seconds = work.flops / self._wide_rate * self.curves.factors[f"attention_fp32/{direction}"]
         return max(seconds, self._attention(replace(work, precision="fp16", kind=kind)))
 
     def _convolution(self, work: Convolution) -> float:
@@ -278,8 +230,12 @@ class OperatorModel:
         pixels = work.input_pixels if work.direction == "input" else work.pixels
         flops = 2.0 * work.images * work.inputs * pixels * work.kernel
         share = shares.seconds(min(work.pixels, curve.axes[0][-1]), min(work.kernel, curve.axes[1][-1])) / 1000
-        peak = self.accelerator.fp32_tflops * 1e12
-        return max(flops / (peak * share), work.bytes / self.accelerator.bytes_per_s)
+        return max(flops / (self._wide_rate * share), work.bytes / self.accelerator.bytes_per_s)
+
+    @property
+    def _wide_rate(self) -> float:
+        """Of 32 bits, without tensor cores."""
+        return self.accelerator.rate("fp32") or math.inf
 
     def _traffic(self, work: Traffic) -> float:
         """Never quicker than the largest share of bandwidth that was seen; otherwise as the device is filled."""
@@ -301,19 +257,35 @@ class OperatorModel:
             self._grids[key] = Grid(axes, [each * 1e-6 for each in us])
         return self._grids[key]
 
-    def _grid(
-        self, key: str, work: Callable[..., Product | Attention | Convolution], filling: tuple[float, ...]
-    ) -> Grid:
-        """Seconds on this GPU: its own roofline at the sizes that fill it as those measured fill the other."""
+    def _grid(self, key: str, work: Callable[..., Attention | Convolution], filling: tuple[float, ...]) -> Grid:
+        """Seconds on this GPU at the sizes that fill it as those measured fill the reference."""
         if key not in self._grids:
-            curve = self.curves.grids[key]
-            axes = [[size * factor for size in axis] for axis, factor in zip(curve.axes, filling, strict=True)]
-            seconds = [
-                roofline_s(work(*node), self.accelerator) * 1000 / max(share, 1)
-                for node, share in zip(itertools.product(*axes), curve.share, strict=True)
-            ]
-            self._grids[key] = Grid(axes, seconds)
+            curve, there = self.curves.grids[key], self.parts[-1].device
+            axes = _scaled(curve.axes, filling)
+            best_s = rooflines_s(work, curve.axes, there)
+            seconds = best_s * 1000 / np.maximum(curve.share, 1)
+            self._grids[key] = Grid(axes, carried_s(seconds, best_s, rooflines_s(work, axes, self.accelerator)))
         return self._grids[key]
+
+
+_PRODUCTS = "bf16/nt"
+
+
+def _carried_products(
+    axes: list[list[float]], seconds: Floats, there: tuple[Device, str], here: tuple[Device, str]
+) -> tuple[list[list[float]], Floats]:
+    """Products measured on one device in one precision, in another on another. Rows and columns fill it together."""
+    wider = math.sqrt(here[0].multiprocessors / there[0].multiprocessors)
+    scaled = _scaled(axes, (wider, wider, 1.0))
+    best_s = [
+        rooflines_s(partial(Product, precision), sizes, device)
+        for (device, precision), sizes in ((there, axes), (here, scaled))
+    ]
+    return scaled, carried_s(seconds, *best_s)
+
+
+def _scaled(axes: list[list[float]], factors: Sequence[float]) -> list[list[float]]:
+    return [[size * factor for size in axis] for axis, factor in zip(axes, factors, strict=True)]
 
 
 def _seconds(us: Any) -> Any:
@@ -321,34 +293,3 @@ def _seconds(us: Any) -> Any:
     if isinstance(us, dict):
         return {name: _seconds(each) for name, each in us.items()}
     return [_seconds(each) for each in us] if isinstance(us, list) else us * 1e-6
-
-
-def operator_model(
-    device: str | None,
-    precision: str,
-    *,
-    tflops: float | None = None,
-    gbps: float | None = None,
-    launch_overhead: bool = True,
-) -> OperatorModel:
-    """A known GPU, or one by its peak TFLOP/s (at the profile's precision) and memory GB/s; both override."""
-    for option, value in (("--tflops", tflops), ("--gbps", gbps)):
-        if value is not None and not 0 < value < float("inf"):
-            raise InputError(f"{option} is {value}: it must be above zero")
-    if device is None and (tflops is None or gbps is None):
-        raise InputError("a GPU that is not known by name needs both --tflops and --gbps")
-    curves = operator_curves(device or "")
-    # A GPU that only its rates are known of is taken to be filled as the one measured is.
-    known = accelerator_named(curves.accelerator if device is None else device)
-    if device is None:
-        known = replace(known, name="custom")
-    if tflops is None and known.peak_flops(precision) is None:
-        have = [each for each in ("fp32", "tf32", "fp16", "bf16", "fp8") if known.peak_flops(each) is not None]
-        raise InputError(f"{known.name} has no {precision}: use {', '.join(have)}")
-    if tflops is not None:
-        known = replace(
-            known, fp32_tflops=tflops, tf32_tflops=tflops, half_tflops=tflops, fp8_tflops=tflops, bfloat16=True
-        )
-    if gbps is not None:
-        known = replace(known, memory_gbps=gbps)
-    return OperatorModel(known, curves, launch_overhead)

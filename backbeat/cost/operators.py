@@ -1,10 +1,11 @@
 """What operators make a GPU do, and how long it takes: peak rates, over the share of them that such operators reach.
 
-An operator's time is its roofline (arithmetic at the peak rate or memory traffic at the peak bandwidth, whichever takes
-longer) over an efficiency. Efficiencies are measured once, on one GPU, over grids of sizes (`OperatorCurves`), and
-`operator_model` carries them to others by three rules:
+Operators are measured over grids of sizes (`operator_curves`), and `operator_model` carries what they took to GPUs that
+were not measured, by their rooflines (arithmetic at the peak rate or memory traffic at the peak bandwidth, whichever
+takes longer) and three rules:
 
-- The roofline is the other GPU's own.
+- An operator that is bound by the peak rates keeps its share of the other GPU's own roofline. One that waits for
+  latency keeps its time: peak rates do not change that.
 - An operator fills a GPU as many times as it has tiles per multiprocessor. So a GPU with more multiprocessors reaches
   the efficiency measured for a smaller operator. For a product, rows and columns shrink by the root of the ratio of
   multiprocessors; for attention, heads do; for a convolution, pixels.
@@ -15,10 +16,37 @@ longer) over an efficiency. Efficiencies are measured once, on one GPU, over gri
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from backbeat.cost.accelerators import Accelerator
+import numpy as np
+from numpy.typing import NDArray
+
 from backbeat.errors import InputError
+
+Floats = NDArray[np.float64]
+
+
+class Device(Protocol):
+    """A GPU, as far as operators ask."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def short_name(self) -> str: ...
+
+    @property
+    def bytes_per_s(self) -> float: ...
+
+    @property
+    def multiprocessors(self) -> int: ...
+
+    @property
+    def sustained_share(self) -> float: ...
+
+    def rate(self, precision: str) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +156,36 @@ def family_of(work: Work) -> str:
     return "attention" if isinstance(work, Attention) else "memory"
 
 
-def element_bytes(precision: str) -> int:
-    return {"fp8": 1, "bf16": 2, "fp16": 2}.get(precision, 4)
+def element_bytes(precision: str) -> float:
+    return {"fp4": 0.5, "fp8": 1, "bf16": 2, "fp16": 2}.get(precision, 4)
 
 
-def roofline_s(work: Product | Attention | Convolution, accelerator: Accelerator) -> float:
+def roofline_s(work: Product | Attention | Convolution, device: Device) -> float:
     """At the peak rates: arithmetic or traffic, whichever takes longer. Nothing is quicker.
 
-    >>> from backbeat.cost.accelerators import accelerator_named
+    >>> from backbeat.model.accelerator import accelerator_named
     >>> round(roofline_s(Product("bf16", 8192, 8192, 8192), accelerator_named("h200")) * 1e6)
     1111
     """
-    peak = accelerator.peak_flops(work.precision)
+    return max(work.flops / _peak(work.precision, device), work.bytes / device.bytes_per_s)
+
+
+def rooflines_s(make: Callable[..., Any], axes: Sequence[Sequence[float]], device: Device) -> Floats:
+    """The same of the operators that are made of all combinations of sizes, the last axis running fastest."""
+    works = make(*nodes(axes))
+    return np.asarray(np.maximum(works.flops / _peak(works.precision, device), works.bytes / device.bytes_per_s))
+
+
+def nodes(axes: Sequence[Sequence[float]]) -> list[Floats]:
+    """The sizes of each point of a grid, axis by axis, the last axis running fastest."""
+    return [each.ravel() for each in np.meshgrid(*axes, indexing="ij")]
+
+
+def _peak(precision: str, device: Device) -> float:
+    peak = device.rate(precision)
     if peak is None:
-        raise InputError(f"{accelerator.name} has no {work.precision}: choose another precision")
-    return max(work.flops / peak, work.bytes / accelerator.bytes_per_s)
+        raise InputError(f"{device.name} has no {precision}: choose another precision")
+    return peak
 
 
 def in_fp8(works: tuple[Work, ...]) -> tuple[Work, ...]:

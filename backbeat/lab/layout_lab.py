@@ -16,7 +16,6 @@ from typing import Any, Literal
 import msgspec
 
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.collectives import Collective
 from backbeat.cost.samples import quantile
 from backbeat.errors import InputError
@@ -25,6 +24,7 @@ from backbeat.lab.jobs import LayoutJob, TransferJob, TransferKind
 from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import CollectiveTimes, Network
+from backbeat.model.accelerator import Accelerator
 from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Streams, framework_named

@@ -18,10 +18,11 @@ from functools import cached_property
 import numpy as np
 
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import Accelerator, accelerator_named
 from backbeat.cost.collectives import Collective, traffic
 from backbeat.cost.pcie import is_pcie
+from backbeat.cost.protocols import with_own_share
 from backbeat.errors import InputError
+from backbeat.model.accelerator import Accelerator, accelerator_named
 from backbeat.model.network import Network
 from backbeat.model.profile import ComputeShares
 from backbeat.model.slowdown import Slowdown, slowdown_on
@@ -188,7 +189,14 @@ class Cluster:
             return 0.0
         near = max(1, min(workers, self.per_node // min(stride, self.per_node)))
         latency, rate = self._link(inside=True, sharing=1, ranks=near)
-        seconds = latency * (workers - 1) / max(workers / 8, 1) + size * (near - 1) / workers / rate
+        seconds = latency * (workers - 1) / max(workers / 8, 1)
+        if near > 1:
+            own = (
+                1.0
+                if is_pcie(self.network.topology.inside_link)
+                else with_own_share(near) / with_own_share(self.per_node)
+            )
+            seconds += size * (near - 1) / workers / rate * own
         if near == workers:
             return seconds
         latency, rate = self._link(inside=False, sharing=self.per_node)
@@ -249,8 +257,10 @@ def _half(network: Network, kind: Collective) -> Curve:
     return Curve(alone.sizes, np.maximum(alone.times, alone.link_s_per_byte * alone.sizes), alone.link_s_per_byte)
 
 
-def cluster_of(network: Cluster | Network | str | os.PathLike[str], gpu: str | None = None) -> Cluster:
-    """A network, by its file or name, with its own GPUs or those that are named.
+def cluster_of(
+    network: Cluster | Network | str | os.PathLike[str], gpu: str | os.PathLike[str] | Accelerator | None = None
+) -> Cluster:
+    """A network, by its file or name, with its own GPUs or others: named, of a file, or as they are.
 
     >>> cluster_of("dgx-h100").accelerator.name, cluster_of("10gbe", "a100").accelerator.name
     ('H100', 'A100')

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from backbeat.cost.accelerators import Accelerator
+from backbeat.model.accelerator import Accelerator
 from backbeat.model.rule import MEMORY_ERROR, Fits, fits
 from backbeat.units import format_bytes
 
@@ -85,11 +85,11 @@ def device_bytes(accelerator: Accelerator) -> int:
     """What a GPU has for tensors: what its driver gives, less what the process takes beside them. Memory is sold in GB
     and given in GiB.
 
-    >>> from backbeat.cost.accelerators import accelerator_named
+    >>> from backbeat.model.accelerator import accelerator_named
     >>> round(device_bytes(accelerator_named("rtx-3090")) / 1e9, 1), round(24 * 2**30 / 1e9, 1)
     (23.8, 25.8)
     """
-    return int((accelerator.memory_gb * 2**30 - _CONTEXT_BYTES) * (1 - _FRAGMENTED))
+    return int((accelerator.memory_bytes - _CONTEXT_BYTES) * (1 - _FRAGMENTED))
 
 
 def fitting(held: MemoryByKind | None, limit: int | None, known: str) -> Fits | None:

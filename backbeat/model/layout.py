@@ -16,15 +16,18 @@ Count = Annotated[int, Meta(ge=1)]
 Precision = Literal["bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
 
 SIZES = ("tp", "dp", "pp", "cp", "ep")
-PARTS = (*SIZES, "micro", "chunks", "zero", "recompute", "schedule", "sequence_parallel")
+PARTS = (*SIZES, "micro", "chunks", "zero", "recompute", "schedule", "sequence_parallel", "order")
 """Parts of a layout's word, in the order in which it is written."""
 _FIELDS = {"micro": "micro_batch"}
 _BEFORE = {"mb": "micro", "vp": "chunks", "sp": "sequence_parallel"}
 _BEFORE_WHOLE = {"full": "recompute=full", "selective": "recompute=selective", "no sp": "sequence_parallel=false"}
 """What parts were called where commas joined them."""
-_LIKE = {"recompute": "selective", "schedule": "1f1b", "sequence_parallel": "false"}
+_LIKE = {"recompute": "selective", "schedule": "1f1b", "sequence_parallel": "false", "order": "tp-pp-dp"}
+_NOT_PREDICTED = {"etp": "experts are shared by whole: leave etp out, or share them by ep"}
+"""Parts that frameworks have and that nothing here predicts."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +51,7 @@ def job_of(global_batch: int, sequence: int, precision: str = "bf16") -> Job:
 
 class Parallelism(Checked, frozen=True, kw_only=True, omit_defaults=False):
     """How many GPUs share what, as plans hold it. Ranks count first through `tp`, then `cp`, `dp` and `pp`, as
-    Megatron's do."""
+    Megatron's do, unless `order` says otherwise."""
 
     dp: Count = 1
     """Replicas, each with its share of the batch."""
@@ -69,6 +72,8 @@ class Parallelism(Checked, frozen=True, kw_only=True, omit_defaults=False):
     """What replicas shard: the optimizer's state (1), gradients (2), parameters (3), or nothing (0)."""
     sequence_parallel: bool = True
     """With tp, what lies between its matrices is sharded by sequence."""
+    order: RankOrder = "tp-dp-pp"
+    """What neighbouring ranks share: after tp, the batch or the layers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,12 +91,34 @@ class Parallelism(Checked, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def dense_group(self) -> tuple[int, int]:
         """Ranks with the same parameters, without experts: how many, and how far apart."""
-        return self.dp * self.cp, self.tp
+        return self.dp * self.cp, self.tp * (self.pp if self.stages_first else 1)
 
     @property
     def expert_group(self) -> tuple[int, int]:
         """The same of ranks with the same experts."""
         return self.stage_gpus // self.ep, self.ep
+
+    @property
+    def stages_first(self) -> bool:
+        """Stages lie beside each other, and replicas further apart."""
+        return self.order == "tp-pp-dp"
+
+    @property
+    def stage_stride(self) -> int:
+        """How far the same rank of the next stage is."""
+        return self.tp if self.stages_first else self.stage_gpus
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The stage of a rank, and its place in it.
+
+        >>> Parallelism(tp=2, dp=2, pp=2).place(5), Parallelism(tp=2, dp=2, pp=2, order="tp-pp-dp").place(5)
+        ((1, 1), (0, 3))
+        """
+        if not self.stages_first:
+            stage, within = divmod(rank, self.stage_gpus)
+            return stage, within
+        block, within = divmod(rank, self.tp)
+        return block % self.pp, block // self.pp * self.tp + within
 
     @property
     def shards_sequence(self) -> bool:
@@ -149,6 +176,8 @@ class Layout(Parallelism, frozen=True, kw_only=True):
             parts.append(f"schedule={self.schedule}")
         if self.tp > 1 and not self.sequence_parallel:
             parts.append("sequence_parallel=false")
+        if self.stages_first and self.pp > 1:
+            parts.append(f"order={self.order}")
         return "+".join(parts)
 
 
@@ -174,6 +203,13 @@ def layout_parts(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part in text.split("+"):
         name, equals, value = (each.strip() for each in part.partition("="))
+        if name in _NOT_PREDICTED:
+            raise InputError(f"{part!r} in {text!r} is not predicted: {_NOT_PREDICTED[name]}")
+        if name == "zero" and ":" in value:
+            raise InputError(
+                f"{part!r} in {text!r} is not predicted: what replicas shard, all of them share; write "
+                f"zero={value.partition(':')[0]}"
+            )
         if name not in PARTS:
             raise InputError(f"{part!r} in {text!r} is no part of a layout: {did_you_mean(name, PARTS)}")
         if name in found:

@@ -47,6 +47,8 @@ def impossible(model: Architecture, layout: Layout, job: Job, gpus: int | None =
         return f"layers({model.layers}) < {names} = {stages}: a stage needs a layer; choose fewer stages or chunks"
     if model.key_heads % tp and tp % model.key_heads:
         return f"kv_heads({model.key_heads}) % tp({tp}) != 0 and tp({tp}) % kv_heads({model.key_heads}) != 0"
+    if layout.stages_first and cp * ep > 1:
+        return f"order={layout.order} is predicted without cp and ep, not with cp({cp}) and ep({ep}): leave it out"
     if ep > 1 and not model.experts:
         return f"ep({ep}) > 1, but {model.name} has no experts: leave ep out"
     count = layout.micro_batches(job)

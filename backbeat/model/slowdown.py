@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 import numpy as np
 from msgspec import Meta
 
-from backbeat.cost.accelerators import Accelerator, accelerator
 from backbeat.cost.collectives import traffic
 from backbeat.cost.pcie import is_pcie
+from backbeat.model.accelerator import Accelerator, accelerator
 from backbeat.model.checks import Checked
 from backbeat.model.files import ZOO, Document, Source
 from backbeat.model.profile import ComputeShares, Profile
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Transport = Literal["nvlink", "nvls", "infiniband", "roce", "efa", "sockets"]
 Factor = Annotated[float, Meta(ge=1)]
 WORK_KINDS = ("matmul", "attention", "memory")
-EMULATED = ZOO / "accelerators" / "h200-contention.json"
+EMULATED = ZOO / "contention" / "h200.json"
 
 RING_MEMORY = 3.0
 """Bytes of a GPU's own memory that a ring all-reduce moves for each byte on its bus: it reads the gradient and what

@@ -93,7 +93,7 @@ class LayoutWays:
     def _enumerated(self, job: Job) -> Iterator[Layout]:
         parts = self.parts
         told = parts or {}
-        fields = {name: told[name] for name in ("schedule", "sequence_parallel") if name in told}
+        fields = {name: told[name] for name in ("schedule", "sequence_parallel", "order") if name in told}
         for tp, pp, cp in product(*(self._sizes(name, self.gpus) for name in ("tp", "pp", "cp"))):
             dp = int(told.get("dp") or 0) or self.gpus // (tp * pp * cp) or 1
             wide = tp > max(self.predictor.cluster.per_node, 8) and self._open("tp")

@@ -24,9 +24,9 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
+from backbeat.model.accelerator import accelerator
 from backbeat.model.blocks import MemoryPlan
 from backbeat.model.gpu_memory import device_bytes
 from backbeat.model.rule import PLANS

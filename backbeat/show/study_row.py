@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
 from backbeat.model import Framework, Network, Plan, Prediction, Profile
+from backbeat.model.accelerator import accelerator
 from backbeat.model.batches import extrapolates, strong_scaling, with_sibling
 from backbeat.model.gpu_memory import MemoryByKind, device_bytes
 from backbeat.model.prediction import GapParts, Note

@@ -12,11 +12,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic, Work, family_of, in_fp8
 from backbeat.errors import InputError
 from backbeat.model import Block, ComputeShares, Gradient, Memory, Profile, Source
+from backbeat.model.accelerator import accelerator
 from backbeat.model.architecture import Architecture
 from backbeat.steps.eager_model import ROTARY, TIED, EagerModel, Piece
 from backbeat.steps.eager_tape import Kernel, fused

@@ -615,5 +615,5 @@ def _aligned(kernel: Kernel) -> list[Kernel]:
     if not isinstance(work, Product) or work.alignment >= _ALIGNED:
         return [kernel]
     each = element_bytes(work.precision)
-    padding = Traffic("strided", 2 * each * work.batch * (work.m * work.k + work.k * work.n), each)
+    padding = Traffic("strided", 2 * each * work.batch * (work.m * work.k + work.k * work.n), int(each))
     return [kernel._replace(work=padding), kernel._replace(work=replace(work, alignment=_ALIGNED), views=0)]

@@ -68,13 +68,13 @@ class LayerWork(list[LayerSegment]):
 
 
 SUSTAINED = {
-    "A100": (0.93, 0.93),
+    "A100": (0.88, 0.88),
     "H100": (0.8, 0.8),
     "H200": (0.8, 0.8),
-    "B200": (0.6, 0.74),
+    "B200": (0.66, 0.8),
     "B300": (0.65, 0.8),
     "GB200": (0.68, 0.8),
-    "GB300": (0.8, 0.95),
+    "GB300": (0.85, 1.0),
 }
 """The share of their short-burst rates that products and attention sustain in training, where power holds clocks down.
 B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/ b200_bf16_ceperm.json, where the

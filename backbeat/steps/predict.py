@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.cost.collectives import traffic
 from backbeat.cost.stragglers import Straggling, straggling
 from backbeat.engine import run
 from backbeat.errors import InputError
 from backbeat.model import Framework, Network, Plan, Profile
+from backbeat.model.accelerator import accelerator
 from backbeat.model.checks import whole
 from backbeat.model.gpu_memory import MemoryByKind, device_bytes, fitting
 from backbeat.model.noted import BEYOND, noted
@@ -302,7 +302,7 @@ def _explained(
         precision=profile.precision,
         parameters=worker.measured.trained,
         flops=None if profile.flops_per_sample is None else profile.flops_per_sample * samples,
-        peak_flops=None if device is None else device.peak_flops(profile.precision),
+        peak_flops=None if device is None else device.rate(profile.precision),
         plan=plan,
         communicators=plan.communicators,
         buckets=why.number,

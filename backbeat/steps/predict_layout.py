@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.errors import InputError
 from backbeat.model import Network
+from backbeat.model.accelerator import operator_model
 from backbeat.model.architecture import Architecture, architecture_named
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.files import checked
@@ -135,6 +136,8 @@ class LayoutPredictor:
     """The busiest expert rank's tokens over the average's."""
     compute_factor: float = 1.0
     """How many times as long computation takes as the operator model says; one measured step gives it."""
+    most_bytes: int | None = None
+    """What a GPU may take, where that is not what it has."""
     iteration_s: tuple[float, ...] = ()
     """Measured on one GPU, one by one: how much computing varies."""
     measured_layers: float = 1.0
@@ -156,7 +159,7 @@ class LayoutPredictor:
 
     @cached_property
     def operators(self) -> OperatorModel:
-        return _operators(self.cluster.accelerator.short_name, self.job.precision)
+        return _operators(self.cluster.accelerator, self.job.precision)
 
     @cached_property
     def _edges(self) -> tuple[LayoutPredictor, ...]:
@@ -180,8 +183,12 @@ class LayoutPredictor:
             known=self.pieces,
         )
 
+    @property
+    def limit_bytes(self) -> int:
+        return device_bytes(self.cluster.accelerator) if self.most_bytes is None else self.most_bytes
+
     def fits(self, layout: Layout) -> bool:
-        return fitting(self.memory(layout), device_bytes(self.cluster.accelerator), "shape") != "no"
+        return fitting(self.memory(layout), self.limit_bytes, "shape") != "no"
 
     def ranged(self, found: Prediction, family: Family = "events") -> Prediction:
         """The same prediction, with the range of times to expect: the same step on a quiet and on a busy cluster, wider
@@ -260,7 +267,7 @@ class LayoutPredictor:
         them, so that each rank sends its share."""
         if layout.pp == 1:
             return 0.0
-        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_gpus)
+        sent = self.cluster.send_s(size / layout.tp, layout.pp, layout.stage_stride)
         if layout.tp > 1 and not layout.sequence_parallel:
             sent += self.cluster.collective_s("all_gather", size, layout.tp)
         return sent
@@ -320,7 +327,7 @@ class LayoutPredictor:
             precision=job.precision,
             parameters=self.model.parameters,
             flops=self.model.flops_per_token(job.sequence) * job.tokens,
-            peak_flops=gpu.peak_flops(job.precision),
+            peak_flops=gpu.rate(job.precision),
             layout=layout,
             iteration_s=step_s,
             single_s=alone_s,
@@ -332,8 +339,8 @@ class LayoutPredictor:
             bubble_share=slowest.idle_share,
             band=band,
             memory=memory,
-            device_bytes=device_bytes(gpu),
-            fits=fitting(memory, device_bytes(gpu), "shape"),
+            device_bytes=self.limit_bytes,
+            fits=fitting(memory, self.limit_bytes, "shape"),
             extrapolated=band is not None and band.extrapolated,
             timeline=slowest.spans(),
             notes=tuple(notes),

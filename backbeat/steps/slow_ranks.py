@@ -45,7 +45,7 @@ def slow_pipelines(layout: Layout, stragglers: Mapping[int, float]) -> list[tupl
     """
     found: dict[int, list[float]] = {}
     for rank, slowdown in stragglers.items():
-        stage, within_stage = divmod(rank, layout.stage_gpus)
+        stage, within_stage = layout.place(rank)
         factors = found.setdefault(within_stage // group_size(layout), [1.0] * layout.pp)
         factors[stage] = max(factors[stage], slowdown)
     return sorted({tuple(factors) for factors in found.values()})

@@ -44,13 +44,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.engine import Graph, GraphTimes, SharedLink, run
 from backbeat.engine.graph import Lane
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile, Sharding
+from backbeat.model.accelerator import accelerator
 from backbeat.model.cluster import Cluster
 from backbeat.model.profile import DTYPE_BYTES, ELEMENT_BYTES
 from backbeat.steps.host import COMPUTE

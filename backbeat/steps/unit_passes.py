@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from backbeat.cost import Curve, LinkCost
-from backbeat.cost.accelerators import Accelerator
 from backbeat.engine import run
 from backbeat.engine.graph import check_size
 from backbeat.model import Mesh, Sharding
+from backbeat.model.accelerator import Accelerator
 from backbeat.model.sharding import ShardUnit
 from backbeat.steps.host import COMPUTE
 from backbeat.steps.model_chain import Chain, ChainPiece, ShardedChain

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backbeat.cost.accelerators import ACCELERATORS, accelerator_named
-from backbeat.cost.operator_model import Grid, OperatorModel, operator_curves, operator_model
+from backbeat.cost.operator_curves import Grid, carried_s
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, family_of, roofline_s
 from backbeat.errors import InputError
+from backbeat.model.accelerator import Accelerator, accelerator_named, bundled_accelerators, operator_model
 
 MODELS = {name: operator_model(name, "fp16") for name in ("h200", "h100", "a100", "l40s", "b200", "mi300x", "v100")}
 models = st.sampled_from(sorted(MODELS)).map(MODELS.__getitem__)
@@ -128,17 +131,15 @@ def test_norms_take_longer_the_more_rows(model: OperatorModel, rows: int, column
 
 
 def test_every_accelerator_has_a_model() -> None:
-    for accelerator in ACCELERATORS:
-        model = operator_model(accelerator.short_name, "fp16")
+    for accelerator in bundled_accelerators().values():
+        model = accelerator.operators()
         assert 0 < model.seconds(Product("fp16", 1024, 1024, 1024)) < 1e-3
 
 
 def test_a_gpu_with_fewer_multiprocessors_is_filled_by_smaller_operators() -> None:
     """Half of the rates and half of the multiprocessors: a product of half the tiles is as efficient as before."""
     model = operator_model("h200", "bf16")
-    half = OperatorModel(
-        type(model.accelerator)("half", 80, 2400, 494.7, 247, 33, 989, 66), operator_curves("h200"), False
-    )
+    half = Accelerator(name="half", like="h200", memory_bandwidth=2.4e12, multiprocessors=66, source="").operators()
     small, large = (Product("bf16", 2048 * scale, 2048 * scale, 4096) for scale in (1 / math.sqrt(2), 1))
     efficiency = [roofline_s(small, half.accelerator) / half.seconds(small)]
     efficiency.append(roofline_s(large, model.accelerator) / model.seconds(large))
@@ -146,7 +147,8 @@ def test_a_gpu_with_fewer_multiprocessors_is_filled_by_smaller_operators() -> No
 
 
 def test_slower_memory_slows_what_memory_bounds_and_nothing_else() -> None:
-    fast, slow = operator_model("h200", "bf16"), operator_model("h100", "bf16")
+    fast = operator_model("h200", "bf16")
+    slow = operator_model("h200", "bf16", gbps=3350)
     copy, product = Traffic("pointwise", 1e9, 2), Product("bf16", 8192, 8192, 8192)
     assert slow.seconds(copy) / fast.seconds(copy) == pytest.approx(4800 / 3350, rel=0.05)
     assert slow.seconds(product) == pytest.approx(fast.seconds(product), rel=0.01)
@@ -173,7 +175,7 @@ def test_products_in_fp8_are_quicker_and_in_fp32_slower() -> None:
 
 def test_a_custom_gpu_overrides_a_known_one() -> None:
     assert operator_model("h100", "bf16", gbps=1000).accelerator.bytes_per_s == 1e12
-    assert operator_model("h100", "bf16", tflops=100).accelerator.peak_flops("bf16") == 1e14
+    assert operator_model("h100", "bf16", tflops=100).accelerator.rate("bf16") == 1e14
     assert operator_model("h200", "bf16", launch_overhead=False).host.step_s("foreach/sgd", 100) == 0
 
 
@@ -190,7 +192,7 @@ def test_families() -> None:
 
 
 def test_an_unknown_gpu_is_named_with_those_known() -> None:
-    with pytest.raises(InputError, match="known are v100, t4"):
+    with pytest.raises(InputError, match="known are a10, a100"):
         accelerator_named("b400")
 
 
@@ -246,7 +248,7 @@ def test_norms_take_what_was_measured_where_they_fill_the_device_alike() -> None
     measured = model.curves.shaped["batch_norm/2"]
     at = [axis.index(size) for axis, size in zip(measured.axes, (images, channels, pixels), strict=True)]
     seconds = 1e-6 * measured.us[(at[0] * len(measured.axes[1]) + at[1]) * len(measured.axes[2]) + at[2]]
-    half = OperatorModel(replace(model.accelerator, multiprocessors=66), model.curves)
+    half = operator_model(msgspec.structs.replace(accelerator_named("h200"), multiprocessors=66), "bf16")
     assert model.seconds(Traffic("batch_norm", 1, 2, (images, channels, pixels))) == pytest.approx(seconds)
     assert half.seconds(Traffic("batch_norm", 1, 2, (images / 2, channels, pixels))) == pytest.approx(seconds)
 
@@ -258,4 +260,27 @@ def test_attention_that_no_flash_kernel_takes() -> None:
     for backward, direction in ((False, "forward"), (True, "backward")):
         wide = Attention("fp32", 256, 1024, 1024, 64, "full", backward)
         slower = model.curves.factors[f"attention_fp32/{direction}"]
-        assert model.seconds(wide) == pytest.approx(wide.flops / model.accelerator.fp32_tflops / 1e12 * slower)
+        assert model.seconds(wide) == pytest.approx(wide.flops / model.accelerator.rate("fp32") * slower)
+
+
+@given(st.lists(st.floats(1e-6, 1e-2), min_size=2, max_size=8), st.floats(0.05, 20), st.data())
+def test_what_is_carried_lies_between_its_time_there_and_its_share_of_the_roofline_here(
+    measured: list[float], rate: float, data: st.DataObject
+) -> None:
+    there = np.array([data.draw(st.floats(1e-3, 1)) * seconds for seconds in measured])
+    here = there / rate
+    carried = carried_s(np.array(measured), there, here)
+    assert (carried >= here * (1 - 1e-9)).all()
+    kept, shared = np.array(measured), here * measured / there
+    assert (carried >= np.minimum(kept, shared) * (1 - 1e-9)).all()
+    assert (carried <= np.maximum(kept, shared) * (1 + 1e-9)).all() or (carried == here).any()
+    assert carried_s(np.array(measured), there, there) == pytest.approx(np.array(measured))
+
+
+@pytest.mark.parametrize("name", ["3090", "v100", "t4", "l4", "rtx-2080-ti"])
+def test_small_kernels_take_no_longer_on_a_gpu_with_lower_peaks(name: str) -> None:
+    """Launching one is the host's and the clock's business, not the bandwidth's."""
+    small = Convolution("fp16", "forward", 1, 64, 64, 49, 49, 9)
+    there, reference = operator_model(name, "fp16"), operator_model("h200", "fp16")
+    assert there.seconds(small) < 2 * reference.seconds(small)
+    assert there.seconds(Product("fp16", 64, 64, 64)) < 2 * reference.seconds(Product("fp16", 64, 64, 64))

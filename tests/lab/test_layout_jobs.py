@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import accelerator_named
 from backbeat.errors import InputError
 from backbeat.lab.layout_lab import (
     LayoutCase,
@@ -21,6 +20,7 @@ from backbeat.lab.layout_lab import (
     transfers,
 )
 from backbeat.lab.setting import Setting
+from backbeat.model.accelerator import accelerator_named
 from backbeat.model.architecture import Architecture
 from backbeat.model.layout import Layout, job_of
 from backbeat.model.prediction import COMPUTE

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from backbeat.cost.operator_model import operator_model
 from backbeat.errors import InputError
 from backbeat.importers.config_json import read_architecture
 from backbeat.model import Profile
+from backbeat.model.accelerator import operator_model
 from backbeat.model.architecture import Architecture
 from backbeat.steps.described import compute_factor, described
 

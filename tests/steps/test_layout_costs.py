@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.cost.operator_model import operator_model
 from backbeat.cost.operators import Attention, Product, Traffic, family_of
 from backbeat.importers.config_json import read_architecture
+from backbeat.model.accelerator import operator_model
 from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster, cluster_of
 from backbeat.model.framework import FRAMEWORKS, Framework, framework_named
@@ -166,16 +166,15 @@ def test_ranks_hold_the_models_parameters(name: str | Architecture, fields: dict
     held = [rank_parameters(model, layout, stage) for stage in split_layers(model, layout)]
     dense = sum(one.dense for one in held)
     assert sum(one.expert for one in held) * layout.ep == model.expert_layers * model.expert_parameters
-    # Of norms, and of a matrix that is not cut, every rank has all; of a tied head on another stage there are two.
-    alike = model.layers * model.norms * (1 if model.rms_norm else 2) * model.hidden
+    # Of norms, of a matrix that is not cut and of biases after one cut by rows every rank has all; of a tied head on
+    # another stage there are two.
+    alike = (model.layers * model.norms + 1) * (1 if model.rms_norm else 2) * model.hidden
+    alike += 2 * model.layers * model.hidden if model.bias else 0
     alike += sum(one.parameters for one in model.attention if one.split == "none") * model.layers
     alike += model.expert_layers * model.router.parameters
     copies = (layout.tp - 1) * alike + (model.head.parameters if model.tied and layout.pp > 1 else 0)
     own = model.parameters - model.expert_layers * model.expert_parameters
-    # Left out: the norm before the head, and biases of attention.
-    left = model.hidden * (1 if model.rms_norm else 2)
-    left += model.layers * sum(one.outputs for one in model.attention) if model.bias else 0
-    assert layout.tp * dense == pytest.approx(own + copies - left, rel=1e-12)
+    assert layout.tp * dense == pytest.approx(own + copies, rel=1e-12)
 
 
 def step(model: Architecture, framework: Framework | str, **fields: Any) -> Prediction:

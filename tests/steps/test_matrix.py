@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from backbeat.cost.operator_model import operator_model
 from backbeat.importers.config_json import read_architecture
 from backbeat.model import Network, Profile
+from backbeat.model.accelerator import operator_model
 from backbeat.model.architecture import Architecture
 from backbeat.planners import propose
 from backbeat.steps.described import described

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from contextlib import AbstractContextManager
 from unittest.mock import patch
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import backbeat as bb
-from backbeat.cost.accelerators import accelerator_named
 from backbeat.engine.events import run_events
 from backbeat.engine.run import run_in_order
 from backbeat.model import (
@@ -28,6 +26,7 @@ from backbeat.model import (
     Topology,
     WorkersRow,
 )
+from backbeat.model.accelerator import accelerator_named
 from backbeat.model.collective_times import CollectivePair, ShardedTimes
 from backbeat.planners.planned import planned, predicted
 from backbeat.show.words.notes import worded
@@ -83,7 +82,7 @@ def copying_at(bytes_per_s: float | None) -> AbstractContextManager[object]:
     """A device whose memory has this bandwidth; None: one that is not in the table."""
     known = None
     if bytes_per_s is not None:
-        known = dataclasses.replace(accelerator_named("h200"), memory_gbps=bytes_per_s / 1e9)
+        known = msgspec.structs.replace(accelerator_named("h200"), memory_bandwidth=bytes_per_s)
     return patch("backbeat.steps.unit_graph.accelerator", return_value=known)
 
 

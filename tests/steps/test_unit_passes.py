@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.cost.accelerators import accelerator_named
+from backbeat.model.accelerator import accelerator_named
 from backbeat.steps.stage_graph import StageTimes
 from backbeat.steps.unit_graph import run_step
 from backbeat.steps.unit_passes import UnitRunner, UnitTraffic

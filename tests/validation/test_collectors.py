@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from backbeat.cost.operator_model import FOLDER
+from backbeat.cost.operator_curves import FOLDER
 from backbeat.model import Network
 from backbeat.model.files import encode
 from backbeat.model.slowdown import EMULATED

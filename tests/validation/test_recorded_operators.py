@@ -10,10 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backbeat.cost.operator_model import operator_model  # noqa: E402
 from backbeat.measure.model.analytic import analytic_profile  # noqa: E402
 from backbeat.measure.model.factory import inspect_factory  # noqa: E402
 from backbeat.model import Profile  # noqa: E402
+from backbeat.model.accelerator import operator_model  # noqa: E402
 from validation import blocks  # noqa: E402
 from validation.decoders import Shape  # noqa: E402
 from validation.operators import Recipe, Tape, profile_of, record, tapes, write  # noqa: E402

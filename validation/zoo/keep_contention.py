@@ -2,7 +2,7 @@
 
     python validation/zoo/keep_contention.py
 
-Reads h200-contention.json (`measure_contention.py`), writes backbeat/zoo/accelerators/h200-contention.json.
+Reads h200-contention.json (`measure_contention.py`), writes backbeat/zoo/contention/h200.json.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from statistics import median
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.model import Source
+from backbeat.model.accelerator import accelerator
 from backbeat.model.slowdown import EMULATED, WORK_KINDS, Contention, EmulatedSlowdown
 
 RAW = Path(__file__).with_name("h200-contention.json")

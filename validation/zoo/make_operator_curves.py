@@ -1,7 +1,7 @@
 """Turn a measurement of single operators (`measure_operators.py`) into the curves that the package ships.
 
     python validation/zoo/make_operator_curves.py validation/zoo/h200-operators.json.gz \
-        -o backbeat/zoo/accelerators/h200.json
+        -o backbeat/zoo/operators/h200.json
 
 Of products, attention and convolutions the share of the roofline is kept, in thousandths: the time that the arithmetic
 takes at the peak rate or the traffic at the peak bandwidth, whichever is longer, over the time measured. Of
@@ -24,9 +24,10 @@ from typing import Any
 
 import msgspec
 
-from backbeat.cost.accelerators import Accelerator, accelerator
-from backbeat.cost.operator_model import OperatorCurves, OperatorModel
+from backbeat.cost.operator_curves import MeasuredPart, OperatorCurves
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Attention, Convolution, Product, roofline_s
+from backbeat.model.accelerator import Accelerator, accelerator
 
 ASSUMED = {"attention_fp32/forward": 4.1, "attention_fp32/backward": 3.4, "attention_mask": 2.0}
 """In 32 bits the kernels do without tensor cores: how much longer than at the peak rate of fp32, from what is left of
@@ -59,7 +60,6 @@ def curves(raw: Raw) -> dict[str, Any]:
     assert device is not None, raw["device"]
     found: dict[str, Any] = {
         "accelerator": device.short_name,
-        "multiprocessors": raw["device"]["multiprocessors"],
         "source": {name: raw[name] for name in ("command", "machine", "date", "versions")},
         "grids": products(raw, device) | attention(raw, device) | convolutions(raw, device) | depthwise(raw, device),
         "factors": {"bandwidth": 0.91},
@@ -67,7 +67,9 @@ def curves(raw: Raw) -> dict[str, Any]:
         "shaped": shaped(raw),
         "host": host(raw),
     }
-    found["factors"] = factors(raw, device, OperatorModel(device, msgspec.convert(found, OperatorCurves)))
+    found["factors"] = factors(
+        raw, device, OperatorModel(device, (MeasuredPart(device, msgspec.convert(found, OperatorCurves)),))
+    )
     return found
 
 
@@ -171,7 +173,7 @@ def depthwise(raw: Raw, device: Accelerator) -> dict[str, Any]:
     for row in raw["grouped"]:
         work = convolution(row)
         if row["groups"] == work.inputs and row["stride"] == 1:
-            share = work.flops / (device.fp32_tflops * 1e12) / row["s"]
+            share = work.flops / device.peak_flops["fp32"] / row["s"]
             found[f"depthwise/{layout(row)}/{row['direction']}"][work.pixels, work.kernel].append(share)
     return grids(found, 1)
 
@@ -258,7 +260,7 @@ def factors(raw: Raw, device: Accelerator, model: OperatorModel) -> dict[str, fl
         lines = (m if row["layout"][0] == "t" else k, k if row["layout"][1] == "t" else n, n)
         alignment = min(min(16, line * size & -(line * size)) for line in lines)
         if min(m, n, k) >= 64 and m * n * k >= 1 << 31 and alignment < 16:
-            best_s = 2 * m * n * k / (device.peak_flops(row["dtype"]) or 0.0)
+            best_s = 2 * m * n * k / (device.rate(row["dtype"]) or 0.0)
             ratios[f"alignment/{row['dtype']}/{row['layout']}/{alignment}"].append(row["s"] / best_s)
     for row in (*raw["convolution-bf16"], *raw["convolution-tf32"], *raw["grouped"]):
         work = convolution(row)

@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from backbeat.comm.machine import today, versions
-from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic
 from backbeat.errors import BackbeatError, InputError, where_raised
 from backbeat.measure.model.estimator import Estimator, VirtualClock, gpu_operators, unpacked_sequences
@@ -36,6 +36,7 @@ from backbeat.measure.model.training_step import (
     rounded,
 )
 from backbeat.model import ComputeShares, Profile, Source
+from backbeat.model.accelerator import operator_model
 from backbeat.model.checks import at_least
 
 ANALYTIC_PRECISIONS = (*PRECISIONS, "fp8")

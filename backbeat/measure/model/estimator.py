@@ -223,7 +223,7 @@ def _padded(works: tuple[Work, ...]) -> tuple[Work, ...]:
     for work in works:
         if isinstance(work, Product) and work.alignment < _ALIGNED:
             each = element_bytes(work.precision)
-            found.append(Traffic("strided", 2 * each * work.batch * (work.m * work.k + work.k * work.n), each))
+            found.append(Traffic("strided", 2 * each * work.batch * (work.m * work.k + work.k * work.n), int(each)))
             work = replace(work, alignment=_ALIGNED)
         found.append(work)
     return tuple(found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Prediction, Profile
+from backbeat.model.accelerator import accelerator
 from backbeat.model.files import Source
 from backbeat.model.prediction import GapParts
 from backbeat.show.words.commands import Settings
@@ -73,7 +73,7 @@ def utilisation(prediction: Prediction, profile: Profile) -> float | str:
     if profile.flops_per_sample is None:
         return "the profile has no FLOPs"
     device = accelerator(profile.device)
-    peak = device.peak_flops(profile.precision) if device is not None else None
+    peak = device.rate(profile.precision) if device is not None else None
     if peak is None:
         return f"no peak rate is known of {profile.device} in {profile.precision}"
     return profile.flops_per_sample * prediction.samples_per_s / prediction.workers / peak
