@@ -60,7 +60,7 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
     if "reduce_dtype" in given:
         framework = replace(framework, reduce_dtype=given["reduce_dtype"])
     if given.get("compile"):
-        framework = replace(framework, unfused=1.0)
+        framework = replace(framework, kernels="compiled", unfused=1.0)
     cluster = Cluster(asked.network, gpu, load=given.get("load", asked.network.how_busy))
     alone = asked.profile
     if alone is None and asked.undescribed is None:

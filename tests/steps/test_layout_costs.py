@@ -400,10 +400,11 @@ def test_buckets_are_as_large_as_the_framework_makes_them(name: str, zero: int, 
     gathers = round(held / max(40e6, 1e6 * gpus)) if late.gather_elements else 1
     gather = SLOW.collective_s("all_gather", 2 * held / gathers, gpus)
     assert found.gather_s == pytest.approx(gathers * gather if zero else 0.0, rel=0.01)
-    # Behind a backward pass, which takes about two thirds of computation, all but the share of one bucket hides.
+    # Behind a backward pass, which takes about two thirds of computation, all but the share of one bucket hides. Eager
+    # kernels cast every gradient and add it up, so that theirs takes longer.
     window = found.reduce_s - predicted(behind).reduce_s
     backward = window / (1 - 1 / buckets) / (found.matmul_s + found.attention_s + found.memory_s) * (64 / gpus)
-    assert 0.5 < backward < 0.75
+    assert 0.5 < backward < (0.75 if late.kernels == "fused" else 0.85)
     if late.gather_elements and zero:
         # The first bucket is waited for, the others travel beside forward.
         ahead = framework_named(behind, gather_overlap=True)
