@@ -219,7 +219,7 @@ def test_demo_as_data(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["predict"], "backbeat predict: missing argument 'MODEL'. See `backbeat predict --help`."),
-        (["predict", "a", "b", "--bogus"], "backbeat predict: no such option: --bogus. See `backbeat predict --help`."),
+        (["predict", "a", "b", "--qqqqq"], "backbeat predict: no such option: --qqqqq. See `backbeat predict --help`."),
         (["profile", "a:b", "--batch-size", "8"], "backbeat profile: --batch-size went: it is --batch."),
         (
             ["predict", "a", "b", "--other-batch", "c"],
@@ -228,7 +228,7 @@ def test_demo_as_data(tmp_path: Path) -> None:
         ),
         (
             ["predict", "a", "b", "--wa", "ddp"],
-            "backbeat predict: no such option: --wa; did you mean --way? See `backbeat predict --help`.",
+            "backbeat predict: no such option: --wa; did you mean --lora or --plan or --way? See `backbeat predict --help`.",
         ),
         (["predct"], "backbeat: no such command 'predct'. Did you mean 'predict'? See `backbeat --help`."),
     ],
