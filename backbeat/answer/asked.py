@@ -27,6 +27,7 @@ from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
 from backbeat.model.layout import Parallelism
+from backbeat.model.moved import moved
 from backbeat.model.question import Question
 from backbeat.model.rule import recommended, simplicity, tolerance
 from backbeat.steps.described import described
@@ -37,7 +38,7 @@ _operators = lru_cache(maxsize=32)(operator_model)
 
 @lru_cache(maxsize=64)
 def _described(
-    shape: Architecture, gpu: str, precision: str, sequence: int, batch: int, optimizer: str, compiled: bool
+    shape: Architecture, gpu: Accelerator, precision: str, sequence: int, batch: int, optimizer: str, compiled: bool
 ) -> Profile:
     return described(
         shape,
@@ -88,6 +89,7 @@ class Asked:
         framework = framework_named(named, overlap=given.get("overlap"), dispatcher=given.get("dispatcher"))
         if isinstance(subject, Profile):
             _check_profile(subject, given)
+            subject = subject if gpu is None else moved(subject, gpu)
         plain = {name: value for name, value in given.items() if name not in _NAMES}
         question = Question(
             model=subject.name,
@@ -254,7 +256,7 @@ class Asked:
                 "(`backbeat profile --analytic`)"
             )
         told = self.given.get("optimizer", "adamw"), self.given.get("compile", False)
-        return _described(self.shape, self.gpu.short_name, self.precision, self.sequence, batch, *told)
+        return _described(self.shape, self.gpu, self.precision, self.sequence, batch, *told)
 
     @property
     def undescribed(self) -> str | None:
