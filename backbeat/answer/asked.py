@@ -17,12 +17,12 @@ from backbeat.answer.by_layout import layout_ways, layout_word
 from backbeat.answer.by_profile import data_parallel
 from backbeat.answer.keywords import gpu_count, read
 from backbeat.answer.own_run import corrected, with_own_range
-from backbeat.answer.subject import ClusterInput, ModelInput, accelerator_of, cluster_named, model_named
+from backbeat.answer.subject import ClusterInput, ModelInput, cluster_named, model_named
 from backbeat.answer.training import check_training, with_cost
 from backbeat.answer.ways import Way, idle_keyword, way_of
 from backbeat.errors import InputError
 from backbeat.model import Framework, Network, Plan, Prediction, Profile
-from backbeat.model.accelerator import Accelerator, accelerator, operator_model
+from backbeat.model.accelerator import Accelerator, accelerator, accelerator_named, operator_model
 from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
@@ -32,6 +32,7 @@ from backbeat.model.question import Question
 from backbeat.model.rule import recommended, simplicity, tolerance
 from backbeat.steps.described import described
 from backbeat.steps.eager_model import EagerModel
+from backbeat.units import counted, format_bytes
 
 _operators = lru_cache(maxsize=32)(operator_model)
 
@@ -140,6 +141,11 @@ class Asked:
     def plan(self, way: Any, gpus: int | None = None) -> Plan:
         """How the way is run, with its prediction; of a way that leaves sizes open, that of the fastest."""
         found = self.predict(way, gpus)
+        if "memory" in self.given and found.fits == "no" and found.memory is not None:
+            raise InputError(
+                f"memory is {format_bytes(self.given['memory'])}, and {found.way} takes at least "
+                f"{format_bytes(found.memory.peak_bytes)} on {counted(found.gpus, 'GPU')}: give more, or take more GPUs"
+            )
         predicted = found.kept(self.network.name)
         if found.layout is None:
             assert found.plan is not None
@@ -324,13 +330,17 @@ def _decodes(subject: Profile | Architecture) -> bool:
 
 def _gpu(subject: Profile | Architecture, network: Network, cluster: ClusterInput, given: Any) -> Accelerator | None:
     """What computes: the GPU that was named, the network's own, or that of the profile."""
-    if given is not None:
-        return accelerator_of(given)
-    if isinstance(cluster, Cluster) and cluster.gpu is not None:
-        return cluster.gpu
-    if network.accelerator is not None:
-        return accelerator_of(network.accelerator)
-    return accelerator(subject.device) if isinstance(subject, Profile) else None
+    own = accelerator(subject.device) if isinstance(subject, Profile) else None
+    there = accelerator_named(given) if given is not None else cluster.gpu if isinstance(cluster, Cluster) else None
+    if there is None and network.accelerator is not None:
+        there = accelerator_named(network.accelerator)
+    if there is not None and own is None and isinstance(subject, Profile):
+        raise InputError(
+            f"profile {subject.name!r} was measured on {subject.device}, and the GPUs are {there.name}: make one for "
+            f"these (`backbeat profile --analytic {there.short_name}`), or ask for its shape and correct it by a run "
+            "(measured)"
+        )
+    return there or own
 
 
 def _check_profile(profile: Profile, given: Mapping[str, Any]) -> None:

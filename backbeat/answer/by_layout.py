@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace as changed
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -55,18 +56,16 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
     for name, why in _LACKING.items():
         if name in given and asked.profile is None and given[name] != "adamw":
             raise InputError(f"{name} is {given[name]!r}: {why}")
-    if "memory" in given:
-        gpu = replace(gpu, memory_bytes=int(given["memory"]))
     framework = asked.framework
     if "reduce_dtype" in given:
         framework = replace(framework, reduce_dtype=given["reduce_dtype"])
     if given.get("compile"):
-        framework = replace(framework, unfused=1.0)
+        framework = replace(framework, kernels="compiled", unfused=1.0)
     cluster = Cluster(asked.network, gpu, load=given.get("load", asked.network.how_busy))
     alone = asked.profile
     if alone is None and asked.undescribed is None:
         alone = asked.described(1)
-    return predictor_of(
+    found = predictor_of(
         shape,
         cluster,
         job_of(asked.global_batch(gpus), asked.sequence, asked.precision),
@@ -79,6 +78,7 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
         iteration_s=() if asked.profile is None else asked.profile.iteration_s,
         measured_layers=shape.layers * (1 if asked.profile is None else asked.profile.accumulation),
     )
+    return changed(found, most_bytes=given.get("memory"))
 
 
 def _longer(profile: Profile, shape: Architecture, cluster: Cluster, framework: Framework) -> float:

@@ -36,7 +36,11 @@ def data_parallel(asked: Asked, way: Way, gpus: int) -> Prediction:
     found = [_recomputing(asked, way, gpus, *share) for share in _shares(asked, gpus)]
     best = min(found, key=lambda one: (one.fits == "no", one.step_s))
     return replace(
-        best, cluster=asked.network.name, framework=asked.framework.name, runs_by=way.runs_by(asked.framework)
+        best,
+        cluster=asked.network.name,
+        framework=asked.framework.name,
+        runs_by=way.runs_by(asked.framework),
+        peak_flops=None if asked.gpu is None else asked.gpu.rate(asked.precision),
     )
 
 
@@ -136,8 +140,14 @@ class ProfileStep:
     recompute: str = "none"
 
     def predicted(self) -> Prediction:
-        """Its step."""
-        sent, plan, reduction = self._planned()
+        """Its step; where nothing keeps the memory budget, without it."""
+        try:
+            sent, plan, reduction = self._planned()
+        except InputError:
+            if "memory" not in self.given:
+                raise
+            given = {name: value for name, value in self.given.items() if name != "memory"}
+            return changed(self, given=given).predicted()
         if self.recompute == "full":
             plan = recomputed(self.profile, plan)
         found = predict(

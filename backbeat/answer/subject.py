@@ -12,10 +12,10 @@ import msgspec
 from backbeat.errors import InputError, nearest
 from backbeat.importers.config_json import read_architecture
 from backbeat.model import Network, Profile
-from backbeat.model.accelerator import Accelerator, accelerator_named
 from backbeat.model.architecture import BUNDLED, Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.files import bundled, checked, decode, read
+from backbeat.model.specification import across_named
 
 ModelInput = Profile | Architecture | str | os.PathLike[str] | Mapping[str, Any]
 ClusterInput = Network | Cluster | str | os.PathLike[str]
@@ -72,10 +72,5 @@ def cluster_named(cluster: ClusterInput, across: Any = None, nics_per_node: int 
         if nics_per_node is not None:
             raise InputError(f"nics_per_node is {nics_per_node}: it counts links of across: name what joins the nodes")
         return network
-    between = across if isinstance(across, Network) else Network.load(across)
+    between = across if isinstance(across, Network) else across_named(across)
     return network.joined_by(between, links=nics_per_node or 1)
-
-
-def accelerator_of(given: Any) -> Accelerator:
-    """A GPU by its name, or as it is."""
-    return given if isinstance(given, Accelerator) else accelerator_named(given)

@@ -23,6 +23,11 @@ MIDDLE_GROWTH = 0.66
 """The latency of middle-sized messages grows with this power of the nodes: Polaris, 8 to 256 (ALCF's nccl-tests)."""
 INSIDE_STEP_S = INSIDE_LINES[1][0] / 7
 """One step of a ring inside a node."""
+INSIDE_RING = (2.25, 0.45)
+"""Of gathers inside a node: latency of large messages over that of small ones, and the share of the bandwidth that
+small ones reach. 4 and 8 H100, 2 B200 and 4 B300 (aiconfigurator; xxrjun/nccl-tests-cluster)."""
+_OWN_COPY = 0.45
+"""What a byte of a GPU's own share, which it only copies, takes over one that it sends: 2 B200, 4 and 8 H100."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +90,18 @@ def ring_lines(nodes: int, per_node: int, latency: NicLatency) -> tuple[Line, ..
     """The protocols of all-gather and reduce-scatter: rings, one step a GPU."""
     hops = nodes * per_node - 1
     if nodes == 1:
-        return ((hops * INSIDE_STEP_S, 1.0),)
+        return (hops * INSIDE_STEP_S, INSIDE_RING[1]), (hops * INSIDE_STEP_S * INSIDE_RING[0], 1.0)
     further = nodes * latency.further_hop_s
     return (hops * latency.small_step_s + further, ACROSS_SHARES[0]), (hops * latency.ring_step_s + further, 1.0)
+
+
+def with_own_share(gpus: int) -> float:
+    """A gather's time over that of what is sent: each GPU copies its own share, which is much where they are few.
+
+    >>> [round(with_own_share(gpus), 2) for gpus in (2, 4, 8)]
+    [1.45, 1.15, 1.06]
+    """
+    return 1 + _OWN_COPY / (gpus - 1)
 
 
 def fastest_s(lines: Sequence[Line], sent: float, rate: float) -> float:

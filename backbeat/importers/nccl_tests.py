@@ -19,6 +19,7 @@ import msgspec
 from backbeat.cost.collectives import COLLECTIVES
 from backbeat.errors import InputError
 from backbeat.model import files
+from backbeat.model.accelerator import accelerator
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.files import Source
 from backbeat.model.network import Network
@@ -26,7 +27,9 @@ from backbeat.model.topology import Topology
 from backbeat.units import format_bytes
 
 _PROGRAM = re.compile(r"(?<![a-z])((?:all_|reduce_)?[a-z]+)_perf")
-_RANK = re.compile(r"Rank\s+([0-9]{1,7})\s+(?:Group\s+([0-9]{1,7})\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device")
+_RANK = re.compile(
+    r"Rank\s+([0-9]{1,7})\s+(?:Group\s+([0-9]{1,7})\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device(?:\s+\d+\s+\[\S+\]\s+(.+))?"
+)
 _TAG = re.compile(r"^\s*\[\d+,\d+\]<std(?:out|err)>:\s?")
 _BLOCKING = "Blocking Enabled"
 _TIMES = ("time", "cputime")
@@ -84,6 +87,7 @@ def load(
         workers=count,
         topology=Topology(gpus_per_node=_per_node(chosen)),
         backend="nccl",
+        accelerator=_accelerator(chosen),
         source=Source(method="imported", reference=f"nccl-tests output {where.name}"),
         notes=tuple(notes),
         **curves,
@@ -128,6 +132,12 @@ def _workers(run: NcclRun) -> int | None:
     if len(groups) > 1:
         return max(groups.values())
     return max(len({rank for rank, _, _ in run.devices}), 1 + max(rank for rank, _, _ in run.devices))
+
+
+def _accelerator(runs: Sequence[NcclRun]) -> str | None:
+    """The GPU that every device line names, where it is known here."""
+    named = {name for run in runs for name in run.gpus if name}
+    return next(iter(named)) if len(named) == 1 and all(map(accelerator, named)) else None
 
 
 def _per_node(runs: Sequence[NcclRun]) -> int:
@@ -217,6 +227,8 @@ class NcclRun:
     program: str | None = None
     devices: list[tuple[int, int, str]] = field(default_factory=list)
     """(rank, group, host)"""
+    gpus: set[str] = field(default_factory=set)
+    """Their names."""
     workers: int | None = None
     """Where the file says it in another way than by its devices."""
     rows: list[Row] = field(default_factory=list)
@@ -242,10 +254,11 @@ def text_runs(text: str) -> list[NcclRun]:
             if header:
                 run, header = next_run(), []
             run.devices.append((int(rank[1]), int(rank[2] or 0), rank[3]))
+            run.gpus.add((rank[4] or "").strip())
         elif _is_header(tokens):
             if run.rows:
                 # Several tables under one list of devices: another type, operation or program.
-                run = next_run(devices=run.devices, program=run.program, blocking=run.blocking)
+                run = next_run(devices=run.devices, gpus=run.gpus, program=run.program, blocking=run.blocking)
             header = tokens
             run.host_times = "cputime" in tokens
         elif header and (row := _row(tokens, header, run)) is not None:
@@ -356,6 +369,7 @@ def _json_run(document: dict[str, Any], results: list[Any]) -> NcclRun:
             if isinstance(device, dict):
                 rank, group = (_count(device.get(key), least=0) for key in ("rank", "group"))
                 run.devices.append((rank, group, str(device.get("hostname", ""))))
+                run.gpus.add(str(device.get("device_name", device.get("name", ""))).strip())
         # One device is listed for each process, which drives all of its threads' GPUs.
         each = math.prod(_count(config.get(key), least=1) for key in ("nthreads", "ngpus"))
         if run.devices and each > 1:

@@ -97,7 +97,7 @@ class LayoutCase:
         times = CollectiveTimes(alpha_s=0.0, beta_s_per_byte=8 / setting.rate_bits)
         network = Network(name=setting.name, workers=setting.ranks, all_reduce=times)
         cluster = LabCluster(network, self.accelerator, links=links)
-        framework = framework_named(FRAMEWORK, streams=links.streams)
+        framework = framework_named(FRAMEWORK, streams=links.streams, kernels="fused")
         return LayoutPredictor(
             model=self.model,
             cluster=cluster,

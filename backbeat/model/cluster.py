@@ -20,6 +20,7 @@ import numpy as np
 from backbeat.cost import Curve
 from backbeat.cost.collectives import Collective, traffic
 from backbeat.cost.pcie import is_pcie
+from backbeat.cost.protocols import with_own_share
 from backbeat.errors import InputError
 from backbeat.model.accelerator import Accelerator, accelerator_named
 from backbeat.model.network import Network
@@ -188,7 +189,14 @@ class Cluster:
             return 0.0
         near = max(1, min(workers, self.per_node // min(stride, self.per_node)))
         latency, rate = self._link(inside=True, sharing=1, ranks=near)
-        seconds = latency * (workers - 1) / max(workers / 8, 1) + size * (near - 1) / workers / rate
+        seconds = latency * (workers - 1) / max(workers / 8, 1)
+        if near > 1:
+            own = (
+                1.0
+                if is_pcie(self.network.topology.inside_link)
+                else with_own_share(near) / with_own_share(self.per_node)
+            )
+            seconds += size * (near - 1) / workers / rate * own
         if near == workers:
             return seconds
         latency, rate = self._link(inside=False, sharing=self.per_node)

@@ -9,8 +9,9 @@ how. Sources, by repository and commit, stand in docs/explanation/frameworks.md.
   --tp-comm-overlap all of them run in slices behind the products, as torchtitan's async TP does (`overlap="dp+tp"`).
 - nanotron hides as much in backward with tp_linear_async_communication, as in its examples
   (validation/cases/nanotron_3b_dp/table.json names the lines of its code).
-- nanotron, DeepSpeed and torch (not compiled) leave memory-bound operators to PyTorch, one kernel each. How much more
-  these move (`unfused`) is chosen on published rows of nanotron, and assumed of the others.
+- torch (not compiled) launches a kernel for each memory-bound operator, and each is counted. nanotron and DeepSpeed
+  leave fewer to it. How much more these move than fused ones (`unfused`) is chosen on published rows of nanotron, and
+  assumed of DeepSpeed, and of models whose kernels are not counted.
 """
 
 from __future__ import annotations
@@ -93,8 +94,12 @@ class Framework(Checked, frozen=True, kw_only=True):
     """Held on the device for each parameter."""
     accumulate_bytes: int = 0
     """Moved for each parameter and micro-batch to add up gradients, beside the product that makes them."""
+    kernels: Literal["fused", "eager", "compiled"] = "fused"
+    """Norms, activations and residuals run in kernels of the framework's own; as PyTorch launches them one by one,
+    which are counted (`steps/eager_model.py`); or as torch.compile fuses these."""
     unfused: float = 1.0
-    """Bytes that norms, activations and residuals move over what they move in fused kernels."""
+    """Bytes that norms, activations and residuals move over what they move in fused kernels, where kernels are not
+    counted."""
     loss_bytes: tuple[int, int] = (12, 10)
     """Moved for each logit in forward and in backward."""
     kept_bytes: int = 0
@@ -226,6 +231,7 @@ _TORCH = Framework(
     tensor_overlap="none",
     gathers_again=False,
     attention_share=0.6,
+    kernels="eager",
     unfused=4.0,
     accumulate_bytes=12,
 )

@@ -197,7 +197,7 @@ class Network(WorkersRow, Document, frozen=True, kw_only=True):
 
     @cached_property
     def _measured(self) -> NetworkRows:
-        rows = sorted((self.as_measured, *self.rows), key=lambda row: row.workers)
+        rows = sorted((WorkersRow(**row_fields(self.as_measured)), *self.rows), key=lambda row: row.workers)
         return NetworkRows(rows, self.topology, by_halves=self.backend == "nccl")
 
     def _moved_to(self, workers: int) -> Network:

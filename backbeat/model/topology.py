@@ -23,6 +23,7 @@ from msgspec import Meta
 from backbeat.cost.collectives import Collective, Shape, steps, traffic
 from backbeat.cost.curve import Curve, cheapest, stretch_factors
 from backbeat.cost.pcie import InsideLink, is_pcie, reached
+from backbeat.cost.protocols import with_own_share
 from backbeat.errors import InputError
 from backbeat.model.checks import Checked
 from backbeat.model.collective_times import CollectiveTimes
@@ -210,6 +211,8 @@ class Topology(Checked, frozen=True, kw_only=True):
         latency, work = stretch_factors(collective, shape, shape, whole_node, new)
         if is_pcie(self.inside_link):
             work *= reached(str(self.inside_link), whole_node) / reached(str(self.inside_link), new)
+        elif collective != "all_reduce" and new > 1:
+            work *= with_own_share(new) / with_own_share(whole_node)
         factors = [(max(latency, least), work)]
         if shape == "nvls" and collective == "all_reduce":
             work = traffic(collective, "ring", new) / traffic(collective, "nvls", whole_node)

@@ -16,12 +16,11 @@ from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Traffic, Work, family_of, in_fp8
 from backbeat.errors import InputError
 from backbeat.model import Block, ComputeShares, Gradient, Memory, Profile, Source
-from backbeat.model.accelerator import accelerator
 from backbeat.model.architecture import Architecture
 from backbeat.steps.eager_model import ROTARY, TIED, EagerModel, Piece
 from backbeat.steps.eager_tape import Kernel, fused
 
-OPTIMIZERS = {
+UPDATES = {
     "adamw": ("fused/adam", 28, 8, "AdamW, fused"),
     "adam": ("fused/adam", 28, 8, "Adam, fused"),
     "sgd": ("foreach/sgd", 32, 4, "SGD with momentum"),
@@ -63,41 +62,11 @@ def described(
     compiled: bool = False,
 ) -> Profile:
     """One micro-batch of `batch` sequences on one GPU, run eagerly by PyTorch under autocast, or compiled."""
-    if optimizer not in OPTIMIZERS:
-        raise InputError(f"optimizer is {optimizer!r}: it must be one of {', '.join(OPTIMIZERS)}")
+    if optimizer not in UPDATES:
+        raise InputError(f"optimizer is {optimizer!r}: it must be one of {', '.join(UPDATES)}")
     eager = EagerModel(model, batch, sequence, precision)
     eager.check()
     return _Description(eager, operators, optimizer, compiled).profile()
-
-
-def compute_factor(profile: Profile, operators: OperatorModel) -> float:
-    """How many times as long a profile's forward and backward take as those of its architecture as described: what
-    tensor or context parallelism takes by the operator model is scaled by it.
-
-    One for all kinds of work: shares of kinds in measured profiles are the operator model's own.
-    """
-    if profile.architecture is None or profile.sequence_length is None:
-        lacks = "architecture" if profile.architecture is None else "sequence"
-        raise InputError(
-            f"profile {profile.name!r} does not say its {lacks}, so its computation cannot be compared with a shape's: "
-            "profile the model again"
-        )
-    device = accelerator(profile.device)
-    if device is None or device.name != operators.accelerator.name:
-        raise InputError(
-            f"profile {profile.name!r} was measured on {profile.device}, the cluster has {operators.accelerator.name}: "
-            "measure the model on one of its GPUs"
-        )
-    same = described(
-        profile.architecture, operators, batch=profile.batch_size, sequence=profile.sequence_length,
-        precision=profile.precision, compiled=profile.compiled,
-    )  # fmt: skip
-    return _device_s(profile) / _device_s(same)
-
-
-def _device_s(profile: Profile) -> float:
-    """Forward and backward, without waiting for the host."""
-    return profile.device_s or profile.forward_s + profile.backward_s
 
 
 @dataclass(frozen=True)
@@ -168,7 +137,7 @@ class _Description:
         order = [(piece.name, one) for piece, (one, _) in zip(pieces, passes, strict=True)]
         back = [(piece.name, one) for piece, (_, one) in zip(reversed(pieces), reversed(passes), strict=True)]
         gradients = self._names(back)
-        kernels, moved, kept, title = OPTIMIZERS[self.optimizer]
+        kernels, moved, kept, title = UPDATES[self.optimizer]
         parameters = sum(elements for _, elements, _, _ in gradients)
         update_host_s = self.operators.host.step_s(kernels, len(gradients))
         update_s = self.operators.seconds(Traffic(f"update/{kernels}", moved * parameters))
@@ -299,7 +268,7 @@ class _Description:
             activation_bytes=round(activations),
             steady_bytes=round(steady),
             peak_bytes=round(max(at_loss, steady + 4 * parameters)),
-            batch_bytes=8 * self.eager.tokens,
+            batch_bytes=round(8 * self.eager.tokens),
             head_bytes=round(head),
         )
 

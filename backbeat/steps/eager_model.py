@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from backbeat.errors import InputError
@@ -39,6 +40,12 @@ class EagerModel:
     sequence: int
     precision: str
     autocast: bool = True
+    tp: int = 1
+    """Ranks that share the matrices of a layer: the pieces are those of one."""
+    cp: int = 1
+    """Ranks that share a sequence in attention."""
+    by_sequence: bool = False
+    """Between matrices each rank of `tp` has tokens of its own."""
 
     def check(self) -> None:
         """Refuse what transformers' Llama and GPT-2 do not have."""
@@ -58,8 +65,14 @@ class EagerModel:
             )
 
     @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
+    def tokens(self) -> float:
+        """In the products of a layer."""
+        return self.batch * self.sequence / self.cp
+
+    @property
+    def own_tokens(self) -> float:
+        """Between them."""
+        return self.tokens / (self.tp if self.by_sequence else 1)
 
     @property
     def gpt2(self) -> bool:
@@ -119,7 +132,7 @@ class EagerModel:
 
         def run(width: int) -> Piece:
             tape = self._tape()
-            x = tape.enters(self.tokens, self.model.hidden, width)
+            x = tape.enters(self.own_tokens, self.model.hidden, width)
             leaves = self._gpt2_layer(tape, x, name) if self.gpt2 else self._llama_layer(tape, x, name)
             return self._done(name, tape, x, leaves)
 
@@ -132,54 +145,74 @@ class EagerModel:
         return made if tape.narrow == tape.wide else made._replace(cast=run(tape.narrow))
 
     def _llama_layer(self, tape: Tape, x: Operand, name: str) -> Operand:
-        model, tokens = self.model, self.tokens
-        normal = tape.rms_norm(x, f"{name}.input_layernorm")
+        model, tp = self.model, self.tp
+        normal = self._gathered(tape, tape.rms_norm(x, f"{name}.input_layernorm"))
         widths = (model.heads * model.width, model.key_heads * model.width, model.key_heads * model.out_width)
         query, key, value = (
-            tape.linear(normal, f"{name}.self_attn.{part}_proj", width, bias=model.bias)
+            tape.linear(normal, f"{name}.self_attn.{part}_proj", width / tp, bias=model.bias)
             for part, width in zip("qkv", widths, strict=True)
         )
+        tape.place("plain")
         query, key, value = (tape.view(one, one.rows, one.columns, turned=True, views=2) for one in (query, key, value))
-        table = Operand(self.sequence, model.width, 4, needs=False)
+        table = Operand(self.sequence / self.cp, model.width, 4, needs=False)
         tape.views(2)
         query, key = tape.rotated(query, table), tape.rotated(key, table)
         mixed = self._attention(tape, query, key, value)
-        x = tape.add(x, tape.linear(mixed, f"{name}.self_attn.o_proj", model.hidden, bias=model.bias))
-        normal = tape.rms_norm(x, f"{name}.post_attention_layernorm")
-        gate = tape.linear(normal, f"{name}.mlp.gate_proj", model.ffn)
+        made = tape.linear(mixed, f"{name}.self_attn.o_proj", model.hidden, bias=model.bias)
+        x = tape.add(x, self._scattered(tape, made))
+        normal = self._gathered(tape, tape.rms_norm(x, f"{name}.post_attention_layernorm"))
+        gate = tape.linear(normal, f"{name}.mlp.gate_proj", model.ffn / tp)
         gate = tape.pointwise(gate, saves="input", backward=(2,))
-        inner = tape.mul(gate, tape.linear(normal, f"{name}.mlp.up_proj", model.ffn))
-        assert inner.rows == tokens
-        return tape.add(x, tape.linear(inner, f"{name}.mlp.down_proj", model.hidden))
+        inner = tape.mul(gate, tape.linear(normal, f"{name}.mlp.up_proj", model.ffn / tp))
+        tape.place("rows")
+        made = tape.linear(inner, f"{name}.mlp.down_proj", model.hidden)
+        return tape.add(x, self._scattered(tape, made))
 
     def _gpt2_layer(self, tape: Tape, x: Operand, name: str) -> Operand:
-        model = self.model
+        model, tp = self.model, self.tp
 
         def dropped(one: Operand) -> Operand:
             return tape.dropout(one) if model.dropout else one
 
-        def linear(one: Operand, part: str, outputs: int) -> Operand:
+        def linear(one: Operand, part: str, outputs: float) -> Operand:
             return tape.linear(one, f"{name}.{part}", outputs, bias=True, transposed=True)
 
-        normal = tape.layer_norm(x, f"{name}.ln_1")
-        parts = tape.split(linear(normal, "attn.c_attn", 3 * model.hidden), 3)
+        normal = self._gathered(tape, tape.layer_norm(x, f"{name}.ln_1"))
+        parts = tape.split(linear(normal, "attn.c_attn", 3 * model.hidden / tp), 3)
         mixed = self._attention(tape, *parts)
-        mixed = dropped(linear(mixed, "attn.c_proj", model.hidden))
+        mixed = dropped(self._scattered(tape, linear(mixed, "attn.c_proj", model.hidden)))
         x = tape.add(mixed, x)
-        normal = tape.layer_norm(x, f"{name}.ln_2")
-        inner = self._new_gelu(tape, linear(normal, "mlp.c_fc", model.ffn))
+        normal = self._gathered(tape, tape.layer_norm(x, f"{name}.ln_2"))
+        inner = linear(normal, "mlp.c_fc", model.ffn / tp)
+        tape.place("plain")
+        inner = self._new_gelu(tape, inner)
+        tape.place("rows")
         made = linear(inner, "mlp.c_proj", model.hidden)
         tape.holds(inner)
-        made = dropped(made)
+        made = dropped(self._scattered(tape, made))
         tape.holds(mixed, normal)
         return tape.add(x, made)
 
+    def _gathered(self, tape: Tape, x: Operand) -> Operand:
+        """All tokens, before matrices cut by columns."""
+        tape.place("columns")
+        return tape.exchanged(x, self.tokens)
+
+    def _scattered(self, tape: Tape, x: Operand) -> Operand:
+        """A rank's own tokens, after matrices cut by rows."""
+        tape.place("plain")
+        return tape.exchanged(x, self.own_tokens)
+
     def _attention(self, tape: Tape, query: Operand, key: Operand, value: Operand) -> Operand:
-        model, batch = self.model, self.batch
-        return tape.attention(
-            query, key, value, heads=batch * model.heads, key_heads=batch * model.key_heads, length=self.sequence,
-            seen=self.sequence, width=model.width, kind="causal" if model.causal else "full",
+        model, heads = self.model, self.batch / self.tp
+        tape.place("attention")
+        mixed = tape.attention(
+            query, key, value, heads=heads * model.heads, key_heads=heads * model.key_heads,
+            length=self.sequence / self.cp, seen=self.sequence, width=model.width,
+            kind="causal" if model.causal else "full",
         )  # fmt: skip
+        tape.place("rows")
+        return mixed
 
     def _new_gelu(self, tape: Tape, x: Operand) -> Operand:
         """0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))), operator by operator; powers are of 32 bits under autocast."""
@@ -218,6 +251,16 @@ class EagerModel:
         tape = self._tape()
         logits = tape.enters(self.tokens, self.model.vocab, tape.narrow)
         return self._done("loss", tape, logits, tape.cross_entropy(logits))
+
+
+@lru_cache(maxsize=256)
+def is_eager(model: Architecture) -> bool:
+    """Whether the kernels of its layers are counted one by one."""
+    try:
+        EagerModel(model, 1, 1, "bf16").check()
+    except InputError:
+        return False
+    return True
 
 
 ROTARY = "model.rotary_emb"

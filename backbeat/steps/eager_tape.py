@@ -79,6 +79,7 @@ class ReadyGradient(NamedTuple):
     gradient: Operand
     launched: int
     """Kernels, when it is ready."""
+    segment: int
 
 
 class Levels(NamedTuple):
@@ -92,7 +93,7 @@ class Levels(NamedTuple):
     saves_output: bool
 
 
-Backward = Callable[["Tape", Operand], None]
+_Backward = Callable[["Tape", Operand], None]
 
 
 @dataclass
@@ -105,18 +106,20 @@ class Tape:
     """Weights are fp32, and are cast for each product."""
     kernels: list[Kernel] = field(default_factory=list)
     gradients: list[ReadyGradient] = field(default_factory=list)
+    places: list[str] = field(default_factory=lambda: ["plain"])
+    """What communicates around each segment of forward, where tensor parallelism cuts the piece."""
     segment: int = 0
     begins: int = 0
     """The first kernel of backward."""
-    _nodes: list[tuple[Operand, Backward]] = field(default_factory=list)
+    _nodes: list[tuple[Operand, _Backward]] = field(default_factory=list)
     _held: dict[Operand, Operand] = field(default_factory=dict)
     """Gradients so far."""
     _given: Operand | None = None
     """The gradient of what the piece makes."""
     _node: int = -1
     _pass: Pass = "forward"
-    called: list[str] = field(default_factory=list)
-    """Names of parameters, as modules are called."""
+    called: list[int] = field(default_factory=list)
+    """The segment of each parameter, as modules are called."""
 
     @property
     def wide(self) -> int:
@@ -134,7 +137,7 @@ class Tape:
         return Operand(rows, columns, width or self.wide, needs)
 
     def parameter(self, name: str, rows: float, columns: float = 1) -> Operand:
-        self.called.append(name)
+        self.called.append(self.segment)
         return Operand(rows, columns, self.wide, parameter=name)
 
     def view(self, of: Operand, rows: float, columns: float, *, turned: bool = False, views: int = 1) -> Operand:
@@ -158,6 +161,22 @@ class Tape:
         self.kernels.append(Kernel(None, self._pass, self.segment, 0, operands))
 
     # Kernels
+
+    def place(self, place: str) -> None:
+        """A segment begins."""
+        self.places.append(place)
+        self.segment = len(self.places) - 1
+
+    def exchanged(self, of: Operand, rows: float) -> Operand:
+        """The same with the rows that other ranks have, or without: no kernel of this piece."""
+        if of.rows == rows:
+            return of
+        made = Operand(rows, of.columns, of.width, of.needs)
+
+        def back(tape: Tape, grad: Operand) -> None:
+            tape._accumulate(of, Operand(of.rows, of.columns, grad.width, storage=grad.owner))
+
+        return self._made(made, back)
 
     def views(self, count: int) -> None:
         """Made by the host, which launches nothing."""
@@ -184,7 +203,7 @@ class Tape:
     def _add(self, work: Work, reads: Iterable[Operand], makes: Iterable[Operand], views: int = 0) -> None:
         self.kernels.append(Kernel(work, self._pass, self.segment, views, tuple(reads), tuple(makes), self._node))
 
-    def _made(self, made: Operand, back: Backward) -> Operand:
+    def _made(self, made: Operand, back: _Backward) -> Operand:
         if made.needs and self._pass == "forward":
             segment = self.segment
 
@@ -214,7 +233,7 @@ class Tape:
             return
         if of.parameter:
             self.views(1)
-            self.gradients.append(ReadyGradient(of, grad, len(self.kernels)))
+            self.gradients.append(ReadyGradient(of, grad, len(self.kernels), self.segment))
             return
         known = self._held.get(of)
         if known is not None:

@@ -4,13 +4,16 @@ leaves."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from backbeat.cost.operator_model import OperatorModel
-from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of
+from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of, in_fp8
 from backbeat.model.architecture import Architecture, Linear
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout
+from backbeat.steps.eager_model import EagerModel, is_eager
+from backbeat.steps.eager_tape import Tape, fused
 
 FAMILIES = ("matmul", "attention", "memory")
 
@@ -105,7 +108,20 @@ class LayerBuilder:
         """Of one activation: in a group of `tp` ranks, and of one rank between the matrices that these share."""
         self._half = "fp16" if job.precision == "fp16" else "bf16"
 
+    @cached_property
+    def eager(self) -> EagerModel | None:
+        """The kernels that PyTorch launches for a dense layer, where they are counted one by one."""
+        layout, job = self.layout, self.job
+        if self.framework.kernels == "fused" or not is_eager(self.model):
+            return None
+        return EagerModel(
+            self.model, layout.micro_batch, job.sequence, job.precision, tp=layout.tp, cp=layout.cp,
+            by_sequence=layout.shards_sequence,
+        )  # fmt: skip
+
     def layer(self, *, sparse: bool, windowed: bool = False) -> LayerWork:
+        if self.eager is not None:
+            return self._launched(self.eager.layer().tape)
         made = LayerWork()
         self._norm(made)
         self._attention(made, windowed)
@@ -119,6 +135,27 @@ class LayerBuilder:
         self._residual(made)
         for segment in made:
             segment.forward, segment.input = self._unfused(segment.forward), self._unfused(segment.input)
+        return made
+
+    def _launched(self, tape: Tape) -> LayerWork:
+        """Kernels by segment; what adds up gradients of several micro-batches follows the products that make them."""
+        made = LayerWork(LayerSegment(place) for place in tape.places)  # type: ignore[arg-type]
+        halves = tape.kernels[: tape.begins], tape.kernels[tape.begins :]
+        if self.framework.kernels == "compiled":
+            halves = fused(halves[0], tape.kernels), fused(halves[1], tape.kernels)
+        for kernel in (*halves[0], *halves[1]):
+            segment = made[kernel.segment]
+            works: tuple[Work, ...] = () if kernel.work is None else (kernel.work,)
+            works = in_fp8(works) if self.job.precision == "fp8" else works
+            getattr(segment, kernel.pass_).extend(works)
+            if segment.place == "attention" and kernel.pass_ == "forward":
+                segment.core += works
+        for place in tape.called:
+            made[place].parameters += 1
+        several = self.layout.micro_batches(self.job) > 1
+        each = self.framework.accumulate_bytes / self.gradient_shards[0] if several else 0.0
+        for ready in tape.gradients if each else ():
+            made[ready.segment].weight.append(Traffic("pointwise", each * ready.parameter.elements, 4))
         return made
 
     def _unfused(self, works: list[Work]) -> list[Work]:

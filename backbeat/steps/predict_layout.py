@@ -136,6 +136,8 @@ class LayoutPredictor:
     """The busiest expert rank's tokens over the average's."""
     compute_factor: float = 1.0
     """How many times as long computation takes as the operator model says; one measured step gives it."""
+    most_bytes: int | None = None
+    """What a GPU may take, where that is not what it has."""
     iteration_s: tuple[float, ...] = ()
     """Measured on one GPU, one by one: how much computing varies."""
     measured_layers: float = 1.0
@@ -181,8 +183,12 @@ class LayoutPredictor:
             known=self.pieces,
         )
 
+    @property
+    def limit_bytes(self) -> int:
+        return device_bytes(self.cluster.accelerator) if self.most_bytes is None else self.most_bytes
+
     def fits(self, layout: Layout) -> bool:
-        return fitting(self.memory(layout), device_bytes(self.cluster.accelerator), "shape") != "no"
+        return fitting(self.memory(layout), self.limit_bytes, "shape") != "no"
 
     def ranged(self, found: Prediction, family: Family = "events") -> Prediction:
         """The same prediction, with the range of times to expect: the same step on a quiet and on a busy cluster, wider
@@ -333,8 +339,8 @@ class LayoutPredictor:
             bubble_share=slowest.idle_share,
             band=band,
             memory=memory,
-            device_bytes=device_bytes(gpu),
-            fits=fitting(memory, device_bytes(gpu), "shape"),
+            device_bytes=self.limit_bytes,
+            fits=fitting(memory, self.limit_bytes, "shape"),
             extrapolated=band is not None and band.extrapolated,
             timeline=slowest.spans(),
             notes=tuple(notes),

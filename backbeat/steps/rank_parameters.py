@@ -8,10 +8,11 @@ gradient is complete when backward ends, hides behind nothing.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from backbeat.model.architecture import Architecture, weights
+from backbeat.model.architecture import Architecture, Linear, weights
 from backbeat.model.layout import Layout
 from backbeat.steps.schedule import capped
 from backbeat.steps.stage_layers import StageLayers
@@ -24,6 +25,55 @@ class RankParameters(NamedTuple):
     expert: float
 
 
+class RankModule(NamedTuple):
+    """A layer, the head or the embedding."""
+
+    tensors: tuple[float, ...]
+    """Elements of each that one rank holds, without experts, in the order in which backward completes them."""
+    expert: float
+    weight: float
+    """Elements that a token is multiplied by: how long its backward takes beside the others'."""
+
+    @property
+    def held(self) -> RankParameters:
+        return RankParameters(sum(self.tensors), self.expert)
+
+
+@lru_cache(maxsize=1024)
+def rank_modules(model: Architecture, tp: int, ep: int, chunks: tuple[StageLayers, ...]) -> tuple[RankModule, ...]:
+    """In the order of backward; of a stage with both kinds, layers with experts are taken to stand last.
+
+    >>> tiny = Architecture(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
+    >>> [one.held.dense for one in rank_modules(tiny, 1, 1, (StageLayers(2, 0, True, True),))]
+    [808.0, 464.0, 464.0, 800.0]
+    """
+
+    def each(linears: Iterable[Linear]) -> list[float]:
+        sizes = ((one.held(tp), one.cut(tp)[1] if model.bias else 0.0) for one in linears)
+        return [float(size) for both in sizes for size in both if size]
+
+    def layer(mlp: list[float], expert: float, taken: float) -> RankModule:
+        tensors = (*mlp[::-1], *norms[1:], *attention[::-1], *norms[:1])
+        return RankModule(tensors, expert, sum(attention) + sum(mlp) + taken)
+
+    attention, norm = each(model.attention), float(model.norm_parameters)
+    norms, head = (norm,) * model.norms, model.head.parameters / tp
+    shared = each(model.mlp(model.shared_ffn)) if model.shared_ffn else []
+    taken = model.experts_per_token * weights(model.mlp(model.expert_ffn)) / tp
+    dense = layer(each(model.mlp(model.ffn)), 0.0, 0.0)
+    sparse = layer([float(model.router.parameters), *shared], model.expert_parameters / ep, taken)
+    found: list[RankModule] = []
+    for chunk in reversed(chunks):
+        if chunk.last:
+            # A tied head is the embedding where a stage has both; elsewhere it is a copy.
+            found.append(RankModule((norm,) if model.tied and chunk.first else (head, norm), 0.0, head))
+        found += [sparse] * chunk.sparse + [dense] * chunk.dense
+        if chunk.first:
+            found.append(RankModule((model.embedding_parameters / tp,), 0.0, 0.0))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
 def rank_parameters(model: Architecture, layout: Layout, *chunks: StageLayers) -> RankParameters:
     """Of a stage that holds these chunks.
 
@@ -34,35 +84,13 @@ def rank_parameters(model: Architecture, layout: Layout, *chunks: StageLayers) -
     >>> round(4 * sum(held) / llama.parameters, 3)
     1.0
     """
-    units = [unit for chunk in chunks for unit in _units(model, layout.tp, layout.ep, chunk)]
-    return RankParameters(
-        sum(count * held.dense for held, count in units), sum(count * held.expert for held, count in units)
-    )
+    held = [one.held for one in rank_modules(model, layout.tp, layout.ep, chunks)]
+    return RankParameters(sum(one.dense for one in held), sum(one.expert for one in held))
 
 
 def unit_parameters(model: Architecture, layout: Layout, chunk: StageLayers) -> list[RankParameters]:
-    """The same by what is sharded on its own: embedding, layers, head, in the order of forward.
-
-    >>> tiny = Architecture(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
-    >>> [unit.dense for unit in unit_parameters(tiny, Layout(), StageLayers(2, 0, True, True))]
-    [800.0, 464.0, 464.0, 800.0]
-    """
-    return [held for held, count in _units(model, layout.tp, layout.ep, chunk) for _ in range(count)]
-
-
-@lru_cache(maxsize=1024)
-def _units(model: Architecture, tp: int, ep: int, chunk: StageLayers) -> list[tuple[RankParameters, int]]:
-    both = sum(each.held(tp) for each in model.attention) + model.norms * model.norm_parameters
-    dense = both + model.mlp_parameters(model.ffn) / tp
-    sparse = both + (model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp)
-    # A tied head on a stage of its own is a copy of the embedding there.
-    head = 0.0 if model.tied and chunk.first else model.head.parameters / tp
-    return [
-        (RankParameters(model.embedding_parameters / tp, 0.0), int(chunk.first)),
-        (RankParameters(dense, 0.0), chunk.dense),
-        (RankParameters(sparse, model.expert_parameters / ep), chunk.sparse),
-        (RankParameters(head, 0.0), int(chunk.last)),
-    ]
+    """The same by what is sharded on its own: embedding, layers, head, in the order of forward."""
+    return [one.held for one in reversed(rank_modules(model, layout.tp, layout.ep, (chunk,)))]
 
 
 class GradientBucket(NamedTuple):
@@ -71,15 +99,6 @@ class GradientBucket(NamedTuple):
     elements: float
     ready: float
     """The share of backward that is done when they are complete."""
-
-
-class GradientModule(NamedTuple):
-    """A layer, the head or the embedding."""
-
-    tensors: tuple[float, ...]
-    """Elements of each that one rank holds."""
-    weight: float
-    """Elements that a token is multiplied by: how long its backward takes beside the others'."""
 
 
 @lru_cache(maxsize=4096)
@@ -95,7 +114,7 @@ def dense_buckets(
     >>> [(each.elements, round(each.ready, 2)) for each in dense_buckets(tiny, 1, whole, 400)]
     [(800.0, 0.47), (464.0, 0.74), (464.0, 1.0), (808.0, 1.0)]
     """
-    modules = modules_of(model, tp, chunks)
+    modules = rank_modules(model, tp, 1, chunks)
     whole = sum(module.weight for module in modules) or 1.0
     done = itertools.accumulate(module.weight for module in modules)
     ready = [(size, at / whole) for module, at in zip(modules, done, strict=True) for size in module.tensors if size]
@@ -116,27 +135,3 @@ def equal_buckets(elements: float, cap: float | None) -> tuple[GradientBucket, .
         return ()
     count = max(1, round(elements / cap)) if cap is not None else 1
     return tuple(GradientBucket(elements / count, (index + 1) / count) for index in range(count))
-
-
-@lru_cache(maxsize=1024)
-def modules_of(model: Architecture, tp: int, chunks: tuple[StageLayers, ...]) -> tuple[GradientModule, ...]:
-    """In the order of backward; of a stage with both kinds, layers with experts are taken to stand last."""
-    attention = [each.held(tp) for each in model.attention]
-    norm = float(model.norm_parameters)
-    norms = (norm,) * model.norms
-    dense, shared = ([each.parameters / tp for each in model.mlp(inner)] for inner in (model.ffn, model.shared_ffn))
-    router = float(model.router.parameters)
-    taken = model.experts_per_token * weights(model.mlp(model.expert_ffn)) / tp
-    each_dense = GradientModule((*dense[::-1], *norms[1:], *attention[::-1], *norms[:1]), sum(attention) + sum(dense))
-    sparse = (*(shared[::-1] if model.shared_ffn else ()), router, *norms[1:], *attention[::-1], *norms[:1])
-    each_sparse = GradientModule(sparse, sum(attention) + sum(shared) + router + taken)
-    head = model.head.parameters / tp
-    found: list[GradientModule] = []
-    for chunk in reversed(chunks):
-        if chunk.last:
-            # A tied head is the embedding, where a stage has both.
-            found.append(GradientModule((norm,) if model.tied and chunk.first else (head, norm), head))
-        found += [each_sparse] * chunk.sparse + [each_dense] * chunk.dense
-        if chunk.first:
-            found.append(GradientModule((model.embedding_parameters / tp,), 0.0))
-    return tuple(found)

@@ -32,7 +32,7 @@ from backbeat.steps.rank_parameters import (
     RankParameters,
     dense_buckets,
     equal_buckets,
-    modules_of,
+    rank_modules,
     rank_parameters,
     unit_parameters,
 )
@@ -52,10 +52,6 @@ class PassDelay(NamedTuple):
     seconds: float = 0.0
     slower_s: float = 0.0
     """Of it, computation that takes longer beside it."""
-
-    @property
-    def exposed_s(self) -> float:
-        return self.seconds - self.slower_s
 
 
 class GradientMessage(NamedTuple):
@@ -272,7 +268,9 @@ class ReplicaTimer:
     def _slices_s(self, chunks: Sequence[StageLayers], dense: float) -> float:
         """Launches of one copy for each tensor and replica, and three copies of all parameters."""
         replicas, _ = self.layout.dense_group
-        launches = replicas * sum(len(each.tensors) for each in modules_of(self.model, self.layout.tp, tuple(chunks)))
+        launches = replicas * sum(
+            len(each.tensors) for each in rank_modules(self.model, self.layout.tp, 1, tuple(chunks))
+        )
         copied = self.operators.seconds(Traffic("pointwise", 3 * 2 * 2 * dense, 2))
         return 2 * self.operators.host.view_s * launches + copied if replicas > 1 else 0.0
 

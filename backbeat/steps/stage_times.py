@@ -12,7 +12,7 @@ from functools import cached_property, partial
 
 from backbeat.cost.collectives import Collective
 from backbeat.cost.operator_model import OperatorModel
-from backbeat.cost.operators import Work
+from backbeat.cost.operators import Work, family_of
 from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
@@ -85,6 +85,9 @@ class StageTimer:
 
     def operator_s(self, work: Work) -> tuple[str, float]:
         """Its family, and what it takes in this framework."""
+        if self.builder.eager is not None:
+            # As profiles have them: torch's own kernels, and contention is counted beside them.
+            return family_of(work), self.operators.seconds(work) * self.compute_factor
         family, seconds = sustained_s(work, self.operators)
         if family == "attention":
             seconds /= self.framework.attention_share

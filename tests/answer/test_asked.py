@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.answer.asked import Asked
@@ -328,3 +329,42 @@ def test_the_order_of_ranks_says_who_crosses_nodes() -> None:
     for word in ("tp=2+etp=2", "tp=2+zero=1:8"):
         with pytest.raises(InputError, match="is not predicted"):
             asked.predict(word, 32)
+
+
+def test_a_cpus_profile_is_no_gpus() -> None:
+    mine = replace(Profile.load(RESNET), device="Intel(R) Xeon(R) CPU")
+    assert Asked.of(mine, "10gbe").predict("ddp", 8).fits is None
+    with pytest.raises(InputError, match="--analytic h200"):
+        Asked.of(mine, CLUSTER)
+
+
+@pytest.mark.parametrize(("model", "way"), [(RESNET, "ddp"), (SHAPE, "fsdp"), (SHAPE, "tp=8")])
+def test_memory_is_what_a_gpu_may_take(model: str, way: str) -> None:
+    found = Asked.of(model, CLUSTER, memory="1GB").predict(way, 16)
+    assert (found.device_bytes, found.fits) == (10**9, "no")
+
+
+def test_a_budget_that_nothing_keeps_is_predicted_but_not_planned() -> None:
+    asked = Asked.of(RESNET, CLUSTER, memory="1GB")
+    for way in ("best", "sharded"):
+        assert asked.predict(way, 16).fits == "no"
+        with pytest.raises(InputError, match="memory is 1"):
+            asked.plan(way, 16)
+    kept = Asked.of("resnet152-b256-bf16-h200", "10gbe", memory="20GB")
+    assert kept.predict("best", 4).fits != "no"
+    plan = kept.plan("best", 4)
+    assert plan.memory is not None
+    assert plan.memory.segments
+
+
+def test_an_accelerator_of_ones_own_is_never_ignored(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(
+        '{"schema": "backbeat.accelerator/1", "name": "half an H200", "like": "h200", "multiprocessors": 66,'
+        ' "memory_bytes": 70000000000, "source": {"method": "assumed"}}'
+    )
+    for way in ("fsdp", "tp=4"):
+        mine = Asked.of(SHAPE, CLUSTER, accelerator=str(tmp_path / "mine.json")).predict(way, 16)
+        whole = Asked.of(SHAPE, CLUSTER).predict(way, 16)
+        assert mine.step_s > 1.2 * whole.step_s
+        assert mine.device_bytes < whole.device_bytes  # type: ignore[operator]
+        assert mine.mfu is not None

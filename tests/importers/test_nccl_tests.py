@@ -385,3 +385,10 @@ def _finite(value: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def test_the_gpus_are_those_that_the_log_names() -> None:
+    assert read(text()).accelerator == "NVIDIA H200"
+    assert read(text().replace("NVIDIA H200", "Voodoo 2")).accelerator is None
+    assert read(text().replace("NVIDIA H200", "NVIDIA A100", 1)).accelerator is None
+    assert read(document()).accelerator is None

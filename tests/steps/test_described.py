@@ -11,7 +11,7 @@ from backbeat.importers.config_json import read_architecture
 from backbeat.model import Profile
 from backbeat.model.accelerator import operator_model
 from backbeat.model.architecture import Architecture
-from backbeat.steps.described import compute_factor, described
+from backbeat.steps.described import described
 
 LLAMA_1B = Architecture(
     name="llama-1b", layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, tied=True
@@ -101,23 +101,6 @@ def test_larger_work_takes_longer() -> None:
     assert steps == sorted(steps)
     lengths = [_described(LLAMA_1B, sequence=length).single_s for length in (512, 1024, 2048)]
     assert lengths == sorted(lengths)
-
-
-@pytest.mark.parametrize("name", ["llama-8b-b1-bf16-adamw-h200", "gpt2-b8-bf16-adamw-h200"])
-def test_measured_profiles_know_how_much_longer_they_take(name: str) -> None:
-    profile, operators = Profile.load(name), operator_model("h200", "bf16")
-    factor = compute_factor(profile, operators)
-    assert factor == pytest.approx(1.0, abs=0.1)
-    assert compute_factor(profile.slower(2.0), operators) == pytest.approx(2 * factor)
-
-
-def test_a_described_profile_takes_as_long_as_it_says() -> None:
-    assert compute_factor(_described(LLAMA_1B, batch=2), operator_model("h200", "bf16")) == pytest.approx(1.0)
-
-
-def test_computation_is_compared_on_one_gpu_only() -> None:
-    with pytest.raises(InputError, match="was measured on NVIDIA H200, the cluster has H100"):
-        compute_factor(Profile.load("llama-8b-b1-bf16-adamw-h200"), operator_model("h100", "bf16"))
 
 
 def test_experts_are_refused_with_what_to_do() -> None:

@@ -166,16 +166,15 @@ def test_ranks_hold_the_models_parameters(name: str | Architecture, fields: dict
     held = [rank_parameters(model, layout, stage) for stage in split_layers(model, layout)]
     dense = sum(one.dense for one in held)
     assert sum(one.expert for one in held) * layout.ep == model.expert_layers * model.expert_parameters
-    # Of norms, and of a matrix that is not cut, every rank has all; of a tied head on another stage there are two.
-    alike = model.layers * model.norms * (1 if model.rms_norm else 2) * model.hidden
+    # Of norms, of a matrix that is not cut and of biases after one cut by rows every rank has all; of a tied head on
+    # another stage there are two.
+    alike = (model.layers * model.norms + 1) * (1 if model.rms_norm else 2) * model.hidden
+    alike += 2 * model.layers * model.hidden if model.bias else 0
     alike += sum(one.parameters for one in model.attention if one.split == "none") * model.layers
     alike += model.expert_layers * model.router.parameters
     copies = (layout.tp - 1) * alike + (model.head.parameters if model.tied and layout.pp > 1 else 0)
     own = model.parameters - model.expert_layers * model.expert_parameters
-    # Left out: the norm before the head, and biases of attention.
-    left = model.hidden * (1 if model.rms_norm else 2)
-    left += model.layers * sum(one.outputs for one in model.attention) if model.bias else 0
-    assert layout.tp * dense == pytest.approx(own + copies - left, rel=1e-12)
+    assert layout.tp * dense == pytest.approx(own + copies, rel=1e-12)
 
 
 def step(model: Architecture, framework: Framework | str, **fields: Any) -> Prediction:
@@ -401,10 +400,11 @@ def test_buckets_are_as_large_as_the_framework_makes_them(name: str, zero: int, 
     gathers = round(held / max(40e6, 1e6 * gpus)) if late.gather_elements else 1
     gather = SLOW.collective_s("all_gather", 2 * held / gathers, gpus)
     assert found.gather_s == pytest.approx(gathers * gather if zero else 0.0, rel=0.01)
-    # Behind a backward pass, which takes about two thirds of computation, all but the share of one bucket hides.
+    # Behind a backward pass, which takes about two thirds of computation, all but the share of one bucket hides. Eager
+    # kernels cast every gradient and add it up, so that theirs takes longer.
     window = found.reduce_s - predicted(behind).reduce_s
     backward = window / (1 - 1 / buckets) / (found.matmul_s + found.attention_s + found.memory_s) * (64 / gpus)
-    assert 0.5 < backward < 0.75
+    assert 0.5 < backward < (0.75 if late.kernels == "fused" else 0.85)
     if late.gather_elements and zero:
         # The first bucket is waited for, the others travel beside forward.
         ahead = framework_named(behind, gather_overlap=True)

@@ -75,15 +75,15 @@ def held(model: Architecture, layout: Layout, framework: Framework = FLASH, imba
 def test_a_parameter_takes_eighteen_bytes_and_replicas_share_them(zero: int) -> None:
     """2 for itself, 4 for its gradient, 12 for Adam. Dense ones have dp · cp replicas, experts tp · cp · dp / ep."""
     # Of two ranks each has half of attention, the shared MLP, embedding and head, and all of norms and router.
-    dense = 4 * (2 * H * H + 3 * H * 128 / 2 + 2 * H + 16 * H) + 32000 * H
+    dense = 4 * (2 * H * H + 3 * H * 128 / 2 + 2 * H + 16 * H) + 32000 * H + H
     experts = 4 * 16 * 3 * H * 256 / 4
     found = held(EXPERTS, Layout(dp=4, cp=2, tp=2, ep=4, zero=zero))
     whole, shared = dense + experts, dense / 8 + experts / 4
     assert found.parameters == pytest.approx(2 * (shared if zero == 3 else whole), rel=1e-12)
     assert found.gradients == pytest.approx(4 * (shared if zero >= 2 else whole), rel=1e-12)
     assert found.optimizer == pytest.approx(12 * (shared if zero >= 1 else whole), rel=1e-12)
-    # Both collectives' buffers of tp; what the rank lacks of the embedding and a layer: gradients, then both.
-    lacking = (32000 * H / 2 + (dense - 32000 * H) / 4) * 7 / 8 + experts / 4 * 3 / 4
+    # Both collectives' buffers of tp; what the rank lacks of a layer and the head: gradients, then both.
+    lacking = (32000 * H / 2 + H + (dense - 32000 * H - H) / 4) * 7 / 8 + experts / 4 * 3 / 4
     tokens = S / 2
     assert found.buffers == pytest.approx(4 * tokens * H + (0, 0, 4, 6)[zero] * lacking, rel=1e-12)
     assert held(EXPERTS, Layout(dp=4, cp=2, ep=4, zero=1)).buffers == 0
@@ -134,7 +134,7 @@ def test_a_stage_of_dense_layers_and_experts_holds_both() -> None:
 def test_stages_behind_a_large_head_hold_nothing() -> None:
     """nanotron gives the first stage three layers, the second one and the head, and the other two none."""
     found = held(LLAMA, Layout(pp=4, zero=3), framework_named("nanotron"))
-    second = 2 * H * H + 2 * H * H // 4 + 3 * H * 1536 + 2 * H + 32000 * H
+    second = 2 * H * H + 2 * H * H // 4 + 3 * H * 1536 + 2 * H + 32000 * H + H
     assert found.parameters == 2 * second
     assert found.buffers == 0
     # Of two replicas each lacks half of what it gathers: of parameters, and of gradients, in 16 and in 32 bits.
