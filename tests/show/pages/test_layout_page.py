@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model.architecture import Architecture
 from backbeat.model.layout import Layout, Recompute
-from backbeat.planners.layout_search import search
 from backbeat.show.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.show.pages.layout_page import (
     HEADINGS,
@@ -23,6 +22,7 @@ from backbeat.show.pages.layout_page import (
     respond_layouts,
 )
 from backbeat.show.tables.layout_tables import drawn_batch
+from backbeat.show.words.layout_answer import search
 from backbeat.steps.predict_layout import predict_layout
 from tests.show.hostile import MARKUP
 
