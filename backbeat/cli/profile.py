@@ -15,8 +15,11 @@ from backbeat.cli.arguments import need_torch
 from backbeat.cli.output import check_writable, say
 from backbeat.errors import InputError
 from backbeat.model import Profile
+from backbeat.model.accelerator import accelerator
 from backbeat.model.batches import join, measured
 from backbeat.model.files import encode
+from backbeat.model.gpu_memory import device_bytes
+from backbeat.model.rule import MEMORY_ERROR, fits
 from backbeat.show.words.numbers import format_number
 from backbeat.units import SCREEN, format_bytes, format_seconds, parse_duration
 
@@ -197,6 +200,11 @@ def summary(profile: Profile) -> str:
         peak, steady = format_bytes(memory.peak_bytes), format_bytes(memory.steady_bytes)
         activations = format_bytes(memory.activation_bytes)
         rows.append(("memory", f"peak {peak}, between iterations {steady}, activations {activations}"))
+        if (device := accelerator(profile.device)) is not None and memory.peak_bytes:
+            has = device_bytes(device)
+            rating = fits(memory.peak_bytes, has, MEMORY_ERROR["shape" if profile.analytic else "profile"])
+            said = {"yes": "fits", "tight": "is tight", "no": "does not fit"}[rating]
+            rows.append(("on one GPU", f"{said}: {device.name} has {format_bytes(has)} for tensors"))
     if profile.blocks:
         saved = format_bytes(sum(block.saved_bytes for block in profile.blocks))
         text = f"{len(profile.blocks)}, {saved} saved inside them"

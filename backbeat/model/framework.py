@@ -102,6 +102,11 @@ class Framework(Checked, frozen=True, kw_only=True):
     counted."""
     loss_bytes: tuple[int, int] = (12, 10)
     """Moved for each logit in forward and in backward."""
+    kept_gathered: int = 0
+    """Tensors between layers, gathered for a product that ranks share, that each layer keeps whole; other frameworks
+    gather them again."""
+    sharded_logit_bytes: int = 0
+    """Held for each logit at the loss where ranks share the vocabulary, if that is more than otherwise."""
     kept_bytes: int = 0
     """Moved for each parameter in a step, by every replica, whatever of the update is sharded: clipping, zeroing."""
     pass_s: float = 0.0
@@ -267,6 +272,9 @@ FRAMEWORKS = {
             gradient_bytes=6,
             accumulate_bytes=10,
             loss_bytes=(38, 14),
+            kept_gathered=2,
+            # In bf16, then in fp32: cast, shifted by the largest, and their exponentials.
+            sharded_logit_bytes=2 + 3 * 4,
             kept_bytes=16,
         ),
         Framework(

@@ -82,8 +82,7 @@ def described(by_kind: Mapping[str, float]) -> str:
 
 
 def device_bytes(accelerator: Accelerator) -> int:
-    """What a GPU has for tensors: what its driver gives, less what the process takes beside them. Memory is sold in GB
-    and given in GiB.
+    """What a GPU has for tensors: what its driver gives, less what the process takes beside them.
 
     >>> from backbeat.model.accelerator import accelerator_named
     >>> round(device_bytes(accelerator_named("rtx-3090")) / 1e9, 1), round(24 * 2**30 / 1e9, 1)

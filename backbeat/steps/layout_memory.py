@@ -58,8 +58,11 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
         activations += working
     logits = 0.0
     if any(chunk.last for chunk in own):
-        # Those of one micro-batch, their softmax in fp32, and one gradient.
-        logits = (2 + sum(framework.loss_bytes) // 6) * tokens * model.vocab / layout.tp
+        # Those of one micro-batch, their softmax in fp32, and one gradient; single operators hold more of them.
+        each = 2 + sum(framework.loss_bytes) // 6
+        if layout.tp > 1 and framework.sharded_logit_bytes:
+            each = framework.sharded_logit_bytes
+        logits = each * tokens * model.vocab / layout.tp
         activations += 4 * layout.own_tokens(job) * model.hidden
     buffers = 2 * 2 * tokens * model.hidden if layout.tp > 1 else 0.0
     if zero >= 2:
@@ -117,10 +120,14 @@ class LayerMemory:
         tokens, between = self.layout.tokens(self.job), self.layout.own_tokens(self.job)
         # All norms' inputs and what they give, and two dropout masks of a byte.
         kept = between * model.hidden * (4 * model.norms + (2 if model.dropout else 0))
+        kept += 2 * self.framework.kept_gathered * (tokens - between) * model.hidden
         wide = (model.heads + model.key_heads) * (model.width + model.out_width)
         kept += 2 * tokens * wide / tp + self._scores
         kept += 2 * between * (model.query_rank + model.latent_width) * 2
         inner = 3 if model.gated else 2
+        if model.gated and self.framework.unfused > 1:
+            # The activation and its product with the other half are two operators: the first one's output is kept, too.
+            inner += 1
         if not sparse:
             return kept + 2 * tokens * inner * model.ffn / tp
         rows = tokens / tp * model.experts_per_token * self.imbalance

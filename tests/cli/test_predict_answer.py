@@ -136,10 +136,10 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     text = joined(run("predict", file, "nvlink-ib400", "-n", "16"))
     assert ": with ZeRO-2, 16 GPUs do the work of" in text
     assert "of one L4. DDP does not fit." in text
-    assert "DDP needs 32.2 GB, one L4 has 23.8 GB: too much." in text
+    assert "DDP needs 32.2 GB, one L4 has 22.2 GB: too much." in text
     assert re.search(r"Decision: ZeRO-2, \d\.\d% faster than FSDP", text)
     alone = joined(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp,best"))
-    said = "32.2 GB on one L4 of 23.8 GB (optimizer: SGD with momentum); shard it (FSDP), or keep less"
+    said = "32.2 GB on one L4 of 22.2 GB (optimizer: SGD with momentum); shard it (FSDP), or keep less"
     assert f"Does not fit: {said}" in alone
     assert "Decision: make it fit first" in alone
     assert "does not fit" in joined(run("plan", file, "nvlink-ib400", "-n", "16"))
@@ -148,7 +148,7 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     assert "does not fit" in said.memory
     data = json.loads(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp", "--json"))
     assert data["rows"][0]["memory"]["fits"] is False
-    assert "of the 147 GB of one H200: fits" in joined(run("predict", LLAMA, "nvlink-ib400", "-n", "16", "-s", "ddp"))
+    assert "of the 146 GB of one H200: fits" in joined(run("predict", LLAMA, "nvlink-ib400", "-n", "16", "-s", "ddp"))
 
 
 def test_an_8b_on_64_gpus_is_told_how_to_shard() -> None:
@@ -359,7 +359,7 @@ def test_tokens_utilisation_and_money() -> None:
 
 def test_memory_says_which_optimizer_it_was_measured_with() -> None:
     adamw = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64", "-s", "ddp")
-    assert "of 147 GB (optimizer: AdamW, fused); shard it (FSDP)" in joined(adamw)
+    assert "of 146 GB (optimizer: AdamW, fused); shard it (FSDP)" in joined(adamw)
     assert joined(adamw).lower().count("does not fit") == 1
     assert "of one H200: fits (optimizer: SGD with momentum)." in joined(run("predict", RESNET, "10gbe"))
 
@@ -553,12 +553,12 @@ def test_whether_it_fits_is_asked_of_each_strategy() -> None:
     text = joined(run(*words))
     assert re.search("Worth it: with FSDP, 64 GPUs do the work of [0-9.]+ to [0-9.]+, from a busy", text)
     assert "busy–quiet" in text
-    assert "DDP needs 182 GB, one H200 has 147 GB: too much." in text
+    assert "DDP needs 182 GB, one H200 has 146 GB: too much." in text
     assert re.search("ddp .* no +contention fsdp .* yes +contention hsdp:8 .* yes", text)
     assert "Decision: FSDP on 64 GPUs. Write the plan" in text
     wide = joined(run(*words[:-1], "ddp,fsdp,hsdp:8", "--wide"))
     assert "Run the plan; stock DDP does not fit: backbeat plan" in wide
-    assert "of the 147 GB of one H200: fits" in wide
+    assert "of the 146 GB of one H200: fits" in wide
     fits = [row["memory"]["fits"] for row in json.loads(run(*words[:-1], "ddp,fsdp", "--json"))["rows"]]
     assert fits == [False, True]
 

@@ -145,7 +145,7 @@ def test_where_ddp_does_not_fit_sharding_is_compared_and_advised(llama: Study) -
     assert "stock DDP does not fit" in said.headline
     assert [action.title.partition("?")[0] for action in said.actions] == ["DDP, FSDP or HSDP"]
     assert "fully_shard(model" in said.actions[0].code
-    assert "DDP needs 182 GB, one H200 has 147 GB: too much." in said.actions[0].text
+    assert "DDP needs 182 GB, one H200 has 146 GB: too much." in said.actions[0].text
     assert said.gpu_hours[0] == said.gpu_hours[1]
     assert "What sharded trains in a day" in said.worth_text
 
