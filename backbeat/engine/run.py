@@ -101,6 +101,13 @@ class _Flights:
         while flights and flights[0][1] <= start:
             flights.pop(0)
         now, left = start, seconds
+        if not flights:
+            return now + left
+        if len(flights) == 1 and flights[0][0] <= now:
+            _, end, transport = flights[0]
+            factor = max(slowdowns.get(transport, 1.0), 1.0)
+            slow = now + left * factor
+            return slow if slow <= end else end + (left - (end - now) / factor)
         while True:
             factor, until = 1.0, float("inf")
             for begin, end, transport in flights:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -202,7 +203,7 @@ class BucketRun:
         """Backward without communication beside it; compression too, where some buckets are compressed."""
         return self.way.profile.backward_s + sum(self.way.compress_s or ())
 
-    @property
+    @cached_property
     def round_s(self) -> float:
         """Of a backward and its messages."""
         return max(self.backward_end_s, self.flow.end_s)
@@ -218,7 +219,7 @@ class BucketRun:
         """By how much communication puts off the end of backward."""
         return self.backward_end_s - self.computed_s
 
-    @property
+    @cached_property
     def end_s(self) -> float:
         return self.begin_s + self.round_s + self.way.update_s(self.network)
 
