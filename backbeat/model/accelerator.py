@@ -6,7 +6,7 @@ units on AMD's) that are enabled. Memory is what the driver shows, which is more
 
 A file of one's own says what it changes of another GPU:
 
-    {"schema": "backbeat.accelerator/1", "name": "half an H100", "like": "h100", "multiprocessors": 66,
+    {"schema": "backbeat.accelerator/1", "name": "my half", "like": "h100", "multiprocessors": 66,
      "source": {"method": "assumed"}}
 """
 

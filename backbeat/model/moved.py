@@ -22,6 +22,7 @@ from backbeat.model.profile import ComputeShares, Profile, device_alone
 _TOKENS, _WIDTH, _HEADS = 4096, 4096, 32
 """Of the operators that the kinds of work are compared by: a layer of a language model of usual size."""
 _BYTES = 1e9
+_ANALYTIC = " (analytic)"
 _CPU = re.compile(r"\b(cpu|xeon|epyc|ryzen|processor|x86_64|aarch64|arm64)\b", re.IGNORECASE)
 _UNTOLD = ComputeShares(matmul=0.6, attention=0.0, memory=0.4)
 """Of a profile that does not say what its time goes to: between a convolutional network's and a language model's."""
@@ -63,6 +64,8 @@ def moved(profile: Profile, there: Accelerator) -> Profile:
     >>> slower.moved_from, 2 < slower.single_s / profile.single_s < 3
     ('NVIDIA H200', True)
     """
+    if profile.device.removesuffix(_ANALYTIC) == there.name:
+        return profile
     own = accelerator(profile.device)
     if own is None and _CPU.search(profile.device):
         raise InputError(

@@ -47,9 +47,11 @@ def _plan_notes(profile: Profile, network: Network, plan: Plan, pieces: Iterable
         yield Note("analytic", {"profile": profile.name})
     if profile.moved_from is not None:
         yield Note("moved", {"profile": profile.name, "measured": profile.moved_from, "device": profile.device})
-    device = accelerator(profile.device) if profile.analytic or profile.moved_from else None
-    if device is not None and not device.measured:
-        yield Note("data_sheet", {"device": device.name, "like": device.like or REFERENCE})
+    if profile.analytic or profile.moved_from is not None:
+        device = accelerator(profile.device)
+        if device is None or not device.measured:
+            like = "the one that its file names" if device is None else device.like or REFERENCE
+            yield Note("data_sheet", {"device": profile.device.removesuffix(" (analytic)"), "like": like})
     # The last note of nodes that were joined by another network says so.
     joined = network.topology.inside is not None and not network.topology.pipelined
     for left, text in enumerate(network.notes, start=1 - len(network.notes)):

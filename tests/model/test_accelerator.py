@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from backbeat.cost.operators import Attention, Product, Traffic
 from backbeat.errors import InputError
@@ -103,6 +104,12 @@ def test_a_gpu_by_itself_says_all_figures(tmp_path: Path) -> None:
         path = file(tmp_path, like=None, **{field: value for field, value in whole.items() if field != name})
         with pytest.raises(InputError, match=name):
             accelerator_named(path)
+
+
+def test_a_profile_of_ones_own_gpu_stays_there(tmp_path: Path) -> None:
+    gpu = accelerator_named(file(tmp_path, name="half an H100"))
+    own = replace(Profile.load("gpt2-b8-bf16-h200"), device="half an H100 (analytic)")
+    assert moved(own, gpu) is own
 
 
 @pytest.mark.parametrize("name", bundled_accelerators())
