@@ -121,11 +121,17 @@ class Asked:
             return msgspec.structs.replace(found, strategy=one.word)
         if one.plan is not None and (made_for := self._made_for(one.plan)) is not self:
             return made_for.predict(way, count, strict=False)
-        key = (f"{one.word} {id(one.plan)}" if one.plan else one.word, count)
+        key = (one.word, count)
+        if one.plan is not None:
+            return self._whole(self._predicted(one, count))
         if key not in self._found:
-            found = with_cost(self._predicted(one, count), self.given)
-            self._found[key] = with_own_range(found) if "measured" in self.given else found
+            self._found[key] = self._whole(self._predicted(one, count))
         return self._found[key]
+
+    def _whole(self, found: Prediction) -> Prediction:
+        """With what a training takes, and the range that own runs leave."""
+        found = with_cost(found, self.given)
+        return with_own_range(found) if "measured" in self.given else found
 
     def _made_for(self, plan: Plan) -> Asked:
         """The question with the job that a layout's plan was made for, where nothing else is asked."""
@@ -202,8 +208,7 @@ class Asked:
         if one is not None and one.parts is None:
             raise InputError(f"{word!r} is no layout: name parts, like tp+pp")
         found = layout_ways(self, one.parts if one else None, gpu_count(gpus)).ranked(most)
-        priced = [with_cost(self._named(each), self.given) for each in found]
-        return [with_own_range(each) for each in priced] if "measured" in self.given else priced
+        return [self._whole(self._named(each)) for each in found]
 
     def _idle(self, way: Way) -> list[tuple[str, str]]:
         """Keywords that cannot act on a way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace as changed
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from msgspec.structs import replace
 
@@ -12,7 +12,7 @@ from backbeat.errors import InputError
 from backbeat.model import Framework, Profile
 from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
-from backbeat.model.layout import Layout, job_of
+from backbeat.model.layout import Layout, Precision, job_of
 from backbeat.model.profile import device_alone
 from backbeat.model.rule import SPLITS
 from backbeat.planners.layout_ways import LayoutWays, usual_zero
@@ -56,6 +56,11 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
     for name, why in _LACKING.items():
         if name in given and asked.profile is None and given[name] != "adamw":
             raise InputError(f"{name} is {given[name]!r}: {why}")
+    if asked.precision not in get_args(Precision):
+        raise InputError(
+            f"precision is {asked.precision}: layouts are predicted in {', '.join(get_args(Precision))}; ask for "
+            "data-parallel ways in others"
+        )
     framework = asked.framework
     if "reduce_dtype" in given:
         framework = replace(framework, reduce_dtype=given["reduce_dtype"])
