@@ -27,6 +27,7 @@ from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
 from backbeat.model.layout import Parallelism
+from backbeat.model.moved import moved
 from backbeat.model.question import Question
 from backbeat.model.rule import recommended, simplicity, tolerance
 from backbeat.steps.described import described
@@ -89,6 +90,7 @@ class Asked:
         framework = framework_named(named, overlap=given.get("overlap"), dispatcher=given.get("dispatcher"))
         if isinstance(subject, Profile):
             _check_profile(subject, given)
+            subject = subject if gpu is None else moved(subject, gpu)
         plain = {name: value for name, value in given.items() if name not in _NAMES}
         question = Question(
             model=subject.name,
