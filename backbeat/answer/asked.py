@@ -90,7 +90,8 @@ class Asked:
         framework = framework_named(named, overlap=given.get("overlap"), dispatcher=given.get("dispatcher"))
         if isinstance(subject, Profile):
             _check_profile(subject, given)
-            subject = subject if gpu is None else moved(subject, gpu)
+            if gpu is not None:
+                moved(subject, gpu)  # refuses what was measured on a CPU
         plain = {name: value for name, value in given.items() if name not in _NAMES}
         question = Question(
             model=subject.name,
@@ -226,6 +227,10 @@ class Asked:
     def profile(self) -> Profile | None:
         return self.subject if isinstance(self.subject, Profile) else None
 
+    def there(self, profile: Profile) -> Profile:
+        """The profile as this cluster's GPU would have given it."""
+        return profile if self.gpu is None else moved(profile, self.gpu)
+
     @property
     def shape(self) -> Architecture | None:
         """The model's, where it is known."""
@@ -339,12 +344,6 @@ def _gpu(subject: Profile | Architecture, network: Network, cluster: ClusterInpu
     there = accelerator_named(given) if given is not None else cluster.gpu if isinstance(cluster, Cluster) else None
     if there is None and network.accelerator is not None:
         there = accelerator_named(network.accelerator)
-    if there is not None and own is None and isinstance(subject, Profile):
-        raise InputError(
-            f"profile {subject.name!r} was measured on {subject.device}, and the GPUs are {there.name}: make one for "
-            f"these (`backbeat profile --analytic {there.short_name}`), or ask for its shape and correct it by a run "
-            "(measured)"
-        )
     return there or own
 
 

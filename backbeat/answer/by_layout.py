@@ -67,7 +67,7 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
     if given.get("compile"):
         framework = replace(framework, kernels="compiled", unfused=1.0)
     cluster = Cluster(asked.network, gpu, load=given.get("load", asked.network.how_busy))
-    alone = asked.profile
+    alone = None if asked.profile is None else asked.there(asked.profile)
     if alone is None and asked.undescribed is None:
         alone = asked.described(1)
     found = predictor_of(
@@ -80,7 +80,7 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
         stragglers=asked.stragglers(gpus),
         # What a profile takes by itself does not hold what it loses beside communication.
         contention=alone is not None,
-        iteration_s=() if asked.profile is None else asked.profile.iteration_s,
+        iteration_s=() if asked.profile is None or alone is None else alone.iteration_s,
         measured_layers=shape.layers * (1 if asked.profile is None else asked.profile.accumulation),
     )
     return changed(found, most_bytes=given.get("memory"))
