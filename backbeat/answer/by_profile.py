@@ -111,7 +111,7 @@ def _shares(asked: Asked, gpus: int) -> Iterator[tuple[Profile, int]]:
                 f"global_batch({whole}) % (gpus({gpus}) * batch({size})) = {whole % (gpus * size)} != 0: choose a "
                 f"multiple of {gpus * size}, or another batch"
             )
-        yield asked.described(size) if profile is None else _at(profile, size), share // size
+        yield asked.described(size) if profile is None else asked.there(_at(profile, size)), share // size
 
 
 def _at(profile: Profile, batch: int) -> Profile:

@@ -18,10 +18,10 @@ from backbeat.model import Network
 from backbeat.model.architecture import Architecture
 from backbeat.model.framework import LAYOUT_FRAMEWORKS, Framework, framework_named
 from backbeat.model.layout import Job, job_of
-from backbeat.planners.layout_search import search
 from backbeat.show.pages.layout_page import layout_content, layout_report
 from backbeat.show.tables import layout_tables as tables
 from backbeat.show.words import layout_answer as words
+from backbeat.show.words.layout_answer import search
 from backbeat.show.words.megatron_flags import flag_lines, megatron_flags, why_no_flags
 from backbeat.show.words.notes import worded
 from backbeat.steps.predict_layout import predict_layout

@@ -42,7 +42,7 @@ class LayoutWays:
         """The fastest that fit, the fastest first, and with every layout asked for also the best that has tp and the
         best that has pp. Where none fits, the one that takes least memory."""
         predictor = self.predictor
-        weighed = sorted(self._fitting, key=lambda one: rank(one, predictor.step_s(one)))
+        weighed = sorted(self.fitting, key=lambda one: rank(one, predictor.step_s(one)))
         if not weighed:
             return [self._least()] if self._possible else []
         taken = weighed[: max(SIMULATED, most) if len(weighed) > 1 else 1]
@@ -59,7 +59,8 @@ class LayoutWays:
         return [predictor.ranged(one) for _, one in kept]
 
     @cached_property
-    def _fitting(self) -> list[Layout]:
+    def fitting(self) -> list[Layout]:
+        """With the least recomputation that fits."""
         found = []
         for base in self._possible:
             # Less recomputation is faster: the first that fits is the best of its kind.

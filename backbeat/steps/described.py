@@ -125,7 +125,7 @@ class _Description:
                     host_s += host.compiled_s
                 elif number == 0:
                     host_s += submitted.get(family_of(work), 0.0)
-                yield Issued(host_s, self.operators.seconds(work), family_of(work))
+                yield Issued(host_s, self.operators.sustained_s(work), family_of(work))
                 host_s = 0.0
             if not works:
                 yield Issued(host_s, 0.0, "memory")

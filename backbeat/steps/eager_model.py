@@ -87,7 +87,7 @@ class EagerModel:
         return {"embedding": "model.embed_tokens", "layer": "model.layers", "norm": "model.norm"}
 
     def _tape(self) -> Tape:
-        return Tape(half="tf32" if self.precision == "fp32" else self.precision, autocast=self.autocast)
+        return Tape(half=self.precision, autocast=self.autocast)
 
     def _done(self, name: str, tape: Tape, enters: Operand, leaves: Operand) -> Piece:
         tape.backward(leaves)

@@ -368,3 +368,23 @@ def test_an_accelerator_of_ones_own_is_never_ignored(tmp_path: Path) -> None:
         assert mine.step_s > 1.2 * whole.step_s
         assert mine.device_bytes < whole.device_bytes  # type: ignore[operator]
         assert mine.mfu is not None
+
+
+def test_a_lower_precision_is_faster_where_the_gpu_has_it() -> None:
+    steps = [
+        Asked.of(SHAPE, "dgx-b200", precision=one).predict("fsdp", 8).step_s for one in ("fp32", "tf32", "bf16", "fp8")
+    ]
+    assert steps == sorted(steps, reverse=True)
+    with pytest.raises(InputError, match="H200 has no fp4"):
+        Asked.of(SHAPE, CLUSTER, precision="fp4").predict("fsdp", 8)
+    with pytest.raises(InputError, match="layouts are predicted in bf16, fp16, fp8"):
+        Asked.of(SHAPE, CLUSTER, precision="tf32").predict("tp=2", 8)
+
+
+def test_a_profile_moves_to_the_clusters_gpu_at_any_batch() -> None:
+    here, there = Asked.of(RESNET, CLUSTER), Asked.of(RESNET, "dgx-a100")
+    for told in ({}, {"batch": 128}):
+        found = Asked.of(RESNET, "dgx-a100", **told).predict("ddp", 16)
+        assert found.step_s > Asked.of(RESNET, CLUSTER, **told).predict("ddp", 16).step_s
+        assert any(note.kind == "moved" for note in found.notes)
+    assert there.predict("ddp", 1).device_bytes < here.predict("ddp", 1).device_bytes  # type: ignore[operator]

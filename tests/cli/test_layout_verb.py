@@ -34,8 +34,6 @@ def test_several_numbers_of_gpus_are_compared() -> None:
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[:6] if line.startswith((" 64 ", "  64 ", " 128 "))] == ["64", "128"]
-    # A layout that is too long for its column goes on behind a plus.
-    assert all(line.strip().split()[0].count("=") for line in lines[2:6] if not line.split()[0].isdigit())
     assert "On 128 GPUs a step takes" in text
     assert "times as fast as 64" in text
 

@@ -121,7 +121,7 @@ def _by_rank(
     ranks = [str(rank) for rank in range(1, len(next(iter(kinds.values()))) + 1)]
     traces = [
         stacked(name, ranks, [value / unit for value in values], [words(value) for value in values], colour)
-        for (name, values), colour in zip(kinds.items(), colours, strict=True)
+        for (name, values), colour in zip(kinds.items(), colours, strict=False)
         if max(values) > least
     ]
     return drawn(

@@ -16,13 +16,12 @@ from backbeat.model.architecture import BUNDLED as MODELS
 from backbeat.model.files import bundled
 from backbeat.model.framework import LAYOUT_FRAMEWORKS, Overlap
 from backbeat.model.layout import Precision
-from backbeat.planners.layout_search import search
 from backbeat.show.figures.layout_figures import memory_bars, stage_timeline, step_bars
 from backbeat.show.pages.report_page import rendered, script_json
 from backbeat.show.pages.sections import Cell
 from backbeat.show.pages.whatif import Controls
 from backbeat.show.tables.layout_tables import drawn_batch
-from backbeat.show.words.layout_answer import limit_line, nothing_fits
+from backbeat.show.words.layout_answer import limit_line, nothing_fits, search
 from backbeat.show.words.notes import worded
 from backbeat.steps.predict_layout import predict_layout
 from backbeat.units import format_bytes, format_seconds

@@ -14,11 +14,11 @@ import pytest
 
 import backbeat as bb
 from backbeat.model import files
-from backbeat.planners.layout_search import search
 from backbeat.planners.planned import predicted
 from backbeat.show.pages.layout_page import layout_content, layout_report
 from backbeat.show.pages.report_page import report
 from backbeat.show.study import study
+from backbeat.show.words.layout_answer import search
 from backbeat.units import format_bytes, format_seconds
 from tests.show.hostile import MARKUP, hostile_network, hostile_profile
 from tests.show.server_process import running
