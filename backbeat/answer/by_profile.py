@@ -108,10 +108,11 @@ def _shares(asked: Asked, gpus: int) -> Iterator[tuple[Profile, int]]:
     if whole % gpus:
         raise InputError(f"global_batch({whole}) % gpus({gpus}) = {whole % gpus} != 0: choose a multiple of {gpus}")
     share, batch, profile = whole // gpus, given.get("batch"), asked.profile
-    if profile is None:
-        sizes = [size for size in MICRO_BATCHES if share % size == 0] if batch is None else [batch]
+    if profile is None and batch is None:
+        sizes = [size for size in MICRO_BATCHES if share % size == 0]
     else:
-        sizes = [min(profile.batch_size, share)] if batch is None else [batch]
+        # Less work than one micro-batch for each GPU is strong scaling.
+        sizes = [min(batch or asked.own_batch, share)]
     for size in sizes:
         if share % size:
             raise InputError(
