@@ -232,6 +232,11 @@ class Asked:
         return profile if self.gpu is None else moved(profile, self.gpu)
 
     @property
+    def own_batch(self) -> int:
+        """The micro-batch of a replica where nobody says: what a profile was measured at, and 1 of a shape."""
+        return 1 if self.profile is None else self.profile.batch_size
+
+    @property
     def shape(self) -> Architecture | None:
         """The model's, where it is known."""
         return _shape(self.subject)
@@ -309,7 +314,7 @@ class Asked:
 
     def global_batch(self, gpus: int) -> int:
         """Samples of one step over all GPUs."""
-        own = 1 if self.profile is None else self.profile.batch_size * self.profile.accumulation
+        own = self.own_batch * (1 if self.profile is None else self.profile.accumulation)
         return self.given.get("global_batch") or gpus * (self.given.get("batch") or own)
 
 

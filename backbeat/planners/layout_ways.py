@@ -104,7 +104,7 @@ class LayoutWays:
             for ep in self._sizes("ep", tp * cp * dp):
                 if self.parts is None and tp * pp * cp * ep == 1:
                     continue
-                for micro in self._micro_batches:
+                for micro in self._micro_batches(job.global_batch // dp):
                     sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro": micro}
                     chunks = {"chunks": told["chunks"]} if told.get("chunks") is not None else {}
                     base = Layout.of_parts({**sizes, **fields, "zero": self._zero(pp), **chunks}, "the layout")
@@ -120,12 +120,12 @@ class LayoutWays:
             if layers % (one.pp * chunks) == 0 and self.predictor.framework.interleaves:
                 yield replace(one, schedule="interleaved", chunks=chunks)
 
-    @property
-    def _micro_batches(self) -> Sequence[int]:
+    def _micro_batches(self, share: int) -> Sequence[int]:
+        """Of a replica with this share of the batch; one that has less than a micro-batch shrinks it."""
         told = (self.parts or {}).get("micro")
         if told is not None:
             return (int(told),)
-        return MICRO_BATCHES if self.batch is None else (self.batch,)
+        return MICRO_BATCHES if self.batch is None else (max(min(self.batch, share), 1),)
 
     def _zero(self, pp: int) -> int:
         told = (self.parts or {}).get("zero")

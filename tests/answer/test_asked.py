@@ -388,3 +388,10 @@ def test_a_profile_moves_to_the_clusters_gpu_at_any_batch() -> None:
         assert found.step_s > Asked.of(RESNET, CLUSTER, **told).predict("ddp", 16).step_s
         assert any(note.kind == "moved" for note in found.notes)
     assert there.predict("ddp", 1).device_bytes < here.predict("ddp", 1).device_bytes  # type: ignore[operator]
+
+
+def test_less_than_a_micro_batch_for_each_replica_is_strong_scaling() -> None:
+    asked = Asked.of(SHAPE, CLUSTER, batch=4, global_batch=16)
+    assert [asked.predict(way, 16).batch for way in ("fsdp", "tp=2", "tp=8")] == [1, 2, 4]
+    with pytest.raises(InputError, match=r"global_batch\(8\) % gpus\(16\)"):
+        Asked.of(SHAPE, CLUSTER, global_batch=8).predict("fsdp", 16)
