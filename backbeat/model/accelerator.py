@@ -127,8 +127,12 @@ class Accelerator(Document, frozen=True, kw_only=True):
 
     @property
     def measured(self) -> bool:
-        """Whether any operator was timed on it, rather than followed from a data sheet."""
-        return bool(self.products) or self.short_name in measured_operators()
+        """Whether any operator was timed on it, or on the same chip with other memory."""
+        if self.products or self.short_name in measured_operators():
+            return True
+        base = None if self.like is None else bundled_accelerator(self.like)
+        same = base is not None and (base.multiprocessors, base.peak_flops) == (self.multiprocessors, self.peak_flops)
+        return base is not None and same and base.measured
 
     def operators(self, *, launch_overhead: bool = True) -> OperatorModel:
         """What each operator takes on it. Without `launch_overhead` the host is taken to be always ahead."""

@@ -18,7 +18,8 @@ from backbeat.errors import InputError
 from backbeat.model import Block, ComputeShares, Gradient, Memory, Profile, Source
 from backbeat.model.architecture import Architecture
 from backbeat.steps.eager_model import ROTARY, TIED, EagerModel, Piece
-from backbeat.steps.eager_tape import Kernel, fused
+from backbeat.steps.eager_tape import Kernel
+from backbeat.steps.fused_kernels import fused
 
 UPDATES = {
     "adamw": ("fused/adam", 28, 8, "AdamW, fused"),

@@ -290,6 +290,8 @@ class LayoutPredictor:
         parts = even.parts(layout, layout.micro_batches(job))
         parts["stragglers"] = slowest.step_s - even.step_s
         notes = [Note("operators", {"origin": self.operators.origin})]
+        if not gpu.measured:
+            notes.append(Note("data_sheet", {"device": gpu.name, "like": gpu.like or "H200"}))
         notes += [Note("beside", {"origin": origin}) for origin in self.cluster.origins if parts["contention"]]
         if family == "events" and not even.passes.simulated:
             notes.append(Note("closed_form"))

@@ -106,6 +106,11 @@ def test_a_gpu_by_itself_says_all_figures(tmp_path: Path) -> None:
             accelerator_named(path)
 
 
+def test_a_chip_with_other_memory_counts_as_measured() -> None:
+    named = {name: accelerator_named(name).measured for name in ("a100-40gb", "gh200", "h100-pcie", "rtx-3090", "l4")}
+    assert named == {"a100-40gb": True, "gh200": True, "h100-pcie": False, "rtx-3090": False, "l4": False}
+
+
 def test_a_profile_of_ones_own_gpu_stays_there(tmp_path: Path) -> None:
     gpu = accelerator_named(file(tmp_path, name="half an H100"))
     own = replace(Profile.load("gpt2-b8-bf16-h200"), device="half an H100 (analytic)")
