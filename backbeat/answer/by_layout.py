@@ -101,7 +101,7 @@ def layout_word(layout: Layout, framework: Framework) -> str:
     usual = usual_zero(framework, layout.pp)
     left = {f"micro={layout.micro_batch}", f"zero={usual}", f"dp={layout.dp}"}
     parts = [part for part in layout.label.split("+") if part not in left]
-    if layout.zero == 1 != usual:
+    if layout.zero == 1 != usual and not layout.zero_group:
         parts.append("zero=1")
     sizes = sorted((part for part in parts if part[:2] in SPLITS), key=lambda part: SPLITS.index(part[:2]))
     return "+".join([*sizes, *(part for part in parts if part not in sizes)]) or f"dp={layout.dp}"

@@ -127,9 +127,9 @@ class LayoutWays:
             return (int(told),)
         return MICRO_BATCHES if self.batch is None else (max(min(self.batch, share), 1),)
 
-    def _zero(self, pp: int) -> int:
+    def _zero(self, pp: int) -> Any:
         told = (self.parts or {}).get("zero")
-        return usual_zero(self.predictor.framework, pp) if told is None else int(told)
+        return usual_zero(self.predictor.framework, pp) if told is None else told
 
     def _open(self, name: str) -> bool:
         """Whether its size is to be searched."""

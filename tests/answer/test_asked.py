@@ -326,9 +326,21 @@ def test_the_order_of_ranks_says_who_crosses_nodes() -> None:
     assert asked.predict("tp=2+pp=4+zero=1", 32).step_s == apart.step_s
     with pytest.raises(InputError, match="without cp and ep"):
         asked.predict("tp=2+cp=2+order=tp-pp-dp", 32)
-    for word in ("tp=2+etp=2", "tp=2+zero=1:8"):
-        with pytest.raises(InputError, match="is not predicted"):
-            asked.predict(word, 32)
+    with pytest.raises(InputError, match="is not predicted"):
+        asked.predict("tp=2+etp=2", 32)
+
+
+def test_the_optimizers_state_is_sharded_in_groups() -> None:
+    asked = Asked.of(SHAPE, CLUSTER, framework="megatron", batch=1)
+    whole, groups = (asked.predict(word, 64) for word in ("tp=2+zero=1", "tp=2+zero=1:8"))
+    assert groups.memory.by_kind["optimizer"] == 4 * whole.memory.by_kind["optimizer"]  # type: ignore[union-attr]
+    assert groups.memory.by_kind["parameters"] == whole.memory.by_kind["parameters"]  # type: ignore[union-attr]
+    assert groups.step_s != whole.step_s
+    assert asked.predict("tp=2+zero=1:32", 64).step_s == whole.step_s
+    assert asked.plan("tp=2+zero=1:8", 64).layout.zero_group == 8  # type: ignore[union-attr]
+    for word, why in (("tp=2+zero=1:7", "not 32 replicas"), ("tp=2+zero=3:8", "is of zero=1")):
+        with pytest.raises(InputError, match=why):
+            asked.predict(word, 64)
 
 
 def test_a_cpus_profile_is_no_gpus() -> None:
