@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from backbeat.api import compare, plan, predict
     from backbeat.errors import BackbeatError, InputError
     from backbeat.model import Framework, Layout, Network, Plan, Prediction, Profile, Run
+    from backbeat.model.accelerator import Accelerator
+    from backbeat.model.architecture import Architecture
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Accelerator": "backbeat.model.accelerator",
+    "Architecture": "backbeat.model.architecture",
     "BackbeatError": "backbeat.errors",
     "Framework": "backbeat.model",
     "InputError": "backbeat.errors",
@@ -31,6 +35,8 @@ _HOME = {
 }
 
 __all__ = [
+    "Accelerator",
+    "Architecture",
     "BackbeatError",
     "Framework",
     "InputError",

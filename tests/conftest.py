@@ -51,7 +51,7 @@ LONGEST = (
     "tests/runtime/parallel/test_heartbeat.py",
     "tests/model/test_network_rows.py",
     "tests/lab/test_lab_sharded.py",
-    "tests/planners/test_layout_search.py",
+    "tests/planners/test_layout_ways.py",
     "tests/planners/test_memory_joint.py",
     "tests/cli/test_layout_verb.py",
     "tests/lab/test_namespaces.py",

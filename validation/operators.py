@@ -193,7 +193,7 @@ def timed(tape: Tape, model: OperatorModel) -> Timed:
     """What the device does, event by event: nothing before the host has submitted it."""
     host = model.host
     works = [[KINDS[kind](*_tupled(fields)) for kind, *fields in listed] for listed in tape.works]
-    seconds = [[model.seconds(work) for work in listed] for listed in works]
+    seconds = [[model.sustained_s(work) for work in listed] for listed in works]
     submitted = [_host_s(listed, host, tape.compiled) for listed in works]
     families = dict.fromkeys(("matmul", "attention", "memory"), 0.0)
     for event in tape.events:

@@ -63,7 +63,7 @@ class Answer:
 
     def worded(self) -> Answer:
         """The same with its decision in words."""
-        from backbeat.show.words.verdict import decision_text  # late: words stand above
+        from backbeat.show.words.decision_words import decision_text  # late: words stand above
 
         return replace(self, decision=replace(self.decision, text=decision_text(self)))
 

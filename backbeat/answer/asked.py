@@ -27,6 +27,7 @@ from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
 from backbeat.model.layout import Parallelism
+from backbeat.model.moved import moved
 from backbeat.model.question import Question
 from backbeat.steps.described import described
 from backbeat.steps.eager_model import EagerModel
@@ -88,6 +89,8 @@ class Asked:
         framework = framework_named(named, overlap=given.get("overlap"), dispatcher=given.get("dispatcher"))
         if isinstance(subject, Profile):
             _check_profile(subject, given)
+            if gpu is not None:
+                moved(subject, gpu)  # refuses what was measured on a CPU
         plain = {name: value for name, value in given.items() if name not in _NAMES}
         question = Question(
             model=subject.name,
@@ -120,11 +123,17 @@ class Asked:
             return msgspec.structs.replace(found, strategy=one.word)
         if one.plan is not None and (made_for := self._made_for(one.plan)) is not self:
             return made_for.predict(way, count, strict=False)
-        key = (f"{one.word} {id(one.plan)}" if one.plan else one.word, count)
+        key = (one.word, count)
+        if one.plan is not None:
+            return self._whole(self._predicted(one, count))
         if key not in self._found:
-            found = with_cost(self._predicted(one, count), self.given)
-            self._found[key] = with_own_range(found) if "measured" in self.given else found
+            self._found[key] = self._whole(self._predicted(one, count))
         return self._found[key]
+
+    def _whole(self, found: Prediction) -> Prediction:
+        """With what a training takes, and the range that own runs leave."""
+        found = with_cost(found, self.given)
+        return with_own_range(found) if "measured" in self.given else found
 
     def _made_for(self, plan: Plan) -> Asked:
         """The question with the job that a layout's plan was made for, where nothing else is asked."""
@@ -186,8 +195,7 @@ class Asked:
         if one is not None and one.parts is None:
             raise InputError(f"{word!r} is no layout: name parts, like tp+pp")
         found = layout_ways(self, one.parts if one else None, gpu_count(gpus)).ranked(most)
-        priced = [with_cost(self._named(each), self.given) for each in found]
-        return [with_own_range(each) for each in priced] if "measured" in self.given else priced
+        return [self._whole(self._named(each)) for each in found]
 
     def acting(self, way: Way) -> dict[str, Any]:
         """The keywords that concern a way."""
@@ -207,6 +215,15 @@ class Asked:
     @property
     def profile(self) -> Profile | None:
         return self.subject if isinstance(self.subject, Profile) else None
+
+    def there(self, profile: Profile) -> Profile:
+        """The profile as this cluster's GPU would have given it."""
+        return profile if self.gpu is None else moved(profile, self.gpu)
+
+    @property
+    def own_batch(self) -> int:
+        """The micro-batch of a replica where nobody says: what a profile was measured at, and 1 of a shape."""
+        return 1 if self.profile is None else self.profile.batch_size
 
     @property
     def shape(self) -> Architecture | None:
@@ -286,7 +303,7 @@ class Asked:
 
     def global_batch(self, gpus: int) -> int:
         """Samples of one step over all GPUs."""
-        own = 1 if self.profile is None else self.profile.batch_size * self.profile.accumulation
+        own = self.own_batch * (1 if self.profile is None else self.profile.accumulation)
         return self.given.get("global_batch") or gpus * (self.given.get("batch") or own)
 
 
@@ -321,12 +338,6 @@ def _gpu(subject: Profile | Architecture, network: Network, cluster: ClusterInpu
     there = accelerator_named(given) if given is not None else cluster.gpu if isinstance(cluster, Cluster) else None
     if there is None and network.accelerator is not None:
         there = accelerator_named(network.accelerator)
-    if there is not None and own is None and isinstance(subject, Profile):
-        raise InputError(
-            f"profile {subject.name!r} was measured on {subject.device}, and the GPUs are {there.name}: make one for "
-            f"these (`backbeat profile --analytic {there.short_name}`), or ask for its shape and correct it by a run "
-            "(measured)"
-        )
     return there or own
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace as changed
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from msgspec.structs import replace
 
@@ -12,7 +12,7 @@ from backbeat.errors import InputError
 from backbeat.model import Framework, Profile
 from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
-from backbeat.model.layout import Layout, job_of
+from backbeat.model.layout import Layout, Precision, job_of
 from backbeat.model.profile import device_alone
 from backbeat.model.rule import SPLITS
 from backbeat.planners.layout_ways import LayoutWays, usual_zero
@@ -56,13 +56,18 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
     for name, why in _LACKING.items():
         if name in given and asked.profile is None and given[name] != "adamw":
             raise InputError(f"{name} is {given[name]!r}: {why}")
+    if asked.precision not in get_args(Precision):
+        raise InputError(
+            f"precision is {asked.precision}: layouts are predicted in {', '.join(get_args(Precision))}; ask for "
+            "data-parallel ways in others"
+        )
     framework = asked.framework
     if "reduce_dtype" in given:
         framework = replace(framework, reduce_dtype=given["reduce_dtype"])
     if given.get("compile"):
         framework = replace(framework, kernels="compiled", unfused=1.0)
     cluster = Cluster(asked.network, gpu, load=given.get("load", asked.network.how_busy))
-    alone = asked.profile
+    alone = None if asked.profile is None else asked.there(asked.profile)
     if alone is None and asked.undescribed is None:
         alone = asked.described(1)
     found = predictor_of(
@@ -75,7 +80,7 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
         stragglers=asked.stragglers(gpus),
         # What a profile takes by itself does not hold what it loses beside communication.
         contention=alone is not None,
-        iteration_s=() if asked.profile is None else asked.profile.iteration_s,
+        iteration_s=() if asked.profile is None or alone is None else alone.iteration_s,
         measured_layers=shape.layers * (1 if asked.profile is None else asked.profile.accumulation),
     )
     return changed(found, most_bytes=given.get("memory"))
@@ -96,7 +101,7 @@ def layout_word(layout: Layout, framework: Framework) -> str:
     usual = usual_zero(framework, layout.pp)
     left = {f"micro={layout.micro_batch}", f"zero={usual}", f"dp={layout.dp}"}
     parts = [part for part in layout.label.split("+") if part not in left]
-    if layout.zero == 1 != usual:
+    if layout.zero == 1 != usual and not layout.zero_group:
         parts.append("zero=1")
     sizes = sorted((part for part in parts if part[:2] in SPLITS), key=lambda part: SPLITS.index(part[:2]))
     return "+".join([*sizes, *(part for part in parts if part not in sizes)]) or f"dp={layout.dp}"

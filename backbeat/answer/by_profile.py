@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from backbeat.answer.fit import fitted
 from backbeat.answer.ways import Way
 from backbeat.errors import InputError
 from backbeat.model import Framework, MemoryPlan, Network, Plan, Prediction, Profile, Segment
 from backbeat.model.batches import at_batch, with_sibling
+from backbeat.model.gpu_memory import device_bytes, fitting
 from backbeat.model.prediction import Note
 from backbeat.planners import BUDGETED
 from backbeat.planners.baselines import framework_plan
@@ -67,8 +67,7 @@ def _recomputing(asked: Asked, way: Way, gpus: int, profile: Profile, micro_batc
         if found is not None and not repeated([block.name for block in profile.blocks]):
             break
         found = _slowed(changed(step, recompute=recompute), max(asked.stragglers(gpus).values(), default=1.0))
-        known = "shape" if profile.analytic else "profile"
-        found = replace(fitted(found, known, asked.gpu, asked.given.get("memory")), recompute=recompute)
+        found = replace(_fitted(asked, found, "shape" if profile.analytic else "profile"), recompute=recompute)
         if found.fits != "no":
             break
     assert found is not None
@@ -76,6 +75,14 @@ def _recomputing(asked: Asked, way: Way, gpus: int, profile: Profile, micro_batc
     if own is not None and profile.batch_size != own.batch_size:
         found = replace(found, notes=(*found.notes, Note("batch", {"text": profile.notes[-1]})))
     return found
+
+
+def _fitted(asked: Asked, found: Prediction, known: str) -> Prediction:
+    """The prediction with what the GPU has for it, or may take, and whether that is enough."""
+    limit = asked.given.get("memory")
+    if limit is None and asked.gpu is not None:
+        limit = device_bytes(asked.gpu)
+    return replace(found, device_bytes=limit, fits=fitting(found.memory, limit, known))
 
 
 def _slowed(step: ProfileStep, slowest: float) -> Prediction:
@@ -101,17 +108,18 @@ def _shares(asked: Asked, gpus: int) -> Iterator[tuple[Profile, int]]:
     if whole % gpus:
         raise InputError(f"global_batch({whole}) % gpus({gpus}) = {whole % gpus} != 0: choose a multiple of {gpus}")
     share, batch, profile = whole // gpus, given.get("batch"), asked.profile
-    if profile is None:
-        sizes = [size for size in MICRO_BATCHES if share % size == 0] if batch is None else [batch]
+    if profile is None and batch is None:
+        sizes = [size for size in MICRO_BATCHES if share % size == 0]
     else:
-        sizes = [min(profile.batch_size, share)] if batch is None else [batch]
+        # Less work than one micro-batch for each GPU is strong scaling.
+        sizes = [min(batch or asked.own_batch, share)]
     for size in sizes:
         if share % size:
             raise InputError(
                 f"global_batch({whole}) % (gpus({gpus}) * batch({size})) = {whole % (gpus * size)} != 0: choose a "
                 f"multiple of {gpus * size}, or another batch"
             )
-        yield asked.described(size) if profile is None else _at(profile, size), share // size
+        yield asked.described(size) if profile is None else asked.there(_at(profile, size)), share // size
 
 
 def _at(profile: Profile, batch: int) -> Profile:

@@ -108,7 +108,7 @@ def _of_plan(plan: Plan) -> Way:
 
 
 def _of_parts(text: str, parts: Mapping[str, Any], framework: Framework) -> Way:
-    if set(parts) <= _OF_DATA:
+    if set(parts) <= _OF_DATA and ":" not in str(parts.get("zero")):
         layout = Layout.of_parts({**parts, "zero": parts.get("zero", framework.zero), "dp": 1}, text)
         name = _BY_ZERO[layout.zero]
         told: dict[str, Any] = {"batch": layout.micro_batch} if "micro" in parts else {}
@@ -137,7 +137,7 @@ def _by_unit(way: Way, framework: Framework) -> bool:
     if way.parts is None or not framework.by_unit:
         return False
     pp = 2 if "pp" in way.parts else 1
-    return int(way.parts.get("zero") or usual_zero(framework, pp)) >= 2
+    return int(str(way.parts.get("zero") or usual_zero(framework, pp)).partition(":")[0]) >= 2
 
 
 def idle_keyword(way: Way, given: Mapping[str, Any], framework: Framework, experts: bool) -> tuple[str, str] | None:

@@ -21,7 +21,8 @@ from backbeat.errors import InputError
 from backbeat.model import Plan, Prediction
 from backbeat.show.answer_screen import commands
 from backbeat.show.tables import plan_tables as tables
-from backbeat.show.words import caveats, verdict
+from backbeat.show.words import caveats
+from backbeat.show.words import decision_words as verdict
 from backbeat.show.words.notes import worded
 from backbeat.units import counted
 

@@ -18,8 +18,11 @@ BLOCK = 2**16
 """Elements whose indices fit 16 bits."""
 _WIDEST = 64
 ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
-"""Where a profile has not measured it: about what a core of a CPU takes. A GPU takes far less: 0.006 ns a byte and
-0.4 ms a bucket on an H200 (the bundled profile of ResNet-152)."""
+"""Of a device that nobody knows: about what a core of a CPU takes."""
+COMPRESSION_S_PER_BYTE, COMPRESSION_S_PER_BUCKET = 4.7e-12, 5e-4
+"""What an H200 takes: of the bundled profiles, bytes as most of those with AdamW have them, where most bytes were
+compressed, and the median of buckets, which take launches. Another GPU takes as much longer for a byte as its memory's
+bandwidth is lower."""
 
 
 def sent_elements(elements: ArrayLike, density: float) -> NDArray[np.float64]:

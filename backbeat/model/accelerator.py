@@ -6,7 +6,7 @@ units on AMD's) that are enabled. Memory is what the driver shows, which is more
 
 A file of one's own says what it changes of another GPU:
 
-    {"schema": "backbeat.accelerator/1", "name": "half an H100", "like": "h100", "multiprocessors": 66,
+    {"schema": "backbeat.accelerator/1", "name": "my half", "like": "h100", "multiprocessors": 66,
      "source": {"method": "assumed"}}
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from functools import cache, lru_cache
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from msgspec import Meta, field
 from msgspec.structs import force_setattr, replace
@@ -27,7 +27,7 @@ from backbeat.model.blocks import HostLink
 from backbeat.model.checks import Checked
 from backbeat.model.files import Document, Source, bundled
 
-Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 Rate = Annotated[float, Meta(gt=0)]
 Size = Annotated[int, Meta(ge=1)]
 
@@ -49,8 +49,8 @@ class Sustained(Checked, frozen=True, kw_only=True):
 
 
 class Accelerator(Document, frozen=True, kw_only=True):
-    """What a file leaves out is as `like` has it; rates that it leaves out scale with the multiprocessors. Once made,
-    an accelerator has every figure."""
+    """What a file leaves out is as `like` has it; its rates are then those of as many multiprocessors. Once made, an
+    accelerator has every figure."""
 
     SCHEMA: ClassVar[str] = "backbeat.accelerator/1"
     FOLDER: ClassVar[str] = "accelerators"
@@ -65,8 +65,8 @@ class Accelerator(Document, frozen=True, kw_only=True):
     memory_bandwidth: Rate = 0.0
     """Bytes a second."""
     multiprocessors: Size = 0
-    peak_flops: dict[Precision, Rate] = field(default_factory=dict)
-    """Operations a second, by precision. Before Ampere there is no bf16."""
+    peak_flops: dict[str, Rate] = field(default_factory=dict)
+    """Operations a second, by precision: all that it has. Before Ampere there is no bf16."""
     products: tuple[tuple[Size, Size, Size, Rate], ...] = ()
     """Products of 16-bit matrices that were timed: [m, n, k, seconds] of m × k by k × n. They correct what follows from
     `like`, most at sizes near theirs."""
@@ -87,18 +87,19 @@ class Accelerator(Document, frozen=True, kw_only=True):
                 force_setattr(self, name, getattr(base, name))
         force_setattr(self, "peak_flops", self._rates(base))
 
-    def _rates(self, base: Accelerator | None) -> dict[Precision, float]:
-        """What a GPU by itself does not say of 32 bits is as much of its 16 bits as on the reference."""
+    def _rates(self, base: Accelerator | None) -> dict[str, float]:
+        """What a GPU does not say of 32 bits is as much of its 16 bits as of the other's, or on the reference."""
         said = dict(self.peak_flops)
-        if base is not None:
-            share = self.multiprocessors / base.multiprocessors
-            return {**{name: rate * share for name, rate in base.peak_flops.items()}, **said}
-        half: Precision = "bf16" if "bf16" in said else "fp16"
+        if unknown := sorted(set(said) - set(PRECISIONS)):
+            raise InputError(f"peak_flops has {unknown[0]!r}: precisions are {', '.join(PRECISIONS)}")
+        if base is not None and not said:
+            return {name: rate * self.multiprocessors / base.multiprocessors for name, rate in base.peak_flops.items()}
+        half = "bf16" if "bf16" in said else "fp16"
         if half not in said:
             raise InputError(f"peak_flops has {', '.join(said) or 'nothing'}: it needs bf16, or fp16 of older GPUs")
         if "fp32" not in said:
-            reference = bundled_accelerator(REFERENCE).peak_flops
-            said["fp32"] = said[half] * reference["fp32"] / reference["bf16"]
+            other = (base or bundled_accelerator(REFERENCE)).peak_flops
+            said["fp32"] = said[half] * other["fp32"] / other["fp16"]
         return {"fp16": said[half], **said}
 
     def __hash__(self) -> int:
@@ -118,7 +119,7 @@ class Accelerator(Document, frozen=True, kw_only=True):
 
     def rate(self, precision: str) -> float | None:
         """Operations a second; None where the device does not have this precision, or nobody says how fast it is."""
-        return next((rate for name, rate in self.peak_flops.items() if name == precision), None)
+        return self.peak_flops.get(precision)
 
     @property
     def sustained_share(self) -> float:
@@ -126,8 +127,12 @@ class Accelerator(Document, frozen=True, kw_only=True):
 
     @property
     def measured(self) -> bool:
-        """Whether any operator was timed on it, rather than followed from a data sheet."""
-        return bool(self.products) or self.short_name in measured_operators()
+        """Whether any operator was timed on it, or on the same chip with other memory."""
+        if self.products or self.short_name in measured_operators():
+            return True
+        base = None if self.like is None else bundled_accelerator(self.like)
+        same = base is not None and (base.multiprocessors, base.peak_flops) == (self.multiprocessors, self.peak_flops)
+        return base is not None and same and base.measured
 
     def operators(self, *, launch_overhead: bool = True) -> OperatorModel:
         """What each operator takes on it. Without `launch_overhead` the host is taken to be always ahead."""

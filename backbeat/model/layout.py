@@ -70,6 +70,8 @@ class Parallelism(Checked, frozen=True, kw_only=True, omit_defaults=False):
     """What backward computes again: nothing, the attention, or each layer's whole forward."""
     zero: Annotated[int, Meta(ge=0, le=3)] = 1
     """What replicas shard: the optimizer's state (1), gradients (2), parameters (3), or nothing (0)."""
+    zero_group: Annotated[int, Meta(ge=0)] = 0
+    """Replicas that shard the optimizer's state among them, where these are not all; further groups hold the same."""
     sequence_parallel: bool = True
     """With tp, what lies between its matrices is sharded by sequence."""
     order: RankOrder = "tp-dp-pp"
@@ -97,6 +99,10 @@ class Parallelism(Checked, frozen=True, kw_only=True, omit_defaults=False):
     def expert_group(self) -> tuple[int, int]:
         """The same of ranks with the same experts."""
         return self.stage_gpus // self.ep, self.ep
+
+    def shards(self, replicas: int) -> int:
+        """Parts that the optimizer's state of so many replicas is cut into."""
+        return min(self.zero_group or replicas, replicas) if self.zero else 1
 
     @property
     def stages_first(self) -> bool:
@@ -159,6 +165,8 @@ class Layout(Parallelism, frozen=True, kw_only=True):
     @classmethod
     def of_parts(cls, parts: dict[str, Any], text: str) -> Layout:
         fields = {_FIELDS.get(name, name): value for name, value in parts.items()}
+        if ":" in str(fields.get("zero", "")):
+            fields["zero"], _, fields["zero_group"] = fields["zero"].partition(":")
         return checked(fields, cls, f"{text!r}: ", strict=False)
 
     @property
@@ -168,8 +176,8 @@ class Layout(Parallelism, frozen=True, kw_only=True):
         parts = [*sizes, f"micro={self.micro_batch}"]
         if self.chunks > 1:
             parts.append(f"chunks={self.chunks}")
-        if self.zero != 1:
-            parts.append(f"zero={self.zero}")
+        if self.zero != 1 or self.zero_group:
+            parts.append(f"zero={self.zero}" + f":{self.zero_group}" * (self.zero_group > 0))
         if self.recompute != "none":
             parts.append(f"recompute={self.recompute}")
         if self.chunks == 1 and self.pp > 1 and self.schedule != "1f1b":
@@ -205,11 +213,6 @@ def layout_parts(text: str) -> dict[str, Any]:
         name, equals, value = (each.strip() for each in part.partition("="))
         if name in _NOT_PREDICTED:
             raise InputError(f"{part!r} in {text!r} is not predicted: {_NOT_PREDICTED[name]}")
-        if name == "zero" and ":" in value:
-            raise InputError(
-                f"{part!r} in {text!r} is not predicted: what replicas shard, all of them share; write "
-                f"zero={value.partition(':')[0]}"
-            )
         if name not in PARTS:
             raise InputError(f"{part!r} in {text!r} is no part of a layout: {did_you_mean(name, PARTS)}")
         if name in found:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from statistics import fmean
 
-from backbeat.cost.message import ASSUMED_COMPRESSION_S_PER_BYTE
+from backbeat.cost.operator_curves import REFERENCE
 from backbeat.cost.stragglers import LEAST_SAMPLES
+from backbeat.model.accelerator import accelerator
+from backbeat.model.moved import compression_rates
 from backbeat.model.network import Network
 from backbeat.model.network_rows import HALVES
 from backbeat.model.plan import Plan
@@ -43,6 +45,13 @@ def _plan_notes(profile: Profile, network: Network, plan: Plan, pieces: Iterable
     """On the profile, the network and what the plan makes of them."""
     if profile.analytic:
         yield Note("analytic", {"profile": profile.name})
+    if profile.moved_from is not None:
+        yield Note("moved", {"profile": profile.name, "measured": profile.moved_from, "device": profile.device})
+    if profile.analytic or profile.moved_from is not None:
+        device = accelerator(profile.device)
+        if device is None or not device.measured:
+            like = "the one that its file names" if device is None else device.like or REFERENCE
+            yield Note("data_sheet", {"device": profile.device.removesuffix(" (analytic)"), "like": like})
     # The last note of nodes that were joined by another network says so.
     joined = network.topology.inside is not None and not network.topology.pipelined
     for left, text in enumerate(network.notes, start=1 - len(network.notes)):
@@ -62,8 +71,9 @@ def _plan_notes(profile: Profile, network: Network, plan: Plan, pieces: Iterable
 
 def _compressed_notes(profile: Profile, network: Network, plan: Plan) -> Iterator[Note]:
     """What is assumed rather than measured."""
-    if profile.compression_s_per_byte is None:
-        yield Note("compression_assumed", {"ns_per_byte": ASSUMED_COMPRESSION_S_PER_BYTE * 1e9})
+    rates = compression_rates(profile)
+    if rates.origin != "measured":
+        yield Note(f"compression_{rates.origin}", {"ns_per_byte": rates.per_byte * 1e9})
     elif profile.compression_s_per_bucket is None:
         yield Note("compression_launches")
     if network.all_gather is None:

@@ -47,6 +47,11 @@ def impossible(model: Architecture, layout: Layout, job: Job, gpus: int | None =
         return f"layers({model.layers}) < {names} = {stages}: a stage needs a layer; choose fewer stages or chunks"
     if model.key_heads % tp and tp % model.key_heads:
         return f"kv_heads({model.key_heads}) % tp({tp}) != 0 and tp({tp}) % kv_heads({model.key_heads}) != 0"
+    if layout.zero_group:
+        replicas = [group for group, _ in (layout.dense_group, layout.expert_group) if group % layout.zero_group]
+        if layout.zero != 1 or replicas:
+            why = f"{replicas[0]} replicas" if replicas else "what else it shards, all replicas share"
+            return f"zero={layout.zero}:{layout.zero_group} is of zero=1 and of whole groups of replicas, not {why}"
     if layout.stages_first and cp * ep > 1:
         return f"order={layout.order} is predicted without cp and ep, not with cp({cp}) and ep({ep}): leave it out"
     if ep > 1 and not model.experts:

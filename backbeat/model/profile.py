@@ -205,6 +205,8 @@ class Profile(Document, frozen=True, kw_only=True):
     compute_shares: ComputeShares | None = None
     optimizer: str | None = None
     """The optimizer of the update and of its memory, like `AdamW, fused`."""
+    moved_from: str | None = None
+    """The device that times were measured on, where they have been moved to `device`."""
     compiled: bool = False
     """Measured under `torch.compile`, block by block."""
     architecture: Architecture | None = None

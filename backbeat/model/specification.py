@@ -180,11 +180,11 @@ class Specification:
             text += f"; {self.fabric.kind} fabric, oversubscription {self.fabric.oversubscription:g}"
         return text + ("; SHARP between nodes" if self.sharp else "")
 
-    def _across_rate(self, nodes: int, *, ring: bool = False) -> float:
-        """Bus bandwidth of a large all-reduce, or of a ring, across nodes of a quiet cluster, in bytes a second."""
+    def _across_rate(self, nodes: int) -> float:
+        """Bus bandwidth of a large all-reduce across nodes of a quiet cluster, in bytes a second."""
         share = self.fabric.share(nodes, "quiet") if self.fabric is not None else 1.0
         nics_rate = self._nics_rate * share
-        if not ring and (self.sharp or (nodes == 2 and not self.rings)):
+        if self.sharp or (nodes == 2 and not self.rings):
             nics_rate *= traffic("all_reduce", "ring", nodes * self.gpus_per_node)
         return min(nics_rate, self._inside_rate)
 
@@ -257,7 +257,7 @@ class Specification:
         """On a quiet cluster."""
         rate = self._inside_rate * (NVLS_GATHER_SHARE if self.nvls else 1.0)
         if nodes > 1:
-            rate = min(GATHER_SHARE * self._across_rate(nodes, ring=True), rate)
+            rate = min(GATHER_SHARE * self._across_rate(nodes), rate)
         sent = traffic(collective, "ring", nodes * self.gpus_per_node) * size
         if nodes == 1 and self._pcie:
             return fastest_s(pcie.lines(collective, self.gpus_per_node), sent, GATHER_SHARE * rate)

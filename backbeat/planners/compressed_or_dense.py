@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
+from backbeat.model.moved import compression_rates
 from backbeat.model.plan import Bucket, Compression, Plan
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.optimal import best_ends, ends_by_trying_all
 from backbeat.steps.bucket_graph import BucketTravel
-from backbeat.steps.schedule import CompressedCost, Schedule, compress_s, compression_rates, running_sums
+from backbeat.steps.schedule import CompressedCost, Schedule, compress_s, running_sums
 
 DEFAULT_DENSITY = 0.01
 SMALL_BYTES = 2**16
@@ -137,7 +138,7 @@ def compressed_ends(cost: CompressedCost, compression: Compression) -> list[int]
     The fixed cost of compressing a bucket, f, really delays the buckets after it. Here it counts as transfer time:
     that keeps buckets few, and the simulation that scores the result has it right.
     """
-    sizes, (s_per_byte, s_per_bucket) = cost.profile.sizes, compression_rates(cost.profile)
+    sizes, (s_per_byte, s_per_bucket, _) = cost.profile.sizes, compression_rates(cost.profile)
     ready = (cost.profile.ready + s_per_byte * running_sums(sizes)[1:]).tolist()
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:

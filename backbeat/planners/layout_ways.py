@@ -42,7 +42,7 @@ class LayoutWays:
         """The fastest that fit, the fastest first, and with every layout asked for also the best that has tp and the
         best that has pp. Where none fits, the one that takes least memory."""
         predictor = self.predictor
-        weighed = sorted(self._fitting, key=lambda one: rank(one, predictor.step_s(one)))
+        weighed = sorted(self.fitting, key=lambda one: rank(one, predictor.step_s(one)))
         if not weighed:
             return [self._least()] if self._possible else []
         taken = weighed[: max(SIMULATED, most) if len(weighed) > 1 else 1]
@@ -59,7 +59,8 @@ class LayoutWays:
         return [predictor.ranged(one) for _, one in kept]
 
     @cached_property
-    def _fitting(self) -> list[Layout]:
+    def fitting(self) -> list[Layout]:
+        """With the least recomputation that fits."""
         found = []
         for base in self._possible:
             # Less recomputation is faster: the first that fits is the best of its kind.
@@ -103,7 +104,7 @@ class LayoutWays:
             for ep in self._sizes("ep", tp * cp * dp):
                 if self.parts is None and tp * pp * cp * ep == 1:
                     continue
-                for micro in self._micro_batches:
+                for micro in self._micro_batches(job.global_batch // dp):
                     sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro": micro}
                     chunks = {"chunks": told["chunks"]} if told.get("chunks") is not None else {}
                     base = Layout.of_parts({**sizes, **fields, "zero": self._zero(pp), **chunks}, "the layout")
@@ -119,16 +120,16 @@ class LayoutWays:
             if layers % (one.pp * chunks) == 0 and self.predictor.framework.interleaves:
                 yield replace(one, schedule="interleaved", chunks=chunks)
 
-    @property
-    def _micro_batches(self) -> Sequence[int]:
+    def _micro_batches(self, share: int) -> Sequence[int]:
+        """Of a replica with this share of the batch; one that has less than a micro-batch shrinks it."""
         told = (self.parts or {}).get("micro")
         if told is not None:
             return (int(told),)
-        return MICRO_BATCHES if self.batch is None else (self.batch,)
+        return MICRO_BATCHES if self.batch is None else (max(min(self.batch, share), 1),)
 
-    def _zero(self, pp: int) -> int:
+    def _zero(self, pp: int) -> Any:
         told = (self.parts or {}).get("zero")
-        return usual_zero(self.predictor.framework, pp) if told is None else int(told)
+        return usual_zero(self.predictor.framework, pp) if told is None else told
 
     def _open(self, name: str) -> bool:
         """Whether its size is to be searched."""

@@ -11,8 +11,8 @@ from backbeat.answer.answer import SCHEMA, Answer
 from backbeat.answer.decision import largest_batch
 from backbeat.errors import InputError
 from backbeat.model import files
+from backbeat.show.words.decision_words import decision_text
 from backbeat.show.words.notes import note_text
-from backbeat.show.words.verdict import decision_text
 
 
 def answer_data(answer: Answer) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from backbeat.answer.answer import Answer
 from backbeat.answer.do import Words
 from backbeat.show.tables.answer_table import answer_table, shown_rows
 from backbeat.show.tables.one_way import one_way
-from backbeat.show.words import caveats, verdict
+from backbeat.show.words import caveats
+from backbeat.show.words import decision_words as verdict
 from backbeat.show.words.numbers import title
 from backbeat.units import SCREEN
 

@@ -18,7 +18,8 @@ from backbeat.errors import InputError
 from backbeat.model import Block, ComputeShares, Gradient, Memory, Profile, Source
 from backbeat.model.architecture import Architecture
 from backbeat.steps.eager_model import ROTARY, TIED, EagerModel, Piece
-from backbeat.steps.eager_tape import Kernel, fused
+from backbeat.steps.eager_tape import Kernel
+from backbeat.steps.fused_kernels import fused
 
 UPDATES = {
     "adamw": ("fused/adam", 28, 8, "AdamW, fused"),
@@ -125,7 +126,7 @@ class _Description:
                     host_s += host.compiled_s
                 elif number == 0:
                     host_s += submitted.get(family_of(work), 0.0)
-                yield Issued(host_s, self.operators.seconds(work), family_of(work))
+                yield Issued(host_s, self.operators.sustained_s(work), family_of(work))
                 host_s = 0.0
             if not works:
                 yield Issued(host_s, 0.0, "memory")

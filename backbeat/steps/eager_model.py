@@ -13,14 +13,15 @@ from typing import NamedTuple
 
 from backbeat.errors import InputError
 from backbeat.model.architecture import Architecture
-from backbeat.steps.eager_tape import Operand, Tape
+from backbeat.steps.eager_modules import ModuleTape
+from backbeat.steps.eager_tape import Operand
 
 
 class Piece(NamedTuple):
     """One module of the chain: its name, its tape with forward and backward, and what goes in and comes out."""
 
     name: str
-    tape: Tape
+    tape: ModuleTape
     enters: Operand
     leaves: Operand
     uses_input: bool
@@ -86,10 +87,10 @@ class EagerModel:
             return {"embedding": "transformer.wte", "layer": "transformer.h", "norm": "transformer.ln_f"}
         return {"embedding": "model.embed_tokens", "layer": "model.layers", "norm": "model.norm"}
 
-    def _tape(self) -> Tape:
-        return Tape(half="tf32" if self.precision == "fp32" else self.precision, autocast=self.autocast)
+    def _tape(self) -> ModuleTape:
+        return ModuleTape(half=self.precision, autocast=self.autocast)
 
-    def _done(self, name: str, tape: Tape, enters: Operand, leaves: Operand) -> Piece:
+    def _done(self, name: str, tape: ModuleTape, enters: Operand, leaves: Operand) -> Piece:
         tape.backward(leaves)
         return Piece(name, tape, enters, leaves, tape.reads_in_backward(enters))
 
@@ -144,7 +145,7 @@ class EagerModel:
         made = run(tape.wide)._replace(apart=False)
         return made if tape.narrow == tape.wide else made._replace(cast=run(tape.narrow))
 
-    def _llama_layer(self, tape: Tape, x: Operand, name: str) -> Operand:
+    def _llama_layer(self, tape: ModuleTape, x: Operand, name: str) -> Operand:
         model, tp = self.model, self.tp
         normal = self._gathered(tape, tape.rms_norm(x, f"{name}.input_layernorm"))
         widths = (model.heads * model.width, model.key_heads * model.width, model.key_heads * model.out_width)
@@ -168,7 +169,7 @@ class EagerModel:
         made = tape.linear(inner, f"{name}.mlp.down_proj", model.hidden)
         return tape.add(x, self._scattered(tape, made))
 
-    def _gpt2_layer(self, tape: Tape, x: Operand, name: str) -> Operand:
+    def _gpt2_layer(self, tape: ModuleTape, x: Operand, name: str) -> Operand:
         model, tp = self.model, self.tp
 
         def dropped(one: Operand) -> Operand:
@@ -193,17 +194,17 @@ class EagerModel:
         tape.holds(mixed, normal)
         return tape.add(x, made)
 
-    def _gathered(self, tape: Tape, x: Operand) -> Operand:
+    def _gathered(self, tape: ModuleTape, x: Operand) -> Operand:
         """All tokens, before matrices cut by columns."""
         tape.place("columns")
         return tape.exchanged(x, self.tokens)
 
-    def _scattered(self, tape: Tape, x: Operand) -> Operand:
+    def _scattered(self, tape: ModuleTape, x: Operand) -> Operand:
         """A rank's own tokens, after matrices cut by rows."""
         tape.place("plain")
         return tape.exchanged(x, self.own_tokens)
 
-    def _attention(self, tape: Tape, query: Operand, key: Operand, value: Operand) -> Operand:
+    def _attention(self, tape: ModuleTape, query: Operand, key: Operand, value: Operand) -> Operand:
         model, heads = self.model, self.batch / self.tp
         tape.place("attention")
         mixed = tape.attention(
@@ -214,7 +215,7 @@ class EagerModel:
         tape.place("rows")
         return mixed
 
-    def _new_gelu(self, tape: Tape, x: Operand) -> Operand:
+    def _new_gelu(self, tape: ModuleTape, x: Operand) -> Operand:
         """0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))), operator by operator; powers are of 32 bits under autocast."""
         half = tape.pointwise(x)
         cube = tape.pointwise(tape.cast(x, 4) if self.autocast else x, saves="input", backward=(1, 1, 2))

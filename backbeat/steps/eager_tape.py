@@ -4,13 +4,14 @@ A `Tape` runs operators on operands that have sizes but no data, and keeps what 
 method is one operator of torch's with the kernels that it launches; a piece of a model is a function that calls them
 (`eager_model.py`). Under autocast weights are fp32 and are cast for every product.
 
-    >>> tape = Tape(half="bf16", autocast=True)
+    >>> from backbeat.steps.eager_modules import ModuleTape
+    >>> tape = ModuleTape(half="bf16", autocast=True)
     >>> x = tape.enters(rows=4096, columns=1024)
     >>> made = tape.linear(tape.cast(x, 2), "proj", 4096)
     >>> tape.backward(made)
     >>> [kernel.work.flops for kernel in tape.kernels if isinstance(kernel.work, Product)]
     [34359738368.0, 34359738368.0, 34359738368.0]
-    >>> [name for name, _ in tape.gradients]
+    >>> [ready.parameter.parameter for ready in tape.gradients]
     ['proj.weight']
 
 How long operands are held follows from who reads them last: an operand that backward reads is what autograd saves.
@@ -19,10 +20,10 @@ How long operands are held follows from who reads them last: an operand that bac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from backbeat.cost.operators import Attention, Product, Traffic, Work, element_bytes
+from backbeat.cost.operators import Product, Traffic, Work
 
 Pass = Literal["forward", "input", "weight"]
 """Of backward: gradients of inputs, which the layer before waits for, and of weights, for which nobody does."""
@@ -203,6 +204,12 @@ class Tape:
     def _add(self, work: Work, reads: Iterable[Operand], makes: Iterable[Operand], views: int = 0) -> None:
         self.kernels.append(Kernel(work, self._pass, self.segment, views, tuple(reads), tuple(makes), self._node))
 
+    def _product(
+        self, m: float, n: float, k: float, kind: str, reads: tuple[Operand, ...], makes: Operand, aligned: int,
+        views: int,
+    ) -> None:  # fmt: skip
+        self._add(Product(self.half, m, n, k, kind, 1, aligned), reads, (makes,), views)
+
     def _made(self, made: Operand, back: _Backward) -> Operand:
         if made.needs and self._pass == "forward":
             segment = self.segment
@@ -326,201 +333,6 @@ class Tape:
 
         return self._made(made, back)
 
-    # Modules
-
-    def linear(
-        self, x: Operand, name: str, outputs: float, *, bias: bool = False, transposed: bool = False,
-        weight: Operand | None = None, aligned: int = 16,
-    ) -> Operand:  # fmt: skip
-        """`transposed`: the weight lies inputs by outputs (GPT-2's Conv1D)."""
-        inputs = x.columns
-        weight = weight or self.parameter(f"{name}.weight", inputs, outputs)
-        by = self.cast(weight, self.narrow)
-        x = self.cast(x, self.narrow)
-        shift = self.cast(self.parameter(f"{name}.bias", outputs), self.narrow) if bias else None
-        made = Operand(x.rows, outputs, self.narrow)
-        self._product(x.rows, outputs, inputs, "nn" if transposed else "nt", (x, by), made, aligned, views=2)
-        self.views(1)
-
-        def back(tape: Tape, grad: Operand) -> None:
-            def to_weight() -> Operand:
-                tape._pass = "weight"
-                one = Operand(by.rows, by.columns, by.width)
-                sizes = (inputs, outputs) if transposed else (outputs, inputs)
-                tape._product(*sizes, x.rows, "tn", (x, grad), one, aligned, views=3)
-                tape._pass = "input"
-                return one
-
-            def to_input() -> Operand:
-                one = Operand(x.rows, x.columns, x.width)
-                kind = "nt" if transposed else "nn"
-                tape._product(x.rows, inputs, outputs, kind, (grad, by), one, aligned, views=3)
-                return one
-
-            if transposed:
-                of_x, of_weight = to_input(), to_weight()
-            else:
-                of_weight, of_x = to_weight(), to_input()
-            if shift is not None:
-                tape._pass = "weight"
-                tape._accumulate(shift, tape._summed(grad, shift))
-                tape._pass = "input"
-            tape._accumulate(by, of_weight)
-            tape._accumulate(x, of_x)
-
-        return self._made(made, back)
-
-    def _product(
-        self, m: float, n: float, k: float, kind: str, reads: tuple[Operand, ...], makes: Operand, aligned: int,
-        views: int,
-    ) -> None:  # fmt: skip
-        self._add(Product(self.half, m, n, k, kind, 1, aligned), reads, (makes,), views)
-
-    def layer_norm(self, x: Operand, name: str) -> Operand:
-        """One kernel; in 32 bits under autocast."""
-        weight, shift = self.parameter(f"{name}.weight", x.columns), self.parameter(f"{name}.bias", x.columns)
-        x = self.cast(x, 4) if self.autocast else x
-        made, kept = Operand(x.rows, x.columns, x.width), Operand(x.rows, 2, 4)
-        sizes = (x.rows, x.columns)
-        beside = weight.bytes + shift.bytes
-        self._launch("layer_norm", [x], made, sizes=sizes, moved=2 * x.bytes + kept.bytes + beside, beside=[kept])
-
-        def back(tape: Tape, grad: Operand) -> None:
-            reads = [grad, x, kept]
-            moved = 3 * x.bytes + kept.bytes + 3 * weight.bytes
-            to_x = tape._launch("layer_norm_backward", reads, Operand(*sizes, x.width), sizes=sizes, moved=moved)
-            for one in (weight, shift):
-                tape._accumulate(one, one)
-            tape._accumulate(x, to_x)
-
-        return self._made(made, back)
-
-    def rms_norm(self, x: Operand, name: str) -> Operand:
-        """As transformers writes it: operator by operator, in 32 bits."""
-        weight = self.parameter(f"{name}.weight", 1, x.columns)
-        wide = self.cast(x, 4)
-        square = self.pointwise(wide, saves="input", backward=(1, 1, 2))
-        mean = Operand(x.rows, 1, 4)
-        self._launch("sum_columns", [square], mean)
-
-        def spread(tape: Tape, grad: Operand) -> None:
-            tape.views(1)
-            part = tape._launch("strided", [grad], Operand(x.rows, x.columns, 4))
-            tape._accumulate(square, part)
-
-        self._made(mean, spread)
-        root = self.pointwise(self.pointwise(mean, backward=()), saves="output", backward=(1, 1, 2))
-        self.views(1)
-        normal = self.cast(self.mul(wide, root), x.width)
-        return self.mul(weight, normal)
-
-    def lookup(self, table: Operand, rows: float, *, tied: bool = False) -> Operand:
-        """The rows of an embedding. Its gradient is dense, and where it is tied added to another."""
-        made = Operand(rows, table.columns, table.width)
-        self._launch("strided", [], made, moved=2 * made.bytes)
-
-        def back(tape: Tape, grad: Operand) -> None:
-            tape._pass = "weight"
-            whole = Operand(table.rows, table.columns, table.width)
-            sizes = (rows, table.columns)
-            tape._launch("embedding_backward", [grad], whole, sizes=sizes, moved=whole.bytes)
-            if tied:
-                # In place: the other is nobody else's.
-                tape._add(Traffic("pointwise", 3 * whole.bytes, whole.width), [whole], [])
-            tape._accumulate(table, whole)
-
-        return self._made(made, back)
-
-    def split(self, x: Operand, parts: int) -> tuple[Operand, ...]:
-        """Into equal columns, as turned views; their gradients are put together again."""
-        made = tuple(
-            Operand(x.rows, x.columns / parts, x.width, x.needs, turned=True, storage=x.owner) for _ in range(parts)
-        )
-        self.views(4 * parts)
-        grads: list[Operand] = []
-
-        def back(tape: Tape, grad: Operand) -> None:
-            grads.append(grad)
-            if len(grads) == parts:
-                whole = Operand(x.rows, x.columns, x.width)
-                tape._accumulate(x, tape._launch("cat", grads, whole, views=2 * parts))
-
-        for one in made:
-            self._made(one, back)
-        return made
-
-    def cross_entropy(self, logits: Operand) -> Operand:
-        """In 32 bits."""
-        wide = self.cast(logits, 4)
-        sizes = (wide.rows, wide.columns)
-        made, loss = Operand(*sizes, 4), Operand(1, 1, 4)
-        self._launch("log_softmax", [wide], made, sizes=sizes)
-
-        def back(tape: Tape, grad: Operand) -> None:
-            filled = tape._launch("fill", [], Operand(*sizes, 4))
-            to_logits = tape._launch("log_softmax_backward", [filled, made], Operand(*sizes, 4), sizes=sizes)
-            tape._accumulate(wide, to_logits)
-
-        return self._made(loss, back)
-
-    def dropout(self, x: Operand) -> Operand:
-        mask = Operand(x.rows, x.columns, 1)
-        made = Operand(x.rows, x.columns, x.width)
-        self._launch("dropout", [x], made, beside=[mask])
-
-        def back(tape: Tape, grad: Operand) -> None:
-            tape._accumulate(x, tape._launch("dropout", [grad, mask], Operand(x.rows, x.columns, x.width)))
-
-        return self._made(made, back)
-
-    def rotated(self, x: Operand, table: Operand) -> Operand:
-        """x cos + rotate_half(x) sin, as transformers writes it."""
-        half = Operand(x.rows, x.columns / 2, x.width)
-        by_cosine = self.mul(x, table)
-        self._launch("strided", [x], half, moved=2 * half.bytes, views=2)
-        other = Operand(x.rows, x.columns, x.width)
-        self._launch("cat", [half], other, moved=2 * x.bytes)
-
-        def unrotate(tape: Tape, grad: Operand) -> None:
-            part = Operand(x.rows, x.columns / 2, x.width)
-            tape._launch("strided", [grad], part, moved=2 * part.bytes, views=2)
-            pads = [
-                tape._launch("pointwise", [one], Operand(x.rows, x.columns, x.width), moved=2 * x.bytes)
-                for one in (part, grad)
-            ]
-            tape._accumulate(x, tape._launch("", pads, Operand(x.rows, x.columns, x.width)))
-
-        self._made(other, unrotate)
-        return self.add(by_cosine, self.mul(other, table))
-
-    def attention(
-        self, queries: Operand, keys: Operand, values: Operand, *, heads: float, key_heads: float, length: float,
-        seen: float, width: float, kind: str,
-    ) -> Operand:  # fmt: skip
-        """Fused. Gradients of keys and values that several heads share are added up."""
-        queries, keys = self.cast(queries, self.narrow), self.cast(keys, self.narrow)
-        made, sums = Operand(queries.rows, queries.columns, values.width), Operand(heads, length, 4)
-        reads = (queries, keys, values)
-        self._add(Attention(self.half, heads, length, seen, width, kind), reads, (made, sums), 0)
-        self.views(4)
-
-        def back(tape: Tape, grad: Operand) -> None:
-            shared = key_heads < heads
-            of = [
-                Operand(one.rows, queries.columns if shared and one is not queries else one.columns, one.width,
-                        turned=one is queries or not shared)
-                for one in reads
-            ]  # fmt: skip
-            work = Attention(tape.half, heads, length, seen, width, kind, backward=True)
-            tape._add(work, (grad, made, sums, *reads), of, 5)
-            for one, part in zip(reads, of, strict=True):
-                if shared and one is not queries:
-                    added = Operand(one.rows, one.columns, one.width)
-                    part = tape._launch("strided", [part], added, views=2)
-                tape._accumulate(one, part)
-
-        return self._made(made, back)
-
     # What it comes to
 
     def levels(self, output: Operand) -> Levels:
@@ -562,77 +374,3 @@ class Tape:
 
     def reads_in_backward(self, one: Operand) -> bool:
         return any(one.owner is read.owner for kernel in self.kernels[self.begins :] for read in kernel.reads)
-
-
-_ALONE = ("sum_rows", "sum", "embedding_backward")
-_ALIGNED = 16
-
-
-def fused(half: Sequence[Kernel], whole: Sequence[Kernel]) -> list[Kernel]:
-    """Forward or backward as a compiler runs it: chains of memory-bound kernels are one kernel each.
-
-    A chain is a run of kernels over one iteration space with no product or attention in between. It reads each operand
-    from outside once and writes what its last kernel makes. What its others make is written only where a kernel that is
-    no part of any chain reads it later: a later chain computes it again from what it came from.
-    """
-    chain = _FusedChain({one.owner: id(kernel) for kernel in whole for one in (*kernel.reads, *kernel.makes)})
-    found: list[Kernel] = []
-    for kernel in half:
-        if kernel.work is not None:
-            found += chain.add(kernel)
-    return [*found, *chain.flush()]
-
-
-class _FusedChain:
-    def __init__(self, last: dict[Operand, int]) -> None:
-        self.last = last
-        """The kernel that reads each operand last."""
-        self.done: set[int] = set()
-        self.elements = 0.0
-        self.read: dict[Operand, float] = {}
-        self.made: dict[Operand, float] = {}
-        self.latest: set[Operand] = set()
-        self.unwritten: dict[Operand, float] = {}
-        self.like: Kernel | None = None
-
-    def add(self, kernel: Kernel) -> list[Kernel]:
-        assert kernel.work is not None
-        reads, makes = {one.owner: one.bytes for one in kernel.reads}, {one.owner: one.bytes for one in kernel.makes}
-        if not isinstance(kernel.work, Traffic) or kernel.work.kind in _ALONE:
-            written = sum(self.unwritten.pop(one) for one in reads if one in self.unwritten)
-            done = self.flush()
-            written += sum(self.unwritten.pop(one) for one in reads if one in self.unwritten)
-            if written:
-                done.append(kernel._replace(work=Traffic("pointwise", written), views=0))
-            self.done.add(id(kernel))
-            return [*done, *_aligned(kernel)]
-        finished: list[Kernel] = []
-        elements = max((one.elements for one in (*kernel.reads, *kernel.makes)), default=0.0)
-        if self.made and elements != self.elements and not reads.keys() <= self.made.keys():
-            finished = self.flush()
-        self.elements = max(self.elements, elements)
-        self.read |= {one: size for one, size in reads.items() if one not in self.made}
-        self.made |= makes
-        self.latest = set(makes)
-        self.like = kernel
-        self.done.add(id(kernel))
-        return finished
-
-    def flush(self) -> list[Kernel]:
-        if not self.made or self.like is None:
-            return []
-        moved = sum(self.read.values()) + sum(self.made[one] for one in self.latest)
-        kept = {one: size for one, size in (self.unwritten | self.made).items() if self.last[one] not in self.done}
-        self.unwritten = {one: size for one, size in kept.items() if one not in self.latest}
-        self.elements, self.read, self.made, self.latest = 0.0, {}, {}, set()
-        return [self.like._replace(work=Traffic("pointwise", moved), views=0)]
-
-
-def _aligned(kernel: Kernel) -> list[Kernel]:
-    """Operands whose rows begin at odd addresses are padded first."""
-    work = kernel.work
-    if not isinstance(work, Product) or work.alignment >= _ALIGNED:
-        return [kernel]
-    each = element_bytes(work.precision)
-    padding = Traffic("strided", 2 * each * work.batch * (work.m * work.k + work.k * work.n), int(each))
-    return [kernel._replace(work=padding), kernel._replace(work=replace(work, alignment=_ALIGNED), views=0)]

@@ -13,7 +13,8 @@ from backbeat.model.architecture import Architecture, Linear
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout
 from backbeat.steps.eager_model import EagerModel, is_eager
-from backbeat.steps.eager_tape import Tape, fused
+from backbeat.steps.eager_tape import Tape
+from backbeat.steps.fused_kernels import fused
 
 FAMILIES = ("matmul", "attention", "memory")
 

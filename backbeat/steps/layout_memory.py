@@ -44,6 +44,7 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
     held = rank_parameters(model, layout, *own)
     shared = held.dense / layout.dense_group[0] + held.expert / layout.expert_group[0]
     whole = sum(held)
+    updated = held.dense / layout.shards(layout.dense_group[0]) + held.expert / layout.shards(layout.expert_group[0])
     zero, tokens = layout.zero, layout.tokens(job)
     kept, working = 0.0, 0.0
     for sparse in (False, True):
@@ -72,7 +73,7 @@ def _stage(layers: LayerMemory, own: Sequence[StageLayers], waiting: float) -> M
         {
             "parameters": _WEIGHT_BYTES * (shared if zero == 3 else whole),
             "gradients": framework.gradient_bytes * (shared if zero >= 2 else whole),
-            "optimizer": _OPTIMIZER_BYTES * (shared if zero else whole),
+            "optimizer": _OPTIMIZER_BYTES * updated,
             "activations": activations,
             "loss": logits,
             "buffers": buffers,

@@ -15,7 +15,7 @@ _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 @dataclass(frozen=True)
-class LayoutStep:
+class PipelineStep:
     """A step of one pipeline."""
 
     stages: Sequence[StageTimes]

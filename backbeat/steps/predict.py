@@ -70,7 +70,7 @@ def predict(
     found = replace(found, framework=None if reduction is None else reduction.name)
     if gap_parts:
         found = replace(found, gap_parts=steps.gap_parts(network, step, found))
-    margin = _ANALYTIC if profile.analytic else _REPEATS
+    margin = _ANALYTIC if profile.analytic or profile.moved_from is not None else _REPEATS
     if network.edges is None:
         return replace(found, range_s=(found.iteration_s * (1 - margin), found.iteration_s * (1 + margin)))
     quiet, busy = (steps.on(edge).paced_s for edge in network.edges)

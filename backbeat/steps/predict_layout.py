@@ -23,7 +23,7 @@ from backbeat.model.layout import Job, Layout, job_of
 from backbeat.model.possible_layout import check_layout
 from backbeat.model.prediction import COMPUTE, Band, Breakdown, Note, Prediction
 from backbeat.steps.layout_memory import layout_memory
-from backbeat.steps.layout_step import LayoutStep
+from backbeat.steps.layout_step import PipelineStep
 from backbeat.steps.pipeline import closed_form, run_pipeline
 from backbeat.steps.rank_parameters import rank_parameters
 from backbeat.steps.replicas import ReplicaTimer, ReplicaTimes
@@ -210,7 +210,7 @@ class LayoutPredictor:
         """The step alone, without waiting for ranks that are slow now and then: faster to rank by."""
         return self._even_and_slowest(layout, family, listed=False)[1].step_s
 
-    def _even_and_slowest(self, layout: Layout, family: Family, *, listed: bool) -> tuple[LayoutStep, LayoutStep]:
+    def _even_and_slowest(self, layout: Layout, family: Family, *, listed: bool) -> tuple[PipelineStep, PipelineStep]:
         """A pipeline of healthy ranks, and of all pipelines the one that ends last: everybody waits for it."""
         even = self._step_times(layout, family, (1.0,) * layout.pp, listed=listed)
         slowed = [
@@ -221,7 +221,7 @@ class LayoutPredictor:
         # Where weight gradients fill the waiting, a slower stage may fill it better; nobody can count on that.
         return even, max([even, *slowed], key=lambda each: each.step_s)
 
-    def _step_times(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool) -> LayoutStep:
+    def _step_times(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool) -> PipelineStep:
         """One pipeline, whose stages compute `slowdowns` times as long as healthy ones."""
         pp, count = layout.pp, layout.micro_batches(self.job)
         kinds = split_layers(self.model, layout, by_cost=self.framework.stages_by_cost)
@@ -260,7 +260,7 @@ class LayoutPredictor:
         idle = 1 - count * sum(each.total_s for each in times) / pp / passes.seconds
         first_s = max(sum(each.gather_s for each in units[stage::pp]) for stage in range(pp))
         gather_s = max(first_s, *(each.gather.seconds for each in afters))
-        return LayoutStep(stages, passes, afters, max(updates), gather_s, max(0.0, idle))
+        return PipelineStep(stages, passes, afters, max(updates), gather_s, max(0.0, idle))
 
     def _send_s(self, layout: Layout, size: float) -> float:
         """Activations of a micro-batch to the next stage; without sequence parallelism Megatron scatters and gathers
@@ -284,12 +284,14 @@ class LayoutPredictor:
         passes_s, update_s = self.alone[micro]
         return self.job.global_batch / (layout.gpus * micro) * passes_s + update_s
 
-    def _explained(self, layout: Layout, family: Family, even: LayoutStep, slowest: LayoutStep) -> Prediction:
+    def _explained(self, layout: Layout, family: Family, even: PipelineStep, slowest: PipelineStep) -> Prediction:
         """What the slowest pipeline takes, put down to what an even one does and to waiting for the slowest."""
         job, gpu, memory = self.job, self.cluster.accelerator, self.memory(layout)
         parts = even.parts(layout, layout.micro_batches(job))
         parts["stragglers"] = slowest.step_s - even.step_s
         notes = [Note("operators", {"origin": self.operators.origin})]
+        if not gpu.measured:
+            notes.append(Note("data_sheet", {"device": gpu.name, "like": gpu.like or "H200"}))
         notes += [Note("beside", {"origin": origin}) for origin in self.cluster.origins if parts["contention"]]
         if family == "events" and not even.passes.simulated:
             notes.append(Note("closed_form"))

@@ -240,9 +240,17 @@ class ReplicaTimer:
         self, kind: Collective, width: int, group: tuple[int, int], buckets: Sequence[GradientBucket]
     ) -> dict[float, float]:
         """By elements: most buckets are alike."""
-        return {
-            size: self.cluster.collective_s(kind, width * size, *group) for size in {one.elements for one in buckets}
-        }
+        return {size: self._sent_s(kind, width * size, *group) for size in {one.elements for one in buckets}}
+
+    def _sent_s(self, kind: Collective, size: float, replicas: int, stride: int) -> float:
+        """Where groups of replicas shard, each scatters and gathers by itself, and shards are added up between them."""
+        shards = self.layout.shards(replicas)
+        if kind == "all_reduce" or shards in (1, replicas):
+            return self.cluster.collective_s(kind, size, replicas, stride)
+        seconds = self.cluster.collective_s(kind, size, shards, stride)
+        if kind == "reduce_scatter":
+            seconds += self.cluster.collective_s("all_reduce", size / shards, replicas // shards, stride * shards)
+        return seconds
 
     def _tied(self, chunks: Sequence[StageLayers]) -> float:
         """The first and the last stage add up the gradients of an embedding that is the head as well."""
@@ -283,8 +291,8 @@ class ReplicaTimer:
 
     def update_s(self, held: RankParameters) -> float:
         dense, expert = held
-        if self.layout.zero:
-            dense, expert = dense / self.layout.dense_group[0], expert / self.layout.expert_group[0]
+        shards = self.layout.shards
+        dense, expert = dense / shards(self.layout.dense_group[0]), expert / shards(self.layout.expert_group[0])
         kept = Traffic("pointwise", self.framework.kept_bytes * sum(held), 4)
         updated = Traffic("update/fused/adam", _UPDATE_BYTES * (dense + expert))
         return self.operators.seconds(updated) + (self.operators.seconds(kept) if kept.bytes else 0.0)

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from backbeat.cost import Curve, MessageTimes
-from backbeat.cost.message import ASSUMED_COMPRESSION_S_PER_BYTE, message_bytes
+from backbeat.cost.message import message_bytes
 from backbeat.model import Compression, Network, Plan, Profile
 from backbeat.model.cluster import Cluster
+from backbeat.model.moved import compression_rates
 from backbeat.model.plan import Bucket
 
 
@@ -166,16 +167,9 @@ class CompressedCost:
         return times
 
 
-def compression_rates(profile: Profile) -> tuple[float, float]:
-    """Seconds of compressing, for each byte and for each bucket. Where the latter was not measured it is nothing: then
-    the former holds some of it."""
-    per_byte = profile.compression_s_per_byte
-    return ASSUMED_COMPRESSION_S_PER_BYTE if per_byte is None else per_byte, profile.compression_s_per_bucket or 0.0
-
-
 def compress_s(profile: Profile, sizes: NDArray[np.float64], compressions: Sequence[Compression | None]) -> list[float]:
     """What compressing each bucket takes, on the compute stream."""
-    per_byte, per_bucket = compression_rates(profile)
+    per_byte, per_bucket, _ = compression_rates(profile)
     return [
         0.0 if compression is None else per_bucket + per_byte * size
         for compression, size in zip(compressions, sizes.tolist(), strict=True)

@@ -138,13 +138,15 @@ class _Level(NamedTuple):
     where: str
     phase: Phase
     units: BytesByKind
+    unit_bytes: int
+    """All of them: a planner asks for many peaks, and each moment has several levels."""
     activations: int
     loss: int = 0
     share: float | None = None
     """Of the time of its part; None between two parts."""
 
     def total(self) -> int:
-        return self.units.total() + self.activations + self.loss
+        return self.unit_bytes + self.activations + self.loss
 
     @property
     def held(self) -> BytesByKind:
@@ -166,13 +168,13 @@ class _Levels:
     def __iter__(self) -> Iterator[_Level]:
         kept = self.activations
         for call, before, during in ((one.call, one.before, one.during) for one in self.moments):
-            event = call.event
+            event, most = call.event, before.total()
             if event == "end":
                 # What is reduced when backward is done has no activations beside it.
-                yield _Level(event, kept.names[0], "backward", before, 0)
+                yield _Level(event, kept.names[0], "backward", before, most, 0)
             elif event == "loss":
-                yield _Level(event, "loss", "loss", before, kept.at_loss)
-                yield _Level(event, "loss", "loss", during, kept.at_loss, kept.loss_bytes, 0.0)
+                yield _Level(event, "loss", "loss", before, most, kept.at_loss)
+                yield _Level(event, "loss", "loss", during, during.total(), kept.at_loss, kept.loss_bytes, 0.0)
             else:
                 yield from self._part(call, before, during)
 
@@ -182,13 +184,13 @@ class _Levels:
             timed = [(block, self.pieces[block].forward_s) for block in blocks]
             if call.event == "backward":
                 timed = [(block, self.pieces[block].backward_s) for block in reversed(blocks)]
-        whole = sum(seconds for _, seconds in timed)
+        whole, size = sum(seconds for _, seconds in timed), during.total()
         for place, (block, seconds) in enumerate(timed):
             where, low, high, phase = self.activations.at(block, call.event)
             if place == 0:
-                yield _Level(call.event, where, phase, before, low)
+                yield _Level(call.event, where, phase, before, before.total(), low)
             share = seconds / whole if whole > 0 else 1 / len(timed)
-            yield _Level(call.event, where, phase, during, high, share=share)
+            yield _Level(call.event, where, phase, during, size, high, share=share)
 
 
 def step_moments(chain: ShardedChain, micro_batches: int, *, tied: bool) -> list[Moment]:

@@ -31,7 +31,7 @@ class StageTimes:
     """Backward until the stage before can go on."""
     weight_s: float = 0.0
     """The rest of backward."""
-    causes: Mapping[str, float] = field(default_factory=dict)
+    causes: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Where the time of all three goes, by parts of a `Breakdown`."""
 
     @property

@@ -87,7 +87,7 @@ class StageTimer:
         """Its family, and what it takes in this framework."""
         if self.builder.eager is not None:
             # As profiles have them: torch's own kernels, and contention is counted beside them.
-            return family_of(work), self.operators.seconds(work) * self.compute_factor
+            return family_of(work), self.operators.sustained_s(work) * self.compute_factor
         family, seconds = sustained_s(work, self.operators)
         if family == "attention":
             seconds /= self.framework.attention_share

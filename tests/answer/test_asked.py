@@ -327,9 +327,21 @@ def test_the_order_of_ranks_says_who_crosses_nodes() -> None:
     assert asked.predict("tp=2+pp=4+zero=1", 32).step_s == apart.step_s
     with pytest.raises(InputError, match="without cp and ep"):
         asked.predict("tp=2+cp=2+order=tp-pp-dp", 32)
-    for word in ("tp=2+etp=2", "tp=2+zero=1:8"):
-        with pytest.raises(InputError, match="is not predicted"):
-            asked.predict(word, 32)
+    with pytest.raises(InputError, match="is not predicted"):
+        asked.predict("tp=2+etp=2", 32)
+
+
+def test_the_optimizers_state_is_sharded_in_groups() -> None:
+    asked = Asked.of(SHAPE, CLUSTER, framework="megatron", batch=1)
+    whole, groups = (asked.predict(word, 64) for word in ("tp=2+zero=1", "tp=2+zero=1:8"))
+    assert groups.memory.by_kind["optimizer"] == 4 * whole.memory.by_kind["optimizer"]  # type: ignore[union-attr]
+    assert groups.memory.by_kind["parameters"] == whole.memory.by_kind["parameters"]  # type: ignore[union-attr]
+    assert groups.step_s != whole.step_s
+    assert asked.predict("tp=2+zero=1:32", 64).step_s == whole.step_s
+    assert asked.plan("tp=2+zero=1:8", 64).layout.zero_group == 8  # type: ignore[union-attr]
+    for word, why in (("tp=2+zero=1:7", "not 32 replicas"), ("tp=2+zero=3:8", "is of zero=1")):
+        with pytest.raises(InputError, match=why):
+            asked.predict(word, 64)
 
 
 def test_a_cpus_profile_is_no_gpus() -> None:
@@ -369,3 +381,30 @@ def test_an_accelerator_of_ones_own_is_never_ignored(tmp_path: Path) -> None:
         assert mine.step_s > 1.2 * whole.step_s
         assert mine.device_bytes < whole.device_bytes  # type: ignore[operator]
         assert mine.mfu is not None
+
+
+def test_a_lower_precision_is_faster_where_the_gpu_has_it() -> None:
+    steps = [
+        Asked.of(SHAPE, "dgx-b200", precision=one).predict("fsdp", 8).step_s for one in ("fp32", "tf32", "bf16", "fp8")
+    ]
+    assert steps == sorted(steps, reverse=True)
+    with pytest.raises(InputError, match="H200 has no fp4"):
+        Asked.of(SHAPE, CLUSTER, precision="fp4").predict("fsdp", 8)
+    with pytest.raises(InputError, match="layouts are predicted in bf16, fp16, fp8"):
+        Asked.of(SHAPE, CLUSTER, precision="tf32").predict("tp=2", 8)
+
+
+def test_a_profile_moves_to_the_clusters_gpu_at_any_batch() -> None:
+    here, there = Asked.of(RESNET, CLUSTER), Asked.of(RESNET, "dgx-a100")
+    for told in ({}, {"batch": 128}):
+        found = Asked.of(RESNET, "dgx-a100", **told).predict("ddp", 16)
+        assert found.step_s > Asked.of(RESNET, CLUSTER, **told).predict("ddp", 16).step_s
+        assert any(note.kind == "moved" for note in found.notes)
+    assert there.predict("ddp", 1).device_bytes < here.predict("ddp", 1).device_bytes  # type: ignore[operator]
+
+
+def test_less_than_a_micro_batch_for_each_replica_is_strong_scaling() -> None:
+    asked = Asked.of(SHAPE, CLUSTER, batch=4, global_batch=16)
+    assert [asked.predict(way, 16).batch for way in ("fsdp", "tp=2", "tp=8")] == [1, 2, 4]
+    with pytest.raises(InputError, match=r"global_batch\(8\) % gpus\(16\)"):
+        Asked.of(SHAPE, CLUSTER, global_batch=8).predict("fsdp", 16)

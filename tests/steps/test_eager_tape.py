@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from backbeat.cost.operators import Product, Traffic
-from backbeat.steps.eager_tape import Operand, Tape, fused
+from backbeat.steps.eager_modules import ModuleTape
+from backbeat.steps.eager_tape import Operand
+from backbeat.steps.fused_kernels import fused
 
 
-def _tape(autocast: bool = True) -> Tape:
-    return Tape(half="bf16", autocast=autocast)
+def _tape(autocast: bool = True) -> ModuleTape:
+    return ModuleTape(half="bf16", autocast=autocast)
 
 
-def _moved(tape: Tape) -> list[tuple[str, float]]:
+def _moved(tape: ModuleTape) -> list[tuple[str, float]]:
     return [(kernel.work.kind, kernel.work.bytes) for kernel in tape.kernels if isinstance(kernel.work, Traffic)]
 
 

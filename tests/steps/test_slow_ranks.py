@@ -18,7 +18,6 @@ from backbeat.model.framework import Framework, framework_named
 from backbeat.model.layout import Layout
 from backbeat.model.prediction import Note
 from backbeat.model.slowdown import Slowdown
-from backbeat.planners.layout_search import search
 from backbeat.steps.predict_layout import predict_layout
 from backbeat.steps.slow_ranks import slow_pipelines, step_wait
 
@@ -111,8 +110,6 @@ def test_slow_stages_of_different_pipelines_cost_less_than_of_one() -> None:
 def test_stragglers_that_cannot_be_are_refused(stragglers: dict[int, float], why: str) -> None:
     with pytest.raises(bb.InputError, match=why):
         predict_layout("llama-3-8b", H100[False], dp=8, stragglers=stragglers, **JOB)
-    with pytest.raises(bb.InputError, match=why):
-        search("llama-3-8b", H100[False], gpus=8, stragglers=stragglers, global_batch=8, sequence=1024)
 
 
 ALONE = framework_named(NO_OVERLAP, name="alone", tensor_overlap="none", context_exchange="all-to-all")

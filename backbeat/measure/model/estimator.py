@@ -147,7 +147,7 @@ class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             host_s = (host.backward_s if in_backward() else host.forward_s).get(family_of(works[0]), 0.0)
         self.clock.submit(host_s, 0.0)
         for work in works:
-            seconds = self.model.seconds(work)
+            seconds = self.model.sustained_s(work)
             family = family_of(work)
             self.by_family["matmul" if family == "convolution" else family] += seconds
             self.clock.submit(0.0, seconds)

@@ -18,7 +18,8 @@ from backbeat.show.chrome_trace import chrome_trace
 from backbeat.show.measured import Measured
 from backbeat.show.pages.sections import sections
 from backbeat.show.steps_traced import traced
-from backbeat.show.words import caveats, verdict
+from backbeat.show.words import caveats
+from backbeat.show.words import decision_words as verdict
 from backbeat.show.words.numbers import describe, format_count, format_hours, format_money, network_named, title
 from backbeat.units import format_bytes, format_seconds
 

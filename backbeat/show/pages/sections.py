@@ -17,8 +17,8 @@ from backbeat.show.figures.timeline import Timeline, draw_timeline, draw_two, ti
 from backbeat.show.measured import Measured
 from backbeat.show.steps_traced import traced
 from backbeat.show.tables.answer_table import shown_rows
+from backbeat.show.words.decision_words import called, mesh_words
 from backbeat.show.words.numbers import format_count, format_number
-from backbeat.show.words.verdict import called, mesh_words
 from backbeat.units import format_bytes, format_seconds
 
 _MOST_ROWS = 1000

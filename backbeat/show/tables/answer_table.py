@@ -8,8 +8,8 @@ from backbeat.answer.answer import Answer
 from backbeat.answer.row import Row
 from backbeat.model.rule import SPLITS
 from backbeat.show.tables.terminal_table import natural_width, table_of
+from backbeat.show.words.decision_words import mesh_words
 from backbeat.show.words.numbers import format_count, format_hours, format_money
-from backbeat.show.words.verdict import mesh_words
 from backbeat.units import SCREEN, format_bytes, format_seconds, printable
 
 MOST_ROWS = 22

@@ -6,8 +6,8 @@ from backbeat.answer.answer import Answer
 from backbeat.answer.checked import parallelism_of
 from backbeat.answer.row import Row
 from backbeat.model.files import Source
+from backbeat.show.words.decision_words import called, percent
 from backbeat.show.words.notes import worded
-from backbeat.show.words.verdict import called, percent
 from backbeat.units import format_seconds
 
 LIMITS = {

@@ -48,6 +48,17 @@ _SENTENCES: dict[str, str] = {
     "batch": "{text}",
     "analytic": "the profile {profile} is computed from shapes and peak rates, not measured",
     "compression_assumed": f"the profile has no compression cost: taken as {{ns_per_byte:g}} ns a byte; {_AGAIN}",
+    "compression_scaled": (
+        "what compressing costs is scaled from an H200 by the bandwidth of memory: {ns_per_byte:.3g} ns a byte; "
+        f"{_AGAIN}"
+    ),
+    "moved": (
+        "the profile {profile} was measured on {measured}: its times are moved to {device} by what operators take on "
+        "either, its memory is as measured"
+    ),
+    "data_sheet": (
+        "of {device} only data sheets are known: operators follow those measured on the GPUs it resembles ({like})"
+    ),
     "compression_launches": (
         f"the profile does not say what a compressed bucket costs by itself, in launches: taken as nothing; {_AGAIN}"
     ),

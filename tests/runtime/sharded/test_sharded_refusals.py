@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.errors import CommunicationError, InputError
-from backbeat.model import Bucket, MemoryPlan, Mesh, Plan, PlanPrediction, Segment, ShardUnit
-from backbeat.runtime import full_state_dict, fully_shard
+from backbeat.model import Bucket, Layout, MemoryPlan, Mesh, Plan, PlanPrediction, Segment, ShardUnit
+from backbeat.runtime import DistributedDataParallel, full_state_dict, fully_shard
 from backbeat.runtime.sharded import shard, torch_fsdp
 from backbeat.runtime.sharded.shard import find_units
 
@@ -109,6 +109,14 @@ def test_plans_with_buckets_are_run_by_the_wrapper(alone: Context) -> None:
     buckets = (Bucket(gradients=("head.weight",), communicator=0),)
     with pytest.raises(InputError, match=r"has buckets and no sharding: run it with .*DistributedDataParallel"):
         fully_shard(Chain(), plan=Plan(strategy="single", model="m", communicators=1, buckets=buckets))
+
+
+def test_layouts_are_run_by_their_framework(alone: Context) -> None:
+    plan = Plan(strategy="tp=8+pp=2", model="m", layout=Layout(tp=8, pp=2), batch=1, framework="megatron")
+    with pytest.raises(InputError, match="is a layout, which fully_shard does not run: megatron runs it"):
+        fully_shard(Chain(), plan=plan)
+    with pytest.raises(InputError, match="is a layout, which DistributedDataParallel does not run: megatron runs it"):
+        DistributedDataParallel(Chain(), plan=plan)
 
 
 def test_a_sharded_model_is_not_sharded_again(alone: Context) -> None:
