@@ -23,7 +23,7 @@ from backbeat.answer.decision import (
     what_to_measure,
 )
 from backbeat.answer.do import Words, what_to_run
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.answer.rows import curve_of, rows_of
 from backbeat.errors import NothingFitsError
 from backbeat.model.prediction import Prediction
@@ -39,11 +39,11 @@ NOTHING = Decision(way=None, gpus=0)
 class Answer:
     question: Question
     asked: Asked
-    rows: tuple[Row, ...]
+    rows: tuple[AnswerRow, ...]
     """By number of GPUs, and of each the recommended one first."""
     curve: Mapping[int, Prediction]
     """The best that people write by hand, on sizes that the answer chose itself: what the knee is found on."""
-    best: Row | None
+    best: AnswerRow | None
     """The recommended row; None where nothing fits."""
     level: tuple[int, ...]
     """Rows that nobody can tell from the fastest, at the decision's size."""
@@ -53,11 +53,11 @@ class Answer:
     def sizes(self) -> tuple[int, ...]:
         return tuple(sorted({row.gpus for row in self.rows}))
 
-    def rows_at(self, gpus: int) -> list[Row]:
+    def rows_at(self, gpus: int) -> list[AnswerRow]:
         return [row for row in self.rows if row.gpus == gpus]
 
     @property
-    def taken(self) -> Row:
+    def taken(self) -> AnswerRow:
         """The recommended row; where nothing fits the one that takes least memory."""
         return self.best or min(self.rows, key=lambda row: (-row.gpus, row.peak or 0))
 

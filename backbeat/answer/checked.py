@@ -13,7 +13,7 @@ SCALES = (8, 64, 512)
 """Last number of GPUs of each class but the largest."""
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """Measured rows of the same GPU, scale, parallelism, precision, framework and route."""
 
     inside: bool
@@ -22,7 +22,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     rows: int = 0
 
 
-NEVER = Checked(inside=False)
+NEVER = Compared(inside=False)
 
 
 def scale_of(gpus: int) -> str:
@@ -64,7 +64,7 @@ def _cells() -> dict[tuple[Any, ...], list[dict[str, Any]]]:
 
 def checked(
     *, gpu: str | None, gpus: int, parallelism: str, precision: str | None, framework: str | None, route: str
-) -> Checked:
+) -> Compared:
     """What was compared that is like this; `NEVER` where nothing was."""
     cells = _cells().get((gpu, scale_of(gpus), parallelism, precision, route), [])
     # Profiles and their analytic like are measured without a framework's name.
@@ -72,4 +72,4 @@ def checked(
     count = sum(row["n"] for row in alike)
     if not count:
         return NEVER
-    return Checked(inside=True, error=round(sum(row["p90"] * row["n"] for row in alike) / count, 4), rows=count)
+    return Compared(inside=True, error=round(sum(row["p90"] * row["n"] for row in alike) / count, 4), rows=count)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from backbeat.answer.asked import Asked
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.errors import InputError
 from backbeat.model.prediction import Prediction
 from backbeat.model.rule import by_hand, level, recommended, tolerance
@@ -62,33 +62,33 @@ class Decision:
         }
 
 
-def candidates(rows: Sequence[Row], *, asked: bool) -> list[Row]:
+def candidates(rows: Sequence[AnswerRow], *, asked: bool) -> list[AnswerRow]:
     """What may be recommended: it fits and, unless it was `asked` for by name, changes nothing of the training."""
     fitting = [row for row in rows if row.possible]
     same = [row for row in fitting if not row.changes]
     return same or (fitting if asked else [])
 
 
-def within(one: Row, other: Row) -> float:
+def within(one: AnswerRow, other: AnswerRow) -> float:
     """How close two rows are level. A gain that single steps hide nobody sees."""
     return max(tolerance(one.mesh, other.mesh), one.jitter, other.jitter)
 
 
-def level_rows(rows: Sequence[Row], *, asked: bool) -> list[Row]:
+def level_rows(rows: Sequence[AnswerRow], *, asked: bool) -> list[AnswerRow]:
     return level(candidates(rows, asked=asked), lambda row: row.seconds, within)
 
 
-def best_row(rows: Sequence[Row], *, asked: bool = False) -> Row | None:
+def best_row(rows: Sequence[AnswerRow], *, asked: bool = False) -> AnswerRow | None:
     """The simplest of those that are level."""
     found = candidates(rows, asked=asked)
     return recommended(found, lambda row: row.seconds, lambda row: row.simplicity, within) if found else None
 
 
-def ordered(rows: Sequence[Row], *, asked: bool) -> list[Row]:
+def ordered(rows: Sequence[AnswerRow], *, asked: bool) -> list[AnswerRow]:
     """Of one number of GPUs: what fits first, then what is level by simplicity, then by time."""
     equal = level_rows(rows, asked=asked)
 
-    def place(row: Row) -> tuple[Any, ...]:
+    def place(row: AnswerRow) -> tuple[Any, ...]:
         among = any(row is one for one in equal)
         return not row.possible, not among, row.simplicity if among else (), row.seconds
 
@@ -124,7 +124,9 @@ def knee_of(curve: Mapping[int, Prediction], edge: int | None = None) -> int | N
     return None if not curve or found >= max(curve) else found
 
 
-def chosen_size(best: Mapping[int, Row], knee: int | None, deadline_hours: float | None) -> tuple[int, bool | None]:
+def chosen_size(
+    best: Mapping[int, AnswerRow], knee: int | None, deadline_hours: float | None
+) -> tuple[int, bool | None]:
     """The number of GPUs to take, of those for which something fits, and whether it meets the deadline."""
     cheap: Callable[[int], tuple[float, int]] = lambda n: (best[n].gpu_seconds, n)  # noqa: E731
     if deadline_hours is not None:
@@ -136,7 +138,7 @@ def chosen_size(best: Mapping[int, Row], knee: int | None, deadline_hours: float
     return max(paying) if paying else min(best), None
 
 
-def over(rows: Sequence[Row], taken: Row) -> tuple[float, Row | None]:
+def over(rows: Sequence[AnswerRow], taken: AnswerRow) -> tuple[float, AnswerRow | None]:
     """The gain over the best way that people write by hand with the same numerics; for such a winner over the next."""
     others = [row for row in rows if row is not taken and row.possible and not row.changes and row.by_hand]
     found = min(others, key=lambda row: row.seconds, default=None)
@@ -144,10 +146,10 @@ def over(rows: Sequence[Row], taken: Row) -> tuple[float, Row | None]:
 
 
 def doubts_of(
-    rows: Sequence[Row],
-    best: Mapping[int, Row],
+    rows: Sequence[AnswerRow],
+    best: Mapping[int, AnswerRow],
     curve: Mapping[int, Prediction],
-    taken: Row,
+    taken: AnswerRow,
     deadline_hours: float | None,
 ) -> tuple[Doubt, ...]:
     """Where the range decides nothing, `rows` being those of the size taken."""
@@ -169,7 +171,7 @@ def doubts_of(
     return tuple(found)
 
 
-def remedies_of(asked: Asked, rows: Sequence[Row]) -> tuple[str, ...]:
+def remedies_of(asked: Asked, rows: Sequence[AnswerRow]) -> tuple[str, ...]:
     """What makes the way that takes least memory fit: each was tried."""
     least = min(rows, key=lambda row: row.peak or 0)
     way, gpus, given = least.way, least.prediction.gpus, asked.given
@@ -193,7 +195,7 @@ def _fits(asked: Asked, way: Any, gpus: int) -> bool:
         return False
 
 
-def largest_batch(asked: Asked, row: Row) -> int | None:
+def largest_batch(asked: Asked, row: AnswerRow) -> int | None:
     """The largest micro-batch that fits with the same plan; None where nobody knows."""
     one = row.prediction
     if one.fits not in ("yes", "tight") or one.layout is not None:
@@ -214,7 +216,7 @@ def largest_batch(asked: Asked, row: Row) -> int | None:
     return low
 
 
-def what_to_measure(asked: Asked, taken: Row) -> Measure:
+def what_to_measure(asked: Asked, taken: AnswerRow) -> Measure:
     """What narrows the range most: the network, where how busy it is makes the range; else a step of one's own."""
     band, (low, high) = taken.network_band, taken.range_s
     busy = band is not None and band.quiet_s > 0 and (band.busy_s / band.quiet_s) ** 2 > high / low

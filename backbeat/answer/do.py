@@ -10,7 +10,7 @@ from typing import Any
 
 from backbeat.answer.asked import Asked
 from backbeat.answer.megatron_flags import megatron_flags
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.answer.ways import OURS as RUNTIME
 from backbeat.model.architecture import Architecture
 from backbeat.model.framework import Framework
@@ -122,7 +122,7 @@ def horovod_lines() -> list[str]:
     ]
 
 
-def titan_arguments(mesh: Mapping[str, int], row: Row | None, layout: Layout | None) -> list[str]:
+def titan_arguments(mesh: Mapping[str, int], row: AnswerRow | None, layout: Layout | None) -> list[str]:
     """Of torchtitan.
 
     >>> titan_arguments({"replicate": 8, "shard": 8}, None, None)[:2]
@@ -152,7 +152,7 @@ def titan_arguments(mesh: Mapping[str, int], row: Row | None, layout: Layout | N
     return found
 
 
-def nanotron_lines(row: Row, layout: Layout) -> list[str]:
+def nanotron_lines(row: AnswerRow, layout: Layout) -> list[str]:
     """Of nanotron's YAML."""
     one = row.prediction
     return [
@@ -164,7 +164,7 @@ def nanotron_lines(row: Row, layout: Layout) -> list[str]:
     ]
 
 
-def deepspeed_lines(row: Row, layout: Layout) -> list[str]:
+def deepspeed_lines(row: AnswerRow, layout: Layout) -> list[str]:
     """Of DeepSpeed's JSON."""
     one = row.prediction
     bf16 = str(one.precision == "bf16").lower()
@@ -176,7 +176,7 @@ def deepspeed_lines(row: Row, layout: Layout) -> list[str]:
     ]
 
 
-def layout_of(row: Row) -> Layout | None:
+def layout_of(row: AnswerRow) -> Layout | None:
     """A layout, or data parallelism as one."""
     one = row.prediction
     if one.layout is not None:
@@ -187,7 +187,7 @@ def layout_of(row: Row) -> Layout | None:
     return Layout(dp=one.gpus, zero=zero, micro_batch=one.batch, recompute=one.recompute)  # type: ignore[arg-type]
 
 
-def arguments(row: Row, framework: Framework, model: Architecture | None) -> list[str]:
+def arguments(row: AnswerRow, framework: Framework, model: Architecture | None) -> list[str]:
     """What the row's framework is given; empty where it cannot be said to it."""
     one, layout = row.prediction, layout_of(row)
     if framework.name == "torchtitan":
@@ -203,7 +203,7 @@ def arguments(row: Row, framework: Framework, model: Architecture | None) -> lis
     return deepspeed_lines(row, layout) if framework.name == "deepspeed" else []
 
 
-def what_to_run(asked: Asked, row: Row, words: Words) -> tuple[str, list[str]]:
+def what_to_run(asked: Asked, row: AnswerRow, words: Words) -> tuple[str, list[str]]:
     """Who runs a row, and what to do for it."""
     one, framework, given = row.prediction, asked.framework, asked.given
     kind = one.way.partition(":")[0]

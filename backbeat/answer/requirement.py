@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.errors import InputError, did_you_mean
 from backbeat.units import parse_bytes, parse_count, parse_duration
 
@@ -37,7 +37,7 @@ class Requirement:
             return cls(text=text, name=name)
         return cls(text=text, name=name, sign=match["sign"], value=_number(name, match["value"], text))
 
-    def unmet(self, row: Row) -> str | None:
+    def unmet(self, row: AnswerRow) -> str | None:
         """Why the row does not meet it; None where it does."""
         one = row.prediction
         if self.name == "fits":

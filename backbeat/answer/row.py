@@ -7,16 +7,16 @@ from typing import Any
 
 import msgspec
 
-from backbeat.answer.checked import Checked
+from backbeat.answer.checked import Compared
 from backbeat.answer.ways import OURS as RUNTIME
 from backbeat.model.prediction import Prediction
 from backbeat.model.rule import by_hand, simplicity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class AnswerRow:
     prediction: Prediction
-    checked: Checked
+    checked: Compared
     changes: tuple[str, ...] = ()
     """What it changes, unasked, of what is computed or of what the optimizer sees: `compression`, a dtype."""
 

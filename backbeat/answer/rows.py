@@ -7,7 +7,7 @@ from typing import Any
 
 from backbeat.answer.asked import Asked
 from backbeat.answer.checked import checked, parallelism_of
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.errors import InputError
 from backbeat.model.prediction import Prediction
 from backbeat.model.rule import SPLITS, by_hand
@@ -15,16 +15,16 @@ from backbeat.model.rule import SPLITS, by_hand
 _DTYPES_OF_TWO_BYTES = ("bf16", "fp16")
 
 
-def rows_of(asked: Asked, sizes: Sequence[int], ways: Sequence[Any] | None) -> dict[int, list[Row]]:
+def rows_of(asked: Asked, sizes: Sequence[int], ways: Sequence[Any] | None) -> dict[int, list[AnswerRow]]:
     """By number of GPUs. What was named and is possible at no size is refused; at some sizes it is left out."""
     if ways is not None:
         asked.check(*ways)
-    found: dict[int, list[Row]] = {}
+    found: dict[int, list[AnswerRow]] = {}
     refused: dict[str, InputError] = {}
     possible: set[str] = set()
     for size in sizes:
         words = asked.ways(size) if ways is None else ways
-        rows: list[Row] = []
+        rows: list[AnswerRow] = []
         for way in words:
             try:
                 rows += [row_of(asked, one) for one in predictions(asked, way, size)]
@@ -58,8 +58,8 @@ def _split(asked: Asked, gpus: int) -> list[Prediction]:
     return [one for one in found if any(one.mesh.get(name, 1) > 1 for name in SPLITS)]
 
 
-def row_of(asked: Asked, one: Prediction) -> Row:
-    return Row(prediction=one, checked=_checked(asked, one), changes=changes(asked, one))
+def row_of(asked: Asked, one: Prediction) -> AnswerRow:
+    return AnswerRow(prediction=one, checked=_checked(asked, one), changes=changes(asked, one))
 
 
 def changes(asked: Asked, one: Prediction) -> tuple[str, ...]:
@@ -90,7 +90,9 @@ def _checked(asked: Asked, one: Prediction) -> Any:
     )
 
 
-def curve_of(asked: Asked, found: Mapping[int, Sequence[Row]], ways: Sequence[Any] | None) -> dict[int, Prediction]:
+def curve_of(
+    asked: Asked, found: Mapping[int, Sequence[AnswerRow]], ways: Sequence[Any] | None
+) -> dict[int, Prediction]:
     """The best that people write by hand, on numbers of GPUs that double up to the largest asked and on those asked:
     the same whatever list was asked."""
     top = max(found)

@@ -13,7 +13,7 @@ import backbeat as bb
 from backbeat.answer.answer import Answer, answered
 from backbeat.answer.asked import Asked
 from backbeat.answer.decision import best_row, level_rows
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.errors import InputError
 from backbeat.model.rule import BY_HAND, by_hand
 from tests.problems import make_profile
@@ -225,7 +225,7 @@ def test_an_answer_is_saved_whole(resnet: Answer, tmp_path: Path) -> None:
 
 def test_rows_are_predictions_and_more(resnet: Answer) -> None:
     row = resnet.rows[0]
-    assert isinstance(row, Row)
+    assert isinstance(row, AnswerRow)
     assert row.scaling_factor == row.prediction.scaling_factor
     assert row.way == row.prediction.way
 

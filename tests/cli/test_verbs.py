@@ -228,7 +228,8 @@ def test_demo_as_data(tmp_path: Path) -> None:
         ),
         (
             ["predict", "a", "b", "--wa", "ddp"],
-            "backbeat predict: no such option: --wa; did you mean --lora or --plan or --way? See `backbeat predict --help`.",
+            "backbeat predict: no such option: --wa; did you mean --lora or --plan or --way? "
+            "See `backbeat predict --help`.",
         ),
         (["predct"], "backbeat: no such command 'predct'. Did you mean 'predict'? See `backbeat --help`."),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.model.gpu_memory import KINDS
 from backbeat.model.prediction import Prediction
 from backbeat.show.figures import canvas
@@ -38,11 +38,11 @@ _HOVER = "<b>%{y}</b><br>%{fullData.name}: %{customdata}<extra></extra>"
 _KIND_COLOURS = (*COLOURS[1:], canvas.GREY, "#4f7f8b")
 
 
-def labels_of(rows: Sequence[Row]) -> list[str]:
+def labels_of(rows: Sequence[AnswerRow]) -> list[str]:
     return [html.escape(row.way) for row in rows]
 
 
-def draw_steps(rows: Sequence[Row], taken: Row) -> Drawing:
+def draw_steps(rows: Sequence[AnswerRow], taken: AnswerRow) -> Drawing:
     """Step times with their ranges; the one to take in green, those that do not fit in grey."""
     labels, seconds = labels_of(rows), [row.step_s for row in rows]
     colours = [canvas.GREEN if row is taken else canvas.BLUE if row.possible else canvas.GREY for row in rows]
@@ -58,7 +58,7 @@ def draw_steps(rows: Sequence[Row], taken: Row) -> Drawing:
     return drawn(traces, xaxis=_STEP, yaxis=_BY_LABEL, height=110 + 26 * len(rows), showlegend=False)
 
 
-def draw_memory(rows: Sequence[Row]) -> Drawing | None:
+def draw_memory(rows: Sequence[AnswerRow]) -> Drawing | None:
     """What one GPU holds at its peak, by kind, against what it has; None where nobody knows."""
     known = [row for row in rows if row.memory is not None and row.memory.by_kind]
     if not known:
@@ -94,7 +94,7 @@ def exposed_by_part(predictions: Iterable[Prediction]) -> dict[str, list[float]]
     return {name: values for name, values in parts.items() if any(value > 1e-9 for value in values)}
 
 
-def draw_exposed(rows: Sequence[Row]) -> Drawing:
+def draw_exposed(rows: Sequence[AnswerRow]) -> Drawing:
     """Parts piled up, a bar for each row."""
     labels = labels_of(rows)
     traces = []

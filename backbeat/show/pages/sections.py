@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backbeat.answer.answer import Answer
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.model import Network, Profile
 from backbeat.model.gpu_memory import KINDS
 from backbeat.show.figures import compared
@@ -67,7 +67,7 @@ def sections(answer: Answer, measured: Sequence[Measured] = (), *, most: int = 4
     return [section for section in possible if section is not None]
 
 
-def ways_section(answer: Answer, here: Sequence[Row]) -> Section:
+def ways_section(answer: Answer, here: Sequence[AnswerRow]) -> Section:
     taken = answer.taken
     return Section(
         anchor="ways",
@@ -113,7 +113,7 @@ def rows_table(answer: Answer) -> Table:
     return Table("every way", headings, rows)
 
 
-def memory_section(here: Sequence[Row]) -> Section | None:
+def memory_section(here: Sequence[AnswerRow]) -> Section | None:
     drawing = compared.draw_memory(here)
     if drawing is None:
         return None
@@ -164,7 +164,7 @@ def scaling_section(answer: Answer) -> Section:
     )
 
 
-def timelines(answer: Answer, here: Sequence[Row], measured: Sequence[Measured], *, most: int) -> list[Timeline]:
+def timelines(answer: Answer, here: Sequence[AnswerRow], measured: Sequence[Measured], *, most: int) -> list[Timeline]:
     """The decision's step first, then what it is compared with, then others; and what was measured."""
     first = [row for row in here if row is answer.taken]
     over = [row for row in here if row.way == answer.decision.over]
@@ -222,7 +222,7 @@ def _bars_table(one: Timeline) -> Table:
     return Table(f"bars of {one.label}", ["bar", "lane", "what", "count", "bytes", "starts", "ends", "takes"], rows)
 
 
-def exposed_section(here: Sequence[Row]) -> Section | None:
+def exposed_section(here: Sequence[AnswerRow]) -> Section | None:
     parts = compared.exposed_by_part(row.prediction for row in here)
     if not parts:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from backbeat.answer.answer import Answer
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.model.rule import SPLITS
 from backbeat.show.tables.terminal_table import natural_width, table_of
 from backbeat.show.words.decision_words import mesh_words
@@ -17,7 +17,7 @@ _LAYOUTS = 3
 """Layouts of each kind, the best ones."""
 
 
-def shown_rows(answer: Answer, most: int = MOST_ROWS) -> list[Row]:
+def shown_rows(answer: Answer, most: int = MOST_ROWS) -> list[AnswerRow]:
     """What stands in the table. Of HSDP the best and its neighbours, of layouts the best, with tp and with pp."""
     taken, sizes = answer.taken, answer.sizes
     if answer.question.ways:
@@ -42,7 +42,7 @@ def shown_rows(answer: Answer, most: int = MOST_ROWS) -> list[Row]:
     return _limited(rows, answer, most)
 
 
-def _limited(rows: list[Row], answer: Answer, most: int) -> list[Row]:
+def _limited(rows: list[AnswerRow], answer: Answer, most: int) -> list[AnswerRow]:
     if len(rows) <= most:
         return rows
     first = {id(row) for size in answer.sizes for row in answer.rows_at(size)[:1]}
@@ -93,7 +93,7 @@ def answer_table(answer: Answer, most: int = MOST_ROWS) -> Table:
 _FITS = {"no": " no", "tight": " tight"}
 
 
-def _mesh(row: Row) -> str:
+def _mesh(row: AnswerRow) -> str:
     """What a way's own word does not say."""
     return mesh_words({name: size for name, size in row.mesh.items() if name not in SPLITS})
 
@@ -107,6 +107,6 @@ def _short(seconds: float) -> str:
     return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
-def _money(row: Row) -> str:
+def _money(row: AnswerRow) -> str:
     cost = row.cost
     return format_hours(cost.hours) if cost.money is None else format_money(cost.money)

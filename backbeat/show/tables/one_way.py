@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.model.gpu_memory import KINDS
 from backbeat.model.prediction import Span
 from backbeat.show.tables.terminal_table import table_of
@@ -19,7 +19,7 @@ _LETTERS = {"forward": "F", "backward": "B", "weight": "W", "reduce": "r", "upda
 _LEGEND = "F forward, B backward, W weight gradient, u update, r reduce, g gather, # message, . idle"
 
 
-def one_way(row: Row) -> list[Table | str]:
+def one_way(row: AnswerRow) -> list[Table | str]:
     """Memory and waits side by side, then the lanes."""
     one = row.prediction
     held = sorted(one.memory.by_kind.items(), key=lambda kind: -kind[1]) if one.memory is not None else []

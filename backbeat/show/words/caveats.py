@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backbeat.answer.answer import Answer
 from backbeat.answer.checked import parallelism_of
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.model.files import Source
 from backbeat.show.words.decision_words import called, percent
 from backbeat.show.words.notes import worded
@@ -45,7 +45,7 @@ _NOISY = 0.2
 """Single steps that differ by this share are worth a line."""
 
 
-def limit_line(row: Row) -> str:
+def limit_line(row: AnswerRow) -> str:
     return f"Limited by {LIMITS.get(row.limit, row.limit)}."
 
 
@@ -63,11 +63,11 @@ def checked_line(answer: Answer) -> str:
     return f"Never checked: no measured step of {gpu} with {kind} parallelism on as many GPUs was compared."
 
 
-def changes_lines(row: Row) -> list[str]:
+def changes_lines(row: AnswerRow) -> list[str]:
     return [CHANGES[one] for one in row.changes]
 
 
-def jitter_line(row: Row) -> str | None:
+def jitter_line(row: AnswerRow) -> str | None:
     if row.jitter < _NOISY or row.jitter_s is None:
         return None
     low, high = (format_seconds(edge) for edge in row.jitter_s)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from backbeat.answer.answer import Answer
 from backbeat.answer.decision import Measure
-from backbeat.answer.row import Row
+from backbeat.answer.row import AnswerRow
 from backbeat.answer.ways import OURS as RUNTIME
-from backbeat.model.gpu_memory import described
+from backbeat.model.gpu_memory import in_words
 from backbeat.show.words.numbers import capitalised, format_count, format_hours, format_money, format_number
 from backbeat.units import counted, format_bytes, format_seconds
 
@@ -74,7 +74,7 @@ def faster(gain: float, name: str) -> str:
     return f"{percent(gain - 1)} faster than {name}" if gain > 1 else f"{percent(1 - gain)} slower than {name}"
 
 
-def figures(row: Row) -> str:
+def figures(row: AnswerRow) -> str:
     """Speed and memory of a row, in one line."""
     one = row.prediction
     low, high = row.range_s
@@ -116,7 +116,7 @@ def nothing_fits(answer: Answer) -> str:
     least = answer.taken
     one = least.prediction
     has = f" of {format_bytes(one.device_bytes)}" if one.device_bytes else ""
-    kinds = f" ({described(one.memory.by_kind)})" if one.memory is not None else ""
+    kinds = f" ({in_words(one.memory.by_kind)})" if one.memory is not None else ""
     return (
         f"Nothing fits one GPU{has} on {counted(least.gpus, 'GPU')}: {called(least.way)} takes least, "
         f"{format_bytes(least.peak or 0)}{kinds}."
