@@ -10,7 +10,7 @@ from rich.table import Table
 
 from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import MemoryPlan, Plan, Prediction, Profile, Segment
-from backbeat.model.gpu_memory import KINDS, MemoryByKind, described
+from backbeat.model.gpu_memory import KINDS, MemoryByKind, in_words
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.show.tables.terminal_table import WINNER, fitted_table, table_of
 from backbeat.steps.memory_timeline import MemoryTimeline
@@ -153,7 +153,7 @@ def peak_line(kept: MemoryTimeline, budget: int | None) -> str:
     if budget is not None:
         line += f" of a budget of {format_bytes(budget)}"
     line += (
-        f", {kept.moment}: activations and their gradients {format_bytes(above)}, {described(kept.resident.by_kind)}."
+        f", {kept.moment}: activations and their gradients {format_bytes(above)}, {in_words(kept.resident.by_kind)}."
     )
     if kept.to_host_bytes:
         line += f" {format_bytes(kept.to_host_bytes)} to the host and back"
