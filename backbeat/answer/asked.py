@@ -113,8 +113,12 @@ class Asked:
         one = self.way(way)
         own = one.plan.layout.gpus if one.plan is not None and one.plan.layout is not None else self.network.workers
         count = gpu_count(own if gpus is None else gpus)
-        if strict:
-            self.check(one)
+        if idle := self._idle(one):
+            if strict:
+                self.check(one)
+            passed = {name for name, _ in idle}
+            heard = {name: value for name, value in self.given.items() if name not in passed}
+            return replace(self, given=heard).predict(way, count)
         if one.gpus not in (None, count):
             raise InputError(f"dp({one.gpus}) != gpus({count}): leave dp out, or take as many GPUs")
         if one.told:

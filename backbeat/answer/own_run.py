@@ -17,7 +17,7 @@ from msgspec.structs import replace as changed
 from backbeat.cost.collectives import COLLECTIVES
 from backbeat.cost.curve import stretched
 from backbeat.errors import InputError
-from backbeat.model import Network, Prediction, WorkersRow
+from backbeat.model import Network, Prediction, Profile, WorkersRow
 from backbeat.model.accelerator import accelerator
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.measured_run import Run
@@ -109,8 +109,11 @@ def _exposed(job: Asked, run: Run) -> float:
 
 def _job(asked: Asked, run: Run) -> Asked:
     """The question of which the run is the answer."""
-    if run.model and run.model != asked.subject.name:
-        raise InputError(f"measured is a run of {run.model!r}, not of {asked.subject.name!r}: give one of this model")
+    subject = asked.subject
+    known = {subject.name, *((subject.model,) if isinstance(subject, Profile) else ())}
+    known |= set() if asked.shape is None else {asked.shape.name}
+    if run.model and run.model not in known:
+        raise InputError(f"measured is a run of {run.model!r}, not of {subject.name!r}: give one of this model")
     told: dict[str, Any] = {name: value for name, value in asked.given.items() if name not in _OF_THE_ANSWER}
     told |= {name: getattr(run, name) for name in _JOB if getattr(run, name) is not None}
     told.setdefault("accelerator", asked.gpu)

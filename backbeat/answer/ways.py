@@ -154,8 +154,8 @@ def idle_keyword(way: Way, given: Mapping[str, Any], framework: Framework, exper
             "bucket": name in ("ddp", "horovod"),
             "communicators": buckets and name not in ("horovod", "compressed"),
             "density": name == "compressed",
-            "dispatcher": way.kind == "layout" and experts,
-            "imbalance": way.kind == "layout" and experts,
+            "dispatcher": experts and str((way.parts or {}).get("ep", 1)) != "1",
+            "imbalance": experts and str((way.parts or {}).get("ep", 1)) != "1",
         }
         if keyword in acts:
             if not acts[keyword]:

@@ -408,3 +408,25 @@ def test_less_than_a_micro_batch_for_each_replica_is_strong_scaling() -> None:
     assert [asked.predict(way, 16).batch for way in ("fsdp", "tp=2", "tp=8")] == [1, 2, 4]
     with pytest.raises(InputError, match=r"global_batch\(8\) % gpus\(16\)"):
         Asked.of(SHAPE, CLUSTER, global_batch=8).predict("fsdp", 16)
+
+
+def test_a_run_is_of_the_model_by_any_of_its_names(tmp_path: Path) -> None:
+    step_s = Asked.of(SHAPE, CLUSTER).predict("fsdp", 16).step_s
+    for model in (SHAPE, ""):
+        Run(model=model, way="fsdp", gpus=16, step_s=StepTimes(median=step_s)).save(tmp_path / "run.json")
+        asked = Asked.of(SHAPE, CLUSTER, measured=tmp_path / "run.json")
+        assert asked.compute_factor == pytest.approx(1, rel=1e-4)
+    with pytest.raises(InputError, match="is a run of 'gpt2'"):
+        Asked.of(SHAPE, CLUSTER, measured=Run(model="gpt2", way="fsdp", gpus=16, step_s=StepTimes(median=step_s)))
+
+
+def test_a_keyword_of_one_way_is_passed_over_by_others_where_several_are_asked() -> None:
+    asked, plain = Asked.of(RESNET, CLUSTER, bucket="5MB", density=0.01), Asked.of(RESNET, CLUSTER)
+    asked.check("ddp", "compressed", "fsdp")
+    with pytest.raises(InputError, match="density"):
+        asked.check("ddp", "fsdp")
+    for way in ("fsdp", "best"):
+        assert asked.predict(way, 16, strict=False) == plain.predict(way, 16)
+        with pytest.raises(InputError, match="bucket"):
+            asked.predict(way, 16)
+    assert asked.predict("ddp", 16, strict=False).step_s != plain.predict("ddp", 16).step_s

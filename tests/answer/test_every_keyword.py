@@ -17,7 +17,7 @@ WAYS = {
     RESNET: ("ddp", "best", "horovod", "compressed", "fsdp", "sharded"),
     LLAMA: ("ddp", "zero1", "hsdp:4"),
     SHAPE: ("ddp", "fsdp", "best", "tp=4", "tp=2+pp=2"),
-    EXPERTS: ("fsdp", "tp=2+ep=4"),
+    EXPERTS: ("fsdp", "tp=4", "tp=2+ep=4"),
 }
 OTHERS: dict[str, Any] = {
     "sequence": 2048,
