@@ -195,7 +195,7 @@ def _fits(asked: Asked, way: Any, gpus: int) -> bool:
         return False
 
 
-def largest_batch(asked: Asked, row: AnswerRow) -> int | None:
+def most_that_fits(asked: Asked, row: AnswerRow) -> int | None:
     """The largest micro-batch that fits with the same plan; None where nobody knows."""
     one = row.prediction
     if one.fits not in ("yes", "tight") or one.layout is not None:

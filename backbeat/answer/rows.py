@@ -59,10 +59,10 @@ def _split(asked: Asked, gpus: int) -> list[Prediction]:
 
 
 def row_of(asked: Asked, one: Prediction) -> AnswerRow:
-    return AnswerRow(prediction=one, checked=_checked(asked, one), changes=changes(asked, one))
+    return AnswerRow(prediction=one, checked=_checked(asked, one), changes=changes_of(asked, one))
 
 
-def changes(asked: Asked, one: Prediction) -> tuple[str, ...]:
+def changes_of(asked: Asked, one: Prediction) -> tuple[str, ...]:
     """What a way computes or sends otherwise than was asked."""
     plan, found = one.plan, []
     if plan is not None and plan.compressed:

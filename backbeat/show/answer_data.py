@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from backbeat.answer.answer import SCHEMA, Answer
-from backbeat.answer.decision import largest_batch
+from backbeat.answer.decision import most_that_fits
 from backbeat.errors import InputError
 from backbeat.model import files
 from backbeat.show.words.decision_words import decision_text
@@ -21,7 +21,7 @@ def answer_data(answer: Answer) -> dict[str, Any]:
         name: value for name, value in msgspec.to_builtins(answer.question).items() if value not in (None, [], ())
     }
     taken = answer.best
-    more = {} if taken is None else {id(taken): largest_batch(answer.asked, taken)}
+    more = {} if taken is None else {id(taken): most_that_fits(answer.asked, taken)}
     rows = [{**row.data(), "largest_batch": more.get(id(row))} for row in answer.rows]
     for row, data in zip(answer.rows, rows, strict=True):
         data["notes"] = [

@@ -24,7 +24,7 @@ def screen(answer: Answer, words: Words) -> list[Table | str | None]:
     """The parts in order."""
     taken = answer.taken
     found = answer.decision
-    head = [title(answer), "", verdict.verdict(answer), ""]
+    head = [title(answer), "", verdict.headline(answer), ""]
     about = [] if answer.best is None else [f"{verdict.headed(taken.way)}: {verdict.figures(taken)}."]
     about += caveats.about_lines(answer)
     about += [f"* {note}" for note in caveats.notes_of(answer, _NOTES)]

@@ -202,7 +202,7 @@ def test_analytic_compute_has_its_range_on_networks_without_a_band() -> None:
 
 
 def test_scaling_above_one_is_explained(llama: Answer) -> None:
-    from backbeat.show.words.decision_words import verdict
+    from backbeat.show.words.decision_words import headline as verdict
 
     found = verdict(llama)
     assert "73" not in found

@@ -13,7 +13,7 @@ from backbeat.show.figures.canvas import COLOURS, Drawing, axis, curve, dots, dr
 from backbeat.show.words.numbers import format_number
 from backbeat.units import format_seconds
 
-BY_HAND = "best by hand"
+HAND_CURVE = "best by hand"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,14 @@ class Scaling:
     @classmethod
     def of(cls, answer: Answer) -> Scaling:
         """The best that people write by hand on sizes of the answer's own, and every way that stands at several."""
-        curves: dict[str, list[Prediction]] = {BY_HAND: [one for _, one in sorted(answer.curve.items())]}
+        curves: dict[str, list[Prediction]] = {HAND_CURVE: [one for _, one in sorted(answer.curve.items())]}
         for row in answer.rows:
             if row.possible:
                 curves.setdefault(row.way, []).append(row.prediction)
         kept = {label: sorted(points, key=lambda one: one.gpus) for label, points in curves.items() if len(points) > 1}
-        return cls(kept or {BY_HAND: curves[BY_HAND]}, BY_HAND if BY_HAND in kept or not kept else next(iter(kept)))
+        return cls(
+            kept or {HAND_CURVE: curves[HAND_CURVE]}, HAND_CURVE if HAND_CURVE in kept or not kept else next(iter(kept))
+        )
 
     @property
     def range(self) -> list[tuple[int, float, float]]:

@@ -57,7 +57,7 @@ def parts_of(answer: Answer, words: Words, measured: Sequence[Measured] = (), *,
     return {
         "title": f"{answer.question.model} on {answer.question.cluster}: backbeat",
         "asked": title(answer),
-        "headline": verdict.verdict(answer),
+        "headline": verdict.headline(answer),
         "figures": "" if best is None else f"{verdict.called(best.way)}: {verdict.figures(best)}.",
         "tiles": tiles(answer),
         "about": caveats.about_lines(answer),

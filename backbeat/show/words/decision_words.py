@@ -89,7 +89,7 @@ def figures(row: AnswerRow) -> str:
     return ", ".join(parts)
 
 
-def verdict(answer: Answer) -> str:
+def headline(answer: Answer) -> str:
     """Whether that many GPUs pay, and how much work they do."""
     found, taken = answer.decision, answer.taken
     if answer.best is None:

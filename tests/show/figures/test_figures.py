@@ -9,7 +9,7 @@ from backbeat.answer.answer import Answer, answered
 from backbeat.answer.asked import Asked
 from backbeat.show.figures.compared import draw_exposed, draw_memory, draw_steps, exposed_by_part
 from backbeat.show.figures.given import cost_curve, draw_cost_curve, draw_gradient_sizes
-from backbeat.show.figures.scaling_curve import BY_HAND, Scaling, draw_scaling
+from backbeat.show.figures.scaling_curve import HAND_CURVE, Scaling, draw_scaling
 from backbeat.show.figures.timeline import draw_timeline, draw_two, timeline
 from backbeat.show.steps_traced import traced
 from tests.show.hostile import hostile_network, hostile_profile
@@ -39,10 +39,10 @@ def test_memory_adds_up_to_the_peak(found: Answer) -> None:
 
 def test_an_axis_of_shares_starts_at_nothing_and_the_knee_is_drawn(found: Answer) -> None:
     data = Scaling.of(found)
-    assert data.best == BY_HAND
+    assert data.best == HAND_CURVE
     drawing = draw_scaling(data)
     assert drawing["layout"]["yaxis"]["range"][0] == 0
-    assert {one.gpus for one in data.curves[BY_HAND]} == {1, 2, 4, 8, 16}
+    assert {one.gpus for one in data.curves[HAND_CURVE]} == {1, 2, 4, 8, 16}
     marked = draw_scaling(Scaling(data.curves, data.best, 4))
     assert "knee" in [trace["name"] for trace in marked["data"]]
     assert draw_scaling(data, view="throughput")["data"][0]["name"] == "perfect"
