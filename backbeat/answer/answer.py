@@ -30,7 +30,7 @@ from backbeat.model.prediction import Prediction
 from backbeat.model.question import Question
 from backbeat.units import format_bytes
 
-SCHEMA = "backbeat.answer/1"
+ANSWER_SCHEMA = "backbeat.answer/1"
 NOTHING = Decision(way=None, gpus=0)
 """Fits."""
 

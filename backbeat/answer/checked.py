@@ -62,7 +62,7 @@ def _cells() -> dict[tuple[Any, ...], list[dict[str, Any]]]:
     return found
 
 
-def checked(
+def compared_with(
     *, gpu: str | None, gpus: int, parallelism: str, precision: str | None, framework: str | None, route: str
 ) -> Compared:
     """What was compared that is like this; `NEVER` where nothing was."""

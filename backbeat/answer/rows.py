@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from backbeat.answer.asked import Asked
-from backbeat.answer.checked import checked, parallelism_of
+from backbeat.answer.checked import compared_with, parallelism_of
 from backbeat.answer.row import AnswerRow
 from backbeat.errors import InputError
 from backbeat.model.prediction import Prediction
@@ -27,12 +27,12 @@ def rows_of(asked: Asked, sizes: Sequence[int], ways: Sequence[Any] | None) -> d
         rows: list[AnswerRow] = []
         for way in words:
             try:
-                rows += [row_of(asked, one) for one in predictions(asked, way, size)]
+                rows += [answer_row(asked, one) for one in predictions(asked, way, size)]
                 possible.add(str(way))
             except InputError as error:
                 refused.setdefault(str(way), error)
         if ways is None and asked.shape is not None and asked.gpu is not None and size > 1:
-            rows += [row_of(asked, one) for one in _split(asked, size)]
+            rows += [answer_row(asked, one) for one in _split(asked, size)]
         if rows:
             found[size] = rows
     never = [error for way, error in refused.items() if way not in possible]
@@ -58,7 +58,7 @@ def _split(asked: Asked, gpus: int) -> list[Prediction]:
     return [one for one in found if any(one.mesh.get(name, 1) > 1 for name in SPLITS)]
 
 
-def row_of(asked: Asked, one: Prediction) -> AnswerRow:
+def answer_row(asked: Asked, one: Prediction) -> AnswerRow:
     return AnswerRow(prediction=one, checked=_checked(asked, one), changes=changes_of(asked, one))
 
 
@@ -80,7 +80,7 @@ def _checked(asked: Asked, one: Prediction) -> Any:
     if "measured" in asked.given:
         route += ", own run"
     zero = one.layout.zero if one.layout is not None else 0
-    return checked(
+    return compared_with(
         gpu=None if asked.gpu is None else asked.gpu.short_name,
         gpus=one.gpus,
         parallelism=parallelism_of(one.mesh, shards_parameters=zero == 3 or one.mesh.get("shard", 1) > 1),

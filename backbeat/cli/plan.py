@@ -13,7 +13,7 @@ from rich.table import Table
 from backbeat.answer.answer import decided
 from backbeat.answer.asked import Asked
 from backbeat.answer.do import what_to_run
-from backbeat.answer.rows import row_of
+from backbeat.answer.rows import answer_row
 from backbeat.cli import options
 from backbeat.cli.job import Job, of_a_job
 from backbeat.cli.output import console, print_answer, print_json, say
@@ -50,7 +50,7 @@ def plan(
 
 
 def _show(job: Job, asked: Asked, made: Plan, one: Prediction, file: str, *, written: bool) -> None:
-    row, width = row_of(asked, one), console().width
+    row, width = answer_row(asked, one), console().width
     shown: list[Table | str] = []
     if made.sharding is not None and asked.profile is not None:
         shown.append(tables.units_table(asked.profile, made))

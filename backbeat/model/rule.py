@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-Way = TypeVar("Way")
+Weighed = TypeVar("Weighed")
 Fits = Literal["yes", "tight", "no"]
 
 PLANS = 0.01
@@ -71,8 +71,8 @@ def tolerance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
 
 
 def level(
-    ways: Iterable[Way], seconds: Callable[[Way], float], within: float | Callable[[Way, Way], float]
-) -> list[Way]:
+    ways: Iterable[Weighed], seconds: Callable[[Weighed], float], within: float | Callable[[Weighed, Weighed], float]
+) -> list[Weighed]:
     """The ways that no other beats by more than the tolerance of the two, in the order given.
 
     >>> level([1.0, 1.02, 1.2], seconds=lambda each: each, within=0.025)
@@ -80,7 +80,7 @@ def level(
     """
     listed = list(ways)
 
-    def beaten(slow: Way, fast: Way) -> bool:
+    def beaten(slow: Weighed, fast: Weighed) -> bool:
         share = within if isinstance(within, float) else within(fast, slow)
         return seconds(slow) > seconds(fast) * (1 + share)
 
@@ -88,11 +88,11 @@ def level(
 
 
 def recommended(
-    ways: Sequence[Way],
-    seconds: Callable[[Way], float],
-    simple: Callable[[Way], Any],
-    within: float | Callable[[Way, Way], float],
-) -> Way:
+    ways: Sequence[Weighed],
+    seconds: Callable[[Weighed], float],
+    simple: Callable[[Weighed], Any],
+    within: float | Callable[[Weighed, Weighed], float],
+) -> Weighed:
     """The simplest of those that are level; of two as simple the faster.
 
     >>> simple = {"planned": 1, "stock": 0}.get

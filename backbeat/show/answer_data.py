@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from backbeat.answer.answer import SCHEMA, Answer
+from backbeat.answer.answer import ANSWER_SCHEMA, Answer
 from backbeat.answer.decision import most_that_fits
 from backbeat.errors import InputError
 from backbeat.model import files
@@ -30,7 +30,7 @@ def answer_data(answer: Answer) -> dict[str, Any]:
         ]
     best = next((at for at, row in enumerate(answer.rows) if row is answer.best), None)
     return {
-        "schema": SCHEMA,
+        "schema": ANSWER_SCHEMA,
         "question": question,
         "rows": rows,
         "best": best,

@@ -27,7 +27,7 @@ def screen(answer: Answer, words: Words) -> list[Table | str | None]:
     head = [title(answer), "", verdict.headline(answer), ""]
     about = [] if answer.best is None else [f"{verdict.headed(taken.way)}: {verdict.figures(taken)}."]
     about += caveats.about_lines(answer)
-    about += [f"* {note}" for note in caveats.notes_of(answer, _NOTES)]
+    about += [f"* {note}" for note in caveats.answer_notes(answer, _NOTES)]
     tail = ["", verdict.decision_text(answer)]
     if found.do:
         tail += [verdict.do_heading(found.do_by, found.do), *commands(found.do)]

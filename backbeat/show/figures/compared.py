@@ -13,7 +13,7 @@ from backbeat.show.figures.canvas import COLOURS, Drawing, axis, bar, dots, draw
 from backbeat.show.measured import Measured
 from backbeat.units import format_bytes, format_seconds
 
-WAITS = {
+CAUSES = {
     "bandwidth": ("the link is too slow for the bytes", canvas.BLUE),
     "latency": ("latency of messages", canvas.ORANGE),
     "waiting": ("held back by late gradients", canvas.PURPLE),
@@ -90,7 +90,7 @@ def exposed_by_part(predictions: Iterable[Prediction]) -> dict[str, list[float]]
     """Seconds of each part, one for each prediction. Parts that are nowhere present are left out."""
     rows = list(predictions)
     # The host's is negative where communication takes the place of waiting for it.
-    parts = {name: [max(row.breakdown.parts.get(name, 0.0), 0.0) for row in rows] for name in WAITS}
+    parts = {name: [max(row.breakdown.parts.get(name, 0.0), 0.0) for row in rows] for name in CAUSES}
     return {name: values for name, values in parts.items() if any(value > 1e-9 for value in values)}
 
 
@@ -100,7 +100,7 @@ def draw_exposed(rows: Sequence[AnswerRow]) -> Drawing:
     traces = []
     for part, values in exposed_by_part(row.prediction for row in rows).items():
         words = [format_seconds(seconds) for seconds in values]
-        traces.append(stacked(WAITS[part][0], labels, ms(values), words, WAITS[part][1]) | {"hovertemplate": _HOVER})
+        traces.append(stacked(CAUSES[part][0], labels, ms(values), words, CAUSES[part][1]) | {"hovertemplate": _HOVER})
     return drawn(
         traces,
         barmode="stack",

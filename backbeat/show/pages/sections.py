@@ -231,7 +231,7 @@ def exposed_section(here: Sequence[AnswerRow]) -> Section | None:
         for index, row in enumerate(here)
     ]
     first = here[0]
-    waits = ", ".join(f"{format_seconds(values[0])} {compared.WAITS[part][0]}" for part, values in parts.items())
+    waits = ", ".join(f"{format_seconds(values[0])} {compared.CAUSES[part][0]}" for part, values in parts.items())
     return Section(
         anchor="exposed",
         title="What a step waits for",

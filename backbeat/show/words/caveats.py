@@ -108,7 +108,7 @@ def origin_lines(answer: Answer) -> list[str]:
     return found
 
 
-def notes_of(answer: Answer, most: int | None = None) -> list[str]:
+def answer_notes(answer: Answer, most: int | None = None) -> list[str]:
     """Everything to know, the most important first; at most so many, and then how many are left."""
     row = answer.taken
     found = list(dict.fromkeys([*origin_lines(answer), *worded(row.notes)]))
