@@ -189,8 +189,7 @@ class Asked:
             return ["ddp"]
         groups = [f"hsdp:{size}" for size in range(2, gpus) if gpus % size == 0]
         names = ["ddp", "fsdp", *groups, "zero1", "zero2", "best", "sharded"]
-        whole = self.profile is not None or self.undescribed is None
-        return names if whole else [name for name in names if name in _BY_ZERO]
+        return names if self.by_blocks else [name for name in names if name in _BY_ZERO]
 
     def layouts(self, word: str | None, gpus: int, most: int = 10) -> list[Prediction]:
         """The best layouts that a word leaves open, the fastest first; of all layouts without a word, with the best
@@ -214,7 +213,14 @@ class Asked:
         while (idle := idle_keyword(way, given, self.framework, bool(shape is not None and shape.experts))) is not None:
             found.append(idle)
             del given[idle[0]]
+        if given.get("recompute") == "selective" and way.kind != "layout" and self.by_blocks:
+            found.append(("recompute", "data-parallel ways recompute whole blocks: say full or none, or ask a layout"))
         return found
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether data-parallel ways are those of a profile, block by block."""
+        return self.profile is not None or self.undescribed is None
 
     @property
     def profile(self) -> Profile | None:
@@ -242,7 +248,7 @@ class Asked:
             sizes = [size for size in range(2, gpus) if gpus % size == 0] or [gpus]
             each = [self.predict(f"{way.name}:{size}", gpus, strict=False) for size in sizes]
             return min(each, key=lambda one: (one.fits == "no", one.step_s))
-        if self.profile is not None or self.undescribed is None:
+        if self.by_blocks:
             return data_parallel(self, way, gpus)
         if way.name not in _BY_ZERO or way.plan is not None:
             raise InputError(f"{way.word} is of modules and gradients: {self.undescribed}")
