@@ -17,14 +17,13 @@ from backbeat.answer.by_layout import layout_ways, layout_word
 from backbeat.answer.by_profile import data_parallel
 from backbeat.answer.keywords import gpu_count, read
 from backbeat.answer.own_run import corrected, with_own_range
-from backbeat.answer.subject import ClusterInput, ModelInput, cluster_named, model_named
+from backbeat.answer.subject import ClusterInput, ModelInput, check_fixed, cluster_named, gpu_of, model_named
 from backbeat.answer.training import check_training, with_cost
 from backbeat.answer.ways import Way, idle_keyword, way_of
 from backbeat.errors import InputError
 from backbeat.model import Framework, Network, Plan, Prediction, Profile
-from backbeat.model.accelerator import Accelerator, accelerator, accelerator_named, operator_model
+from backbeat.model.accelerator import Accelerator, operator_model
 from backbeat.model.architecture import Architecture
-from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
 from backbeat.model.layout import Parallelism
 from backbeat.model.moved import moved
@@ -84,11 +83,11 @@ class Asked:
         given = read(keywords)
         subject = model_named(model)
         network = cluster_named(cluster, given.get("across"), given.get("nics_per_node"))
-        gpu = _gpu(subject, network, cluster, given.get("accelerator"))
+        gpu = gpu_of(subject, network, cluster, given.get("accelerator"))
         named = given.get("framework") or ("torchtitan" if _decodes(subject) else "torch")
         framework = framework_named(named, overlap=given.get("overlap"), dispatcher=given.get("dispatcher"))
         if isinstance(subject, Profile):
-            _check_profile(subject, given)
+            check_fixed(subject, given)
             if gpu is not None:
                 moved(subject, gpu)  # refuses what was measured on a CPU
         plain = {name: value for name, value in given.items() if name not in _NAMES}
@@ -340,29 +339,6 @@ def why_undescribed(shape: Architecture) -> str | None:
 def _decodes(subject: Profile | Architecture) -> bool:
     shape = _shape(subject)
     return shape is not None and shape.causal
-
-
-def _gpu(subject: Profile | Architecture, network: Network, cluster: ClusterInput, given: Any) -> Accelerator | None:
-    """What computes: the GPU that was named, the network's own, or that of the profile."""
-    own = accelerator(subject.device) if isinstance(subject, Profile) else None
-    there = accelerator_named(given) if given is not None else cluster.gpu if isinstance(cluster, Cluster) else None
-    if there is None and network.accelerator is not None:
-        there = accelerator_named(network.accelerator)
-    return there or own
-
-
-def _check_profile(profile: Profile, given: Mapping[str, Any]) -> None:
-    """Refuse what a measured profile fixes, asked otherwise."""
-    again = f"profile {profile.name!r} fixes it: leave it out, or profile the model again"
-    for name, own in (
-        ("sequence", profile.sequence_length),
-        ("precision", profile.precision),
-        ("compile", profile.compiled),
-        ("optimizer", profile.optimizer),
-        ("lora", None),
-    ):
-        if name in given and given[name] != own:
-            raise InputError(f"{name} is {given[name]!r}, not {own!r}: {again}")
 
 
 def _by_name(given: Mapping[str, Any], per_node: int) -> dict[str, Any]:
