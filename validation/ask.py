@@ -30,18 +30,18 @@ from unittest import mock
 
 import msgspec
 
+from backbeat.answer.asked import Asked
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Product
 from backbeat.errors import BackbeatError
 from backbeat.model import Network, Plan, Profile, cluster
-from backbeat.model.accelerator import accelerator_named, operator_model
+from backbeat.model.accelerator import Accelerator, Sustained, accelerator_named, operator_model
 from backbeat.model.architecture import BUNDLED as MODELS
 from backbeat.model.architecture import Architecture
 from backbeat.model.framework import FRAMEWORKS, Framework
 from backbeat.model.layout import Layout
 from backbeat.model.prediction import COMPUTE
 from backbeat.planners.planned import planned, predicted
-from backbeat.steps import layer_work
 from backbeat.steps.predict import predict
 from backbeat.steps.predict_layout import predict_layout
 from validation import blocks, specified
@@ -119,7 +119,8 @@ class Asker:
                     return Answer(seconds=float(network.cost.time(case.bytes)))
                 return self._collective(case, network)
             if base == "shape":
-                return self._layout(case, network, factor, quick)
+                asked = self._described if case.recorded else self._layout
+                return asked(case, network, factor, quick)
             attention = self._attention(case, more) if more in self.table.attention else 1.0
             if base in SIMPLER:
                 profile = self.profile(case.profile).replayed(case.dilation)
@@ -157,7 +158,7 @@ class Asker:
             **({"schedule": case.schedule} if case.schedule else {}),  # type: ignore[arg-type]
         )  # fmt: skip
         found = predict_layout(
-            self.model(case.model or ""), network, layout, accelerator=case.accelerator, gpus=case.gpus,
+            self.model(case.model or ""), network, layout, accelerator=self.gpu(case), gpus=case.gpus,
             global_batch=case.global_batch, sequence=case.sequence, precision=case.precision,
             framework=self.framework(case.framework or "megatron"), compute_factor=factor,
             family="closed-form" if quick else "events", band=not quick,
@@ -167,6 +168,21 @@ class Asker:
             seconds=found.step_s, low_s=low, high_s=high,
             memory_bytes=found.peak_bytes, fits=found.fits != "no",
             computing=sum(found.breakdown.parts[name] for name in COMPUTE) / found.step_s,
+        )  # fmt: skip
+
+    def _described(self, case: Case, network: Network, factor: float, quick: bool) -> Answer:
+        """As `bb.predict` answers: torch's FSDP of the shape, over all GPUs or within groups."""
+        asked = Asked.of(
+            described_shape(case.model), network, accelerator=self.gpu(case), framework="torch",
+            batch=case.micro_batch, global_batch=case.global_batch, sequence=case.sequence, precision=case.precision,
+            recompute=case.recompute,
+        )  # fmt: skip
+        way = f"hsdp:{case.shard}" if 0 < case.shard < case.gpus else "fsdp"
+        found = replace(asked, compute_factor=factor).predict(way, case.gpus)
+        low, high = found.range_s or (None, None)
+        return Answer(
+            seconds=found.step_s, low_s=low, high_s=high, memory_bytes=found.peak_bytes, fits=found.fits != "no",
+            computing=1 - found.exposed_s / found.step_s,
         )  # fmt: skip
 
     def _fastest(self, case: Case, network: Network) -> Case:
@@ -296,9 +312,25 @@ class Asker:
             return _operators(case.accelerator, case.precision)
         return _operators(told["of"], case.precision, told.get("gbps"), told.get("launch_overhead", True))
 
+    def gpu(self, case: Case) -> Accelerator:
+        """With the bandwidth that the table states, and the share that is held."""
+        told = self.table.accelerators.get(case.accelerator, {})
+        found = accelerator_named(str(told.get("of", case.accelerator)))
+        if "gbps" in told:
+            found = msgspec.structs.replace(found, memory_bandwidth=told["gbps"] * 1e9)
+        share = HELD.get((found.short_name, "sustained"))
+        return found if share is None else msgspec.structs.replace(found, sustained=Sustained(share=share))
+
     @property
     def _folders(self) -> tuple[Path, ...]:
         return tuple(one for one in (self.table.folder, self.truth) if one is not None)
+
+
+def described_shape(told: Mapping[str, Any]) -> Architecture:
+    """A GPT of these sizes, without dropout."""
+    sizes = {name: told[name] for name in ("name", "layers", "hidden", "heads", "vocab")}
+    kind = {"gated": False, "rms_norm": False, "bias": True, "tied": True, "positions": told["sequence"]}
+    return Architecture(**sizes, **kind, ffn=4 * told["hidden"])
 
 
 @lru_cache
@@ -336,22 +368,21 @@ def _operators(
 
 
 HELD: dict[tuple[str, str], Any] = {}
-"""Fields of frameworks that answers have otherwise while they are held."""
+"""Fields of frameworks and of GPUs that answers have otherwise while they are held."""
 
 
 @contextmanager
 def holding(values: Mapping[str, Any]) -> Iterator[None]:
-    """Answers with other constants: of a GPU (`SUSTAINED h100`; None for that of GPUs that nobody has seen), of a
-    framework (`nanotron.unfused`), or of the small collectives of layouts (`waits`)."""
+    """Answers with other constants: of a GPU (`sustained h100`), of a framework (`nanotron.unfused`), or of the small
+    collectives of layouts (`waits`)."""
     with contextlib.ExitStack() as stack:
         for name, value in values.items():
             if name == "waits":
                 for attribute, seconds in zip(("CALL_S", "RANK_S"), value, strict=True):
                     stack.enter_context(mock.patch.object(cluster, attribute, seconds))
             elif " " in name:
-                gpu = accelerator_named(name.split()[1]).name
-                shares = layer_work._ELSEWHERE if value is None else value
-                stack.enter_context(mock.patch.dict(layer_work.SUSTAINED, {gpu: shares}))
+                field, gpu = name.split()
+                stack.enter_context(mock.patch.dict(HELD, {(gpu, field): value}))
             else:
                 framework, _, field = name.partition(".")
                 stack.enter_context(mock.patch.dict(HELD, {(framework, field): value}))

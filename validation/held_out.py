@@ -46,7 +46,7 @@ class Constant:
 
 
 CONSTANTS = {
-    "SUSTAINED": Constant(grid=tuple((round(0.5 + 0.05 * step, 2),) * 2 for step in range(11))),
+    "sustained": Constant(grid=tuple(round(0.6 + 0.05 * step, 2) for step in range(9)), unseen=1.0),
     "pass_s": Constant(grid=tuple(step * 1e-3 for step in range(0, 13, 2)), unseen=0.0),
     "unfused": Constant(grid=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), unseen=1.0),
     "attention_share": Constant(grid=(0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0), unseen=1.0),
@@ -54,9 +54,10 @@ CONSTANTS = {
     "streams": Constant(grid=("direction", "pair", "rank"), unseen="pair", simulated=True),
     "waits": Constant(without={"vTrain's A100s": (23e-6, 9.1e-6), "SimuMax's B200": (34e-6, 7.1e-6)}),
 }
-"""By name, before the GPU that it is of (`SUSTAINED h100`) or behind the framework (`nanotron.unfused`). Nobody having
-measured, a GPU has the share of those that nobody has seen, a framework what `Framework` has by default, and stages
-send as torch does on NCCL. `waits` are layouts' small collectives."""
+"""By name, before the GPU that it is of (`sustained h100`) or behind the framework (`nanotron.unfused`). Nobody having
+measured, a GPU sustains the rates of short bursts, a framework has what `Framework` has by default, and stages send as
+torch does on NCCL. `waits` are layouts' small collectives. What frameworks lose beside what a GPU does
+(`Framework.sustained`) is chosen again with the GPU's own: answers have their product."""
 
 
 def constant(name: str) -> Constant | None:
@@ -69,7 +70,7 @@ def concerns(name: str, case: Case) -> bool:
     if name == "waits":
         return case.tp > 1
     if " " in name:
-        return case.accelerator == name.split()[1]
+        return asker(case.table).gpu(case).short_name == name.split()[1]
     framework, _, told = name.partition(".")
     known = asker(case.table).based_on(case.framework or "")
     return framework in known and (told != "streams" or case.pp > 1)

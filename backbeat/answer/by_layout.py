@@ -78,8 +78,6 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
         imbalance=given.get("imbalance", 1.0),
         compute_factor=asked.compute_factor * (1.0 if alone is None else _longer(alone, shape, cluster, framework)),
         stragglers=asked.stragglers(gpus),
-        # What a profile takes by itself does not hold what it loses beside communication.
-        contention=alone is not None,
         iteration_s=() if asked.profile is None or alone is None else alone.iteration_s,
         measured_layers=shape.layers * (1 if asked.profile is None else asked.profile.accumulation),
     )

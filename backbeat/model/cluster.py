@@ -45,8 +45,8 @@ class Cluster:
     network: Network
     gpu: Accelerator | None = None
     load: Load = "typical"
-    contention: bool = False
-    """Whether computation takes longer beside communication: as the network says, or its transport lets assume."""
+    contention: bool = True
+    """Computation takes longer beside communication: as the network says, or its transport lets assume."""
     _networks: dict[int, Network] = field(default_factory=dict, init=False, repr=False, compare=False)
     _curves: dict[tuple[Collective, int], Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
     _groups: dict[tuple[Collective, int, int], Curve] = field(

@@ -87,6 +87,10 @@ class Framework(Checked, frozen=True, kw_only=True):
     """With sequence parallelism, backward gathers a column-parallel matrix's input once more, as it keeps each rank's
     part. DTensor keeps all of it."""
     flash_attention: bool = True
+    sustained: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Of what a GPU sustains in products and attention, what is left where kernels are not counted one by one: such a
+    description leaves out copies that split and join heads, sums in fp32 inside products of weights' gradients, and
+    what the slowest of many GPUs takes longer. Chosen on published steps of Megatron on A100 to GB300."""
     attention_share: float = 1.0
     """Of the rate that torch's attention kernels reach: FlashAttention-2 has 35 % of an H100's peak (Shah et al.,
     2024), where torch's newer kernels were measured at 60 %."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from backbeat.cost.operator_model import OperatorModel
-from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of, in_fp8
+from backbeat.cost.operators import Attention, Product, Traffic, Work, in_fp8
 from backbeat.model.architecture import Architecture, Linear
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout
@@ -69,30 +68,6 @@ class LayerWork(list[LayerSegment]):
     @property
     def parameters(self) -> int:
         return sum(segment.parameters for segment in self)
-
-
-SUSTAINED = {
-    "A100": (0.88, 0.88),
-    "H100": (0.8, 0.8),
-    "H200": (0.8, 0.8),
-    "B200": (0.66, 0.8),
-    "B300": (0.65, 0.8),
-    "GB200": (0.68, 0.8),
-    "GB300": (0.85, 1.0),
-}
-"""The share of their short-burst rates that products and attention sustain in training, where power holds clocks down.
-B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/ b200_bf16_ceperm.json, where the
-curves say 80 %. The others: from the development rows of validation."""
-_ELSEWHERE = (0.8, 0.8)
-"""Assumed of other GPUs."""
-
-
-def sustained_s(work: Work, model: OperatorModel) -> tuple[str, float]:
-    """An operator's family, and what it takes on this GPU."""
-    family = family_of(work)
-    shares = SUSTAINED.get(model.accelerator.name, _ELSEWHERE)
-    share = dict(zip(FAMILIES, shares, strict=False)).get(family, 1.0)
-    return family, model.seconds(work) / share
 
 
 class LayerBuilder:

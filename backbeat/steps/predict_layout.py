@@ -94,7 +94,6 @@ def predictor_of(
     imbalance: float = 1.0,
     compute_factor: float = 1.0,
     stragglers: Mapping[int, float] | None = None,
-    contention: bool = False,
     iteration_s: Sequence[float] = (),
     measured_layers: float = 1.0,
 ) -> LayoutPredictor:
@@ -102,15 +101,11 @@ def predictor_of(
 
     `overlap` is what hides behind computation (none, dp or dp+tp), `dispatcher` that of tokens to experts (alltoall or
     deepep); by default the framework's. `stragglers` are ranks that compute more slowly, with their slowdown:
-    {13: 1.3}. With `contention`, computation takes longer beside communication: rates fitted to whole published steps
-    hold that already.
+    {13: 1.3}.
     """
-    there = cluster_of(cluster, accelerator)
-    if contention != there.contention:
-        there = replace(there, contention=contention)
     return LayoutPredictor(
         model=architecture_named(model),
-        cluster=there,
+        cluster=cluster_of(cluster, accelerator),
         job=job,
         framework=framework_named(framework, layouts=True, overlap=overlap, dispatcher=dispatcher),
         imbalance=imbalance,

@@ -12,12 +12,12 @@ from functools import cached_property, partial
 
 from backbeat.cost.collectives import Collective
 from backbeat.cost.operator_model import OperatorModel
-from backbeat.cost.operators import Work, family_of
+from backbeat.cost.operators import Traffic, Work, family_of
 from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout, Recompute
-from backbeat.steps.layer_work import FAMILIES, LayerBuilder, LayerSegment, LayerWork, sustained_s
+from backbeat.steps.layer_work import FAMILIES, LayerBuilder, LayerSegment, LayerWork
 from backbeat.steps.piece_graph import HOST, PiecePass
 from backbeat.steps.stage_graph import StageTimes, added
 from backbeat.steps.stage_layers import StageLayers, split_layers
@@ -85,13 +85,12 @@ class StageTimer:
 
     def operator_s(self, work: Work) -> tuple[str, float]:
         """Its family, and what it takes in this framework."""
-        if self.builder.eager is not None:
-            # As profiles have them: torch's own kernels, and contention is counted beside them.
-            return family_of(work), self.operators.sustained_s(work) * self.compute_factor
-        family, seconds = sustained_s(work, self.operators)
-        if family == "attention":
-            seconds /= self.framework.attention_share
-        return family, seconds * self.compute_factor
+        family, seconds = family_of(work), self.operators.sustained_s(work) * self.compute_factor
+        if self.builder.eager is None and not isinstance(work, Traffic):
+            seconds /= self.framework.sustained
+            if family == "attention":
+                seconds /= self.framework.attention_share
+        return family, seconds
 
     @property
     def swapped_bytes(self) -> float:
@@ -162,7 +161,7 @@ class _PieceRun:
         have it."""
         model = self.timer.operators
         submitted = model.host.backward_s if backward else model.host.forward_s
-        taken = [sustained_s(work, model) for work in works]
+        taken = [(family_of(work), model.sustained_s(work)) for work in works]
         host_s = model.host.parameter_s * parameters + sum(submitted.get(family, 0.0) for family, _ in taken)
         longer_s = max(0.0, host_s - sum(seconds for _, seconds in taken)) * self.timer.compute_factor
         under_way.compute(HOST, longer_s)

@@ -274,7 +274,7 @@ def test_computation_takes_longer_for_as_long_as_something_travels_beside_it() -
     """A share 1 - 1/slowdown of that time: of slices all but one, of what backward hides and of a ring all."""
     busy = replace(H100, contention=True)
     wide = msgspec.structs.replace(MODEL, hidden=8 * H, heads=64, ffn=8 * 4096)
-    fields: dict[str, Any] = {"sequence": S, "band": False, "contention": True}
+    fields: dict[str, Any] = {"sequence": S, "band": False}
     sliced = framework_named(APART, overlap="dp+tp")
     found = predict_layout(wide, busy, framework=sliced, tp=2, global_batch=8, **fields).breakdown.contention_s
     gather, both = group("all_gather", 8 * S), group("all_gather", 8 * S) + group("reduce_scatter", 8 * S)
@@ -493,9 +493,7 @@ def test_a_pass_is_slowed_by_what_its_replicas_send_as_its_kinds_of_work_are() -
     busy = replace(H100, contention=True)
     wide = msgspec.structs.replace(MODEL, hidden=4 * H, heads=32)
     layout = Layout(dp=8, zero=2, recompute="full")
-    found = predict_layout(
-        wide, busy, layout, framework=APART, global_batch=64, sequence=S, band=False, contention=True
-    ).breakdown
+    found = predict_layout(wide, busy, layout, framework=APART, global_batch=64, sequence=S, band=False).breakdown
     shares = [
         one / (found.matmul_s + found.attention_s + found.memory_s + found.host_s + found.recompute_s)
         for one in (found.matmul_s + found.recompute_s, found.attention_s, found.memory_s)

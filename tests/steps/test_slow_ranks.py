@@ -54,7 +54,7 @@ def test_nothing_gets_faster_with_a_straggler(
     layout: Layout, family: Any, framework: Framework | str, data: st.DataObject, slowdown: float
 ) -> None:
     rank = data.draw(st.integers(0, layout.gpus - 1))
-    fields: dict[str, Any] = {**JOB, "family": family, "framework": framework, "contention": True}
+    fields: dict[str, Any] = {**JOB, "family": family, "framework": framework}
     plain, one, slow, worse = (
         predict_layout("llama-3-8b", H100[True], layout, stragglers=stragglers, **fields)
         for stragglers in ({}, {rank: 1.0}, {rank: slowdown}, {rank: slowdown + 0.5})
@@ -123,8 +123,7 @@ def test_contention_is_only_where_computation_and_communication_overlap(
 ) -> None:
     fields: dict[str, Any] = {**JOB, "family": family}
     off, on = (
-        predict_layout("llama-3-8b", H100[each], layout, framework=framework, contention=each, **fields)
-        for each in (False, True)
+        predict_layout("llama-3-8b", H100[each], layout, framework=framework, **fields) for each in (False, True)
     )
     assert off.breakdown.contention_s == 0
     assert on.step_s >= off.step_s * (1 - 1e-12)
@@ -133,10 +132,7 @@ def test_contention_is_only_where_computation_and_communication_overlap(
         assert on.breakdown.contention_s > 0
         assert any(note.kind == "beside" for note in on.notes)
     if layout.zero < 2:
-        alone = [
-            predict_layout("llama-3-8b", H100[each], layout, framework=ALONE, contention=each, **fields)
-            for each in (False, True)
-        ]
+        alone = [predict_layout("llama-3-8b", H100[each], layout, framework=ALONE, **fields) for each in (False, True)]
         assert alone[1].breakdown.contention_s == 0
         assert alone[1].step_s == pytest.approx(alone[0].step_s, rel=1e-12)
     if layout.gpus == 1:
@@ -147,17 +143,19 @@ def test_what_a_network_measured_comes_first_and_without_a_transport_nothing_is_
     silent = bb.Network.load("gcp-a3-high")
     assert silent.topology.transport is None
     fields: dict[str, Any] = {**JOB, "dp": 8}
-    off, on = (predict_layout("llama-3-8b", silent, contention=each, **fields) for each in (False, True))
+    off, on = (
+        predict_layout("llama-3-8b", replace(cluster_of(silent), contention=each), **fields) for each in (False, True)
+    )
     assert on == off
     measured = msgspec.structs.replace(silent, slowdown=Slowdown(matmul=1.5))
-    slow = predict_layout("llama-3-8b", measured, contention=True, **fields)
+    slow = predict_layout("llama-3-8b", measured, **fields)
     assert slow.breakdown.contention_s > 0
     assert any("as measured on this cluster" in str(note.values.get("origin")) for note in slow.notes)
 
 
 def test_only_what_computes_is_slowed_and_by_its_kind() -> None:
     measured = msgspec.structs.replace(bb.Network.load("dgx-h100"), slowdown=Slowdown(matmul=1.5, memory=2.0))
-    there = replace(cluster_of(measured), contention=True)
+    there = cluster_of(measured)
     assert there.slowdown(8, matmul=1.0) == pytest.approx(1.5)
     assert there.slowdown(8, memory=1.0) == pytest.approx(2.0)
     # Half of the time is neither.
@@ -206,7 +204,7 @@ def test_a_group_waits_in_every_block_and_the_step_for_the_slowest_group(fields:
 def test_a_stage_varies_with_the_layers_it_has() -> None:
     times = tuple(0.03 * (1 + 0.01 * (place % 7)) for place in range(40))
     layout = Layout(dp=4, pp=2)
-    found = predict_layout("llama-3-8b", H100[False], layout, iteration_s=times, contention=False, **JOB)
+    found = predict_layout("llama-3-8b", H100[False], layout, iteration_s=times, **JOB)
     parts = found.breakdown
     computed = parts.matmul_s + parts.attention_s + parts.memory_s + parts.host_s
     # Eight micro-batches through sixteen of 32 layers.
@@ -219,9 +217,6 @@ def test_a_stage_varies_with_the_layers_it_has() -> None:
 
 def test_a_step_says_where_its_slowest_rank_was_never_seen() -> None:
     times = [0.03 * (1 + 0.01 * (place % 7)) for place in range(10)]
-    notes = [
-        predict_layout("llama-3-8b", H100[False], iteration_s=times, contention=False, dp=dp, **JOB).notes
-        for dp in (8, 16)
-    ]
+    notes = [predict_layout("llama-3-8b", H100[False], iteration_s=times, dp=dp, **JOB).notes for dp in (8, 16)]
     assert notes[1][:-1] == notes[0]
     assert notes[1][-1] == Note("slowest_extrapolated", {"workers": 16, "iterations": 10})

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from backbeat.model import cluster
-from backbeat.steps import layer_work
 from validation import cases, held_out
 from validation.ask import Answer, Asker, holding
 from validation.case import Case
@@ -24,8 +23,8 @@ def case(cluster: str, family: str) -> Case:
     return Case(table="t", identity="i", cluster=cluster, family=family, accelerator="h100", seconds=1.0)
 
 
-GRID = held_out.CONSTANTS["SUSTAINED"].grid
-H100 = "SUSTAINED h100"
+GRID = held_out.CONSTANTS["sustained"].grid
+H100 = "sustained h100"
 
 
 def chosen(own: Case, groups: list[tuple[Case, float, int]]) -> Any:
@@ -34,7 +33,7 @@ def chosen(own: Case, groups: list[tuple[Case, float, int]]) -> Any:
     for one, best, count in groups:
         for _ in range(count):
             rows.append(replace(one, id=str(len(rows))))
-            errors[H100, one.table, rows[-1].id] = [abs(share - best) for share, _ in GRID]
+            errors[H100, one.table, rows[-1].id] = [abs(share - best) for share in GRID]
     return held_out.chosen_again(own, H100, rows, errors)
 
 
@@ -42,9 +41,9 @@ def test_neither_the_cluster_nor_the_family_of_a_row_chooses_for_it() -> None:
     own = case("mine", "gpt-1b")
     same_cluster, same_family = (case("mine", "llama-7b"), 0.5, 9), (case("yours", "gpt-175b"), 0.5, 9)
     others = case("yours", "llama-7b"), 0.8, held_out.FEWEST
-    assert chosen(own, [same_cluster, same_family, others]) == (0.8, 0.8)
-    assert chosen(own, [same_cluster, same_family]) is None
-    assert chosen(own, [same_cluster, (*others[:2], held_out.FEWEST - 1)]) is None
+    assert chosen(own, [same_cluster, same_family, others]) == 0.8
+    assert chosen(own, [same_cluster, same_family]) == 1.0
+    assert chosen(own, [same_cluster, (*others[:2], held_out.FEWEST - 1)]) == 1.0
 
 
 def test_a_constant_that_is_stated_is_the_line_without_ones_own_cluster() -> None:
@@ -59,19 +58,20 @@ def test_rows_that_made_a_rule_inform_no_range() -> None:
     silent = {name for names in json.loads(CHECKED.read_text())["informs nothing"].values() for name in names}
     tables = (cases.table(name) for name in cases.names())
     rules = {one.name for one in tables if any(held_out.constant(name) is None for name in one.chose)}
-    assert rules - {"nccl_clusters"} <= silent
+    assert rules - {"nccl_clusters", "nccl_intra_node", "collectives_ethernet"} <= silent
 
 
 def test_other_constants_hold_while_they_are_asked_with() -> None:
     asker = Asker(Table(name="t", title="", source="", licence="", rows="", routes=()))
-    before = layer_work.SUSTAINED["H100"], asker.framework("nanotron").unfused, cluster.CALL_S
-    with holding({H100: (0.5, 0.5), "nanotron.unfused": 1.0, "waits": (1e-6, 2e-6)}):
-        assert layer_work.SUSTAINED["H100"] == (0.5, 0.5)
-        assert asker.framework("nanotron").unfused == 1.0
-        assert (cluster.CALL_S, cluster.RANK_S) == (1e-6, 2e-6)
-    with holding({H100: None}):
-        assert layer_work.SUSTAINED["H100"] == layer_work._ELSEWHERE
-    assert (layer_work.SUSTAINED["H100"], asker.framework("nanotron").unfused, cluster.CALL_S) == before
+    own = case("mine", "gpt-1b")
+
+    def told() -> tuple[float, float, float]:
+        return asker.gpu(own).sustained_share, asker.framework("nanotron").unfused, cluster.CALL_S
+
+    before = told()
+    with holding({H100: 0.5, "nanotron.unfused": 1.0, "waits": (1e-6, 2e-6)}):
+        assert told() == (0.5, 1.0, 1e-6)
+    assert told() == before
 
 
 def test_what_was_compared_is_told_by_cell() -> None:

@@ -74,6 +74,7 @@ def cases(table: Table, rows: Sequence[Mapping[str, str]]) -> Iterator[dict[str,
         half = "fp16" in row["precision"].split()[0]
         card = re.sub(r"\s*\(.*", "", row["gpu"])
         made = {
+            **table.fields({}),
             "id": "/".join(row[key] for key in RUN),
             "family": row["model"],
             "cluster": row["source_id"],
