@@ -17,14 +17,13 @@ from backbeat.answer.by_layout import layout_ways, layout_word
 from backbeat.answer.by_profile import data_parallel
 from backbeat.answer.keywords import gpu_count, read
 from backbeat.answer.own_run import corrected, with_own_range
-from backbeat.answer.subject import ClusterInput, ModelInput, cluster_named, model_named
+from backbeat.answer.subject import ClusterInput, ModelInput, check_fixed, cluster_named, gpu_of, model_named
 from backbeat.answer.training import check_training, with_cost
 from backbeat.answer.ways import Way, idle_keyword, way_of
 from backbeat.errors import InputError
 from backbeat.model import Framework, Network, Plan, Prediction, Profile
-from backbeat.model.accelerator import Accelerator, accelerator, accelerator_named, operator_model
+from backbeat.model.accelerator import Accelerator, operator_model
 from backbeat.model.architecture import Architecture
-from backbeat.model.cluster import Cluster
 from backbeat.model.framework import framework_named
 from backbeat.model.layout import Parallelism
 from backbeat.model.moved import moved
@@ -85,11 +84,11 @@ class Asked:
         given = read(keywords)
         subject = model_named(model)
         network = cluster_named(cluster, given.get("across"), given.get("nics_per_node"))
-        gpu = _gpu(subject, network, cluster, given.get("accelerator"))
+        gpu = gpu_of(subject, network, cluster, given.get("accelerator"))
         named = given.get("framework") or ("torchtitan" if _decodes(subject) else "torch")
         framework = framework_named(named, overlap=given.get("overlap"), dispatcher=given.get("dispatcher"))
         if isinstance(subject, Profile):
-            _check_profile(subject, given)
+            check_fixed(subject, given)
             if gpu is not None:
                 moved(subject, gpu)  # refuses what was measured on a CPU
         plain = {name: value for name, value in given.items() if name not in _NAMES}
@@ -205,8 +204,7 @@ class Asked:
             return ["ddp"]
         groups = [f"hsdp:{size}" for size in range(2, gpus) if gpus % size == 0]
         names = ["ddp", "fsdp", *groups, "zero1", "zero2", "best", "sharded"]
-        whole = self.profile is not None or self.undescribed is None
-        return names if whole else [name for name in names if name in _BY_ZERO]
+        return names if self.by_blocks else [name for name in names if name in _BY_ZERO]
 
     def layouts(self, word: str | None, gpus: int, most: int = 10) -> list[Prediction]:
         """The best layouts that a word leaves open, the fastest first; of all layouts without a word, with the best
@@ -225,7 +223,14 @@ class Asked:
         while (idle := idle_keyword(way, given, self.framework, bool(shape is not None and shape.experts))) is not None:
             found.append(idle)
             del given[idle[0]]
+        if given.get("recompute") == "selective" and way.kind != "layout" and self.by_blocks:
+            found.append(("recompute", "data-parallel ways recompute whole blocks: say full or none, or ask a layout"))
         return found
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether data-parallel ways are those of a profile, block by block."""
+        return self.profile is not None or self.undescribed is None
 
     @property
     def profile(self) -> Profile | None:
@@ -253,7 +258,7 @@ class Asked:
             sizes = [size for size in range(2, gpus) if gpus % size == 0] or [gpus]
             each = [self.predict(f"{way.name}:{size}", gpus, strict=False) for size in sizes]
             return min(each, key=lambda one: (one.fits == "no", one.step_s))
-        if self.profile is not None or self.undescribed is None:
+        if self.by_blocks:
             return data_parallel(self, way, gpus)
         if way.name not in _BY_ZERO or way.plan is not None:
             raise InputError(f"{way.word} is of modules and gradients: {self.undescribed}")
@@ -345,29 +350,6 @@ def why_undescribed(shape: Architecture) -> str | None:
 def _decodes(subject: Profile | Architecture) -> bool:
     shape = _shape(subject)
     return shape is not None and shape.causal
-
-
-def _gpu(subject: Profile | Architecture, network: Network, cluster: ClusterInput, given: Any) -> Accelerator | None:
-    """What computes: the GPU that was named, the network's own, or that of the profile."""
-    own = accelerator(subject.device) if isinstance(subject, Profile) else None
-    there = accelerator_named(given) if given is not None else cluster.gpu if isinstance(cluster, Cluster) else None
-    if there is None and network.accelerator is not None:
-        there = accelerator_named(network.accelerator)
-    return there or own
-
-
-def _check_profile(profile: Profile, given: Mapping[str, Any]) -> None:
-    """Refuse what a measured profile fixes, asked otherwise."""
-    again = f"profile {profile.name!r} fixes it: leave it out, or profile the model again"
-    for name, own in (
-        ("sequence", profile.sequence_length),
-        ("precision", profile.precision),
-        ("compile", profile.compiled),
-        ("optimizer", profile.optimizer),
-        ("lora", None),
-    ):
-        if name in given and given[name] != own:
-            raise InputError(f"{name} is {given[name]!r}, not {own!r}: {again}")
 
 
 def _by_name(given: Mapping[str, Any], per_node: int) -> dict[str, Any]:

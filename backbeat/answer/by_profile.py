@@ -47,10 +47,6 @@ def data_parallel(asked: Asked, way: Way, gpus: int) -> Prediction:
 def _recomputing(asked: Asked, way: Way, gpus: int, profile: Profile, micro_batches: int) -> Prediction:
     """With the least recomputation that fits."""
     told = asked.given.get("recompute")
-    if told == "selective":
-        raise InputError(
-            "recompute is selective: data-parallel ways recompute blocks as a whole: say full or none, or ask a layout"
-        )
     factor = asked.compute_factor
     if factor != 1:
         profile = replace(profile.slower(factor), update_s=profile.update_s * factor)

@@ -1,4 +1,4 @@
-"""What is asked about: a model and a cluster, by name, file or object."""
+"""What is asked about: a model and a cluster, by name, file or object; and the GPU that computes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from backbeat.errors import InputError, nearest
 from backbeat.importers.config_json import read_architecture
 from backbeat.model import Network, Profile
+from backbeat.model.accelerator import Accelerator, accelerator, accelerator_named
 from backbeat.model.architecture import BUNDLED, Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.files import bundled, checked, decode, read
@@ -74,3 +75,26 @@ def cluster_named(cluster: ClusterInput, across: Any = None, nics_per_node: int 
         return network
     between = across if isinstance(across, Network) else across_named(across)
     return network.joined_by(between, links=nics_per_node or 1)
+
+
+def gpu_of(subject: Profile | Architecture, network: Network, cluster: ClusterInput, given: Any) -> Accelerator | None:
+    """What computes: the GPU that was named, the network's own, or that of the profile."""
+    own = accelerator(subject.device) if isinstance(subject, Profile) else None
+    there = accelerator_named(given) if given is not None else cluster.gpu if isinstance(cluster, Cluster) else None
+    if there is None and network.accelerator is not None:
+        there = accelerator_named(network.accelerator)
+    return there or own
+
+
+def check_fixed(profile: Profile, given: Mapping[str, Any]) -> None:
+    """Refuse what a measured profile fixes, asked otherwise."""
+    again = f"profile {profile.name!r} fixes it: leave it out, or profile the model again"
+    for name, own in (
+        ("sequence", profile.sequence_length),
+        ("precision", profile.precision),
+        ("compile", profile.compiled),
+        ("optimizer", profile.optimizer),
+        ("lora", None),
+    ):
+        if name in given and given[name] != own:
+            raise InputError(f"{name} is {given[name]!r}, not {own!r}: {again}")

@@ -108,7 +108,8 @@ def _of_plan(plan: Plan) -> Way:
 
 
 def _of_parts(text: str, parts: Mapping[str, Any], framework: Framework) -> Way:
-    if set(parts) <= _OF_DATA and ":" not in str(parts.get("zero")):
+    whole = ":" not in str(parts.get("zero")) and parts.get("recompute") != "selective"
+    if set(parts) <= _OF_DATA and whole:
         layout = Layout.of_parts({**parts, "zero": parts.get("zero", framework.zero), "dp": 1}, text)
         name = _BY_ZERO[layout.zero]
         told: dict[str, Any] = {"batch": layout.micro_batch} if "micro" in parts else {}

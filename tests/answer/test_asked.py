@@ -419,6 +419,15 @@ def test_a_run_is_of_the_model_by_any_of_its_names(tmp_path: Path) -> None:
         Asked.of(SHAPE, CLUSTER, measured=Run(model="gpt2", way="fsdp", gpus=16, step_s=StepTimes(median=step_s)))
 
 
+def test_attention_alone_is_recomputed_in_layouts() -> None:
+    asked = Asked.of(SHAPE, CLUSTER, recompute="selective")
+    assert asked.predict("tp=4", 16).recompute == "selective"
+    assert asked.predict("dp=16+zero=3+recompute=selective", 16).recompute == "selective"
+    with pytest.raises(InputError, match="recompute is 'selective'"):
+        asked.predict("fsdp", 16)
+    assert asked.predict("fsdp", 16, strict=False).recompute == "none"
+
+
 def test_a_keyword_of_one_way_is_passed_over_by_others_where_several_are_asked() -> None:
     asked, plain = Asked.of(RESNET, CLUSTER, bucket="5MB", density=0.01), Asked.of(RESNET, CLUSTER)
     asked.check("ddp", "compressed", "fsdp")
