@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backbeat.api import plan, predict
+    from backbeat.api import compare, plan, predict
     from backbeat.errors import BackbeatError, InputError
     from backbeat.model import Framework, Layout, Network, Plan, Prediction, Profile, Run
     from backbeat.model.accelerator import Accelerator
@@ -29,6 +29,7 @@ _HOME = {
     "Prediction": "backbeat.model",
     "Profile": "backbeat.model",
     "Run": "backbeat.model",
+    "compare": "backbeat.api",
     "plan": "backbeat.api",
     "predict": "backbeat.api",
 }
@@ -45,6 +46,7 @@ __all__ = [
     "Prediction",
     "Profile",
     "Run",
+    "compare",
     "plan",
     "predict",
 ]

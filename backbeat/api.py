@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from backbeat.answer.answer import Answer, answered, decided
 from backbeat.answer.asked import Asked
+from backbeat.answer.do import Words
+from backbeat.answer.keywords import gpu_count
 from backbeat.answer.subject import ClusterInput, ModelInput
 from backbeat.errors import InputError
 from backbeat.model import Plan, Prediction
+from backbeat.units import parse_workers
 
 WayInput = str | os.PathLike[str] | Plan
 
@@ -57,7 +62,36 @@ def plan(
     Model, cluster and keywords are those of `predict`.
     """
     asked = Asked.of(model, cluster, **keywords)
-    return asked.plan(asked.recommended(gpus) if way is None else way, gpus)
+    if way is None:
+        way = decided(asked, asked.network.workers if gpus is None else gpu_count(gpus))
+    return asked.plan(way, gpus)
+
+
+def compare(
+    model: ModelInput,
+    cluster: ClusterInput,
+    *,
+    gpus: int | str | Iterable[int] | None = None,
+    ways: Sequence[WayInput] | None = None,
+    **keywords: Any,
+) -> Answer:
+    """Every way to train the model there, on one or several numbers of GPUs, and which to take.
+
+    `ways` narrows it to these; without them all that may be meant are weighed. The answer has `.rows`, of which each is
+    a prediction and more, `.best`, the recommended one, `.decision`, and `.save("report.html")` or
+    `.save("answer.json")`. Keywords are those of `predict`.
+
+    >>> answer = compare("llama-3-8b", "aws-p5en", gpus=[16, 64], ways=["fsdp", "tp=8"])
+    >>> answer.best.way, answer.decision.gpus, len(answer.rows)
+    ('fsdp', 64, 4)
+    """
+    asked = Asked.of(model, cluster, **keywords)
+    sizes: Iterable[Any] = [asked.network.workers] if gpus is None else [gpus] if isinstance(gpus, int) else gpus
+    if isinstance(sizes, str):
+        sizes = parse_workers(sizes, "GPUs")
+    text = model if isinstance(model, str) else asked.question.model
+    words = Words(text, cluster if isinstance(cluster, str) else asked.question.cluster)
+    return answered(asked, [gpu_count(size) for size in sizes], ways, words).worded()
 
 
 def _check(keywords: dict[str, Any]) -> None:

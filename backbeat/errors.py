@@ -115,3 +115,15 @@ def where_raised(error: BaseException) -> str:
     at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{at}" if text else f"{type(error).__name__}{at}"
+
+
+class NothingFitsError(BackbeatError):
+    """No way that was asked for fits the GPUs; the answer says what each takes."""
+
+    exit_code = 3
+
+
+class RequirementError(BackbeatError):
+    """The decision's row does not meet what was required of it."""
+
+    exit_code = 4

@@ -1,6 +1,6 @@
 """Not a script: a sharded plan written by hand, which other examples import.
 
-`backbeat plan … --strategy sharded -o plan.json` makes one.
+`backbeat plan … --way sharded -o plan.json` makes one.
 """
 
 from __future__ import annotations

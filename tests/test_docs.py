@@ -111,7 +111,7 @@ def test_examples_that_need_no_torch_run(tmp_path: Path) -> None:
     whole = [
         text for text in texts if re.match(r"(import msgspec\n+)?(import backbeat as bb|from backbeat import)", text)
     ]
-    assert len(whole) >= 4
+    assert len(whole) >= 3
     for text in whole:
         done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{text}\n{done.stderr}"
@@ -178,7 +178,7 @@ def test_rows_shown_in_part_are_printed() -> None:
     tables = [text for text in blocks(page, "") if text.startswith(("blocks ", "policy "))]
     rows = [row for text in tables for row in text.splitlines() if row != "…"]
     assert named is not None
-    assert len(rows) > 8
+    assert len(rows) > 4
     assert not set(rows) - set(printed(named[1]).splitlines())
 
 

@@ -28,7 +28,6 @@ from backbeat.model.framework import framework_named
 from backbeat.model.layout import Parallelism
 from backbeat.model.moved import moved
 from backbeat.model.question import Question
-from backbeat.model.rule import recommended, simplicity, tolerance
 from backbeat.steps.described import described
 from backbeat.steps.eager_model import EagerModel
 from backbeat.units import counted, format_bytes
@@ -176,21 +175,6 @@ class Asked:
             predicted=predicted,
         )
 
-    def recommended(self, gpus: int | None = None) -> str:
-        """The way that the rule recommends of all that fit; where none fits, of all."""
-        count = self.network.workers if gpus is None else gpu_count(gpus)
-        found = [self.predict(way, count, strict=False) for way in self.ways(count)]
-        if self.shape is not None:
-            found += self.layouts(None, count, most=3)
-        fitting = [one for one in found if one.fits != "no"] or found
-        best = recommended(
-            fitting,
-            lambda one: one.step_s,
-            lambda one: simplicity(one.way, one.mesh, communicators=one.communicators, buckets=one.buckets),
-            lambda one, other: tolerance(one.mesh, other.mesh),
-        )
-        return best.way
-
     def check(self, *ways: Any) -> None:
         """Refuse a keyword that can act on none of these ways."""
         idle = [self._idle(self.way(each) if not isinstance(each, Way) else each) for each in ways]
@@ -214,6 +198,11 @@ class Asked:
             raise InputError(f"{word!r} is no layout: name parts, like tp+pp")
         found = layout_ways(self, one.parts if one else None, gpu_count(gpus)).ranked(most)
         return [self._whole(self._named(each)) for each in found]
+
+    def acting(self, way: Way) -> dict[str, Any]:
+        """The keywords that concern a way."""
+        idle = dict(self._idle(way))
+        return {name: value for name, value in self.given.items() if name not in idle}
 
     def _idle(self, way: Way) -> list[tuple[str, str]]:
         """Keywords that cannot act on a way."""

@@ -56,7 +56,7 @@ def _recomputing(asked: Asked, way: Way, gpus: int, profile: Profile, micro_batc
         way=way,
         framework=asked.framework,
         micro_batches=micro_batches,
-        given=asked.given,
+        given=asked.acting(way),
     )
     found = None
     for recompute in ("none", "full") if told is None else (told,):

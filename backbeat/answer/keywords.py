@@ -136,7 +136,12 @@ def _stragglers(name: str, value: Any) -> dict[str, float]:
     for where, factor in pairs:
         kind, _, index = where.partition("=")
         slower = _float(factor)
-        if kind not in ("rank", "node") or not index.isdecimal() or len(index) > _MOST_DIGITS or not 1 <= slower < math.inf:
+        if (
+            kind not in ("rank", "node")
+            or not index.isdecimal()
+            or len(index) > _MOST_DIGITS
+            or not 1 <= slower < math.inf
+        ):
             raise InputError(
                 f"{name} is {value!r}: write who and how many times as slow, like rank=13:1.3 or node=3:1.3"
             )

@@ -23,13 +23,12 @@ with warnings.catch_warnings():
 
 VERBS = {
     "demo": "The whole story on bundled data.",
-    "predict": "Predict how a job scales.",
-    "plan": "Choose which gradients travel together, and save it.",
-    "layout": "Rank layouts: tensor, pipeline, context, expert and data parallelism.",
+    "predict": "How to train a model on a cluster: every way weighed, and one decision.",
+    "plan": "Write down how a way is run: buckets, units or a layout.",
     "report": "The whole answer with figures, as one HTML file.",
-    "trace": "One iteration for Perfetto, predicted and measured.",
-    "serve": "A local page to try what-ifs on.",
-    "zoo": "List the bundled profiles and networks.",
+    "trace": "One step for Perfetto, predicted and measured.",
+    "serve": "The report with its question as a form on top, on this machine.",
+    "zoo": "List the bundled models, profiles, networks and accelerators.",
     "network": "Describe a cluster from specifications or measurements.",
     "calibrate": "Measure a cluster's collectives, under torchrun.",
     "profile": "Measure a model's computation and gradients.",
@@ -38,13 +37,34 @@ VERBS = {
     "lab": "A virtual cluster on this machine, measured beside predicted.",
 }
 """Each with its line in the help."""
+GONE_VERBS = {"layout": "`backbeat predict MODEL CLUSTER --gpus 64` weighs layouts beside every other way"}
 GONE = {
-    "--max-batch": "`backbeat predict` and `backbeat plan` say beside the memory up to which batch it fits",
+    "--workers": "it is --gpus",
+    "--strategy": "it is --way",
+    "-s": "it is --way",
+    "--layout": "it is --way, like --way tp=8+pp=2",
+    "--layout-text": "it is --way, like --way tp=8+pp=2",
+    "--zero": "say it as a --way: ddp, zero1, zero2, fsdp, or tp=8+zero=1",
+    "--accumulation": "micro-batches follow from --global-batch and --batch",
+    "--epoch-samples": "it is --samples, with --epochs",
+    "--compute-factor": "it is --measured, like --measured fsdp@64=565ms",
+    "--block": "it is --measured, like --measured fsdp@64=565ms",
+    "--contention": "what computation loses beside communication always counts",
+    "--family": "every answer is simulated; closed forms only rank layouts before",
+    "--most": "the screen shows what matters, --json every row",
+    "--memory-budget": "it is --memory",
+    "--budget": "planning takes seconds, and ends by itself",
+    "--reserve": "a hundredth of --memory is left, at most 64 MiB",
+    "--residuals": "they live on the device where they fit, on the host otherwise",
+    "--torch": "plans have what every torch since 2.10 has",
+    "--wide": "--json has every figure of every way, the report as a table",
+    "--plot": "`backbeat report` draws the curve, and saves it as PNG",
+    "--max-batch": "`backbeat predict --json` says up to which batch it fits",
     "--redact": "a report shows the names in its files; rename them there before you share it",
     "--batch-size": "it is --batch",
     "--other-batch": "profile the model at both batch sizes, `backbeat profile --batch 32,64`",
 }
-"""Options of before 1.0 that went, each with what to do instead."""
+"""Options of before 1.0 that went, each with what to say in their place."""
 
 
 class Verbs(TyperGroup):
@@ -55,6 +75,8 @@ class Verbs(TyperGroup):
         return load(cmd_name) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in GONE_VERBS:
+            ctx.fail(f"{args[0]} went: {GONE_VERBS[args[0]]}.")
         if args and args[0] not in VERBS:
             # Versions of typer and click differ in what they suggest, and would load every verb for it.
             near = did_you_mean(args[0], VERBS)
@@ -85,7 +107,7 @@ def load(name: str) -> Any:
 app = typer.Typer(
     name="backbeat",
     cls=Verbs,
-    help="Predict how data-parallel training scales, and plan the gradient communication that makes it fastest.",
+    help="How to train a model on many GPUs: how fast, whether it fits, what it costs, and how sure that is.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

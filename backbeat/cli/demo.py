@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from backbeat.cli import options
-from backbeat.cli.output import check_page, console, print_json, say
+from backbeat.cli.job import job_of_flags
+from backbeat.cli.output import check_page, console, print_answer, print_json, say, write_page
 from backbeat.cli.plan import plan
-from backbeat.cli.predict import content, predict
-from backbeat.cli.report import report
-from backbeat.model import Network, Profile
-from backbeat.planners.planned import planned
-from backbeat.show.study import PLANNED, STOCK, by_name, compare
-from backbeat.show.study_row import Question
-from backbeat.show.words.commands import Settings
-from backbeat.units import parse_workers
+from backbeat.show.answer_data import answer_data
+from backbeat.show.answer_screen import screen
 
-MODEL, NETWORK, WORKERS = "resnet50-b64-bf16-h200", "100gbe", "4..2048"
-QUESTIONS = (
-    (MODEL, NETWORK, WORKERS),
-    # The GPUs that the profile was measured on, in a cloud: how busy it is shows in the answer.
-    ("llama-1b-b4-bf16-adamw-h200", "aws-p5en", "8..512"),
+QUESTIONS: tuple[dict[str, Any], ...] = (
+    # A Llama on rented GPUs: the ways that shard, and layouts; what 15 billion tokens cost.
+    {"model": "llama-3-8b", "cluster": "aws-p5en", "gpus": "16,64,256", "tokens": "15B", "price": "2.5/gpu-h"},
+    # A vision model on a slower network: what planned buckets gain.
+    {"model": "resnet50-b64-bf16-h200", "cluster": "100gbe", "gpus": "4..64"},
 )
+MODEL, CLUSTER, GPUS = "resnet50-b64-bf16-h200", "100gbe", "64"
 
 
 def demo(
@@ -33,33 +29,31 @@ def demo(
     page: Annotated[Path, typer.Option("--report", help="Where the report is written.")] = Path("report.html"),
     json: options.Json = False,
 ) -> None:
-    """Predict how ResNet-50 scales to 2048 GPUs and a Llama on AWS to 512, plan the best schedule, and report on it."""
+    """Ask how to train a Llama on AWS and ResNet-50 on Ethernet, make a plan, and write a report."""
+    from backbeat.show.pages.report_page import report  # late: drawings take a moment to import
+
     check_page(page)
+    out, found = console(), []
+    for question in QUESTIONS:
+        job = job_of_flags(**question)
+        answer = job.answer()
+        found.append(answer_data(answer))
+        if not json:
+            flags = " ".join(
+                f"--{name} {value}" for name, value in question.items() if name not in ("model", "cluster")
+            )
+            out.print(f"$ backbeat predict {job.model} {job.cluster} {flags}", style="bold")
+            print_answer(*screen(answer, job.words), "")
     if json:
-        _as_data(output, page)
+        made = job.asked().plan("best", int(GPUS))
+        made.save(output)
+        say(f"wrote {output}")
+    else:
+        out.print(f"$ backbeat plan {MODEL} {CLUSTER} --gpus {GPUS} --way best -o {output}", style="bold")
+        plan(model=MODEL, cluster=CLUSTER, gpus=GPUS, way=["best"], output=output)
+        out.print(f"\n$ backbeat report {MODEL} {CLUSTER} --gpus 4..64 -o {page}", style="bold")
+    write_page(page, report(answer, job.words))
+    if json:
+        print_json({"predict": found, "plan": {"schema": made.schema, **msgspec.to_builtins(made)}})
         return
-    out = console()
-    for model, network, workers in QUESTIONS:
-        out.print(f"$ backbeat predict {model} {network} --workers {workers}", style="bold")
-        predict(model, network, workers=workers)
-        out.print()
-    out.print(f"$ backbeat plan {MODEL} {NETWORK} --workers 64 -o {output}", style="bold")
-    plan(MODEL, NETWORK, workers="64", output=output)
-    out.print()
-    out.print(f"$ backbeat report {MODEL} {NETWORK} --workers 64 -o {page}", style="bold")
-    report(MODEL, NETWORK, workers="64", output=page)
     out.print(f"The whole answer with figures is in {page}: open it in a browser. It needs no network.")
-
-
-def _as_data(output: Path, page: Path) -> None:
-    """The same predictions, plan and files, with one JSON object in place of the tables."""
-    tables = []
-    for model, cluster, counts in QUESTIONS:
-        question = Question(given=Profile.load(model), network=Network.load(cluster))
-        found = compare(question, parse_workers(counts), by_name((STOCK, PLANNED)))
-        tables.append(content(found, Settings()))
-    made = planned(Profile.load(MODEL), Network.load(NETWORK).at(workers=64))
-    made.save(output)
-    say(f"wrote {output}")
-    report(MODEL, NETWORK, workers="64", output=page)
-    print_json({"predict": tables, "plan": {"schema": made.schema, **msgspec.to_builtins(made)}})

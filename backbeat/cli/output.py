@@ -83,13 +83,7 @@ def check_page(output: Path) -> None:
         raise InputError(f"{output}: the page is HTML; give a name that ends in .html")
 
 
-def write_page(output: Path, page: str, fewer: str) -> None:
-    """`fewer` says what would make it smaller."""
-    # Here, since other verbs should not wait for it.
-    from backbeat.show.pages.report_page import MOST_BYTES
-
+def write_page(output: Path, page: str) -> None:
     raw = page.encode()
-    if len(raw) > MOST_BYTES:
-        say(f"note: the page is {format_bytes(len(raw))}; {fewer} make it smaller")
     files.write(output, raw)
     say(f"wrote {output} ({format_bytes(len(raw))})")

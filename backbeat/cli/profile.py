@@ -148,7 +148,7 @@ def profile(
         say(f"wrote {output}")
     typer.echo(encode(result).decode() if as_json else summary(result), nl=not as_json)
     if output is not None and not as_json:
-        typer.echo(f"Next: backbeat predict {output} NETWORK --workers 8..512    # networks: backbeat zoo")
+        typer.echo(f"Next: backbeat predict {output} CLUSTER --gpus 8..512    # networks: backbeat zoo")
 
 
 def _batch_sizes(text: str) -> list[int | None]:

@@ -1,4 +1,4 @@
-"""`backbeat serve`: a local page to try what-ifs on."""
+"""`backbeat serve`: the report with its question as a form on top, for this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _HOST = "127.0.0.1"
 
 
 def serve(
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.", min=0, max=65535)] = 8321,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.", min=0, max=65535)] = 8000,
 ) -> None:
-    """Serve a page on this machine: sliders for GPUs, bandwidth, latency, batch and buckets, and a tab for layouts."""
+    """Serve the report on this machine, with its question as a form on top."""
     try:
         import uvicorn
 

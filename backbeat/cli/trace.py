@@ -1,4 +1,4 @@
-"""`backbeat trace`: one iteration for Perfetto."""
+"""`backbeat trace`: one step for Perfetto."""
 
 from __future__ import annotations
 
@@ -9,38 +9,36 @@ import msgspec
 import typer
 
 from backbeat.cli import options
-from backbeat.cli.arguments import one_count, split
+from backbeat.cli.arguments import split
+from backbeat.cli.job import Job, of_a_job
 from backbeat.cli.output import say
-from backbeat.cli.report import gather
-from backbeat.model import Network, Profile, files
+from backbeat.errors import InputError
+from backbeat.model import files
 from backbeat.show.chrome_trace import chrome_trace
-from backbeat.show.study import STOCK
+from backbeat.show.measured import read_measured
+from backbeat.show.steps_traced import traced
 
 
+@of_a_job
 def trace(
-    profile: options.Profile,
-    network: options.Network,
-    workers: options.OneCount = None,
-    strategy: options.Strategies = None,
-    plan: options.PlanFiles = None,
+    job: Job,
     lab: options.LabFiles = None,
-    kineto: options.TraceFiles = None,
+    kineto: Annotated[
+        list[str] | None, typer.Option("--trace", help="Kineto traces of the real job, comma-separated.")
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
 ) -> None:
-    """Write predicted iterations, and measured ones beside them, as a trace for ui.perfetto.dev or chrome://tracing."""
-    plans = split(plan)
-    chosen = split(strategy) or ([] if plans else [STOCK, "best"])
-    made = gather(
-        Profile.load(profile),
-        Network.load(network),
-        str(one_count(workers)) if workers is not None else None,
-        plans=plans,
-        labs=split(lab),
-        traces=split(kineto),
-        curve=False,
-        strategies=chosen,
-    )
-    # The study adds stock DDP to compare with; a trace holds what was asked for.
-    iterations = made.iterations(label for label in made.curves if label != STOCK or STOCK in chosen)
-    files.write(output, msgspec.json.encode(chrome_trace(iterations)) + b"\n")
-    say(f"wrote {output} ({len(iterations)} iterations): open it at ui.perfetto.dev")
+    """Write predicted steps, and measured ones beside them, as a trace for ui.perfetto.dev or chrome://tracing."""
+    asked, gpus = job.asked(), job.one_size()
+    if job.ways is None:
+        taken = job.answer(asked)
+        ways = list(dict.fromkeys(way for way in (taken.decision.way, taken.decision.over) if way is not None))
+    else:
+        asked.check(*job.ways)
+        ways = job.ways
+    steps = traced([asked.predict(way, gpus, strict=False) for way in ways], asked.profile)
+    steps += [one for each in read_measured(split(lab), split(kineto), asked.profile) for one in each.traced()]
+    if not steps:
+        raise InputError("no step of these ways has a timeline: name others with --way")
+    files.write(output, msgspec.json.encode(chrome_trace(steps)) + b"\n")
+    say(f"wrote {output} ({len(steps)} steps): open it at ui.perfetto.dev")

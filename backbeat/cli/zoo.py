@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.table import Table
 
@@ -13,6 +14,8 @@ from backbeat.cli import options
 from backbeat.cli.output import print_answer, print_json
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile, Source
+from backbeat.model.accelerator import bundled_accelerators
+from backbeat.model.architecture import BUNDLED
 from backbeat.model.files import bundled
 from backbeat.show.tables.network_tables import bus_rates, every_row, network_table, row_at, zoo_table
 from backbeat.show.words.numbers import describe
@@ -28,8 +31,8 @@ def zoo(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """List the bundled models with their variants, and the networks; or one by its NAME, with where its figures come
-    from."""
+    """List the bundled models, profiles, networks and accelerators by the names that other verbs take; or one by its
+    NAME, with where its figures come from."""
     if name is not None:
         _one(name, json=json)
         return
@@ -42,7 +45,9 @@ def zoo(
             for one in networks
         ]
         profiled = [{field: getattr(one, field) for field in shown} for one in profiles]
-        print_json({"profiles": profiled, "networks": joined})
+        by_shape = [{"name": one.name, "parameters": one.parameters} for one in BUNDLED.values()]
+        cards = [{"name": name, "memory_bytes": one.memory_bytes} for name, one in bundled_accelerators().items()]
+        print_json({"models": by_shape, "profiles": profiled, "networks": joined, "accelerators": cards})
         return
 
     models: dict[tuple[str, str], list[Profile]] = {}
@@ -62,7 +67,11 @@ def zoo(
         (one.name, str(one.topology.gpus_per_node), *bus_rates(row_at(one, _SHOWN)), what(one)) for one in networks
     ]
     first = next((one for one in profiles if one.compiled), profiles[0])
+    shapes = ", ".join(BUNDLED)
+    gpus = ", ".join(bundled_accelerators())
     print_answer(
+        f"{len(BUNDLED)} models by shape: {shapes}. Or a Hugging Face config.json.",
+        "",
         zoo_table(f"{len(profiles)} profiles of {len(models)} models", ("model", "tokens", *ways), rows),
         f"Batch sizes stand below the optimizer, or below compiled (torch.compile). A profile's name says all of that: "
         f"{first.name}. Measured on {', '.join(devices)}.",
@@ -73,11 +82,21 @@ def zoo(
             links,
         ),
         "Computed from specifications or published, none measured. In full, with sources: backbeat zoo NAME.",
+        "",
+        f"Accelerators (--accelerator, or a file): {gpus}.",
     )
 
 
 def _one(name: str, *, json: bool) -> None:
     """All that is known of one of them."""
+    if name in BUNDLED:
+        shape = BUNDLED[name]
+        if json:
+            print_json({"model": name, **msgspec.to_builtins(shape), "parameters": shape.parameters})
+        else:
+            size = f"{shape.parameters / 1e9:.3g} G parameters in {shape.layers} layers of width {shape.hidden}"
+            print_answer(f"{name}: {size}, {shape.heads} heads, vocabulary {shape.vocab:,}.")
+        return
     if name not in {**bundled(Network), **bundled(Profile)}:
         raise InputError(f"{name!r} is not in the zoo: `backbeat zoo` lists what is")
     shown: list[Table | str | None]

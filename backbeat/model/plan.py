@@ -161,7 +161,7 @@ class Plan(Document, frozen=True, kw_only=True):
         if self.workers is not None and self.workers != sharding.mesh.workers:
             raise InputError(
                 f"mesh {sharding.mesh} != workers({self.workers}): correct one of them, or make the plan again with "
-                "`backbeat plan --workers`"
+                "`backbeat plan --gpus`"
             )
         count = 1 + sharding.separate_reduce_scatter + (sharding.mesh.replicate > 1)
         if self.communicators not in (_NOT_GIVEN, count):
@@ -210,7 +210,7 @@ class Plan(Document, frozen=True, kw_only=True):
             raise InputError(
                 f"the plan {self.strategy!r} shards parameters, and {user} sends gradients in buckets: run it with "
                 "`fully_shard(model, plan=plan, mesh=mesh)` of backbeat.runtime, or make a plan with buckets "
-                "(`backbeat plan --strategy best`)"
+                "(`backbeat plan --way best`)"
             )
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-Way = TypeVar("Way")
+Weighed = TypeVar("Weighed")
 Fits = Literal["yes", "tight", "no"]
 
 PLANS = 0.01
@@ -23,14 +23,22 @@ MEMORY_ERROR = {"profile": 0.025, "shape": 0.075}
 """How far nine of ten predicted peaks are off, by what was known: `memory` and `sharded_memory`, and `simumax_b200`."""
 BY_HAND = ("ddp", "fsdp", "hsdp", "zero1", "zero2")
 """What needs no plan file, the simplest first."""
+PLANNED = ("mg-wfbp", "asc-wfbp", "adaptive", "optimal", "best", "compressed", "sharded")
+"""What a planner chooses; people write everything else by hand."""
 SPLITS = ("tp", "pp", "cp", "ep")
 """Dimensions of a mesh that share more than batch and parameters."""
 
 
 def simplicity(
-    way: str, mesh: Mapping[str, int] | None = None, *, communicators: int = 1, buckets: int = 1
+    way: str,
+    mesh: Mapping[str, int] | None = None,
+    *,
+    communicators: int = 1,
+    buckets: int = 1,
+    plan_file: bool = False,
 ) -> tuple[int, ...]:
-    """Lower is simpler: what needs no plan file, then fewer parallel dimensions, communicators, buckets.
+    """Lower is simpler: what needs no plan file, then fewer parallel dimensions, communicators, buckets. What people
+    write by hand may still need a `plan_file` where their framework lacks it.
 
     >>> ways = ["best", "zero2", "tp=8", "hsdp:8", "ddp", "fsdp"]
     >>> sorted(ways, key=lambda way: simplicity(way, {"replicate": 8, "tp": 8} if way == "tp=8" else {}))
@@ -38,8 +46,19 @@ def simplicity(
     """
     name = way.partition(":")[0]
     # What a step computes is simpler than what it leaves out.
-    place = BY_HAND.index(name) if name in BY_HAND else len(BY_HAND) + (name == "compressed")
+    place = len(BY_HAND) * 2 + (name == "compressed")
+    if name in BY_HAND:
+        place = BY_HAND.index(name) + plan_file * len(BY_HAND)
     return place, sum(size > 1 for size in (mesh or {}).values()), communicators, buckets
+
+
+def by_hand(way: str) -> bool:
+    """Whether people write it without a planner.
+
+    >>> [by_hand(way) for way in ("hsdp:8", "tp=8+pp=2", "best", "plan.json")]
+    [True, True, False, False]
+    """
+    return way.partition(":")[0] not in PLANNED and not way.endswith(".json")
 
 
 def tolerance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
@@ -52,31 +71,28 @@ def tolerance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
 
 
 def level(
-    ways: Iterable[Way], seconds: Callable[[Way], float], within: float | Callable[[Way, Way], float]
-) -> list[Way]:
-    """The fastest and all that nobody can tell from it, in the order given.
+    ways: Iterable[Weighed], seconds: Callable[[Weighed], float], within: float | Callable[[Weighed, Weighed], float]
+) -> list[Weighed]:
+    """The ways that no other beats by more than the tolerance of the two, in the order given.
 
     >>> level([1.0, 1.02, 1.2], seconds=lambda each: each, within=0.025)
     [1.0, 1.02]
     """
     listed = list(ways)
-    if not listed:
-        return []
-    fastest = min(listed, key=seconds)
-    least = seconds(fastest)
-    return [
-        each
-        for each in listed
-        if seconds(each) <= least * (1 + (within if isinstance(within, float) else within(fastest, each)))
-    ]
+
+    def beaten(slow: Weighed, fast: Weighed) -> bool:
+        share = within if isinstance(within, float) else within(fast, slow)
+        return seconds(slow) > seconds(fast) * (1 + share)
+
+    return [each for each in listed if not any(beaten(each, other) for other in listed)]
 
 
 def recommended(
-    ways: Sequence[Way],
-    seconds: Callable[[Way], float],
-    simple: Callable[[Way], Any],
-    within: float | Callable[[Way, Way], float],
-) -> Way:
+    ways: Sequence[Weighed],
+    seconds: Callable[[Weighed], float],
+    simple: Callable[[Weighed], Any],
+    within: float | Callable[[Weighed, Weighed], float],
+) -> Weighed:
     """The simplest of those that are level; of two as simple the faster.
 
     >>> simple = {"planned": 1, "stock": 0}.get

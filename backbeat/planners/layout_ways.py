@@ -89,7 +89,9 @@ class LayoutWays:
                 found.append(one)
             why = why or problem
         if not found and self.parts is not None:
-            raise InputError(why or f"{counted(self.gpus, 'GPU')} can have no such layout: leave a part out, or take more GPUs")
+            raise InputError(
+                why or f"{counted(self.gpus, 'GPU')} can have no such layout: leave a part out, or take more GPUs"
+            )
         return found
 
     def _enumerated(self, job: Job) -> Iterator[Layout]:

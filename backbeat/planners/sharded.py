@@ -59,7 +59,7 @@ def sharded(profile: Profile, network: Network, options: StrategyOptions) -> Pla
     if not problem.names:
         raise InputError(
             f"the profile {profile.name!r} has no modules to make units of: their parameters are named like "
-            "layers.0.weight; profile the model again, or use --strategy fsdp, which shards it as one unit"
+            "layers.0.weight; profile the model again, or use --way fsdp, which shards it as one unit"
         )
     reserve = reserve_for(profile, options.reserve)
     budget = options.memory_bytes
@@ -101,7 +101,7 @@ def _advice(problem: ShardProblem, best: Scored, gained: Scored, options: Strate
         settings += ["a communicator for reduce-scatters"] * gained.choice.separate
         yield (
             f"with torch {NEWER_TORCH}, {' and '.join(settings)} would make a step "
-            f"{_shorter(best.seconds, gained.seconds)}: plan with --torch {NEWER_TORCH} where that is installed"
+            f"{_shorter(best.seconds, gained.seconds)} (the choice `torch_version` of `backbeat.planners.propose`)"
         )
     if options.reduce_dtype is None:
         in_bf16 = problem.seconds(best.choice, "bf16")

@@ -35,8 +35,8 @@ def hsdp(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
         )
     if network.workers % shards:
         raise InputError(
-            f"gpus({network.workers}) % hsdp({shards}) = {network.workers % shards} != 0: choose a multiple of {shards}, "
-            "or another number of shards"
+            f"gpus({network.workers}) % hsdp({shards}) = {network.workers % shards} != 0: choose a multiple of "
+            f"{shards}, or another number of shards"
         )
     return _one_a_block("hsdp", profile, network, shards, options, reshard=True)
 

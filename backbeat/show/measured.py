@@ -18,6 +18,7 @@ from backbeat.importers.trace_facts import Transfer, arrays, collect, union
 from backbeat.model import Network, Plan, Profile, Span
 from backbeat.model import files as model_files
 from backbeat.planners.draft import Draft
+from backbeat.show.chrome_trace import TracedIteration
 from backbeat.steps.predict import predict
 from backbeat.units import first_to_last
 
@@ -43,6 +44,12 @@ class Measured:
     measured_spans: tuple[Span, ...] = ()
     predicted_spans: tuple[Span, ...] = ()
     buckets: tuple[tuple[str, ...], ...] = ()
+
+    def traced(self) -> list[TracedIteration]:
+        """What was measured after its own prediction, as far as their spans are known."""
+        both = (("predicted", self.predicted_spans), ("measured", self.measured_spans))
+        title = f"{self.origin} {self.label}, {self.workers} GPUs"
+        return [(f"{how}: {title}", spans, self.buckets) for how, spans in both if spans]
 
     @property
     def error(self) -> float:
@@ -76,6 +83,14 @@ class _Lab(model_files.Document, frozen=True, kw_only=True, forbid_unknown_field
     rows: list[_Row]
     dilation: float = 1.0
     stragglers: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+def read_measured(labs: Sequence[str], traces: Sequence[str], profile: Profile | None) -> list[Measured]:
+    """What files of the lab and of torch.profiler hold; the lab's are of a profile."""
+    if labs and profile is None:
+        raise InputError(f"--lab {labs[0]}: the lab replays profiles, and this is a shape: ask about the profile")
+    found = [row for path in labs if profile is not None for row in read_lab(path, profile)]
+    return [*found, *(read_trace(path) for path in traces)]
 
 
 def read_lab(path: str | Path, profile: Profile) -> list[Measured]:

@@ -233,7 +233,7 @@ class ShardedChain:
 def chain_of(profile: Profile, plan: Plan) -> ShardedChain:
     """The profile in the plan's units."""
     if plan.sharding is None:
-        raise InputError(f"the plan {plan.strategy!r} has no sharding: make one with `backbeat plan --strategy fsdp`")
+        raise InputError(f"the plan {plan.strategy!r} has no sharding: make one with `backbeat plan --way fsdp`")
     plan.check(profile)
     return ShardedChain.of(Chain.of_profile(profile, plan.memory), plan.sharding)
 

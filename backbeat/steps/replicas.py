@@ -53,6 +53,7 @@ class PassDelay(NamedTuple):
     slower_s: float = 0.0
     """Of it, computation that takes longer beside it."""
 
+
 MOST_MESSAGES = 10_000
 """Of experts' gradients of 671 billion parameters there are more: joined to so many, each is complete a ten-thousandth
 of backward later."""

@@ -1,4 +1,4 @@
-"""Take the pictures of the report and of the what-if page; needs Chromium (`make system`).
+"""Take the pictures of the report and of the page with the form; needs Chromium (`make system`).
 
 python docs/images/screenshots.py
 """
@@ -16,8 +16,8 @@ from playwright.sync_api import sync_playwright
 
 IMAGES = Path(__file__).parent
 BACKBEAT = [sys.executable, "-m", "backbeat"]
-REPORT = ["report", "resnet50-b64-bf16-h200", "100gbe", "--workers", "64", "--price", "2.5"]
-WHAT_IF = "profile=resnet50-b64-bf16-h200&network=25gbe&workers=64"
+REPORT = ["report", "resnet50-b64-bf16-h200", "100gbe", "--gpus", "4..64"]
+WHAT_IF = "model=llama-3-8b&cluster=aws-p5en&gpus=64&tokens=15B&price=2.5"
 
 
 def main() -> None:
@@ -30,7 +30,6 @@ def main() -> None:
             assert server.stderr is not None
             address = next(line.split()[0] for line in server.stderr if line.startswith("http"))
             take(browser, f"{address}/?{WHAT_IF}", "whatif.png", height=1850)
-            take(browser, f"{address}/layout", "layout.png", height=1600)
             server.terminate()
         browser.close()
 
@@ -40,8 +39,6 @@ def take(browser: Any, address: str, name: str, height: int) -> None:
     page.goto(address)
     page.locator(".plot .main-svg").first.wait_for()
     page.wait_for_load_state("networkidle")
-    # The what-if page searches for `best` when nothing moves.
-    page.wait_for_function("() => !document.getElementById('upload') || document.body.dataset.thorough === 'true'")
     page.wait_for_timeout(2000)
     page.screenshot(path=IMAGES / name)
     page.close()

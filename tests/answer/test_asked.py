@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import backbeat as bb
+from backbeat.answer.answer import decided
 from backbeat.answer.asked import Asked
 from backbeat.errors import InputError
 from backbeat.model import Layout, Network, Plan, Profile
@@ -260,7 +261,7 @@ def test_the_packages_verbs_ask_the_same() -> None:
 def test_a_plan_without_a_way_is_the_recommended_ones() -> None:
     asked = Asked.of(RESNET, "10gbe")
     plan = bb.plan(RESNET, "10gbe", gpus=8)
-    assert plan.strategy == asked.recommended(8)
+    assert plan.strategy == decided(asked, 8)
     assert bb.plan(SHAPE, CLUSTER, gpus=16).predicted is not None
 
 

@@ -39,7 +39,9 @@ def test_no_runs_are_no_measurement() -> None:
         read({"measured": []})
 
 
-@pytest.mark.parametrize("way", [None, 7, "", " ", "tp", "tp=0+pp=2", "tp=x", "fsdp:2", "hsdp:0", "tp=2+tp=2", "+", b"x"])
+@pytest.mark.parametrize(
+    "way", [None, 7, "", " ", "tp", "tp=0+pp=2", "tp=x", "fsdp:2", "hsdp:0", "tp=2+tp=2", "+", b"x"]
+)
 @pytest.mark.parametrize("model", [RESNET, SHAPE])
 def test_ways_that_nobody_knows_are_refused_in_one_line(model: str, way: Any) -> None:
     with pytest.raises(InputError) as refused:
@@ -47,7 +49,9 @@ def test_ways_that_nobody_knows_are_refused_in_one_line(model: str, way: Any) ->
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"7", b"\xff\xfe", b'{"schema": 7}', b"{}", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"null", b"7", b"\xff\xfe", b'{"schema": 7}', b"{}", b"[" * 100_000]
+)
 def test_files_of_another_kind_are_refused_in_one_line(tmp_path: Path, text: bytes) -> None:
     mine = tmp_path / "mine.json"
     mine.write_bytes(text)

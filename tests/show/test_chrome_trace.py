@@ -10,7 +10,7 @@ from hypothesis import given
 import backbeat as bb
 from backbeat.planners.planned import planned, predicted
 from backbeat.show.chrome_trace import chrome_trace
-from backbeat.show.study import buckets_of, study
+from backbeat.show.steps_traced import buckets_of, traced
 from tests.problems import networks, profiles
 
 
@@ -44,9 +44,8 @@ def test_lanes_are_threads_with_names() -> None:
 
 
 def test_the_collectives_of_a_sharded_step_are_threads_and_its_units_bars() -> None:
-    profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("dgx-h100").at(workers=16)
-    made = study(profile, network, [16], strategies=["hsdp:8"], sweep=False)
-    document = chrome_trace(made.iterations(["hsdp:8"]))
+    profile = bb.Profile.load("gpt2-b8-bf16-h200")
+    document = chrome_trace(traced([bb.predict(profile, "dgx-h100", "hsdp:8", gpus=16)], profile))
     names = {event["tid"]: event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
     assert [names[thread] for thread in sorted(names)] == ["compute", "all-gather", "reduce-scatter", "all-reduce"]
     gathers = [event for event in document["traceEvents"] if event["ph"] == "X" and names[event["tid"]] == "all-gather"]

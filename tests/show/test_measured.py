@@ -11,11 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 import backbeat as bb
+from backbeat.answer.answer import answered
+from backbeat.answer.asked import Asked
 from backbeat.errors import InputError
 from backbeat.planners.planned import planned, predicted
 from backbeat.show.measured import finished_spans, read_lab, read_trace
-from backbeat.show.pages.report_page import report, timelines
-from backbeat.show.study import study
+from backbeat.show.pages.report_page import report
 from tests.problems import affine, make_profile
 
 
@@ -70,11 +71,10 @@ def test_lab_rows_become_measured_and_predicted_timelines(tmp_path: Path, profil
         assert row.low_s == row.measured_s == row.high_s
         ends = [span.end_s for span in row.predicted_spans]
         assert [span.end_s for span in row.measured_spans] == pytest.approx(ends)
-    made = study(profile, affine(1e-3, 1e-9), [4, 8], strategies=["optimal"], measured=rows)
-    labels = [one.label for one in timelines(made)]
-    assert "lab: optimal, predicted" in labels
-    assert "lab: optimal, measured" in labels
-    page = report(made)
+    made = answered(Asked.of(profile, affine(1e-3, 1e-9)), [4, 8], ["optimal", "ddp"])
+    labels = [title for one in rows for title, _, _ in one.traced()]
+    assert [label.split(":")[0] for label in labels] == ["predicted", "measured"] * 2
+    page = report(made, measured=rows)
     assert "Predicted against measured" in page
     assert "2 plans were measured" in page
 
@@ -159,8 +159,8 @@ def test_a_trace_shows_its_last_step_with_kernels_joined_and_collectives_on_lane
     computing = [span for span in row.measured_spans if span.lane == "compute"]
     assert [(round(span.start_s * 1e6), round(span.end_s * 1e6)) for span in computing] == [(100, 1105), (4000, 4500)]
     assert [span.lane for span in row.measured_spans if span.lane != "compute"] == ["communicator 0", "communicator 1"]
-    made = study(make_profile([10**6], [1e-3]), affine(1e-3, 1e-9), [4], strategies=[], measured=[row])
-    assert "trace: trace trace.json, measured" in report(made)
+    made = answered(Asked.of(make_profile([10**6], [1e-3]), affine(1e-3, 1e-9)), [4], ["ddp"])
+    assert "measured: trace trace trace.json" in report(made, measured=[row])
 
 
 def test_a_trace_without_work_is_refused(tmp_path: Path) -> None:

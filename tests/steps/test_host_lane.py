@@ -14,7 +14,7 @@ from backbeat.model.batches import at_batch, join
 from backbeat.model.collective_times import ShardedHost, ShardedTimes
 from backbeat.model.profile import device_alone
 from backbeat.planners.planned import planned, predicted
-from backbeat.show.words.answer import limit
+from backbeat.show.words.caveats import LIMITS
 from backbeat.show.words.notes import worded
 from backbeat.steps.host import COLLECTIVE_S, GRADIENT_S, HostLane, host_issue
 from backbeat.steps.model_chain import Chain
@@ -201,7 +201,7 @@ def test_what_is_exposed_is_free_as_long_as_the_host_issues() -> None:
     assert cheap.iteration_s == pytest.approx(12e-3 + wrapper)
     assert cheap.breakdown.host_s == pytest.approx(wrapper - 2e-3)
     assert cheap.bottleneck == "host"
-    assert "issues work slower" in limit(cheap, profile)
+    assert "issues work slower" in LIMITS[cheap.bottleneck]
     assert any("the host sets the pace" in note for note in worded(cheap.notes))
     assert cheap.timeline[-1].name == "waiting for the host"
     # The status is read before backward is issued: 8 ms, the last block's 1 ms on the device, the message.

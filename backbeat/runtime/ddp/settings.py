@@ -84,7 +84,7 @@ def settings_of(
     if loaded is not None and loaded.workers not in (None, workers) and dist.get_rank(group) == 0:
         logger.warning(
             "the plan was made for %d ranks, this job has %d: gradients are right all the same, but other buckets may "
-            "be faster; make a plan for this job with `backbeat plan … --workers %d`",
+            "be faster; make a plan for this job with `backbeat plan … --gpus %d`",
             loaded.workers,
             workers,
             workers,
@@ -133,12 +133,12 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
     if plan == "compressed":
         raise InputError(
             "plan='compressed' cannot be chosen while training runs, since it changes what the optimizer sees: make "
-            "the plan first (`backbeat plan … --strategy compressed -o plan.json`) and give plan='plan.json'"
+            "the plan first (`backbeat plan … --way compressed -o plan.json`) and give plan='plan.json'"
         )
     if isinstance(plan, str) and is_sharded(plan):
         raise InputError(
             f"plan={plan!r} shards parameters, and DistributedDataParallel sends gradients in buckets: make the plan "
-            f"(`backbeat plan … --strategy {plan} -o plan.json`) and run it with "
+            f"(`backbeat plan … --way {plan} -o plan.json`) and run it with "
             "`fully_shard(model, plan='plan.json', mesh=mesh)` of backbeat.runtime"
         )
     if isinstance(plan, str) and (plan == "auto" or plan in FIXED_BUCKETS):

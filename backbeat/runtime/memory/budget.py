@@ -153,7 +153,7 @@ class BudgetCheck:
         more = peak - self._predicted
         if more >= self._budget:
             return f"{text} These alone take more than the budget: look for what is kept besides the model"
-        return f"{text} Plan again with --memory {_typed(self._budget - more)}, or with --reserve {_typed(more)}"
+        return f"{text} Plan again with --memory {_typed(self._budget - more)}"
 
 
 def budget_check_of(

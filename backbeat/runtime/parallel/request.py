@@ -142,7 +142,7 @@ def given_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
     if not os.path.exists(text):
         if text.partition(":")[0] in STRATEGIES:
             raise InputError(
-                f"plan={text!r} is a strategy: make the plan (`backbeat plan … --strategy {text} -o plan.json`) and "
+                f"plan={text!r} is a strategy: make the plan (`backbeat plan … --way {text} -o plan.json`) and "
                 "give its file, or plan='auto' with example=(batch, loss)"
             )
         if difflib.get_close_matches(text.lower(), ["auto"], cutoff=0.7):

@@ -281,7 +281,7 @@ def mesh_of(plan: Plan, sharding: Sharding, mesh: DeviceMesh | None) -> DeviceMe
         raise InputError(
             f"the plan does not fit: replicate({replicate}) * shard({shard}) != "
             f"{'world' if mesh is None else 'mesh'}({size}); make a plan for this job with `backbeat plan … "
-            f"--workers {size} --strategy {plan.strategy}`"
+            f"--gpus {size} --way {plan.strategy}`"
         )
     if mesh is None:
         return init_device_mesh(_device_type(), shape, mesh_dim_names=_NAMES[-len(shape) :])

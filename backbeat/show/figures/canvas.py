@@ -15,7 +15,7 @@ Drawing = dict[str, Any]
 GREY, BLUE, ORANGE, GREEN, PURPLE, ROSE = "#7d8590", "#2f81c7", "#d9822b", "#17926b", "#a35bb5", "#c94f6d"
 COLOURS = (GREY, BLUE, ORANGE, GREEN, PURPLE, ROSE, "#5aa9c9", "#9a8b2f")
 """Strategies in order; the first, stock DDP, is grey. All are readable on white and on near-black."""
-SIZES = ("#8fd0c4", "#3aa0b8", "#2f62a8", "#4a3d9e")
+SHADES = ("#8fd0c4", "#3aa0b8", "#2f62a8", "#4a3d9e")
 """Small buckets to large ones."""
 
 
@@ -83,8 +83,8 @@ def mark(x: float, text: str) -> Drawing:
 
 def shade(share: float) -> str:
     """The colour of a bucket at this share of the way from the smallest to the largest."""
-    stops = np.linspace(0, 1, len(SIZES))
-    channels = zip(*map(_rgb, SIZES), strict=True)
+    stops = np.linspace(0, 1, len(SHADES))
+    channels = zip(*map(_rgb, SHADES), strict=True)
     return "#" + "".join(f"{round(float(np.interp(share, stops, channel))):02x}" for channel in channels)
 
 

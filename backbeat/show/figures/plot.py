@@ -1,25 +1,19 @@
-"""Figures as files of their own: PNG, SVG and PDF by matplotlib, an interactive page by plotly."""
+"""Timelines as files of their own: PNG, SVG and PDF by matplotlib."""
 
 from __future__ import annotations
 
-import html
 import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from backbeat.errors import InputError, MissingPartError
+from backbeat.errors import MissingPartError
 from backbeat.model.files import write
-from backbeat.model.prediction import knee
-from backbeat.show.figures import canvas
-from backbeat.show.figures.canvas import COLOURS, GREY, shade
-from backbeat.show.figures.scaling_curve import Scaling, draw_scaling
+from backbeat.show.figures.canvas import GREY, shade
 from backbeat.show.figures.timeline import Timeline, size_scale
 from backbeat.units import format_seconds, printable
 
-IMAGES = (".png", ".svg", ".pdf")
-ENDINGS = (*IMAGES, ".html")
 _STYLE = {
     "text.parse_math": False,  # names come from files: a $ is a $
     "svg.fonttype": "none",
@@ -37,23 +31,6 @@ _LETTER_WIDTH = 0.014
 """Of the time axis: a computation is named inside its bar where the name fits."""
 
 
-def check(path: Path) -> None:
-    """Refuse a name before anything is computed for it."""
-    ending = path.suffix.lower()
-    if ending not in ENDINGS:
-        raise InputError(f"{path}: a plot ends in {', '.join(ENDINGS)}: choose one of them")
-    if ending in IMAGES:
-        _matplotlib()
-
-
-def save_scaling(data: Scaling, path: Path, *, title: str = "") -> None:
-    if path.suffix.lower() == ".html":
-        drawing = canvas.figure(draw_scaling(data)).update_layout(title=html.escape(title), margin={"t": 90})
-        write(path, drawing.to_html(config={"showSendToCloud": False, "plotlyServerURL": ""}).encode())
-    else:
-        save(path, lambda figure: scaling(figure, data, title=title))
-
-
 def save(path: Path, draw_on: Callable[[Any], None], *, width: float = 7.2, height: float = 4.4) -> None:
     """Write what `draw_on` puts on an empty matplotlib figure of this many inches. The same figure gives the same
     bytes."""
@@ -67,36 +44,6 @@ def save(path: Path, draw_on: Callable[[Any], None], *, width: float = 7.2, heig
         draw_on(figure)
         figure.savefig(out, format=ending[1:], dpi=_PNG_DOTS_PER_INCH, metadata=_UNDATED[ending])
     write(path, out.getvalue())
-
-
-def scaling(figure: Any, data: Scaling, *, title: str = "") -> None:
-    """Share of perfect scaling over the number of workers, with the best line's band and knee."""
-    axes = figure.add_subplot(title=printable(title), xlabel="GPUs", ylabel="share of perfect scaling")
-    axes.set_xscale("log")
-    axes.set_xticks(data.counts, [str(count) for count in data.counts])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:.0f} %")
-    axes.grid(axis="y")
-    lines = []
-    for index, (label, points) in enumerate(data.curves.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        workers = [point.workers for point in points]
-        percent = [100 * point.scaling_factor for point in points]
-        lines += axes.plot(workers, percent, color=colour, marker="o", markersize=4.5, linewidth=2)
-        if label != data.best:
-            continue
-        counts, slow, fast = ([point[column] for point in data.band] for column in range(3))
-        axes.fill_between(
-            counts, [100 * one for one in slow], [100 * one for one in fast], color=colour, alpha=0.18, linewidth=0
-        )
-        if (bend := knee(points)) in workers:
-            at = bend, percent[workers.index(bend)]
-            axes.plot(*at, color=colour, marker="D", markersize=9, markeredgecolor="white", zorder=3)
-            axes.annotate("knee", at, xytext=(8, 8), textcoords="offset points")
-    axes.set_ylim(data.range_percent)
-    # matplotlib leaves names with an underscore in front out of a legend.
-    names = [f" {name}" if name.startswith("_") else name for name in map(printable, data.curves)]
-    figure.legend(lines, names, loc="outside lower center", ncols=min(len(names), 4))
 
 
 def timeline(figure: Any, data: Timeline, *, end_s: float | None = None) -> None:

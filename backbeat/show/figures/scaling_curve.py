@@ -1,69 +1,72 @@
-"""How the job scales: one line per strategy over the number of workers, with the band and the knee."""
+"""How the job scales: one line for each way over the number of GPUs, with the range of the best and the knee."""
 
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from backbeat.model import Prediction
-from backbeat.model.prediction import knee
+from backbeat.answer.answer import Answer
+from backbeat.model.prediction import Prediction
 from backbeat.show.figures import canvas
 from backbeat.show.figures.canvas import COLOURS, Drawing, axis, curve, dots, drawn, translucent
-from backbeat.show.words.numbers import format_number, load_range
+from backbeat.show.words.numbers import format_number
 from backbeat.units import format_seconds
+
+HAND_CURVE = "best by hand"
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
     curves: Mapping[str, Sequence[Prediction]]
-    """By label, each in order of its workers."""
+    """By label, each in order of its GPUs."""
+    best: str
+    """Only its range is drawn: several on top of each other say nothing."""
+    knee: int | None = None
+
+    @classmethod
+    def of(cls, answer: Answer) -> Scaling:
+        """The best that people write by hand on sizes of the answer's own, and every way that stands at several."""
+        curves: dict[str, list[Prediction]] = {HAND_CURVE: [one for _, one in sorted(answer.curve.items())]}
+        for row in answer.rows:
+            if row.possible:
+                curves.setdefault(row.way, []).append(row.prediction)
+        kept = {label: sorted(points, key=lambda one: one.gpus) for label, points in curves.items() if len(points) > 1}
+        return cls(
+            kept or {HAND_CURVE: curves[HAND_CURVE]}, HAND_CURVE if HAND_CURVE in kept or not kept else next(iter(kept))
+        )
 
     @property
-    def best(self) -> str:
-        """The highest at its end. Only its band is drawn: several on top of each other say nothing."""
-        return max(self.curves, key=lambda label: self.curves[label][-1].scaling_factor)
-
-    @property
-    def band(self) -> list[tuple[int, float, float]]:
-        """(workers, scaling at the lower edge, at the upper one) of the best: from a busy cluster to a quiet one where
-        the network has a band; otherwise of a slow and a fast iteration, p90 and p10, where the profile has iteration
-        times."""
-        if self.load_band:
-            return [(point.workers, *load_range(point)) for point in self.curves[self.best]]
+    def range(self) -> list[tuple[int, float, float]]:
+        """(GPUs, scaling where steps are long, where they are short) of the best."""
         return [
-            (point.workers, perfect_s / point.band.p90_s, perfect_s / point.band.p10_s)
-            for point in self.curves[self.best]
-            for perfect_s in [point.scaling_factor * point.iteration_s]
-            if point.band is not None and point.band.p10_s > 0
+            (
+                one.gpus,
+                one.scaling_factor * one.step_s / one.range_s[1],
+                one.scaling_factor * one.step_s / one.range_s[0],
+            )
+            for one in self.curves[self.best]
+            if one.range_s is not None and one.range_s[0] > 0
         ]
 
     @property
-    def load_band(self) -> bool:
-        """The band is the network's, not that of single iterations."""
-        return any(point.network_band is not None for point in self.curves[self.best])
-
-    @property
     def counts(self) -> list[int]:
-        """Every number of workers, rising."""
-        return sorted({point.workers for points in self.curves.values() for point in points})
+        """Every number of GPUs, rising."""
+        return sorted({one.gpus for points in self.curves.values() for one in points})
 
     @property
-    def range_percent(self) -> tuple[float, float]:
-        """Where an axis of shares starts and ends."""
-        shares = [point.scaling_factor for points in self.curves.values() for point in points]
-        shares += [low for _, low, _ in self.band if self.load_band]
-        return max(0, 10 * math.floor(10 * min(shares) - 1.5)), max(100, 100 * max(shares)) + 3
+    def top_percent(self) -> float:
+        """Where an axis of shares ends; it starts at nothing."""
+        return max(100.0, *(100 * one.scaling_factor for points in self.curves.values() for one in points)) + 3
 
 
 def draw_scaling(data: Scaling, *, view: str = "scaling") -> Drawing:
     """`view` is `scaling` (share of perfect) or `throughput` (samples a second)."""
     throughput = view == "throughput"
     traces: list[Drawing] = []
-    scale = axis("share of perfect scaling", ticksuffix=" %", range=list(data.range_percent))
+    scale = axis("share of perfect scaling", ticksuffix=" %", range=[0, data.top_percent])
     first = next(iter(data.curves.values()))[0]
-    alone_per_s = first.samples_per_s / first.workers / first.scaling_factor if first.scaling_factor > 0 else 0.0
+    alone_per_s = first.samples_per_s / first.gpus / first.scaling_factor if first.scaling_factor > 0 else 0.0
     if throughput:
         scale = axis("samples a second", type="log")
         perfect = [count * alone_per_s for count in data.counts]
@@ -71,47 +74,39 @@ def draw_scaling(data: Scaling, *, view: str = "scaling") -> Drawing:
         traces.append(curve("perfect", data.counts, perfect, canvas.GREY, line=stroke, hoverinfo="skip"))
     for index, (label, points) in enumerate(data.curves.items()):
         colour = COLOURS[index % len(COLOURS)]
-        values = [point.samples_per_s if throughput else 100 * point.scaling_factor for point in points]
-        workers = [point.workers for point in points]
-        best = label == data.best
-        if best and len(data.band) > 1:
-            traces.append(_band(data, colour, alone_per_s if throughput else None))
-        traces.append(
-            curve(
-                html.escape(label),
-                workers,
-                values,
-                colour,
-                customdata=[
-                    [
-                        format_seconds(point.iteration_s),
-                        f"{point.scaling_factor:.1%}",
-                        format_number(point.samples_per_s),
-                        point.bottleneck,
-                        " (extrapolated)" if point.extrapolated else "",
-                    ]
-                    for point in points
-                ],
-                hovertemplate="<b>%{fullData.name}</b>, %{x} GPUs%{customdata[4]}<br>%{customdata[1]} of perfect "
-                "scaling<br>%{customdata[0]} per iteration<br>%{customdata[2]} samples/s<br>limited by "
-                "%{customdata[3]}<extra></extra>",
-            )
+        values = [one.samples_per_s if throughput else 100 * one.scaling_factor for one in points]
+        gpus = [one.gpus for one in points]
+        if label == data.best and len(data.range) > 1 and not throughput:
+            traces.append(_band(data, colour))
+        words = [
+            [
+                format_seconds(one.step_s),
+                f"{one.scaling_factor:.1%}",
+                format_number(one.samples_per_s),
+                html.escape(one.way),
+                " (extrapolated)" if one.extrapolated else "",
+            ]
+            for one in points
+        ]
+        hover = (
+            "<b>%{customdata[3]}</b>, %{x} GPUs%{customdata[4]}<br>%{customdata[1]} of perfect scaling<br>"
+            "%{customdata[0]} a step<br>%{customdata[2]} samples/s<extra></extra>"
         )
-        if best and (bend := knee(points)) in workers:
-            traces.append(_knee(bend, values[workers.index(bend)], colour))
+        traces.append(curve(html.escape(label), gpus, values, colour, customdata=words, hovertemplate=hover))
+        if label == data.best and data.knee in gpus:
+            traces.append(_knee(data.knee, values[gpus.index(data.knee)], colour))
     ticks = [str(count) for count in data.counts]
     return drawn(traces, xaxis=axis("GPUs", type="log", tickvals=data.counts, ticktext=ticks), yaxis=scale, height=420)
 
 
-def _band(data: Scaling, colour: str, alone_per_s: float | None) -> Drawing:
-    """The band as one closed outline: a busy to a quiet cluster, or slow and fast iterations."""
-    outline = [(count, fast) for count, _, fast in data.band] + [(count, slow) for count, slow, _ in data.band[::-1]]
+def _band(data: Scaling, colour: str) -> Drawing:
+    """The range as one closed outline."""
+    outline = [(count, fast) for count, _, fast in data.range] + [(count, slow) for count, slow, _ in data.range[::-1]]
     return {
         "type": "scatter",
-        "name": f"{html.escape(data.best)}: "
-        + ("busy to quiet cluster" if data.load_band else "10th to 90th percentile"),
+        "name": f"{html.escape(data.best)}: 10th to 90th percentile of the median step",
         "x": [count for count, _ in outline],
-        "y": [100 * share if alone_per_s is None else share * count * alone_per_s for count, share in outline],
+        "y": [100 * share for _, share in outline],
         "fill": "toself",
         "fillcolor": translucent(colour, 0.18),
         "line": {"width": 0},
@@ -120,10 +115,10 @@ def _band(data: Scaling, colour: str, alone_per_s: float | None) -> Drawing:
     }
 
 
-def _knee(workers: int, value: float, colour: str) -> Drawing:
+def _knee(gpus: int | None, value: float, colour: str) -> Drawing:
     return dots(
         "knee",
-        [workers],
+        [float(gpus or 1)],
         [value],
         {"symbol": "diamond", "size": 12, "color": colour, "line": {"width": 2, "color": "#fff"}},
         mode="markers+text",

@@ -146,22 +146,31 @@ def _merge(run: Sequence[Bar]) -> Bar:
     )
 
 
-def timeline_parts(timelines: Sequence[Timeline]) -> dict[str, Drawing]:
-    """Each timeline's bars, lanes and end by label, coloured on one scale: a page puts any two of them together."""
-    sizes = size_scale(timelines)
-    return {
-        one.label: {"lanes": list(one.lanes), "end_ms": one.end_s * 1e3, "traces": _bars(one, sizes)}
-        for one in timelines
-    }
-
-
 def draw_timeline(data: Timeline) -> Drawing:
+    return _drawn(_bars(data, size_scale([data])), data.lanes, data.end_s)
+
+
+def draw_two(first: Timeline, second: Timeline) -> Drawing:
+    """One below the other on one axis, a shade meaning the same size in both."""
+    sizes, traces, lanes = size_scale([first, second]), [], list[str]()
+    for place, one in enumerate((first, second)):
+        own = {lane: html.escape(f"{one.label} · {lane}") for lane in one.lanes}
+        lanes += own.values()
+        for trace in _bars(one, sizes):
+            if trace["type"] == "bar":
+                traces.append(trace | {"y": [own[lane] for lane in trace["y"]]})
+            elif place == 0:
+                traces.append(trace)
+    return _drawn(traces, lanes, max(first.end_s, second.end_s))
+
+
+def _drawn(traces: list[Drawing], lanes: Sequence[str], end_s: float) -> Drawing:
     return drawn(
-        _bars(data, size_scale([data])),
+        traces,
         barmode="overlay",
-        xaxis=axis("milliseconds from the start of the iteration", range=[0, data.end_s * 1020]),
-        yaxis={"type": "category", "categoryarray": data.lanes[::-1], "categoryorder": "array", "automargin": True},
-        height=170 + 34 * len(data.lanes),
+        xaxis=axis("milliseconds from the start of the step", range=[0, end_s * 1020]),
+        yaxis={"type": "category", "categoryarray": lanes[::-1], "categoryorder": "array", "automargin": True},
+        height=170 + 34 * len(lanes),
         showlegend=False,
     )
 

@@ -1,23 +1,27 @@
-"""The report as one HTML file: everything inlined, nothing fetched, names never read as markup."""
+"""The report as one HTML file: everything inlined, nothing fetched, names never read as markup. With a form on top it
+is the page that `backbeat serve` answers with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
 import msgspec
 
+from backbeat.answer.answer import Answer
+from backbeat.answer.do import Words
 from backbeat.model import Source
+from backbeat.show.answer_screen import commands
 from backbeat.show.chrome_trace import chrome_trace
-from backbeat.show.figures.timeline import Timeline, by_collective, timeline, timeline_parts
+from backbeat.show.measured import Measured
 from backbeat.show.pages.sections import sections
-from backbeat.show.study import STOCK, Study
-from backbeat.show.words.answer import Answer, answer
-from backbeat.show.words.commands import Settings
-from backbeat.show.words.numbers import describe, format_count, tokens_per_s, unit
-from backbeat.units import format_seconds
+from backbeat.show.steps_traced import traced
+from backbeat.show.words import caveats
+from backbeat.show.words import decision_words as verdict
+from backbeat.show.words.numbers import describe, format_count, format_hours, format_money, network_named, title
+from backbeat.units import format_bytes, format_seconds
 
 MOST_BYTES = 6_000_000
 _MOST_TRACE_BYTES = 400_000
@@ -25,25 +29,87 @@ _MOST_TRACE_BYTES = 400_000
 _FEWER_BARS = (400, 150, 50)
 
 
-def report(study: Study, settings: Settings | None = None) -> str:
+def report(answer: Answer, words: Words | None = None, measured: Sequence[Measured] = ()) -> str:
     """The whole page. Where it would be too large, timelines are drawn with fewer bars."""
+    said = words or Words(answer.question.model, answer.question.cluster)
     for bars in _FEWER_BARS:
-        page = _page(study, settings or Settings(), bars)
+        page = rendered(**parts_of(answer, said, measured, most=bars))
         if len(page.encode()) <= MOST_BYTES:
             break
     return page
 
 
-def timelines(study: Study, *, most: int = _FEWER_BARS[0]) -> list[Timeline]:
-    """Every timeline the reader can choose: each strategy, each sharding, then what was measured beside
-    its own prediction."""
-    found = [study.timeline(label, most=most) for label, prediction in study.at_top.items() if prediction.timeline]
-    for row in study.shardings:
-        if row.plan is not None and row.label not in study.curves:
-            found.append(timeline(row.label, by_collective(row.prediction.timeline, row.plan), most=most))
-    for one, how, spans in study.seen():
-        found.append(timeline(f"{one.origin}: {one.label}, {how}", spans, one.buckets, most=most))
+def parts_of(answer: Answer, words: Words, measured: Sequence[Measured] = (), *, most: int = 400) -> dict[str, Any]:
+    """What the template shows of an answer."""
+    best, found = answer.best, answer.decision
+    shown = sections(answer, measured, most=most)
+    trace = chrome_trace(
+        [
+            *traced([row.prediction for row in answer.rows_at(answer.taken.gpus)[:2]], answer.asked.profile),
+            *(step for one in measured for step in one.traced()),
+        ]
+    )
+    about = (
+        [] if best is None else [caveats.limit_line(best), *caveats.changes_lines(best), *caveats.faster_but(answer)]
+    )
+    if best is not None and (jitter := caveats.jitter_line(best)) is not None:
+        about.append(jitter)
+    return {
+        "title": f"{answer.question.model} on {answer.question.cluster}: backbeat",
+        "asked": title(answer),
+        "headline": verdict.headline(answer),
+        "figures": "" if best is None else f"{verdict.called(best.way)}: {verdict.figures(best)}.",
+        "tiles": tiles(answer),
+        "about": caveats.about_lines(answer),
+        "decision": verdict.decision_text(answer),
+        "do_heading": verdict.do_heading(found.do_by, found.do) if found.do else "",
+        "do": "\n".join(line.strip() if line.startswith("  ") else line for line in commands(found.do)),
+        "notes": caveats.answer_notes(answer),
+        "sections": shown,
+        "facts": facts(answer),
+        "data": script_json({one.anchor: [drawing for _, drawing in one.views] for one in shown}),
+        "trace": script_json(trace) if len(msgspec.json.encode(trace)) < _MOST_TRACE_BYTES else "",
+        "trace_command": words.command("trace", answer.taken.gpus, answer.question, "-o", "trace.json"),
+        "form": None,
+        "problem": "",
+    }
+
+
+def tiles(answer: Answer) -> list[tuple[str, str, str]]:
+    """(what, figure, small print) of the numbers that stand out."""
+    row = answer.taken
+    one, cost = row.prediction, row.cost
+    rate, unit = (one.tokens_per_s, "tokens") if one.tokens_per_s is not None else (one.samples_per_s, "samples")
+    low, high = row.range_s
+    found = [
+        ("a step", format_seconds(row.step_s), f"the median in {format_seconds(low)} to {format_seconds(high)}"),
+        (f"{unit} a second", format_count(rate), f"{format_count(rate / row.gpus)} on each of {row.gpus} GPUs"),
+        ("of perfect scaling", f"{one.scaling_factor:.0%}", f"{format_seconds(one.exposed_s)} a step are exposed"),
+    ]
+    if row.peak is not None:
+        has = f"of {format_bytes(one.device_bytes)}" if one.device_bytes else ""
+        found.append(("on one GPU", format_bytes(row.peak), f"{has}: fits {one.fits}" if one.fits else has))
+    if cost is not None:
+        money = "" if cost.money is None else format_money(cost.money)
+        found.append(("for the training", money or format_hours(cost.hours), f"{cost.gpu_hours:,.0f} GPU-hours"))
     return found
+
+
+def facts(answer: Answer) -> list[tuple[str, str]]:
+    asked = answer.asked
+
+    def origin(source: Source | str | None) -> str:
+        if isinstance(source, Source):
+            return ", ".join(part for part in (source.method, source.machine, source.date, source.reference) if part)
+        return source or "origin not stated"
+
+    model = answer.question.model
+    found = [("model", f"{model}: computed from its shape")]
+    if asked.profile is not None:
+        found = [("model", f"{describe(asked.profile)}."), ("profile", f"{model}: {origin(asked.profile.source)}")]
+    network = asked.network
+    given = f"{network_named(network)}, given for {network.workers} GPUs: {origin(network.source)}"
+    return [*found, ("network", given), ("framework", f"{asked.framework.name}: its buckets, dtypes and overlap")]
 
 
 def plotly_source() -> str:
@@ -82,94 +148,15 @@ def environment() -> Any:
     return found
 
 
-def rendered(template: str, **parts: Any) -> str:
-    """A page from its template; `served` is its address on the what-if server, empty in a file."""
-    page: str = environment().get_template(template).render(**parts)
+def rendered(**parts: Any) -> str:
+    page: str = environment().get_template("report.html.j2").render(**parts)
     return page
 
 
-def _page(study: Study, settings: Settings, bars: int) -> str:
-    answered = answer(study, settings)
-    parts = sections(study, samples=settings.samples or 1_000_000)
-    drawings = {part.anchor: [drawing for _, drawing in part.views] for part in parts if part.views}
-    shown = timeline_parts(timelines(study, most=bars))
-    pair = _pair(list(shown), study)
-    trace = full_trace(study)
-    return rendered(
-        "report.html.j2",
-        served="",
-        answer=answered,
-        study=study,
-        facts=_facts(study),
-        sections=parts,
-        timelines=list(shown),
-        pair=pair,
-        tiles=_tiles(study, answered, settings),
-        data=script_json({"figures": drawings, "timelines": shown, "pair": pair}),
-        trace=script_json(trace) if len(msgspec.json.encode(trace).decode()) < _MOST_TRACE_BYTES else "",
-        trace_command=settings.trace_command(study.top),
-        stock=STOCK,
-    )
-
-
-def full_trace(study: Study) -> dict[str, Any]:
-    """Stock DDP and the best plan, and what was measured, bar by bar."""
-    return chrome_trace(study.iterations(dict.fromkeys([STOCK, study.best_label])))
-
-
-def _pair(labels: Sequence[str], study: Study) -> tuple[str, str]:
-    """The two timelines that are shown at first."""
-    seen = [label for label in labels if label not in study.curves]
-    measured = next((label for label in seen if label.endswith(", measured")), None)
-    if measured:
-        own = measured.removesuffix("measured") + "predicted"
-        return (own if own in seen else STOCK), measured
-    if study.best_label != STOCK:
-        return STOCK, study.best_label
-    return STOCK, next((label for label in labels if label != STOCK), "")
-
-
-def _tiles(study: Study, answered: Answer, settings: Settings) -> list[tuple[str, str, str]]:
-    """(what, figure, small print) of the numbers that stand out."""
-    best, stock, fits = study.best, study.stock, STOCK in study.fitting
-    rate = tokens_per_s(best, study.profile) or best.samples_per_s
-    hours = answered.gpu_hours[-1]
-    run = f"for what takes {'stock DDP' if fits else study.best_label} a day"
-    if settings.samples:
-        run = f"for {answered.samples:,} samples"
-    where, speed = f"on {study.top} GPUs", ""
-    if best is not stock:
-        where += f" with {study.best_label}; stock DDP {f'{stock.scaling_factor:.0%}' if fits else 'does not fit'}"
-        faster = stock.iteration_s / best.iteration_s if best.iteration_s > 0 else 1.0
-        speed = f"; {faster:.2f}x stock DDP's speed" if fits else ""
-    tiles = [
-        ("of perfect scaling", f"{best.scaling_factor:.0%}", where),
-        ("per iteration", format_seconds(best.iteration_s), f"alone {format_seconds(best.single_s)}{speed}"),
-        (f"{unit(study.profile)} a second", format_count(rate), f"{format_count(rate / study.top)} on each GPU"),
-        ("GPU-hours", f"{hours:,.1f}", run),
-    ]
-    if settings.price is not None:
-        tiles.append(("dollars", f"{hours * settings.price:,.0f}", run))
-    return tiles
-
-
-def _facts(study: Study) -> list[tuple[str, str]]:
-    profile, network = study.profile, study.network
-
-    def origin(source: Source | str | None) -> str:
-        if isinstance(source, Source):
-            parts = [source.method, source.machine, source.date, source.reference]
-            return ", ".join(part for part in parts if part)
-        return source or "origin not stated"
-
-    return [
-        ("job", f"{describe(study.given, network, reduce_dtype=study.reduce_dtype)}."),
-        ("profile", f"{profile.name}: {origin(profile.source)}"),
-        (
-            "alone",
-            f"forward {format_seconds(profile.forward_s)}, backward {format_seconds(profile.backward_s)}, "
-            f"update {format_seconds(profile.update_s)}",
-        ),
-        ("network", f"{network.name}, given for {network.workers} workers: {origin(network.source)}"),
-        ("scaling", "weak: every GPU keeps its batch, so more GPUs train on more samples at a time"),
-    ]
+def form_page(fields: Mapping[str, Any], answer: Answer | None, words: Words, problem: str = "") -> str:
+    """The same page with its question as a form on top; without an answer it says what was wrong."""
+    empty: dict[str, Any] = dict.fromkeys(("asked", "headline", "figures", "decision", "do_heading", "do"), "")
+    empty |= {"title": "backbeat", "trace": "", "trace_command": "", "data": "{}"}
+    empty |= {name: [] for name in ("tiles", "about", "notes", "sections", "facts")}
+    shown = empty if answer is None else parts_of(answer, words, most=_FEWER_BARS[1])
+    return rendered(**{**shown, "form": fields, "problem": problem})

@@ -1,13 +1,11 @@
-"""The what-if page over HTTP, for this machine only. Uploads are checked like any file, and kept in memory."""
+"""The report over HTTP, for this machine only: its question is a form, and the form's address is the question."""
 
 from __future__ import annotations
 
-import hashlib
-import zlib
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -16,22 +14,41 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from backbeat.answer.answer import answered
+from backbeat.answer.asked import Asked
+from backbeat.answer.do import Words
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Network, Profile
-from backbeat.model.files import bundled, decode
-from backbeat.show.pages.layout_page import LayoutState, layout_tab, respond_layouts
-from backbeat.show.pages.report_page import full_trace, plotly_source, rendered, script_json
-from backbeat.show.pages.whatif import MOST_GRADIENTS, Library, State, respond, study_of
+from backbeat.model.architecture import BUNDLED
+from backbeat.model.files import bundled
+from backbeat.show.pages.report_page import form_page, plotly_source
+from backbeat.units import parse_workers
 
-MOST_UPLOAD_BYTES = 16 * 2**20
-_MOST_UNPACKED_BYTES = 64 * 2**20
-_MOST_READ_BYTES = 16 * MOST_UPLOAD_BYTES
-_MOST_KEPT = 16
-_OWN_HEADER = "x-backbeat"
-"""Other sites cannot send it without asking first, and are not allowed when they ask."""
+FIELDS = {
+    "gpus": ("GPUs", "64 or 8..512"),
+    "way": ("ways", "all that may be"),
+    "batch": ("micro-batch", "its own"),
+    "global_batch": ("global batch", "GPUs × batch"),
+    "sequence": ("sequence", "its own"),
+    "framework": ("framework", "the model's"),
+    "reduce_dtype": ("reduce dtype", "its own"),
+    "recompute": ("recompute", "the least that fits"),
+    "accelerator": ("accelerator", "the cluster's"),
+    "load": ("load", "typical"),
+    "memory": ("memory a GPU", "what it has"),
+    "measured": ("own step", "fsdp@64=565ms"),
+    "tokens": ("tokens", "15B"),
+    "price": ("price", "2.5/gpu-h"),
+    "deadline": ("deadline", "24h"),
+    "goodput": ("goodput", "0.9"),
+}
+"""Keywords that the form has, each with its label and what stands for nothing said."""
+FIRST = {"model": "llama-3-8b", "cluster": "aws-p5en", "gpus": "64"}
+_NAME = re.compile(r"^[\w.+-]{1,80}(\.json(\.gz)?)?$")
+_MOST_SIZES = 16
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src data: blob:; connect-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src data: blob:; connect-src blob: data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
@@ -39,110 +56,51 @@ _HEADERS = {
 
 
 def make_app() -> Starlette:
-    library = Library({}, {})
     plotly = plotly_source()
+    lists = {"models": [*BUNDLED, *bundled(Profile)], "clusters": list(bundled(Network))}
 
     # Starlette runs what is not async in a thread: others are answered meanwhile.
     def page(request: Request) -> Response:
-        names = {"profiles": list(bundled(Profile)), "networks": list(bundled(Network))}
-        data = script_json(msgspec.to_builtins(State()))
-        return HTMLResponse(rendered("serve.html.j2", served="/", **names, data=data))
+        given = {name: text.strip() for name, text in request.query_params.items() if text.strip()} or dict(FIRST)
+        form = {"given": given, "fields": FIELDS, **lists}
+        words = Words(given.get("model", ""), given.get("cluster", ""))
+        try:
+            return HTMLResponse(form_page(form, answer_of(given), words))
+        except BackbeatError as error:
+            return HTMLResponse(form_page(form, None, words, problem=str(error)), status_code=400)
 
     def plotly_js(request: Request) -> Response:
         return Response(plotly, media_type="text/javascript", headers={"Cache-Control": "max-age=86400"})
 
-    def reply(request: Request) -> Response:
-        fields = dict(request.query_params)
-        thorough = fields.pop("thorough", "") == "1"
-        return _json(respond(State.parse(fields), library, thorough=thorough))
-
-    def tab(request: Request) -> Response:
-        return HTMLResponse(layout_tab())
-
-    def reply_layouts(request: Request) -> Response:
-        state = LayoutState.parse(dict(request.query_params))
-        return _json(respond_layouts(state, library.network(state.cluster)))
-
-    def trace(request: Request) -> Response:
-        study = study_of(State.parse(dict(request.query_params)), library, thorough=True)
-        response = _json(full_trace(study))
-        response.headers["Content-Disposition"] = 'attachment; filename="trace.json"'
-        return response
-
-    async def upload(request: Request) -> Response:
-        if _OWN_HEADER not in request.headers:
-            raise InputError("uploads are taken from the page itself only: open it and choose the file there")
-        return _json(keep(library, await _body(request)))
-
     return Starlette(
-        routes=[
-            Route("/", page),
-            Route("/plotly.min.js", plotly_js),
-            Route("/api/answer", reply),
-            Route("/layout", tab),
-            Route("/api/layout", reply_layouts),
-            Route("/api/trace", trace),
-            Route("/api/upload", upload, methods=["POST"]),
-        ],
+        routes=[Route("/", page), Route("/plotly.min.js", plotly_js)],
         middleware=[
+            # Another name for this machine is another site's, which would read the answers.
             Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
             Middleware(BaseHTTPMiddleware, dispatch=_with_headers),
         ],
-        exception_handlers={BackbeatError: _refused},
     )
 
 
-def keep(library: Library, raw: bytes) -> dict[str, str]:
-    """Check an uploaded profile or network, and keep it under a name of its own."""
-    text = unpacked(raw)
-    kind: type[Profile] | type[Network] = Network if b'"backbeat.network/2"' in text[:4096] else Profile
-    document = decode(text, kind, where="the uploaded file")
-    key = f"upload-{hashlib.sha256(text).hexdigest()[:12]}"
-    if isinstance(document, Profile) and len(document.gradients) > MOST_GRADIENTS:
-        raise InputError(
-            f"the uploaded profile has {len(document.gradients)} gradients: the page takes up to {MOST_GRADIENTS}; "
-            "use `backbeat report`"
-        )
-    kept: dict[str, Any] = library.profiles if isinstance(document, Profile) else library.networks
-    kept.pop(key, None)
-    kept[key] = document
-    while len(kept) > _MOST_KEPT:
-        del kept[next(iter(kept))]
-    return {"kind": kind.__name__.lower(), "id": key, "name": document.name[:200]}
-
-
-def unpacked(raw: bytes) -> bytes:
-    """Bytes of JSON, plain or gzipped; a small file that unpacks to a huge one is refused before it does."""
-    if raw[:2] != b"\x1f\x8b":
-        return raw
-    stream = zlib.decompressobj(wbits=31)
-    try:
-        text = stream.decompress(raw, _MOST_UNPACKED_BYTES)
-    except zlib.error as error:
-        raise InputError(f"the uploaded file is damaged or cut short ({error}): upload it again") from None
-    if stream.unconsumed_tail:
-        raise InputError(f"the uploaded file unpacks to more than {_MOST_UNPACKED_BYTES} bytes: it is no profile")
-    if not stream.eof:
-        raise InputError("the uploaded file is cut short: upload it again")
-    return text
-
-
-async def _body(request: Request) -> bytes:
-    """The one file of the request, read no further than the limit."""
-    too_large = InputError(f"the file is larger than {MOST_UPLOAD_BYTES // 2**20} MiB: use `backbeat report` for it")
-    length = 0
-    taken = bytearray()
-    async for chunk in request.stream():
-        length += len(chunk)
-        # Read on and forget, so that the sender is told why; somebody who sends without end is cut off.
-        if length > _MOST_READ_BYTES:
-            break
-        taken = taken + chunk if length <= MOST_UPLOAD_BYTES else bytearray()
-    if length > MOST_UPLOAD_BYTES:
-        raise too_large
-    if not taken:
-        raise InputError("the upload is empty: choose a profile or a network file")
-    return bytes(taken)
+def answer_of(given: Mapping[str, str]) -> Any:
+    """The answer to what a form said. Files are named without folders: those where the server was started."""
+    for name in given:
+        if name not in FIELDS and name not in ("model", "cluster"):
+            raise InputError(f"{name[:40]!r} is no field of the form: there are model, cluster, {', '.join(FIELDS)}")
+    for name in ("model", "cluster", "accelerator"):
+        text = given.get(name, "")
+        if (name not in given and name != "accelerator") or (text and not _NAME.match(text)):
+            raise InputError(f"{name} is {text[:40]!r}: choose a bundled name, or a file where this was started")
+    if re.search(r"[/\\\\]", given.get("measured", "")):
+        raise InputError("measured names a folder: write a step like fsdp@64=565ms, or a file where this was started")
+    keywords: dict[str, Any] = {name: text for name, text in given.items() if name in FIELDS}
+    sizes = parse_workers(keywords.pop("gpus", "64"), "GPUs")
+    if len(sizes) > _MOST_SIZES:
+        raise InputError(f"gpus names {len(sizes)} numbers: the page takes up to {_MOST_SIZES}")
+    ways = [part.strip() for part in keywords.pop("way", "").split(",") if part.strip()]
+    if any(not re.match(r"^[\w:=+-]{1,80}$", way) for way in ways):
+        raise InputError("way names no way: write names like fsdp,hsdp:8 or layouts like tp=8+pp=2")
+    return answered(Asked.of(given["model"], given["cluster"], **keywords), sizes, ways or None)
 
 
 async def _with_headers(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -150,11 +108,3 @@ async def _with_headers(request: Request, call_next: Callable[[Request], Awaitab
     for name, value in _HEADERS.items():
         response.headers.setdefault(name, value)
     return response
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    return _json({"error": str(error)}, status=413 if "larger than" in str(error) else 400)
-
-
-def _json(data: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(data), status_code=status, media_type="application/json")

@@ -3,17 +3,16 @@ a trace beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.table import Table
 
 from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import MemoryPlan, Plan, Prediction, Profile, Segment
-from backbeat.model.gpu_memory import KINDS, MemoryByKind, in_words
+from backbeat.model.gpu_memory import KINDS, MemoryByKind
 from backbeat.model.profile import DTYPE_BYTES
-from backbeat.show.tables.terminal_table import WINNER, fitted_table, table_of
-from backbeat.steps.memory_timeline import MemoryTimeline
+from backbeat.show.tables.terminal_table import fitted_table, table_of
 from backbeat.steps.model_chain import ROOT, chain_of
 from backbeat.units import counted, first_to_last, format_bytes, format_seconds, printable
 
@@ -89,14 +88,10 @@ def measured_units_table(units: Sequence[MeasuredUnit]) -> Table:
 
 def memory_table(held: MemoryByKind) -> Table:
     """The peak by kind, largest first; kinds below a thousandth are left out."""
-    rows = [
-        (KINDS[kind], format_bytes(size))
-        for kind, size in sorted(held.by_kind.items(), key=lambda kind: -kind[1])
-        if size * 1000 >= held.peak_bytes
-    ]
-    return table_of(
-        ("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {held.moment}", left={"kind"}
-    )
+    kinds = sorted(((size, KINDS[kind]) for kind, size in held.by_kind.items()), reverse=True)
+    rows = [(words, format_bytes(size)) for size, words in kinds if size * 1000 >= held.peak_bytes]
+    when = f", {held.moment}" if held.phase else ""
+    return table_of(("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak{when}", left={"kind"})
 
 
 def _between(first: str, last: str) -> str:
@@ -132,33 +127,6 @@ def segments_table(profile: Profile, memory: MemoryPlan, width: int | None = Non
     headings = ("blocks", "what", "segments", "saved", "recomputed")
     title = f"{len(profile.blocks)} blocks in {counted(len(memory.segments), 'segment')}"
     return fitted_table(headings, rows, title, left={"blocks", "what"}, names=0, width=width)
-
-
-def policies_table(policies: Mapping[str, Prediction], budget: int) -> Table:
-    """The plan, and then what treating every block alike would give."""
-    rows = [
-        (name, format_bytes(peak), format_seconds(one.iteration_s), "yes" if peak <= budget else "no")
-        for name, one in policies.items()
-        for peak in [one.peak_bytes or 0]
-    ]
-    table = table_of(("policy", "peak", "iteration", "in the budget"), rows, left={"policy"})
-    table.rows[0].style = WINNER
-    return table
-
-
-def peak_line(kept: MemoryTimeline, budget: int | None) -> str:
-    """The predicted peak, where it is and what it is made of."""
-    above = kept.peak_bytes - kept.resident.total_bytes
-    line = f"Predicted peak {format_bytes(kept.peak_bytes)}"
-    if budget is not None:
-        line += f" of a budget of {format_bytes(budget)}"
-    line += (
-        f", {kept.moment}: activations and their gradients {format_bytes(above)}, {in_words(kept.resident.by_kind)}."
-    )
-    if kept.to_host_bytes:
-        line += f" {format_bytes(kept.to_host_bytes)} to the host and back"
-        line += f", computation waits {format_seconds(kept.stalled_s)} for it." if kept.stalled_s else ", all hidden."
-    return line
 
 
 def _what(segment: Segment) -> str:

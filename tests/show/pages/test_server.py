@@ -1,22 +1,21 @@
-"""The server's manners: this machine only, bounded requests, one line for what it refuses."""
+"""The server's manners: this machine only, a question in the address, one line for what it refuses."""
 
 from __future__ import annotations
 
-import json
+import html
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
+import backbeat as bb
 from backbeat.errors import InputError
-from backbeat.model import files
-from backbeat.show.pages.server import MOST_UPLOAD_BYTES
-from tests.show.hostile import MARKUP, hostile_profile
 from tests.show.server_process import running
+
+JOB = "model=resnet50-b64-bf16-h200&cluster=100gbe&gpus=8&way=ddp,best"
 
 
 @pytest.fixture(scope="module")
@@ -25,75 +24,48 @@ def address() -> Iterator[str]:
         yield found
 
 
-def ask(url: str, *, data: bytes | None = None, **headers: str) -> tuple[int, bytes, Any]:
-    request = urllib.request.Request(
-        url, data=data, headers={name.replace("_", "-"): text for name, text in headers.items()}
-    )
+def ask(url: str, **headers: str) -> tuple[int, str, Any]:
+    request = urllib.request.Request(url, headers={name.replace("_", "-"): text for name, text in headers.items()})
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, response.read(), response.headers
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return response.status, response.read().decode(), response.headers
     except urllib.error.HTTPError as error:
         with error:
-            return error.code, error.read(), error.headers
+            return error.code, error.read().decode(), error.headers
 
 
-def test_the_page_fetches_only_from_itself(address: str) -> None:
-    status, body, headers = ask(address)
+def test_the_page_fetches_only_from_itself_and_shows_the_answer(address: str) -> None:
+    status, text, headers = ask(f"{address}/?{JOB}")
     assert status == 200
     assert "default-src 'none'" in headers["Content-Security-Policy"]
-    text = body.decode()
     assert 'src="/plotly.min.js"' in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert "https://" not in text
     assert ask(f"{address}/plotly.min.js")[0] == 200
+    found = bb.compare("resnet50-b64-bf16-h200", "100gbe", gpus=8, ways=["ddp", "best"])
+    assert html.escape(found.decision.text) in text
+    assert 'value="resnet50-b64-bf16-h200"' in text
+    assert '<form class="card controls" method="get"' in text
 
 
-def test_answers_and_traces(address: str) -> None:
-    status, body, _ = ask(f"{address}/api/answer?workers=8&profile=vgg16-b64-bf16-h200")
-    assert status == 200
-    assert json.loads(body)["answer"]["headline"]
-    status, body, headers = ask(f"{address}/api/trace?workers=8&profile=vgg16-b64-bf16-h200")
-    assert json.loads(body)["traceEvents"]
-    assert "attachment" in headers["Content-Disposition"]
-
-
-def test_layouts_are_served(address: str) -> None:
-    status, body, _ = ask(f"{address}/layout")
-    assert status == 200
-    assert b'name="global_batch"' in body
-    question = "model=llama-3.2-1b&gpus=8&global_batch=16&sequence=1024"
-    status, body, _ = ask(f"{address}/api/layout?{question}")
-    assert status == 200
-    assert json.loads(body)["rows"]
-    for wrong, why in (("model=../config.json", "there is no model"), ("cluster=10gbe", "does not say what GPUs")):
-        status, body, _ = ask(f"{address}/api/layout?{wrong}")
-        assert status == 400
-        assert why in json.loads(body)["error"]
-
-
-def test_a_refusal_is_one_line(address: str) -> None:
-    status, body, _ = ask(f"{address}/api/answer?workers=lots")
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        (f"{JOB}&gpus=lots", "is not a number of GPUs"),
+        ("model=../secret.json&cluster=100gbe", "choose a bundled name"),
+        ("model=resnet50-b64-bf16-h200&cluster=/etc/passwd", "choose a bundled name"),
+        (f"{JOB}&measured=../../x.json", "names a folder"),
+        (f"{JOB}&bogus=1", "is no field of the form"),
+    ],
+)
+def test_a_refusal_is_one_line_on_the_page(address: str, query: str, why: str) -> None:
+    status, text, _ = ask(f"{address}/?{query}")
     assert status == 400
-    assert json.loads(body)["error"].startswith("workers is 'lots'")
+    assert why in html.unescape(text)
 
 
-def test_other_hosts_and_other_sites_are_turned_away(address: str) -> None:
+def test_other_hosts_are_turned_away(address: str) -> None:
     assert ask(address, Host="evil.example")[0] == 400
-    status, body, _ = ask(f"{address}/api/upload", data=files.encode(hostile_profile()))
-    assert status == 400
-    assert b"from the page itself" in body
-
-
-def test_uploads_are_limited_and_usable(address: str) -> None:
-    status, body, _ = ask(f"{address}/api/upload", data=files.encode(hostile_profile()), X_Backbeat="1")
-    assert status == 200
-    said = json.loads(body)
-    assert said["name"] == MARKUP
-    assert ask(f"{address}/api/answer?profile={said['id']}")[0] == 200
-    status, body, _ = ask(f"{address}/api/upload", data=b" " * (MOST_UPLOAD_BYTES + 1), X_Backbeat="1")
-    assert status == 413
-    assert b"larger than 16 MiB" in body
-    assert ask(f"{address}/api/upload", data=b"\x80\x04cos\nsystem", X_Backbeat="1")[0] == 400
 
 
 def test_a_port_in_use_is_said() -> None:
@@ -104,9 +76,3 @@ def test_a_port_in_use_is_said() -> None:
         taken.listen()
         with pytest.raises(InputError, match="cannot be used"):
             serve(port=taken.getsockname()[1])
-
-
-def test_states_survive_json() -> None:
-    from backbeat.show.pages.whatif import State
-
-    assert msgspec.to_builtins(State())["workers"] == 64

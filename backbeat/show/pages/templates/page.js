@@ -1,6 +1,6 @@
 "use strict";
-// Shared by all pages: themes, drawing, tables, downloads and what is asked of a server. Names are only ever set as text.
-const backbeat = (() => {
+// Themes, drawing, tables and downloads. Names are only ever set as text; what is drawn is computed in Python.
+(() => {
   const drawn = new Map();
   const element = (id) => document.getElementById(id);
   const narrow = () => window.innerWidth < 640;
@@ -37,7 +37,7 @@ const backbeat = (() => {
     const { data, layout } = themed(drawing);
     // Plotly would offer to send the chart to its own servers: a report stays where it is.
     const config = {
-      responsive: true, displaylogo: false, showSendToCloud: false, plotlyServerURL: "",
+      responsive: true, displaylogo: false, displayModeBar: !narrow() && "hover", showSendToCloud: false, plotlyServerURL: "",
       modeBarButtonsToRemove: ["lasso2d", "select2d", "sendChartToCloud"],
     };
     element.style.minHeight = `${layout.height}px`;
@@ -46,72 +46,6 @@ const backbeat = (() => {
   }
 
   const redraw = () => drawn.forEach((drawing, element) => draw(element, drawing));
-
-  // Two timelines on one axis: below each other, or the second as outlines over the first.
-  function pair(timelines, first, second, overlay) {
-    const chosen = [first, second].filter((label) => label && timelines[label]);
-    const lanes = [];
-    const data = [];
-    const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-    chosen.forEach((label, place) => {
-      const prefix = chosen.length > 1 && !overlay ? `${plain(label)} · ` : "";
-      const outlined = overlay && place === 1;
-      for (const lane of timelines[label].lanes) if (!lanes.includes(prefix + lane)) lanes.push(prefix + lane);
-      for (const trace of timelines[label].traces) {
-        if (trace.type === "scatter") {
-          if (place === 0) data.push(trace);
-          continue;
-        }
-        const copy = { ...trace, y: trace.y.map((lane) => prefix + lane), marker: { ...trace.marker } };
-        if (outlined) {
-          copy.width = 0.42;
-          copy.marker = { color: "rgba(0,0,0,0)", line: { width: 2, color: "#c94f6d" } };
-          copy.text = undefined;
-        }
-        data.push(copy);
-      }
-    });
-    const end = Math.max(...chosen.map((label) => timelines[label].end_ms), 0);
-    const layout = {
-      barmode: "overlay", showlegend: false, hovermode: "closest", height: 150 + 36 * lanes.length,
-      margin: { l: 64, r: 24, t: 16, b: 56 }, hoverlabel: { align: "left" },
-      xaxis: { title: { text: "milliseconds from the start of the iteration" }, range: [0, end * 1.02] },
-      yaxis: { type: "category", categoryarray: [...lanes].reverse(), categoryorder: "array" },
-    };
-    return { data, layout };
-  }
-
-  function filled(tag, ...texts) {
-    const made = document.createElement(tag);
-    made.append(...texts);
-    return made;
-  }
-
-  function showTiles(tiles) {
-    element("tiles").replaceChildren(...tiles.map(([figure, what, small]) => filled("li", filled("b", figure), ` ${what}`, filled("small", small))));
-  }
-
-  // Chooses a value of a list, which gets it where it has not.
-  function choose(list, value, name = value) {
-    if (![...list.options].some((option) => option.value === value)) list.add(new Option(name, value));
-    list.value = value;
-  }
-
-  // Shows what the server answers, or why it does not.
-  async function ask(address, show, options = {}) {
-    const main = document.querySelector("main");
-    main.classList.add("busy");
-    try {
-      const data = await (await fetch(address, options)).json();
-      element("problem").textContent = data.error || "";
-      if (!data.error) await show(data);
-    } catch (error) {
-      if (error.name !== "AbortError") element("problem").textContent = "The server does not answer: start it again with `backbeat serve`.";
-    }
-    main.classList.remove("busy");
-  }
-
-  const answered = () => { document.body.dataset.answered = String(Number(document.body.dataset.answered || 0) + 1); };
 
   function download(name, text, type) {
     const link = document.createElement("a");
@@ -173,5 +107,10 @@ const backbeat = (() => {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   let was = narrow();
   window.addEventListener("resize", () => { if (narrow() !== was) { was = narrow(); redraw(); } });
-  return { answered, ask, choose, draw, element, filled, pair, showTiles };
+  const figures = JSON.parse(element("data").textContent);
+  for (const [anchor, views] of Object.entries(figures)) draw(element(`plot-${anchor}`), views[0]);
+  document.addEventListener("change", (event) => {
+    const list = event.target.closest("[data-figure]");
+    if (list) draw(element(`plot-${list.dataset.figure}`), figures[list.dataset.figure][Number(list.value)]);
+  });
 })();

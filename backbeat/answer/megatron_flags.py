@@ -7,10 +7,8 @@ from itertools import groupby
 from backbeat.model.architecture import Architecture
 from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout
-from backbeat.show.tables.terminal_table import folded
 from backbeat.steps.stage_layers import split_layers
 
-_FLAG_COLUMNS = 76
 _PRECISION = {"bf16": ["--bf16"], "fp16": ["--fp16"], "fp8": ["--bf16", "--fp8-format hybrid"]}
 _RECOMPUTE = {
     "none": [],
@@ -80,8 +78,3 @@ def _pipeline_layout(layers: list[int]) -> str:
     first, *middle, last = layers
     runs = [(count, len(list(same))) for count, same in groupby(middle)]
     return f"Et*{first}|" + "".join(f"(t*{count}|)*{times}," for count, times in runs) + f"t*{last},L"
-
-
-def flag_lines(flags: list[str]) -> str:
-    """To copy into a shell: lines that end in a backslash."""
-    return " \\\n".join(f"  {line}" for line in folded(flags, _FLAG_COLUMNS, " "))
