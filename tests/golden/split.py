@@ -30,7 +30,7 @@ UNITS: tuple[tuple[str, dict[str, Any]], ...] = (
 _JOB: dict[str, Any] = {"global_batch": 128, "sequence": 4096}
 _OLD: dict[str, Any] = {"overlap": "none", "flash_attention": False, "loss_bytes": (26, 12)}
 LAYOUTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    *(("llama-3-8b", "dgx-h100", f"dp=8+zero={zero}", {"contention": True}) for zero in range(4)),
+    *(("llama-3-8b", "dgx-h100", f"dp=8+zero={zero}", {}) for zero in range(4)),
     *(
         ("llama-3-8b", "dgx-h100", f"dp=4+tp=2+pp=4+{schedule}", {})
         for schedule in ("schedule=gpipe", "schedule=1f1b", "schedule=zero-bubble", "chunks=2")
