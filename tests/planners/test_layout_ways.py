@@ -84,7 +84,6 @@ def test_the_search_ranks_what_trying_everything_ranks(model: str, sequence: int
         {"compute_factor": 1.5},
         {"imbalance": 1.5},
         {"stragglers": {1: 1.3}},
-        {"contention": True},
     ],
     ids=lambda options: next(iter(options)),
 )
