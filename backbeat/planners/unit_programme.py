@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
 from backbeat.cost.operators import Floats

@@ -209,8 +209,8 @@ def test_a_collective_inside_a_node_is_its_part_of_the_all_reduce_there() -> Non
         assert found is not None
         for size in (0.0, 1e6, 1e9):
             assert found.at(size) == pytest.approx(latency * 1e-5 + work * 1e-11 * size)
-            # Moved to a full node it is that; to half of one 3/4 of the bytes for 7/8, NCCL's own latency, and what each
-            # GPU copies of its own share.
+            # Moved to a full node it is that; to half of one 3/4 of the bytes for 7/8, NCCL's own latency, and what
+            # each GPU copies of its own share.
             assert layout.moved(found, "all_gather", 64, 8).at(size) == pytest.approx(found.at(size))
     half = rings.moved(inside.curve, "all_gather", 64, 4)
     own = with_own_share(4) / with_own_share(8)

@@ -197,7 +197,7 @@ class Device:
 def test_a_budget_that_training_passes_is_said_once(
     known: Profile, reducer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = plan(known, Network.load("10gbe").at(workers=1), "optimal", memory_bytes=8 * 10**9)
+    made = plan(known, Network.load("10gbe").at(workers=1), "optimal", memory=8 * 10**9)
     assert made.memory is not None
     made = replace(made, memory=replace(made.memory, peak_bytes=7_870_000_000))
     device = Device(monkeypatch, 8_000_000_000, 8_360_000_000, 8_400_000_000)
