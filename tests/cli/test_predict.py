@@ -185,7 +185,7 @@ def test_what_makes_it_fit_makes_it_fit() -> None:
     flag = re.search(r"--batch (\d+)", joined(done.stdout))
     assert flag is not None
     assert run("predict", *words, "--batch", flag[1]).returncode == 0
-    assert "More GPUs do not help" in joined(done.stdout)
+    assert "More GPUs alone do not help" in joined(done.stdout)
 
 
 def test_blocks_are_not_denied_beside_units_of_them() -> None:
