@@ -114,15 +114,15 @@ def test_the_knee_is_the_same_whatever_sizes_were_asked() -> None:
 
 
 def test_steps_that_jitter_hide_small_gains() -> None:
-    """A plan that gains less than single steps differ is level with stock DDP, which is simpler."""
+    """Where single steps differ by a fifth, a plan that gains less than that is level with stock DDP, the simpler."""
     sizes, ready = [4_000_000] * 12, [2e-3 * step for step in range(12)]
     steady = make_profile(sizes, ready, forward=12e-3)
     alone = steady.forward_s + steady.backward_s + steady.update_s
-    noisy = replace(steady, iteration_s=tuple(alone * (1 + 0.02 * (step % 40)) for step in range(60)))
+    noisy = replace(steady, iteration_s=tuple(alone * (1 + 0.05 * (step % 40)) for step in range(60)))
     found = bb.compare(noisy, "10gbe", gpus=8, ways=["ddp", "best"])
     gap = found.rows[0].seconds / max(row.seconds for row in found.rows)
     assert found.best is not None
-    assert found.best.jitter > 0.05
+    assert found.best.noise > 0.2
     assert 1 / gap - 1 > found.best.jitter or found.best.way == "ddp"
 
 
