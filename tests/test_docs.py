@@ -66,7 +66,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 GENERATED = {
-    "cli": ("backbeat predict", "backbeat import kineto", "--workers", "--global-batch"),
+    "cli": ("backbeat predict", "backbeat import kineto", "--gpus", "--global-batch"),
     "api": ("backbeat.Profile", "backbeat.predict", "backbeat.runtime.DistributedDataParallel"),
     "files": ("backward_s", "all_reduce", "strategy"),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,16 +81,20 @@ class Answer:
 
 
 def answered(
-    asked: Asked, gpus: Sequence[int], ways: Sequence[Any] | None = None, words: Words | None = None
+    asked: Asked,
+    gpus: Sequence[int],
+    ways: Sequence[Any] | None = None,
+    words: Words | None = None,
+    told: Callable[[str], None] = lambda text: None,
 ) -> Answer:
     """All ways that may be meant, or these `ways`, on each number of GPUs. `words` name model and cluster as they were
-    given."""
+    given; `told` hears how far it is."""
     sizes = sorted(set(gpus))
     named = ways is not None
     question = msgspec.structs.replace(
         asked.question, gpus=tuple(sizes), ways=tuple(getattr(way, "strategy", str(way)) for way in ways or ())
     )
-    found = rows_of(asked, sizes, ways)
+    found = rows_of(asked, sizes, ways, told)
     curve = curve_of(asked, found, ways)
     best = {size: row for size, rows in found.items() if (row := best_row(rows, asked=named)) is not None}
     rows = tuple(row for rows in found.values() for row in ordered(rows, asked=named))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from backbeat.errors import InputError, did_you_mean, nearest
+from backbeat.model import Network
+from backbeat.model.accelerator import Accelerator
 from backbeat.model.checks import whole
 from backbeat.model.framework import Dispatcher, Framework, Overlap
 from backbeat.model.layout import Recompute
@@ -24,6 +26,7 @@ from backbeat.units import parse_bytes, parse_count, parse_duration, parse_price
 
 Reader = Callable[[str, Any], Any]
 MOST_RANK = 2**16
+_MOST_DIGITS = 20
 _FEWEST_BYTES = 2**16
 """Sizes below this are believed only with a unit."""
 
@@ -31,9 +34,11 @@ _FEWEST_BYTES = 2**16
 def _count(most: int) -> Reader:
     def read(name: str, value: Any) -> int:
         if isinstance(value, str):
-            if not value.strip().isdecimal():
-                raise InputError(f"{name} is {value!r}: it must be a whole number")
-            value = int(value)
+            text = value.strip()
+            # Python refuses to read thousands of digits.
+            if not text.isdecimal() or len(text) > _MOST_DIGITS:
+                raise InputError(f"{name} is {value!r}: it must be a whole number of at most {most:,}")
+            value = int(text)
         number = int(value) if isinstance(value, float) and value.is_integer() else whole(name, value)
         if not 1 <= number <= most:
             raise InputError(f"{name} is {number}: it must be 1 or more and at most {most:,}")
@@ -53,10 +58,7 @@ def _one_of(*choices: str) -> Reader:
 
 def _number(least: float, most: float = math.inf, *, open_below: bool = False) -> Reader:
     def read(name: str, value: Any) -> float:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
+        number = _float(value)
         if not (least < number if open_below else least <= number) or not number <= most or number == math.inf:
             rule = f"be {'above' if open_below else 'at least'} {least:g}"
             raise InputError(f"{name} is {value!r}: it must {rule}" + (f" and at most {most:g}" * (most < math.inf)))
@@ -65,13 +67,23 @@ def _number(least: float, most: float = math.inf, *, open_below: bool = False) -
     return read
 
 
+def _float(value: Any) -> float:
+    """NaN where it is no number."""
+    if isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 def _amount(name: str, value: Any) -> float:
     number = parse_count(value) if isinstance(value, str) else _number(0, open_below=True)(name, value)
     return float(_number(0, 1e18, open_below=True)(name, number))
 
 
 def _seconds(name: str, value: Any) -> float:
-    return float(_number(0, open_below=True)(name, parse_duration(value)))
+    return float(_number(0, open_below=True)(name, parse_duration(value) if isinstance(value, str) else value))
 
 
 def _money(name: str, value: Any) -> float:
@@ -94,14 +106,19 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text.strip():
         raise InputError(f"{name} is {value!r}: give its name")
-    return value
+    return text
 
 
-def _given(name: str, value: Any) -> Any:
+def _object(kind: type) -> Reader:
     """An object, a file or a name, which is resolved where it is used."""
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    def read(name: str, value: Any) -> Any:
+        return value if isinstance(value, kind) else _text(name, value)
+
+    return read
 
 
 def _stragglers(name: str, value: Any) -> dict[str, float]:
@@ -113,18 +130,20 @@ def _stragglers(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         pairs = [(one if isinstance(one, str) else f"rank={one}", factor) for one, factor in value.items()]
     else:
-        texts = value.split(",") if isinstance(value, str) else list(value)
-        pairs = [(text.strip().partition(":")[0], text.strip().partition(":")[2]) for text in texts]
+        texts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+        pairs = [(text.strip().partition(":")[0], text.strip().partition(":")[2]) for text in map(str, texts)]
     found = {}
     for where, factor in pairs:
         kind, _, index = where.partition("=")
-        try:
-            slower = float(factor)
-        except ValueError:
-            slower = math.nan
-        if kind not in ("rank", "node") or not index.isdecimal() or not 1 <= slower < math.inf:
+        slower = _float(factor)
+        if (
+            kind not in ("rank", "node")
+            or not index.isdecimal()
+            or len(index) > _MOST_DIGITS
+            or not 1 <= slower < math.inf
+        ):
             raise InputError(
-                f"{name} is {where}:{factor}: write who and how many times as slow, like rank=13:1.3 or node=3:1.3"
+                f"{name} is {value!r}: write who and how many times as slow, like rank=13:1.3 or node=3:1.3"
             )
         found[where] = slower
     return found
@@ -132,7 +151,9 @@ def _stragglers(name: str, value: Any) -> dict[str, float]:
 
 def _runs(name: str, value: Any) -> tuple[Run, ...]:
     several = value if isinstance(value, (list, tuple)) else [value]
-    return tuple(Run.of(one) for one in several)
+    if not several:
+        raise InputError(f"{name} is empty: give a run's file, or way, GPUs and step, like fsdp@64=565ms")
+    return tuple(Run.of(one if isinstance(one, Run) else _text(name, one)) for one in several)
 
 
 READERS: dict[str, Reader] = {
@@ -144,7 +165,7 @@ READERS: dict[str, Reader] = {
     "compile": _flag,
     "optimizer": _text,
     "lora": _count(MOST_RANK),
-    "framework": lambda name, value: value if isinstance(value, Framework) else _text(name, value),
+    "framework": _object(Framework),
     "overlap": _one_of(*get_args(Overlap)),
     "dispatcher": _one_of(*get_args(Dispatcher)),
     "reduce_dtype": _one_of("fp32", "bf16", "fp16"),
@@ -154,9 +175,9 @@ READERS: dict[str, Reader] = {
     "density": _number(0, 1, open_below=True),
     "imbalance": _number(1),
     "straggler": _stragglers,
-    "accelerator": _given,
+    "accelerator": _object(Accelerator),
     "load": _one_of(*get_args(Load)),
-    "across": _given,
+    "across": _object(Network),
     "nics_per_node": _count(1024),
     "measured": _runs,
     "tokens": _amount,
@@ -192,10 +213,10 @@ EARLIER = {
 """What keywords were called, or what is said in their place."""
 
 
-def read(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def read_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords that were given, each read; None is left out.
 
-    >>> read({"tokens": "15B", "price": "2.5/gpu-h", "batch": None})
+    >>> read_keywords({"tokens": "15B", "price": "2.5/gpu-h", "batch": None})
     {'tokens': 15000000000.0, 'price': 2.5}
     """
     found = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from backbeat.answer.asked import Asked
@@ -15,8 +15,11 @@ from backbeat.model.rule import SPLITS, by_hand
 _DTYPES_OF_TWO_BYTES = ("bf16", "fp16")
 
 
-def rows_of(asked: Asked, sizes: Sequence[int], ways: Sequence[Any] | None) -> dict[int, list[AnswerRow]]:
-    """By number of GPUs. What was named and is possible at no size is refused; at some sizes it is left out."""
+def rows_of(
+    asked: Asked, sizes: Sequence[int], ways: Sequence[Any] | None, told: Callable[[str], None] = lambda text: None
+) -> dict[int, list[AnswerRow]]:
+    """By number of GPUs. What was named and is possible at no size is refused; at some sizes it is left out. `told`
+    hears which way is being weighed."""
     if ways is not None:
         asked.check(*ways)
     found: dict[int, list[AnswerRow]] = {}
@@ -26,6 +29,7 @@ def rows_of(asked: Asked, sizes: Sequence[int], ways: Sequence[Any] | None) -> d
         words = asked.ways(size) if ways is None else ways
         rows: list[AnswerRow] = []
         for way in words:
+            told(f"{way} on {size} GPUs")
             try:
                 rows += [answer_row(asked, one) for one in predictions(asked, way, size)]
                 possible.add(str(way))

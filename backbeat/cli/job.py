@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -14,6 +16,7 @@ from backbeat.answer.asked import Asked
 from backbeat.answer.do import Words
 from backbeat.cli import options
 from backbeat.cli.arguments import split
+from backbeat.cli.output import say
 from backbeat.errors import InputError
 from backbeat.model.framework import LAYOUT_FRAMEWORKS
 from backbeat.units import parse_workers
@@ -51,6 +54,7 @@ _FLAGS: dict[str, tuple[str, str]] = {
 }
 """Every keyword of `bb.predict`, by its panel and in words."""
 _SWITCHES = frozenset({"compile"})
+_QUIET_S = 2.0
 _LISTS = frozenset({"measured", "straggler"})
 
 
@@ -70,13 +74,26 @@ class Job:
 
     def answer(self, asked: Asked | None = None) -> Answer:
         there = asked or self.asked()
-        return answered(there, self.sizes or [there.network.workers], self.ways, self.words)
+        return answered(there, self.sizes or [there.network.workers], self.ways, self.words, Progress())
 
     def one_size(self) -> int | None:
         """For verbs that answer for one number of GPUs."""
         if self.sizes is not None and len(self.sizes) > 1:
             raise InputError(f"--gpus names {len(self.sizes)} numbers: give one; `backbeat predict` compares several")
         return None if self.sizes is None else self.sizes[0]
+
+
+class Progress:
+    """Says to whoever waits at a terminal what is being weighed, from the third second on and then every two."""
+
+    def __init__(self) -> None:
+        self.said_s = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if sys.stderr.isatty() and now - self.said_s >= _QUIET_S:
+            say(f"weighing {text} …")
+            self.said_s = now
 
 
 def of_a_job(verb: Callable[..., None]) -> Callable[..., None]:

@@ -90,7 +90,8 @@ def find(name: str | os.PathLike[str], kind: type[Document]) -> Path:
     if not looks_like_path and text in names:
         return names[text]
     if not names:
-        raise InputError(f"{text}: no such file. Check the path, or write one with `backbeat {_noun(kind)}`")
+        made = ", or write one with `backbeat plan`" if _noun(kind) == "plan" else ""
+        raise InputError(f"{text}: no such file. Check the path{made}")
     if looks_like_path:
         raise InputError(f"{text}: no such file. Check the path, or name a bundled {_noun(kind)} (`backbeat zoo`)")
     for other in Document.__subclasses__():

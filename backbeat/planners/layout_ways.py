@@ -19,6 +19,7 @@ from backbeat.model.layout import Job, Layout, Recompute
 from backbeat.model.possible_layout import impossible
 from backbeat.model.prediction import Prediction
 from backbeat.steps.predict_layout import LayoutPredictor
+from backbeat.units import counted
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -88,7 +89,9 @@ class LayoutWays:
                 found.append(one)
             why = why or problem
         if not found and self.parts is not None:
-            raise InputError(why or f"{self.gpus} GPUs have no such layout: leave a size out, or take other GPUs")
+            raise InputError(
+                why or f"{counted(self.gpus, 'GPU')} can have no such layout: leave a part out, or take more GPUs"
+            )
         return found
 
     def _enumerated(self, job: Job) -> Iterator[Layout]:

@@ -30,13 +30,13 @@ def hsdp(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
     shards = options.shards or network.topology.gpus_per_node
     if options.shards is None and shards < 2:
         raise InputError(
-            f"hsdp shards within a node, and the network {network.name!r} has one GPU a node: say how many workers "
+            f"hsdp shards within a node, and the network {network.name!r} has one GPU a node: say how many GPUs "
             "hold one copy of the model, like hsdp:8"
         )
     if network.workers % shards:
         raise InputError(
-            f"hsdp:{shards} needs a multiple of {shards} workers, and there are {network.workers}: choose another "
-            "number of workers or shards"
+            f"gpus({network.workers}) % hsdp({shards}) = {network.workers % shards} != 0: choose a multiple of "
+            f"{shards}, or another number of shards"
         )
     return _one_a_block("hsdp", profile, network, shards, options, reshard=True)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -54,6 +54,11 @@ class PassDelay(NamedTuple):
     """Of it, computation that takes longer beside it."""
 
 
+MOST_MESSAGES = 10_000
+"""Of experts' gradients of 671 billion parameters there are more: joined to so many, each is complete a ten-thousandth
+of backward later."""
+
+
 class GradientMessage(NamedTuple):
     """A bucket on its way."""
 
@@ -90,10 +95,14 @@ class StageEnds:
             for each in messages:
                 done_s = max(done_s, each.ready * self.backward_s) + each.travel_s
             return PassDelay(max(done_s - self.backward_s, 0.0))
-        seconds, ready, sizes = (np.array(column) for column in zip(*messages, strict=True))
+        joined = [
+            GradientMessage(sum(one.travel_s for one in each), each[-1].ready, sum(one.bytes for one in each))
+            for each in _neighbours(messages)
+        ]
+        seconds, ready, sizes = (np.array(column) for column in zip(*joined, strict=True))
         return self._run(BucketStep(
-            schedule=Schedule(ready * self.backward_s, sizes, [0] * len(messages)),
-            times=MessageTimes(seconds, seconds, np.zeros(len(messages))),
+            schedule=Schedule(ready * self.backward_s, sizes, [0] * len(joined)),
+            times=MessageTimes(seconds, seconds, np.zeros(len(joined))),
             forward_s=0.0, backward_s=self.backward_s, update_s=0.0, slowdowns={"network": self.slowdown},
         ))  # fmt: skip
 
@@ -111,10 +120,11 @@ class StageEnds:
             first, rest = gathers[0][0], sum(seconds for seconds, _ in gathers[1:])
             return PassDelay(copies_s + first + max(0.0, rest - self.forward_s))
         nothing = np.zeros(0)
+        joined = [(sum(one for one, _ in each), sum(share for _, share in each)) for each in _neighbours(gathers)]
         found = self._run(BucketStep(
             schedule=Schedule(nothing, nothing, []), times=MessageTimes(nothing, nothing, nothing),
             forward_s=self.forward_s, backward_s=0.0, update_s=0.0, slowdowns={"network": self.slowdown},
-            gathers=[(seconds, share * self.forward_s) for seconds, share in gathers], gathers_ahead=True,
+            gathers=[(seconds, share * self.forward_s) for seconds, share in joined], gathers_ahead=True,
         ))  # fmt: skip
         return found._replace(seconds=found.seconds + copies_s)
 
@@ -127,6 +137,15 @@ class StageEnds:
         slower_s = sum(times.ends[op] - times.starts[op] for op in computing) - own
         delay_s = max(times.end_s - own, 0.0)
         return PassDelay(delay_s, min(max(slower_s, 0.0), delay_s) if self.slowdown > 1 else 0.0)
+
+
+_Sent = TypeVar("_Sent")
+
+
+def _neighbours(sent: Sequence[_Sent]) -> list[Sequence[_Sent]]:
+    """What travels one by one, or, where that is too much to simulate, in the same number of neighbours each."""
+    each = -(-len(sent) // MOST_MESSAGES)
+    return [sent[first : first + each] for first in range(0, len(sent), each)]
 
 
 class ReplicaTimes(NamedTuple):
