@@ -299,7 +299,4 @@ def _undominated(rows: Floats, most: int) -> NDArray[np.int64]:
 
 def _no_more(columns: Floats, these: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which of these rows are at most equal in every column to which of the others."""
-    found = np.ones((len(these), len(others)), dtype=bool)
-    for column in columns:
-        found &= column[these][:, None] <= column[others]
-    return found
+    return np.asarray((columns[:, these, None] <= columns[:, None, others]).all(axis=0))
