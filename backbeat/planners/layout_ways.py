@@ -5,10 +5,11 @@ Recomputing costs time, so it is tried only where a layout does not fit without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
+from functools import cache, cached_property
+from heapq import heapify, heappop, heappush
+from itertools import islice, product
 from typing import Any
 
 from msgspec.structs import replace
@@ -43,13 +44,14 @@ class LayoutWays:
         """The fastest that fit, the fastest first, and with every layout asked for also the best that has tp and the
         best that has pp. Where none fits, the one that takes least memory."""
         predictor = self.predictor
-        weighed = sorted(self.fitting, key=lambda one: rank(one, predictor.step_s(one)))
-        if not weighed:
+        if not self.fitting:
             return [self._least()] if self._possible else []
-        taken = weighed[: max(SIMULATED, most) if len(weighed) > 1 else 1]
+        step_s = cache(predictor.step_s)
+        taken = list(islice(self._ordered(self.fitting, step_s), max(SIMULATED, most)))
         if self.parts is None:
             for name in ("tp", "pp"):
-                taken += [one for one in weighed if getattr(one, name) > 1 and one not in taken][:2]
+                others = [one for one in self.fitting if getattr(one, name) > 1 and one not in taken]
+                taken += islice(self._ordered(others, step_s), 2)
         found = [(one, predictor.predict(one, timeline=most == 1)) for one in taken]
         found.sort(key=lambda each: rank(each[0], each[1].step_s))
         kept = found[:most]
@@ -58,6 +60,17 @@ class LayoutWays:
                 if not any(getattr(one, name) > 1 for one, _ in kept):
                     kept += [each for each in found if getattr(each[0], name) > 1][:1]
         return [predictor.ranged(one) for _, one in kept]
+
+    def _ordered(self, layouts: Sequence[Layout], step_s: Callable[[Layout], float]) -> Iterator[Layout]:
+        """By their rank in closed form. Those whose least time is behind what is taken are never timed."""
+        waiting = [(rank(one, self.predictor.least_s(one)), one, False) for one in layouts]
+        heapify(waiting)
+        while waiting:
+            _, one, timed = heappop(waiting)
+            if timed:
+                yield one
+            else:
+                heappush(waiting, (rank(one, step_s(one)), one, True))
 
     @cached_property
     def fitting(self) -> list[Layout]:

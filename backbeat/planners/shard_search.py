@@ -14,7 +14,7 @@ from itertools import combinations, pairwise, product
 
 from backbeat.model.rule import PLANS
 from backbeat.planners.shard_problem import Between, Scored, ShardChoice, ShardProblem
-from backbeat.planners.unit_programme import unit_ends
+from backbeat.planners.unit_programme import UnitEnds, unit_ends
 
 Ends = tuple[int, ...]
 
@@ -207,10 +207,15 @@ class ShardSearch:
         key = base.shard, bool(base.kept), base.buffers, base.recomputed
         if key not in self._units:
             atoms, cost = self.problem.atoms(base), self.problem.cost(base.shard)
-            made = (
-                unit_ends(atoms, cost, reshard=not base.kept, buffers=base.buffers, most=self.labels, longest=longest)
-                for longest in self.lengths
-            )
+            made: list[UnitEnds] = []
+            for longest in reversed(self.lengths):
+                # Where longer units were allowed and none is, these are the same.
+                if not made or max(last - first for first, last in pairwise((0, *made[-1].ends))) > longest:
+                    made.append(
+                        unit_ends(
+                            atoms, cost, reshard=not base.kept, buffers=base.buffers, most=self.labels, longest=longest
+                        )
+                    )
             self._units[key] = [tuple(one.ends) for one in sorted(made, key=lambda one: one.seconds)]
         return self._units[key]
 

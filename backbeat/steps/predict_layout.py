@@ -41,6 +41,7 @@ PREDICTED: tuple[Family, ...] = ("closed-form", "events")
 ERROR, ERROR_WITH_EXPERTS = 0.13, 0.35
 """How far nine of ten published layouts are off, beyond what the network's band explains: 112 rows without experts and
 41 with, of the development rows of validation."""
+_ROUNDING = 1e-9
 _LIMITING = 0.1
 """A part that takes less than this share of a step is not what limits it."""
 
@@ -140,8 +141,12 @@ class LayoutPredictor:
     stragglers: Mapping[int, float] = field(default_factory=dict)
     spun: bool = False
     """Ranks spin their computation, and their hosts do not run ahead of it."""
-    pieces: dict[Hashable, StageTimes] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Those that were run."""
+    pieces: dict[Hashable, dict[Hashable, StageTimes]] = field(default_factory=dict, repr=False, compare=False)
+    """Those that were run on this network: shared with predictors of other global batches, and of other loads."""
+    passes: dict[Layout, dict[tuple[float, StageLayers], UnitPasses]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Of chunks of layouts whose stages compute so many times as long."""
     memories: dict[Layout, MemoryByKind] = field(default_factory=dict, init=False, repr=False, compare=False)
     alone: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """A micro-batch, and the update, on one GPU that holds everything, by sequences."""
@@ -170,12 +175,13 @@ class LayoutPredictor:
     def timer(self, layout: Layout, slowdown: float = 1.0) -> StageTimer:
         """Of stages that compute `slowdown` times as long as healthy ones."""
         parts = (self.model, layout, self.job, self.cluster, self.operators, self.framework)
+        alike = (self.cluster.load, self.job.sequence, self.job.precision, self.framework, self.imbalance, self.spun)
         return StageTimer(
             *parts,
             imbalance=self.imbalance,
             compute_factor=self.compute_factor * slowdown,
             spun=self.spun,
-            known=self.pieces,
+            known=self.pieces.setdefault(alike, {}),
         )
 
     @property
@@ -205,6 +211,24 @@ class LayoutPredictor:
         """The step alone, without waiting for ranks that are slow now and then: faster to rank by."""
         return self._even_and_slowest(layout, family, listed=False)[1].step_s
 
+    def least_s(self, layout: Layout) -> float:
+        """No more than `step_s` in closed form, and quicker: the passes alone, without what replicas exchange."""
+        timer, pass_s = self.timer(layout), self.framework.pass_s / layout.chunks
+        kinds = split_layers(self.model, layout, by_cost=self.framework.stages_by_cost)
+        beside = StageTimes(pass_s / 2, pass_s / 2)
+        each = {
+            kind: sum((one.times(count) for one, count in timer.pieces_of(kind)), beside)
+            for kind in dict.fromkeys(kinds)
+        }
+        count, times = layout.micro_batches(self.job), [each[kind] for kind in kinds]
+        if layout.schedule == "zero-bubble":
+            # What longer passes leave to fill may be filled better.
+            least = count * max(sum(one.total_s for one in times[stage :: layout.pp]) for stage in range(layout.pp))
+        else:
+            send_s = self._send_s(layout, self._sent_bytes(layout))
+            least = closed_form(layout.schedule, layout.pp, count, times, send_s).seconds
+        return least * (1 - _ROUNDING)
+
     def _even_and_slowest(self, layout: Layout, family: Family, *, listed: bool) -> tuple[PipelineStep, PipelineStep]:
         """A pipeline of healthy ranks, and of all pipelines the one that ends last: everybody waits for it."""
         even = self._step_times(layout, family, (1.0,) * layout.pp, listed=listed)
@@ -225,7 +249,7 @@ class LayoutPredictor:
         # What the framework adds to a micro-batch, half of it in each direction.
         pass_s = self.framework.pass_s / layout.chunks
         beside = StageTimes(pass_s / 2, pass_s / 2, 0.0, {"host": pass_s} if pass_s else {})
-        runs: dict[tuple[float, StageLayers], UnitPasses] = {}
+        runs = self.passes.setdefault(layout, {})
         for index, kind in enumerate(kinds):
             slowdown = slowdowns[index % pp]
             if (slowdown, kind) not in runs:
@@ -233,7 +257,7 @@ class LayoutPredictor:
                 runs[slowdown, kind] = found._replace(times=found.times + beside)
         units = [runs[slowdowns[index % pp], kind] for index, kind in enumerate(kinds)]
         times = [each.times for each in units]
-        sent_bytes = 2 * layout.tokens(self.job) * self.model.hidden
+        sent_bytes = self._sent_bytes(layout)
         send = self._send_s(layout, sent_bytes)
         if family == "events":
             streams, late = self.framework.streams, self.cluster.late_s(sent_bytes / layout.tp)
@@ -256,6 +280,10 @@ class LayoutPredictor:
         first_s = max(sum(each.gather_s for each in units[stage::pp]) for stage in range(pp))
         gather_s = max(first_s, *(each.gather.seconds for each in afters))
         return PipelineStep(stages, passes, afters, max(updates), gather_s, max(0.0, idle))
+
+    def _sent_bytes(self, layout: Layout) -> float:
+        """Activations of a micro-batch."""
+        return 2 * layout.tokens(self.job) * self.model.hidden
 
     def _send_s(self, layout: Layout, size: float) -> float:
         """Activations of a micro-batch to the next stage; without sequence parallelism Megatron scatters and gathers
@@ -287,7 +315,9 @@ class LayoutPredictor:
         notes = [Note("operators", {"origin": self.operators.origin})]
         if not gpu.measured:
             notes.append(Note("data_sheet", {"device": gpu.name, "like": gpu.like or "H200"}))
-        notes += [Note("beside", {"origin": origin}) for origin in self.cluster.origins if parts["contention"]]
+        groups = (layout.tp, 1), (layout.cp, layout.tp), layout.dense_group
+        origins = self.cluster.origins(*groups) if parts["contention"] else ()
+        notes += [Note("beside", {"origin": origin}) for origin in origins]
         if family == "events" and not even.passes.simulated:
             notes.append(Note("closed_form"))
         band = None

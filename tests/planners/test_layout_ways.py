@@ -134,3 +134,14 @@ def test_the_best_by_events_is_among_the_first_by_formula(model: str, cluster: s
     weighed = sorted(asked.fitting, key=lambda one: rank(one, predictor.step_s(one)))
     events = [predictor.predict(layout, timeline=False).step_s for layout in weighed[:125]]
     assert events.index(min(events)) < 16
+
+
+@pytest.mark.parametrize("schedule", [None, "zero-bubble", "gpipe"])
+def test_the_least_time_of_a_layout_is_never_more_than_its_time(schedule: str | None) -> None:
+    parts = None if schedule is None else {"pp": None, "schedule": schedule}
+    asked = ways("llama-3-8b", "dgx-h100", 32, global_batch=64, sequence=4096, parts=parts, framework="torchtitan")
+    found = asked.fitting
+    assert found
+    assert all(asked.predictor.least_s(one) <= asked.predictor.step_s(one) for one in found)
+    ordered = sorted(found, key=lambda one: rank(one, asked.predictor.step_s(one)))
+    assert list(asked._ordered(found, asked.predictor.step_s)) == ordered
