@@ -198,7 +198,12 @@ class Asked:
         if one is not None and one.parts is None:
             raise InputError(f"{word!r} is no layout: name parts, like tp+pp")
         found = layout_ways(self, one.parts if one else None, gpu_count(gpus)).ranked(most)
-        return [self._whole(self._named(each)) for each in found]
+        best: dict[str, Prediction] = {}
+        for each in found:
+            # One row a word: the fastest of its micro-batches.
+            one_row = self._whole(self._named(each))
+            best.setdefault(one_row.way, one_row)
+        return list(best.values())
 
     def acting(self, way: Way) -> dict[str, Any]:
         """The keywords that concern a way."""

@@ -70,8 +70,8 @@ def candidates(rows: Sequence[AnswerRow], *, asked: bool) -> list[AnswerRow]:
 
 
 def within(one: AnswerRow, other: AnswerRow) -> float:
-    """How close two rows are level. A gain that single steps hide nobody sees."""
-    return max(tolerance(one.mesh, other.mesh), one.jitter, other.jitter)
+    """How close two rows are level. A gain that noisy steps hide nobody sees."""
+    return max(tolerance(one.mesh, other.mesh), one.noise, other.noise)
 
 
 def level_rows(rows: Sequence[AnswerRow], *, asked: bool) -> list[AnswerRow]:
@@ -216,12 +216,15 @@ def most_that_fits(asked: Asked, row: AnswerRow) -> int | None:
     return low
 
 
-def what_to_measure(asked: Asked, taken: AnswerRow) -> Measure:
-    """What narrows the range most: the network, where how busy it is makes the range; else a step of one's own."""
+def what_to_measure(asked: Asked, taken: AnswerRow) -> Measure | None:
+    """What narrows the range most: the network, where how busy it is makes the range; else a step of one's own, unless
+    it is known."""
     band, (low, high) = taken.network_band, taken.range_s
     busy = band is not None and band.quiet_s > 0 and (band.busy_s / band.quiet_s) ** 2 > high / low
     if busy and not _measured(asked.network.source):
         return "network"
+    if "measured" in asked.given:
+        return None
     return "profile" if asked.profile is not None and asked.profile.analytic else "run"
 
 

@@ -108,9 +108,9 @@ def ddp_lines(reduce_dtype: str | None, bucket_bytes: int | None) -> list[str]:
     if reduce_dtype in ("bf16", "fp16"):
         hook = f"{reduce_dtype}_compress_hook"
         lines = [
-            f"from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import {hook}",
+            "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks",
             *lines,
-            f"model.register_comm_hook(None, {hook})",
+            f"model.register_comm_hook(None, default_hooks.{hook})",
         ]
     return lines
 

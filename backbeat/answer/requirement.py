@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from backbeat.answer.row import AnswerRow
 from backbeat.errors import InputError, did_you_mean
-from backbeat.units import parse_bytes, parse_count, parse_duration
+from backbeat.units import format_bytes, format_seconds, parse_bytes, parse_count, parse_duration
 
 _WORD = re.compile(r"^\s*(?P<name>[\w/]+)\s*(?:(?P<sign>>=|<=|>|<)\s*(?P<value>[^\s<>=]+)\s*)?$")
 FIGURES = ("fits", "tokens/s", "samples/s", "mfu", "scaling", "step", "memory", "hours", "money")
@@ -62,7 +62,21 @@ class Requirement:
             "<": found < self.value,
             "<=": found <= self.value,
         }[self.sign]
-        return None if holds else f"it is {found:.4g}"
+        return None if holds else f"it is {_worded(self.name, found)}"
+
+
+def _worded(name: str, found: float) -> str:
+    """
+    >>> _worded("tokens/s", 229251.6), _worded("step", 0.572), _worded("mfu", 0.374)
+    ('229,252', '572 ms', '37.4%')
+    """
+    if name == "step":
+        return format_seconds(found)
+    if name == "memory":
+        return format_bytes(found)
+    if name in ("mfu", "scaling"):
+        return f"{found:.1%}"
+    return f"{found:,.0f}" if found >= 100 else f"{found:.3g}"
 
 
 def _number(name: str, text: str, whole: str) -> float:

@@ -12,6 +12,9 @@ from backbeat.answer.ways import OURS as RUNTIME
 from backbeat.model.prediction import Prediction
 from backbeat.model.rule import by_hand, simplicity
 
+NOISY = 0.2
+"""Single steps that differ by this share hide what is gained, and are worth a line."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRow:
@@ -23,6 +26,11 @@ class AnswerRow:
     def __getattr__(self, name: str) -> Any:
         """A row is its prediction, and more."""
         return getattr(self.prediction, name)
+
+    @property
+    def noise(self) -> float:
+        """Jitter where it is worth a line: below that, medians of steps tell apart what single steps do not."""
+        return self.jitter if self.jitter >= NOISY else 0.0
 
     @property
     def jitter(self) -> float:

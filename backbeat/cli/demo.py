@@ -18,7 +18,7 @@ from backbeat.show.answer_screen import screen
 QUESTIONS: tuple[dict[str, Any], ...] = (
     # A Llama on rented GPUs: the ways that shard, and layouts; what 15 billion tokens cost.
     {"model": "llama-3-8b", "cluster": "aws-p5en", "gpus": "16,64,256", "tokens": "15B", "price": "2.5/gpu-h"},
-    # A vision model on a slower network: what planned buckets gain.
+    # A vision model on a slower network: what a plan gains.
     {"model": "resnet50-b64-bf16-h200", "cluster": "100gbe", "gpus": "4..64"},
 )
 MODEL, CLUSTER, GPUS = "resnet50-b64-bf16-h200", "100gbe", "64"
@@ -44,16 +44,17 @@ def demo(
             )
             out.print(f"$ backbeat predict {job.model} {job.cluster} {flags}", style="bold")
             print_answer(*screen(answer, job.words), "")
+    taken = answer.decision.way or "best"
     if json:
-        made = job.asked().plan("best", int(GPUS))
+        made = job.asked().plan(taken, int(GPUS))
         made.save(output)
         say(f"wrote {output}")
     else:
-        out.print(f"$ backbeat plan {MODEL} {CLUSTER} --gpus {GPUS} --way best -o {output}", style="bold")
-        plan(model=MODEL, cluster=CLUSTER, gpus=GPUS, way=["best"], output=output)
+        out.print(f"$ backbeat plan {MODEL} {CLUSTER} --gpus {GPUS} --way {taken} -o {output}", style="bold")
+        plan(model=MODEL, cluster=CLUSTER, gpus=GPUS, way=[taken], output=output)
         out.print(f"\n$ backbeat report {MODEL} {CLUSTER} --gpus 4..64 -o {page}", style="bold")
     write_page(page, report(answer, job.words))
     if json:
         print_json({"predict": found, "plan": {"schema": made.schema, **msgspec.to_builtins(made)}})
         return
-    out.print(f"The whole answer with figures is in {page}: open it in a browser. It needs no network.")
+    print_answer(f"The whole answer with figures is in {page}: open it in a browser. It needs no network.")

@@ -24,7 +24,8 @@ def from_nccl_tests(
     file: File,
     output: Annotated[Path, typer.Option("--output", "-o", help="The network file to write.")],
     workers: Annotated[
-        int | None, typer.Option(help="Workers, where the file holds several runs or none says.")
+        int | None,
+        typer.Option("--gpus", "-n", help="Of which run, where the file holds several or does not say."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The network's name; the file's by default.")] = None,
     out_of_place: Annotated[bool, typer.Option("--out-of-place", help="Take out-of-place times.")] = False,

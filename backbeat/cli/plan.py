@@ -61,17 +61,17 @@ def _show(job: Job, asked: Asked, made: Plan, one: Prediction, file: str, *, wri
     if made.memory is not None and made.memory.segments and asked.profile is not None:
         shown += ["", tables.segments_table(asked.profile, made.memory, width)]
     if one.memory is not None and one.memory.by_kind:
-        shown += ["", tables.memory_table(one.memory)]
+        shown += [*([""] if shown else []), tables.memory_table(one.memory)]
     by, lines = what_to_run(asked, row, replace(job.words, files={one.way: file}))
     print_answer(
         *shown,
         "",
-        f"{verdict.called(one.way)} on {counted(one.gpus, 'GPU')}: {verdict.figures(row)}.",
+        f"{verdict.headed(one.way)} on {counted(one.gpus, 'GPU')}: {verdict.figures(row)}.",
         caveats.limit_line(row) if one.gpus > 1 else "One GPU sends nothing.",
         *caveats.changes_lines(row),
         *dict.fromkeys([*(f"* {note}" for note in made.notes), *(f"* {note}" for note in worded(one.notes))]),
         "",
-        "It does not fit: take more GPUs, or a way that shards." if one.fits == "no" else None,
+        "It does not fit: `backbeat predict` says what would." if one.fits == "no" else None,
         None if written else "Write it with -o plan.json.",
         verdict.do_heading(by, lines),
         *commands(tuple(lines)),

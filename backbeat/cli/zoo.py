@@ -19,7 +19,7 @@ from backbeat.model.architecture import BUNDLED
 from backbeat.model.files import bundled
 from backbeat.show.tables.network_tables import bus_rates, every_row, network_table, row_at, zoo_table
 from backbeat.show.words.numbers import describe
-from backbeat.units import counted
+from backbeat.units import counted, format_bytes
 
 _SHOWN = 256
 """GPUs that networks are compared at."""
@@ -96,6 +96,18 @@ def _one(name: str, *, json: bool) -> None:
         else:
             size = f"{shape.parameters / 1e9:.3g} G parameters in {shape.layers} layers of width {shape.hidden}"
             print_answer(f"{name}: {size}, {shape.heads} heads, vocabulary {shape.vocab:,}.")
+        return
+    if name in bundled_accelerators():
+        gpu = bundled_accelerators()[name]
+        if json:
+            print_json({"accelerator": name, **msgspec.to_builtins(gpu)})
+            return
+        rates = ", ".join(f"{rate / 1e12:.4g} in {precision}" for precision, rate in gpu.peak_flops.items())
+        print_answer(
+            f"{name}: {gpu.name}, {format_bytes(gpu.memory_bytes)} at {gpu.memory_bandwidth / 1e9:,.0f} GB/s, "
+            f"{gpu.multiprocessors} multiprocessors; at most {rates} TFLOP/s.",
+            f"From: {gpu.source.reference if isinstance(gpu.source, Source) else gpu.source}",
+        )
         return
     if name not in {**bundled(Network), **bundled(Profile)}:
         raise InputError(f"{name!r} is not in the zoo: `backbeat zoo` lists what is")

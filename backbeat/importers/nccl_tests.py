@@ -50,7 +50,7 @@ def load(
     where = files.existing(path, "the output of nccl-tests, as text or as its -J JSON")
     raw = files.read(where)
     if workers is not None and workers < 2:
-        raise InputError(f"--workers is {workers}: nothing travels between fewer than two")
+        raise InputError(f"--gpus is {workers}: nothing travels between fewer than two")
     text = raw.decode("utf-8", errors="replace")
     runs = json_runs(raw, where) if text.lstrip()[:1] == "{" else text_runs(text)
     wrong = sum(run.wrong for run in runs)
@@ -108,17 +108,17 @@ def _choose(runs: list[NcclRun], wanted: int | None, where: Path) -> tuple[list[
             return runs, wanted, [f"used: {wanted} workers as asked for, though the file lists {known[0]}"]
         return chosen, wanted, []
     if len(known) > 1:
-        raise InputError(f"{where}: holds runs of {listed} workers: choose one with --workers")
+        raise InputError(f"{where}: holds runs of {listed} workers: choose one with --gpus")
     if known:
         if known[0] < 2:
             raise InputError(
                 f"{where}: the run has 1 worker: nothing travels there; run nccl-tests across GPUs "
-                "(built with MPI=1 across hosts), or give --workers"
+                "(built with MPI=1 across hosts), or give --gpus"
             )
         return runs, known[0], []
     raise InputError(
         f"{where}: the lines above the table that list the devices (`#  Rank  0 … device  0`) are missing, so nobody "
-        "knows how many workers there were: give the whole output, or `backbeat import nccl-tests … --workers N`"
+        "knows how many workers there were: give the whole output, or `backbeat import nccl-tests … --gpus N`"
     )
 
 

@@ -31,10 +31,11 @@ def screen(answer: Answer, words: Words) -> list[Table | str | None]:
     tail = ["", verdict.decision_text(answer)]
     if found.do:
         tail += [verdict.do_heading(found.do_by, found.do), *commands(found.do)]
-    room = LINES - sum(map(_lines, [*head, *about, *tail])) - 4
+    room = LINES - sum(map(_lines, [*head, *about, *tail])) - 5
     rows = max(min(room, len(shown_rows(answer))), len(answer.sizes))
     full = one_way(taken) if len(answer.rows) == 1 else []
-    return [*head, answer_table(answer, rows), "", *full, *about, *tail]
+    legend = ["*: level, too close for a prediction to tell which is faster"] if len(answer.level) > 1 else []
+    return [*head, answer_table(answer, rows), *legend, "", *full, *about, *tail]
 
 
 def commands(lines: tuple[str, ...]) -> list[str]:

@@ -214,7 +214,7 @@ class ShardedCost:
         if mesh.workers != network.workers:
             raise InputError(
                 f"mesh {mesh} != workers({network.workers}): the plan is made for {mesh.workers} workers; make it "
-                f"again with `backbeat plan --workers {network.workers}`"
+                f"again with `backbeat plan --gpus {network.workers}`"
             )
         cluster = Cluster.of(network)
         group = cluster.at(mesh.shard)

@@ -114,15 +114,15 @@ def test_the_knee_is_the_same_whatever_sizes_were_asked() -> None:
 
 
 def test_steps_that_jitter_hide_small_gains() -> None:
-    """A plan that gains less than single steps differ is level with stock DDP, which is simpler."""
+    """Where single steps differ by a fifth, a plan that gains less than that is level with stock DDP, the simpler."""
     sizes, ready = [4_000_000] * 12, [2e-3 * step for step in range(12)]
     steady = make_profile(sizes, ready, forward=12e-3)
     alone = steady.forward_s + steady.backward_s + steady.update_s
-    noisy = replace(steady, iteration_s=tuple(alone * (1 + 0.02 * (step % 40)) for step in range(60)))
+    noisy = replace(steady, iteration_s=tuple(alone * (1 + 0.05 * (step % 40)) for step in range(60)))
     found = bb.compare(noisy, "10gbe", gpus=8, ways=["ddp", "best"])
     gap = found.rows[0].seconds / max(row.seconds for row in found.rows)
     assert found.best is not None
-    assert found.best.jitter > 0.05
+    assert found.best.noise > 0.2
     assert 1 / gap - 1 > found.best.jitter or found.best.way == "ddp"
 
 
@@ -157,7 +157,7 @@ def test_nothing_fits_is_a_decision_too() -> None:
 def test_more_gpus_are_not_advised_where_one_gpus_activations_do_not_fit() -> None:
     found = bb.compare(LLAMA, AWS, gpus=64, ways=["fsdp"], batch=64, recompute="none")
     assert found.best is None
-    assert "More GPUs do not help" in found.decision.text
+    assert "More GPUs alone do not help" in found.decision.text
 
 
 @pytest.mark.parametrize("way", [*BY_HAND, "best", "sharded", "tp=8", "tp=2+pp=2", "pp=2"])
@@ -239,3 +239,16 @@ def test_a_way_that_no_size_allows_is_refused_and_one_that_some_do_is_left_out()
 
 def test_best_row_of_nothing_is_nothing() -> None:
     assert best_row([]) is None
+
+
+def test_a_layouts_word_stands_once_with_its_fastest_micro_batch(llama: Answer) -> None:
+    words = [(row.gpus, row.way) for row in llama.rows]
+    assert len(words) == len(set(words))
+
+
+def test_small_jitter_makes_nothing_level() -> None:
+    """Medians tell apart what single steps that differ by a tenth do not."""
+    found = bb.compare("bert-large-b32-bf16-h200", "10gbe", gpus=8, ways=["ddp", "fsdp", "zero2"])
+    level = [found.rows[index] for index in found.level]
+    assert all(row.noise == 0 for row in level)
+    assert max(row.seconds for row in level) <= min(row.seconds for row in level) * 1.025

@@ -185,7 +185,7 @@ def test_what_makes_it_fit_makes_it_fit() -> None:
     flag = re.search(r"--batch (\d+)", joined(done.stdout))
     assert flag is not None
     assert run("predict", *words, "--batch", flag[1]).returncode == 0
-    assert "More GPUs do not help" in joined(done.stdout)
+    assert "More GPUs alone do not help" in joined(done.stdout)
 
 
 def test_blocks_are_not_denied_beside_units_of_them() -> None:
@@ -251,3 +251,34 @@ def test_more_links_a_node_carry_more(tmp_path: Path) -> None:
     one, eight = (answer(*words, "--nics-per-node", links)["rows"][0] for links in ("1", "8"))
     assert eight["step_s"] < one["step_s"]
     assert "across" in run("predict", RESNET, "nvlink-ib400", "--nics-per-node", "8").stderr
+
+
+def test_what_is_level_is_marked_and_the_mark_explained() -> None:
+    out = run("predict", RESNET, ETHERNET, "-n", "16").stdout
+    assert ("*: level" in out) == bool(re.search(r"^ *\d* *[\w:+=]+\*", out, re.MULTILINE))
+
+
+def test_a_range_has_its_unit_and_an_unmet_requirement_a_figure_that_people_read() -> None:
+    done = run("predict", LLAMA, AWS, "--gpus", "64", "--way", "fsdp", "--require", "tokens/s>9000000")
+    assert done.returncode == 4
+    assert "p10–p90, ms" in done.stdout
+    assert re.search(r"it is \d{3},\d{3}$", done.stderr.strip())
+
+
+def test_a_deadline_is_said_once_and_who_misses_it() -> None:
+    words = ("predict", LLAMA, AWS, "--gpus", "8..64", "--way", "fsdp", "--tokens", "15B", "--deadline", "24h")
+    out = joined(run(*words).stdout)
+    assert "Done in time (24.0 hours): " in out
+    assert re.search(r"need [\d.]+ % fewer GPU-hours, but are late", out)
+
+
+def test_the_zoo_shows_each_of_its_accelerators() -> None:
+    assert "RTX 3090" in run("zoo", "rtx-3090").stdout
+    assert json.loads(run("zoo", "rtx-3090", "--json").stdout)["memory_bytes"] > 20e9
+
+
+def test_a_default_table_has_what_helps_most() -> None:
+    """Ways that are named find nothing faster than the ways of the default table."""
+    words = ("predict", "vit-l-b32-bf16-h200", "25gbe", "--gpus", "8")
+    usual, named = answer(*words), answer(*words, "--way", "ddp,sharded")
+    assert min(row["step_s"] for row in usual["rows"]) <= min(row["step_s"] for row in named["rows"]) * (1 + 1e-9)

@@ -203,7 +203,7 @@ def test_two_workers_are_told_from_their_redop() -> None:
 
 def test_runs_of_several_sizes_need_a_choice() -> None:
     both = text(workers=8) + text(workers=16)
-    with pytest.raises(InputError, match="8, 16 workers: choose one with --workers"):
+    with pytest.raises(InputError, match="8, 16 workers: choose one with --gpus"):
         read(both)
     check(read(both, workers=16), workers=16)
     with pytest.raises(InputError, match="none of 32"):
@@ -222,7 +222,7 @@ def test_an_all_reduce_is_known_by_its_bandwidths_where_no_column_says_what_redu
 )
 def test_without_the_devices_nobody_knows_the_workers(content: str | dict[str, Any]) -> None:
     """Bandwidths would say it for some collectives and numbers only, and never how many share a node."""
-    with pytest.raises(InputError, match=r"list the devices .* are missing, .*: give the whole output, or .*--workers"):
+    with pytest.raises(InputError, match=r"list the devices .* are missing, .*: give the whole output, or .*--gpus"):
         read(content)
     check(read(content, workers=8))
 
@@ -256,7 +256,7 @@ def test_a_file_from_one_node_is_not_taken_across_nodes() -> None:
 def test_one_worker_is_refused() -> None:
     with pytest.raises(InputError, match="nothing travels"):
         read(text(workers=1))
-    with pytest.raises(InputError, match="--workers is 1"):
+    with pytest.raises(InputError, match="--gpus is 1"):
         read(text(), workers=1)
 
 

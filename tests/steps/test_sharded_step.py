@@ -454,7 +454,7 @@ def test_a_sharded_plan_is_predicted_like_any_other(strategy: str) -> None:
 def test_a_mesh_of_another_size_is_refused() -> None:
     profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("ib400")
     plan = planned(profile, network.at(workers=8), "fsdp")
-    with pytest.raises(bb.InputError, match=r"mesh replicate\(1\) \* shard\(8\) != workers\(16\).*--workers 16"):
+    with pytest.raises(bb.InputError, match=r"mesh replicate\(1\) \* shard\(8\) != workers\(16\).*--gpus 16"):
         predicted(profile, network.at(workers=16), plan)
 
 

@@ -123,7 +123,7 @@ def draw_cost_curve(data: CostCurve) -> Drawing:
 
     traces = [
         curve(
-            f"{workers} workers{'' if workers == data.measured_workers else ', computed'}",
+            f"{workers} GPUs{'' if workers == data.measured_workers else ', computed'}",
             sizes,
             ms(seconds),
             colour,
@@ -140,21 +140,23 @@ def draw_cost_curve(data: CostCurve) -> Drawing:
     sizes = [size for size, _ in data.points]
     traces += [
         dots(
-            f"measured on {data.measured_workers}",
+            f"points of the network's file, {data.measured_workers} GPUs",
             sizes,
             ms([seconds for _, seconds in data.points]),
             {"color": canvas.ORANGE, "size": 8, "symbol": "circle-open", "line": {"width": 2}},
             customdata=shown(data.points),
-            hovertemplate="%{customdata[0]}: measured %{customdata[1]}<extra></extra>",
+            hovertemplate="%{customdata[0]}: %{customdata[1]}<extra></extra>",
         ),
         {
             "type": "bar",
-            "name": "straight line against measured",
+            "name": "straight line against these points",
             "x": sizes,
             "y": [100 * residual for residual in data.residuals],
+            # In proportion to the bytes, so that all look as wide on their axis.
+            "width": [0.3 * size for size in sizes],
             "marker": {"color": canvas.GREY},
             "yaxis": "y2",
-            "hovertemplate": "straight line %{y:+.1f} % of measured<extra></extra>",
+            "hovertemplate": "straight line %{y:+.1f} %<extra></extra>",
         },
     ]
     return drawn(

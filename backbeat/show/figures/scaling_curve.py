@@ -14,6 +14,8 @@ from backbeat.show.words.numbers import format_number
 from backbeat.units import format_seconds
 
 HAND_CURVE = "best by hand"
+MOST_CURVES = 6
+"""More are hard to tell apart; the page's first table has every way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,14 @@ class Scaling:
 
     @classmethod
     def of(cls, answer: Answer) -> Scaling:
-        """The best that people write by hand on sizes of the answer's own, and every way that stands at several."""
+        """The best that people write by hand on sizes of the answer's own, and the best ways that stand at several."""
         curves: dict[str, list[Prediction]] = {HAND_CURVE: [one for _, one in sorted(answer.curve.items())]}
-        for row in answer.rows:
+        # The best at the size taken come first.
+        for row in sorted(answer.rows, key=lambda row: row.gpus != answer.taken.gpus):
             if row.possible:
                 curves.setdefault(row.way, []).append(row.prediction)
         kept = {label: sorted(points, key=lambda one: one.gpus) for label, points in curves.items() if len(points) > 1}
+        kept = dict(list(kept.items())[: MOST_CURVES + 1])
         return cls(
             kept or {HAND_CURVE: curves[HAND_CURVE]}, HAND_CURVE if HAND_CURVE in kept or not kept else next(iter(kept))
         )

@@ -168,7 +168,7 @@ def _drawn(traces: list[Drawing], lanes: Sequence[str], end_s: float) -> Drawing
     return drawn(
         traces,
         barmode="overlay",
-        xaxis=axis("milliseconds from the start of the step", range=[0, end_s * 1020]),
+        xaxis=axis("milliseconds into the step", range=[0, end_s * 1020]),
         yaxis={"type": "category", "categoryarray": lanes[::-1], "categoryorder": "array", "automargin": True},
         height=170 + 34 * len(lanes),
         showlegend=False,

@@ -12,7 +12,7 @@ import msgspec
 
 from backbeat.answer.answer import Answer
 from backbeat.answer.do import Words
-from backbeat.model import Source
+from backbeat.model import Prediction, Source
 from backbeat.show.answer_screen import commands
 from backbeat.show.chrome_trace import chrome_trace
 from backbeat.show.measured import Measured
@@ -49,16 +49,11 @@ def parts_of(answer: Answer, words: Words, measured: Sequence[Measured] = (), *,
             *(step for one in measured for step in one.traced()),
         ]
     )
-    about = (
-        [] if best is None else [caveats.limit_line(best), *caveats.changes_lines(best), *caveats.faster_but(answer)]
-    )
-    if best is not None and (jitter := caveats.jitter_line(best)) is not None:
-        about.append(jitter)
     return {
         "title": f"{answer.question.model} on {answer.question.cluster}: backbeat",
         "asked": title(answer),
         "headline": verdict.headline(answer),
-        "figures": "" if best is None else f"{verdict.called(best.way)}: {verdict.figures(best)}.",
+        "figures": "" if best is None else f"{verdict.headed(best.way)}: {verdict.figures(best)}.",
         "tiles": tiles(answer),
         "about": caveats.about_lines(answer),
         "decision": verdict.decision_text(answer),
@@ -84,15 +79,26 @@ def tiles(answer: Answer) -> list[tuple[str, str, str]]:
     found = [
         ("a step", format_seconds(row.step_s), f"the median in {format_seconds(low)} to {format_seconds(high)}"),
         (f"{unit} a second", format_count(rate), f"{format_count(rate / row.gpus)} on each of {row.gpus} GPUs"),
-        ("of perfect scaling", f"{one.scaling_factor:.0%}", f"{format_seconds(one.exposed_s)} a step are exposed"),
+        ("of perfect scaling", *_scaling(one)),
     ]
     if row.peak is not None:
         has = f"of {format_bytes(one.device_bytes)}" if one.device_bytes else ""
-        found.append(("on one GPU", format_bytes(row.peak), f"{has}: fits {one.fits}" if one.fits else has))
+        found.append(("on one GPU", format_bytes(row.peak), has + _FITS.get(str(one.fits), "")))
     if cost is not None:
         money = "" if cost.money is None else format_money(cost.money)
         found.append(("for the training", money or format_hours(cost.hours), f"{cost.gpu_hours:,.0f} GPU-hours"))
     return found
+
+
+_FITS = {"yes": ": fits", "tight": ": tight", "no": ": does not fit"}
+
+
+def _scaling(one: Prediction) -> tuple[str, str]:
+    """The share, and what is lost or why nothing is."""
+    if one.scaling_factor > 1:
+        return "100 %", "or more: each updates only its share of the parameters"
+    lost = f"{format_seconds(one.exposed_s)} of a step wait" if one.exposed_s > 0 else ""
+    return verdict.percent(one.scaling_factor), lost
 
 
 def facts(answer: Answer) -> list[tuple[str, str]]:

@@ -79,7 +79,7 @@ def answer_table(answer: Answer, most: int = MOST_ROWS) -> Table:
     rate = "tokens/s" if any(row.tokens_per_s is not None for row in rows) else "samples/s"
     if any(row.cost is not None for row in rows):
         rate = "cost" if any(row.cost is not None and row.cost.money is not None for row in rows) else "lasts"
-    headings = ("GPUs", "way", "mesh", "step", "p10–p90", rate, "memory", "run by")
+    headings = ("GPUs", "way", "mesh", "step", "p10–p90, ms", rate, "memory", "run by")
     left = {"way", "mesh", "run by"}
     table = table_of(headings, cells, left=left)
     for dropped in (7, 4, 2):

@@ -91,7 +91,8 @@ def memory_table(held: MemoryByKind) -> Table:
     kinds = sorted(((size, KINDS[kind]) for kind, size in held.by_kind.items()), reverse=True)
     rows = [(words, format_bytes(size)) for size, words in kinds if size * 1000 >= held.peak_bytes]
     when = f", {held.moment}" if held.phase else ""
-    return table_of(("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak{when}", left={"kind"})
+    heading = f"{format_bytes(held.peak_bytes)} at the peak{when}"
+    return table_of((heading, "bytes"), rows, left={heading})
 
 
 def _between(first: str, last: str) -> str:

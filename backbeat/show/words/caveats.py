@@ -41,8 +41,6 @@ CHANGES = {
     "fp16": "It sums gradients in fp16, which was not asked for: they may overflow without loss scaling.",
 }
 LEFT_OUT = "A step leaves out data loading, evaluation, checkpoints, restarts, warm-up and compile time."
-_NOISY = 0.2
-"""Single steps that differ by this share are worth a line."""
 
 
 def limit_line(row: AnswerRow) -> str:
@@ -68,7 +66,7 @@ def changes_lines(row: AnswerRow) -> list[str]:
 
 
 def jitter_line(row: AnswerRow) -> str | None:
-    if row.jitter < _NOISY or row.jitter_s is None:
+    if not row.noise or row.jitter_s is None:
         return None
     low, high = (format_seconds(edge) for edge in row.jitter_s)
     return f"Single steps vary from {low} to {high}: gains below {percent(row.jitter)} cannot be seen."

@@ -27,7 +27,7 @@ _SAME = 5e-4
 """Two times closer than this print alike."""
 _MEASURE: Mapping[Measure, str] = {
     "network": "the network: `torchrun … -m backbeat calibrate -o network.json` on it, and ask with that file",
-    "run": "one step of your own: time any way there, and ask with --measured {way}@{gpus}=SECONDS",
+    "run": "a step of your own, better of two ways, and ask with --measured {way}@{gpus}=SECONDS",
     "profile": "the model on one of these GPUs: `backbeat profile`, and ask with that file",
 }
 
@@ -82,7 +82,7 @@ def figures(row: AnswerRow) -> str:
     rate, unit = (one.tokens_per_s, "tokens/s") if one.tokens_per_s is not None else (one.samples_per_s, "samples/s")
     parts = [f"{format_seconds(row.step_s)} a step{reach}", f"{format_count(rate)} {unit}"]
     if one.mfu is not None:
-        parts.append(f"{one.mfu:.0%} MFU".replace("%", " %"))
+        parts.append(f"{percent(one.mfu)} MFU")
     if (peak := row.peak) is not None:
         has = f" of {format_bytes(one.device_bytes)}" if one.device_bytes else ""
         parts.append(f"{format_bytes(peak)}{has}" + (", tight" if one.fits == "tight" else ""))
@@ -96,20 +96,24 @@ def headline(answer: Answer) -> str:
         return nothing_fits(answer)
     if taken.gpus == 1:
         return f"One GPU works alone, and communicates with nobody: {figures(taken)}."
-    work = format_number(min(taken.scaling_factor, 1.0) * taken.gpus)
+    work, why = format_number(taken.scaling_factor * taken.gpus), ""
     if taken.scaling_factor > 1.0005:
-        work += " and more (each updates only its share of the parameters)"
+        # No GPU works faster than alone: what it does alone and not here is the rest of the update.
+        work, why = f"at least {taken.gpus}", ", for each updates only its share of the parameters"
     top = max(answer.curve, default=taken.gpus)
     if found.meets_deadline is not None:
         hours = format_hours(answer.question.deadline / 3600) if answer.question.deadline else ""
-        what = f"{counted(taken.gpus, 'GPU')} {'meet' if found.meets_deadline else 'come nearest to'} {hours}"
+        met = "Done in time" if found.meets_deadline else "No number of GPUs is in time; nearest come these"
+        what = f"{met} ({hours})"
     elif found.knee is None:
         what = "Worth it" if top == taken.gpus or taken.scaling_factor >= 0.8 else f"{taken.gpus} GPUs pay"
     elif found.knee == 1:
         what = "Do not spread this job over this network"
     else:
         what = f"Not worth it beyond {found.knee} GPUs"
-    return f"{what}: {counted(taken.gpus, 'GPU')} do the work of {work} with {called(taken.way)}."
+    if "gpus" in found.doubts and what == "Worth it":
+        what = "Probably worth it"
+    return f"{what}: {counted(taken.gpus, 'GPU')} do the work of {work} with {called(taken.way)}{why}."
 
 
 def nothing_fits(answer: Answer) -> str:
@@ -128,7 +132,7 @@ def advice_where_nothing_fits(answer: Answer) -> str:
     found = answer.decision.remedies
     advice = f"Any of these does: {', '.join(found)}." if found else "A smaller --sequence, or --way tp+pp, may."
     if not any(one.startswith("--gpus") for one in found):
-        advice += " More GPUs do not help: what one GPU computes is too large by itself."
+        advice += " More GPUs alone do not help."
     return f"Decision: make it fit first. {advice}"
 
 
@@ -169,7 +173,8 @@ def _size(answer: Answer) -> str:
         cheap = next(row for row in answer.rows if row.gpus == found.cheapest)
         more = taken.gpu_seconds / cheap.gpu_seconds - 1
         if more >= 0.005:
-            parts.append(f"{counted(cheap.gpus, 'GPU')} need {percent(1 - 1 / (1 + more))} fewer GPU-hours.")
+            late = ", but are late" if found.meets_deadline else ""
+            parts.append(f"{counted(cheap.gpus, 'GPU')} need {percent(1 - 1 / (1 + more))} fewer GPU-hours{late}.")
     return " ".join(parts)
 
 
