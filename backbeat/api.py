@@ -97,6 +97,6 @@ def compare(
 
 def _check(keywords: dict[str, Any]) -> None:
     """An earlier name of `way` is told by its own line."""
-    from backbeat.answer.keywords import read
+    from backbeat.answer.keywords import read_keywords
 
-    read(keywords)
+    read_keywords(keywords)

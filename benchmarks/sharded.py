@@ -85,7 +85,7 @@ def large() -> None:
         usual = predict(profile, network, stock)
         budget = None if share is None else int(share * (usual.peak_bytes or 0))
         began = process_time()
-        made = plan(profile, network, "sharded", memory_bytes=budget)
+        made = plan(profile, network, "sharded", memory=budget)
         planned = process_time()
         result = predict(profile, network, made)
         one = process_time() - planned

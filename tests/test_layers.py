@@ -16,7 +16,7 @@ REUSED = {
     *("check", "check_model", "decide", "describe", "load", "one_by_one"),
     *("planned", "predict", "release", "save", "timeline", "train"),
     *("COMPUTE", "DTYPES", "EVERY", "FIRST_STEPS", "KINDS", "MOST_COMMUNICATORS", "REDUCE_DTYPES"),
-    *("SIZES"),
+    *("PRECISIONS", "SIZES"),
     # Types.
     *("Count", "Mark", "Streams", "Transfer"),
 }

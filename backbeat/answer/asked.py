@@ -15,7 +15,7 @@ import msgspec
 
 from backbeat.answer.by_layout import layout_ways, layout_word
 from backbeat.answer.by_profile import data_parallel
-from backbeat.answer.keywords import gpu_count, read
+from backbeat.answer.keywords import gpu_count, read_keywords
 from backbeat.answer.own_run import corrected, with_own_range
 from backbeat.answer.subject import ClusterInput, ModelInput, check_fixed, cluster_named, gpu_of, model_named
 from backbeat.answer.training import check_training, with_cost
@@ -80,7 +80,7 @@ class Asked:
         >>> asked.framework.name, asked.predict("tp=8+pp=2", 64).mesh
         ('torchtitan', {'replicate': 4, 'tp': 8, 'pp': 2})
         """
-        given = read(keywords)
+        given = read_keywords(keywords)
         subject = model_named(model)
         network = cluster_named(cluster, given.get("across"), given.get("nics_per_node"))
         gpu = gpu_of(subject, network, cluster, given.get("accelerator"))

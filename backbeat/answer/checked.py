@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -57,18 +58,32 @@ def _cells() -> dict[tuple[Any, ...], list[dict[str, Any]]]:
     raw = (resources.files("backbeat.zoo") / "checked.json").read_bytes()
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in msgspec.json.decode(raw)["rows"]:
-        key = tuple(row.get(name) for name in ("gpu", "scale", "parallelism", "precision", "route"))
+        key = (_chip(row["gpu"]), row["scale"], row["parallelism"], row["precision"], _known(row["route"]))
         found.setdefault(key, []).append(row)
     return found
+
+
+def _chip(gpu: str | None) -> str | None:
+    """One chip is sold with different memory, which computation does not see.
+
+    >>> _chip("a100-40gb"), _chip("h100-pcie")
+    ('a100', 'h100-pcie')
+    """
+    return None if gpu is None else re.sub(r"-\d+gb", "", gpu)
+
+
+def _known(route: str) -> str:
+    """A model computed from its shape and one computed from its recorded operators know the same."""
+    return re.sub("^analytic", "shape", route)
 
 
 def compared_with(
     *, gpu: str | None, gpus: int, parallelism: str, precision: str | None, framework: str | None, route: str
 ) -> Compared:
     """What was compared that is like this; `NEVER` where nothing was."""
-    cells = _cells().get((gpu, scale_of(gpus), parallelism, precision, route), [])
-    # Profiles and their analytic like are measured without a framework's name.
-    alike = [row for row in cells if row.get("framework") in (None, framework)]
+    cells = _cells().get((_chip(gpu), scale_of(gpus), parallelism, precision, _known(route)), [])
+    # Some rows name no framework, others one with the options of that run: megatron-deepep.
+    alike = [row for row in cells if (row.get("framework") or str(framework)).split("-")[0] == str(framework)]
     count = sum(row["n"] for row in alike)
     if not count:
         return NEVER

@@ -213,10 +213,10 @@ EARLIER = {
 """What keywords were called, or what is said in their place."""
 
 
-def read(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def read_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords that were given, each read; None is left out.
 
-    >>> read({"tokens": "15B", "price": "2.5/gpu-h", "batch": None})
+    >>> read_keywords({"tokens": "15B", "price": "2.5/gpu-h", "batch": None})
     {'tokens': 15000000000.0, 'price': 2.5}
     """
     found = {}

@@ -70,10 +70,10 @@ def moment(where: str, phase: str) -> str:
     return f"at the {phase}" if phase in ("loss", "update") else f"in the {phase} of {where}".removesuffix(" of ")
 
 
-def in_words(by_kind: Mapping[str, float]) -> str:
+def kinds_in_words(by_kind: Mapping[str, float]) -> str:
     """The kinds that explain something, a hundredth of the whole or more, largest first.
 
-    >>> in_words({"other": 1e6, "parameters": 1e9, "optimizer": 2e9})
+    >>> kinds_in_words({"other": 1e6, "parameters": 1e9, "optimizer": 2e9})
     'optimizer state 2.00 GB, parameters 1.00 GB'
     """
     least = max(sum(by_kind.values()) / 100, 1)

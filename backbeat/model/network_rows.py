@@ -23,7 +23,7 @@ from backbeat.model.checks import Checked
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.topology import Load, LoadBand, Topology
 
-Row = TypeVar("Row", bound="WorkersRow")
+AnyRow = TypeVar("AnyRow", bound="WorkersRow")
 HALVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 
 
@@ -107,7 +107,7 @@ class NetworkRows:
         """Every row's all-reduce corrected by all-gathers and reduce-scatters."""
         return NetworkRows([self.with_slope(row) for row in self.rows], self.topology, self.by_halves)
 
-    def with_slope(self, row: Row) -> Row:
+    def with_slope(self, row: AnyRow) -> AnyRow:
         """The row, with its all-reduce's slope from all-gathers and reduce-scatters where those have larger messages. A
         row without any has those of the others, moved to its number of workers.
 

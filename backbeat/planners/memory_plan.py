@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRanges, MemoryPlan, segments_of
-from backbeat.model.gpu_memory import in_words
+from backbeat.model.gpu_memory import kinds_in_words
 from backbeat.model.resident import ResidentMemory
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_least_peak import LeastPeak
@@ -281,13 +281,13 @@ def too_small(search: MemorySearch, budget: int, reserve: float | None = None) -
     if budget < chain.base:
         return (
             f"a memory budget of {format_bytes(budget)} is below what stays on the device whatever is done with "
-            f"activations, {format_bytes(chain.base)} ({in_words(chain.resident.by_kind)}): "
+            f"activations, {format_bytes(chain.base)} ({kinds_in_words(chain.resident.by_kind)}): "
             f"the smallest budget that fits is {least} bytes ({_up(least)})"
         )
     return (
         f"a memory budget of {format_bytes(budget)} is too small: the smallest that fits is {least} bytes "
         f"({_up(least)}). Its peak is {run.moment}: {format_bytes(run.peak_bytes - chain.base)} of activations and "
-        f"their gradients, beside {in_words(chain.resident.by_kind)}. Give that much, or a smaller batch"
+        f"their gradients, beside {kinds_in_words(chain.resident.by_kind)}. Give that much, or a smaller batch"
     )
 
 

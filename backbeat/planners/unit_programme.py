@@ -27,10 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
+from backbeat.cost.operators import Floats
 from backbeat.steps.schedule import running_sums
 from backbeat.steps.unit_graph import ShardedCost
-
-Floats = NDArray[np.float64]
 
 _FREE_COMPUTE, _FREE_LINK, _NEXT_COPY_IN, _COPIED_OUT = range(4)
 _TAIL_COMPUTE, _TAIL_LINK, _TAIL_COPY_IN, _TAIL_ACROSS = range(4, 8)

@@ -9,7 +9,7 @@ from backbeat.model.layout import Layout
 from backbeat.model.prediction import Span
 from backbeat.steps.pipeline import PipelineRun
 from backbeat.steps.replicas import ReplicaTimes
-from backbeat.steps.stage_graph import StageTimes, added
+from backbeat.steps.stage_graph import StageTimes, causes_added
 
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
@@ -63,7 +63,7 @@ class PipelineStep:
         reducing = self.reduced_s - passes.seconds
         slower = min(self.afters[last].reduce.slower_s, reducing)
         gather = max(self.afters, key=lambda each: each.gather.seconds).gather
-        return added(
+        return causes_added(
             busiest.times(count).causes,
             {
                 "contention": slower + gather.slower_s,

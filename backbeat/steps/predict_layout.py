@@ -33,8 +33,8 @@ from backbeat.steps.stage_layers import StageLayers, split_layers
 from backbeat.steps.stage_times import StageTimer
 from backbeat.steps.unit_passes import UnitPasses
 
-ModelInput = Architecture | str
-ClusterInput = Cluster | Network | str | os.PathLike[str]
+LayoutModel = Architecture | str
+LayoutCluster = Cluster | Network | str | os.PathLike[str]
 Family = Literal["closed-form", "events"]
 """How a step is found: by formula, or by simulating its events."""
 PREDICTED: tuple[Family, ...] = ("closed-form", "events")
@@ -46,8 +46,8 @@ _LIMITING = 0.1
 
 
 def predict_layout(
-    model: ModelInput,
-    cluster: ClusterInput,
+    model: LayoutModel,
+    cluster: LayoutCluster,
     layout: Layout | str | None = None,
     *,
     global_batch: int,
@@ -83,8 +83,8 @@ def predict_layout(
 
 
 def predictor_of(
-    model: ModelInput,
-    cluster: ClusterInput,
+    model: LayoutModel,
+    cluster: LayoutCluster,
     job: Job,
     *,
     framework: str | Framework = "megatron",

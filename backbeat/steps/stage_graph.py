@@ -47,7 +47,7 @@ class StageTimes:
             self.forward_s + other.forward_s,
             self.input_s + other.input_s,
             self.weight_s + other.weight_s,
-            added(self.causes, other.causes),
+            causes_added(self.causes, other.causes),
         )
 
     def times(self, count: float) -> StageTimes:
@@ -55,10 +55,10 @@ class StageTimes:
         return StageTimes(*passes, {cause: seconds * count for cause, seconds in self.causes.items()})
 
 
-def added(*causes: Mapping[str, float]) -> dict[str, float]:
+def causes_added(*causes: Mapping[str, float]) -> dict[str, float]:
     """What several passes put down to each cause.
 
-    >>> added({"matmul": 1.0, "tensor": 0.5}, {"matmul": 2.0})
+    >>> causes_added({"matmul": 1.0, "tensor": 0.5}, {"matmul": 2.0})
     {'matmul': 3.0, 'tensor': 0.5}
     """
     found: dict[str, float] = {}

@@ -19,7 +19,7 @@ from backbeat.model.framework import Framework
 from backbeat.model.layout import Job, Layout, Recompute
 from backbeat.steps.layer_work import FAMILIES, LayerBuilder, LayerSegment, LayerWork, sustained_s
 from backbeat.steps.piece_graph import HOST, PiecePass
-from backbeat.steps.stage_graph import StageTimes, added
+from backbeat.steps.stage_graph import StageTimes, causes_added
 from backbeat.steps.stage_layers import StageLayers, split_layers
 
 
@@ -152,9 +152,12 @@ class _PieceRun:
         passes = [each.times() for each in (forward, backward, late)]
         if late is not backward:
             forward_s, input_s, weight_s = (each.seconds for each in passes)
-            return StageTimes(forward_s, input_s, weight_s, added(*(each.causes for each in passes)))
+            return StageTimes(forward_s, input_s, weight_s, causes_added(*(each.causes for each in passes)))
         return StageTimes(
-            passes[0].seconds, passes[1].seconds - weight_s, weight_s, added(*(each.causes for each in passes[:2]))
+            passes[0].seconds,
+            passes[1].seconds - weight_s,
+            weight_s,
+            causes_added(*(each.causes for each in passes[:2])),
         )
 
     def _spin(self, under_way: PiecePass, works: list[Work], parameters: int = 0, *, backward: bool = False) -> float:

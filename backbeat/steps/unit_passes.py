@@ -25,7 +25,7 @@ from backbeat.model.accelerator import Accelerator
 from backbeat.model.sharding import ShardUnit
 from backbeat.steps.host import COMPUTE
 from backbeat.steps.model_chain import Chain, ChainPiece, ShardedChain
-from backbeat.steps.stage_graph import StageTimes, added
+from backbeat.steps.stage_graph import StageTimes, causes_added
 from backbeat.steps.unit_graph import Call, ShardedCost, UnitSteps, calls
 
 _FREE = Curve.affine(0.0, 0.0)
@@ -94,7 +94,7 @@ class UnitRunner:
         elif self.piped:
             runs.append(self._run(chain, backward))
             back_s = runs[1].end_s
-        causes = added(whole.causes, {"contention": sum(each.slower_s for each in runs)})
+        causes = causes_added(whole.causes, {"contention": sum(each.slower_s for each in runs)})
         return UnitPasses(StageTimes(forward_s, back_s - weight_s, weight_s, causes), gather_s)
 
     def _chain(self) -> ShardedChain:

@@ -14,6 +14,7 @@ import backbeat as bb
 from backbeat.cost import Curve
 from backbeat.cost.collectives import Collective, bus_bandwidth, seconds, steps, traffic
 from backbeat.cost.curve import beside_traffic, stretched
+from backbeat.cost.protocols import with_own_share
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from backbeat.model.files import decode, encode
@@ -208,10 +209,12 @@ def test_a_collective_inside_a_node_is_its_part_of_the_all_reduce_there() -> Non
         assert found is not None
         for size in (0.0, 1e6, 1e9):
             assert found.at(size) == pytest.approx(latency * 1e-5 + work * 1e-11 * size)
-            # Moved to a full node it is that; to half of one 3/4 of the bytes for 7/8, and NCCL's own latency.
+            # Moved to a full node it is that; to half of one 3/4 of the bytes for 7/8, NCCL's own latency, and what
+            # each GPU copies of its own share.
             assert layout.moved(found, "all_gather", 64, 8).at(size) == pytest.approx(found.at(size))
     half = rings.moved(inside.curve, "all_gather", 64, 4)
-    assert half.at(1e9) == pytest.approx(min(8.4e-6, 1e-5 / 2) + 6 / 7 * 1e-2 / 2)
+    own = with_own_share(4) / with_own_share(8)
+    assert half.at(1e9) == pytest.approx(min(8.4e-6, 1e-5 / 2) + 6 / 7 * 1e-2 / 2 * own)
     alone = replace(node, gpus_per_node=1).inner("all_gather")
     assert alone is not None
     assert alone.at(1e9) == 0
@@ -233,7 +236,7 @@ def test_fewer_gpus_of_a_node_take_what_was_measured_of_the_same_collective() ->
     gathers = [cluster.at(workers=workers).all_gather for workers in (2, 4, 8)]
     size = float(2**32)
     rates = [
-        traffic("all_gather", "ring", workers) * size / one.curve.at(size)
+        traffic("all_gather", "ring", workers) * size * with_own_share(workers) / one.curve.at(size)
         for workers, one in zip((2, 4, 8), gathers, strict=True)
         if one is not None
     ]

@@ -23,7 +23,7 @@ from backbeat.steps.layer_work import LayerBuilder
 from backbeat.steps.layout_memory import LayerMemory
 from backbeat.steps.predict_layout import predict_layout, predictor_of
 from backbeat.steps.rank_parameters import rank_parameters, unit_parameters
-from backbeat.steps.stage_graph import StageTimes, added
+from backbeat.steps.stage_graph import StageTimes, causes_added
 from backbeat.steps.stage_layers import split_layers
 from backbeat.steps.stage_times import StageTimer
 
@@ -444,7 +444,7 @@ def test_stages_do_together_what_one_does(model: Architecture) -> None:
         layout = Layout(**fields)
         operators = operator_model("h100", "bf16")
         timer = StageTimer(model, layout, Job(global_batch=8, sequence=S), H100, operators, APART)
-        return added(*(stage.causes for stage in timer.stages()))
+        return causes_added(*(stage.causes for stage in timer.stages()))
 
     assert parts(pp=2) == pytest.approx(parts())
     assert parts(pp=model.layers) == pytest.approx(parts())

@@ -233,12 +233,13 @@ def test_groups_fill_the_nodes_they_touch_and_share_their_links() -> None:
     assert there.collective_s("all_reduce", size, 8) == network.at(workers=8).all_reduce.curve.at(size)
     # Across nodes as many groups share them as lie between two of a group's ranks, at most all GPUs of a node.
     for workers, stride, filled, sharing in ((16, 1, 16, 1), (4, 4, 16, 4)):
-        found = there.collective_s("all_reduce", size, workers, stride)
-        assert found == network.at(workers=filled).all_reduce.curve.at(size * sharing)
-    # Sends: 450 GB/s inside, 50 GB/s a NIC outside, of which ranks that are 8 apart have one each and a chain all.
+        # A ring of fewer ranks sends less of every byte, by 2 (N - 1) / N.
+        found, whole = there.collective_s("all_reduce", size, workers, stride), network.at(workers=filled).all_reduce
+        assert found == pytest.approx(whole.curve.at(size * sharing), rel=0.03)
+    # Sends: 450 GB/s inside; outside each rank has a NIC of its own, and one send fills half of its 50 GB/s.
     assert there.send_s(size, 2, 4) == pytest.approx(size / 450e9, rel=0.2)
-    assert there.send_s(size, 2, 8) == pytest.approx(size / 50e9, rel=0.2)
-    assert there.send_s(size, 16, 1) == pytest.approx(there.send_s(size, 2, 8) / 8, rel=0.05)
+    assert there.send_s(size, 2, 8) == pytest.approx(size / 25e9, rel=0.2)
+    assert there.send_s(size, 16, 1) == pytest.approx(there.send_s(size, 2, 8), rel=0.05)
     # All-to-alls: of 8 ranks 7 parts of 8 leave, inside; of 16 half of all crosses, through each rank's own NIC.
     assert there.exchange_s(size, 8) == pytest.approx(size * 7 / 8 / 450e9, rel=0.2)
     assert there.exchange_s(size, 16) == pytest.approx(size / 2 / 50e9, rel=0.2)

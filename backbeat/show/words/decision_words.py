@@ -8,7 +8,7 @@ from backbeat.answer.answer import Answer
 from backbeat.answer.decision import Measure
 from backbeat.answer.row import AnswerRow
 from backbeat.answer.ways import OURS as RUNTIME
-from backbeat.model.gpu_memory import in_words
+from backbeat.model.gpu_memory import kinds_in_words
 from backbeat.show.words.numbers import capitalised, format_count, format_hours, format_money, format_number
 from backbeat.units import counted, format_bytes, format_seconds
 
@@ -116,7 +116,7 @@ def nothing_fits(answer: Answer) -> str:
     least = answer.taken
     one = least.prediction
     has = f" of {format_bytes(one.device_bytes)}" if one.device_bytes else ""
-    kinds = f" ({in_words(one.memory.by_kind)})" if one.memory is not None else ""
+    kinds = f" ({kinds_in_words(one.memory.by_kind)})" if one.memory is not None else ""
     return (
         f"Nothing fits one GPU{has} on {counted(least.gpus, 'GPU')}: {called(least.way)} takes least, "
         f"{format_bytes(least.peak or 0)}{kinds}."

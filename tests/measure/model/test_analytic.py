@@ -182,7 +182,7 @@ def test_work_that_depends_on_data_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpu": "b400"}, "known are v100, t4"),
+        ({"gpu": "b400"}, "known are a10, a100"),
         ({"gpu": None}, "both --tflops and --gbps"),
         ({"gpu": None, "tflops": 10}, "both --tflops and --gbps"),
         ({"gpu": None, "tflops": 0, "gbps": 1}, "--tflops is 0"),

@@ -66,7 +66,7 @@ def test_a_budget_is_planned_from_the_profile_and_changes_no_gradient(known: Pro
 
 
 def test_a_plan_brings_its_memory_part_along(known: Profile, tmp_path: Path) -> None:
-    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory_bytes=least(known))
+    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory=least(known))
     made.save(tmp_path / "plan.json")
     wrapped = DistributedDataParallel(model_of(), plan=tmp_path / "plan.json", memory_budget="1GB")
     assert wrapped.reducer.memory is not None
@@ -87,7 +87,7 @@ def test_a_strategy_and_a_network_are_planned_together(known: Profile) -> None:
     wrapped = DistributedDataParallel(
         model_of(), plan="optimal", network="10gbe", memory_budget=least(known), profile=known
     )
-    together = plan(known, Network.load("10gbe").at(workers=1), "optimal", memory_bytes=least(known))
+    together = plan(known, Network.load("10gbe").at(workers=1), "optimal", memory=least(known))
     report = wrapped.report()
     assert report.strategy == "optimal"
     assert [one.gradients for one in report.buckets] == [one.gradients for one in together.buckets]
@@ -127,7 +127,7 @@ def test_what_cannot_be_kept_is_refused(arguments: dict[str, Any], message: str)
 
 
 def test_budgets_below_the_plan_and_below_the_least_are_refused(known: Profile) -> None:
-    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory_bytes=least(known))
+    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory=least(known))
     assert made.memory is not None
     with pytest.raises(InputError, match="was predicted to need"):
         DistributedDataParallel(model_of(), plan=made, memory_budget=made.memory.peak_bytes - 1)
@@ -141,7 +141,7 @@ def test_budgets_below_the_plan_and_below_the_least_are_refused(known: Profile) 
 
 
 def test_plans_for_another_model_leave_the_model_as_it_was(known: Profile) -> None:
-    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory_bytes=least(known))
+    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory=least(known))
     model = nn.Linear(3, 3)
     with pytest.raises(InputError):
         DistributedDataParallel(model, plan=made)
@@ -149,7 +149,7 @@ def test_plans_for_another_model_leave_the_model_as_it_was(known: Profile) -> No
 
 
 def test_after_a_refused_memory_part_the_model_can_be_wrapped_at_once(known: Profile) -> None:
-    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory_bytes=least(known))
+    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory=least(known))
     elsewhere = MemoryPlan(segments=(Segment(blocks=("nowhere",), action="recompute"),))
     model = model_of()
     # The exception is held, and with it the frame in which a half-built wrapper would live on.
@@ -197,7 +197,7 @@ class Device:
 def test_a_budget_that_training_passes_is_said_once(
     known: Profile, reducer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = plan(known, Network.load("10gbe").at(workers=1), "optimal", memory_bytes=8 * 10**9)
+    made = plan(known, Network.load("10gbe").at(workers=1), "optimal", memory=8 * 10**9)
     assert made.memory is not None
     made = replace(made, memory=replace(made.memory, peak_bytes=7_870_000_000))
     device = Device(monkeypatch, 8_000_000_000, 8_360_000_000, 8_400_000_000)
