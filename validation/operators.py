@@ -24,12 +24,12 @@ from unittest import mock
 
 import msgspec
 
-from backbeat.cost.operator_curves import HostTimes, operator_curves
+from backbeat.cost.operator_curves import HostTimes
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work, family_of
 from backbeat.errors import MissingPartError
 from backbeat.model import ComputeShares, Profile
-from backbeat.model.accelerator import accelerator_named
+from backbeat.model.accelerator import operator_model
 
 KINDS: dict[str, type[Work]] = {one.__name__: one for one in (Product, Attention, Convolution, Traffic)}
 ITERATIONS = 3
@@ -110,7 +110,8 @@ class _Recorded:
 
         class Model(OperatorModel):
             def __init__(self) -> None:
-                self.accelerator, self.curves = accelerator_named("h200"), operator_curves("h200")
+                known = operator_model("h200", "bf16")
+                super().__init__(known.accelerator, known.parts)
                 self.host, self.seconds = told, told.seconds  # type: ignore[assignment]
 
         def first_iteration(training: Any) -> Any:
