@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
 
-from backbeat.answer.by_layout import layout_ways, layout_word
+from backbeat.answer.by_layout import any_predictor, layout_ways, layout_word
 from backbeat.answer.by_profile import data_parallel
 from backbeat.answer.keywords import gpu_count, read_keywords
 from backbeat.answer.own_run import corrected, with_own_range
@@ -30,6 +30,7 @@ from backbeat.model.moved import moved
 from backbeat.model.question import Question
 from backbeat.steps.described import described
 from backbeat.steps.eager_model import EagerModel
+from backbeat.steps.predict_layout import LayoutPredictor
 from backbeat.units import counted, format_bytes
 
 _operators = lru_cache(maxsize=32)(operator_model)
@@ -221,6 +222,11 @@ class Asked:
     def by_blocks(self) -> bool:
         """Whether data-parallel ways are those of a profile, block by block."""
         return self.profile is not None or self.undescribed is None
+
+    @cached_property
+    def layout_predictor(self) -> LayoutPredictor:
+        """Of its layouts, whatever the number of GPUs."""
+        return any_predictor(self)
 
     @property
     def profile(self) -> Profile | None:

@@ -42,7 +42,14 @@ def layout_ways(asked: Asked, parts: Mapping[str, Any] | None, gpus: int) -> Lay
 
 
 def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
-    """Of the layouts of this job."""
+    """Of the layouts of this job on so many GPUs, with the pieces that were run for other numbers."""
+    found = asked.layout_predictor
+    job = replace(found.job, global_batch=asked.global_batch(gpus))
+    return changed(found, job=job, stragglers=asked.stragglers(gpus))
+
+
+def any_predictor(asked: Asked) -> LayoutPredictor:
+    """Of a step of one sequence."""
     shape, given, gpu = asked.shape, asked.given, asked.gpu
     if shape is None:
         raise InputError(
@@ -73,11 +80,10 @@ def predictor(asked: Asked, gpus: int) -> LayoutPredictor:
     found = predictor_of(
         shape,
         cluster,
-        job_of(asked.global_batch(gpus), asked.sequence, asked.precision),
+        job_of(1, asked.sequence, asked.precision),
         framework=framework,
         imbalance=given.get("imbalance", 1.0),
         compute_factor=asked.compute_factor * (1.0 if alone is None else _longer(alone, shape, cluster, framework)),
-        stragglers=asked.stragglers(gpus),
         # What a profile takes by itself does not hold what it loses beside communication.
         contention=alone is not None,
         iteration_s=() if asked.profile is None or alone is None else alone.iteration_s,

@@ -207,22 +207,25 @@ class Cluster:
     ) -> float:
         """How many times as long work that spends these shares of its time in each kind takes beside collectives of
         such groups. What the shares leave of 1 is not computation, and takes as long as it does."""
-        if workers == 1 or not self.contention:
-            return 1.0
-        count = workers if self.inside(workers, stride) else self._nodes(workers, stride) * self.per_node
-        if count not in self._slowdowns:
-            self._slowdowns[count] = slowdown_on(self.at(count), self.gpu, sharded=True)
-        found = self._slowdowns[count]
+        found = self._slowdown(workers, stride)
         computing = matmul + attention + memory
         if found is None or computing <= 0:
             return 1.0
         shares = ComputeShares(matmul=matmul / computing, attention=attention / computing, memory=memory / computing)
         return 1 + (found[0].of(shares) - 1) * computing
 
-    @property
-    def origins(self) -> tuple[str, ...]:
-        """Where the slowdowns that were asked for come from."""
-        return tuple(dict.fromkeys(found[1] for found in self._slowdowns.values() if found is not None))
+    def origins(self, *groups: tuple[int, int]) -> tuple[str, ...]:
+        """Where the slowdowns beside such groups (how many ranks, how far apart) come from."""
+        found = [self._slowdown(workers, stride) for workers, stride in groups]
+        return tuple(dict.fromkeys(each[1] for each in found if each is not None))
+
+    def _slowdown(self, workers: int, stride: int) -> tuple[Slowdown, str] | None:
+        if workers == 1 or not self.contention:
+            return None
+        count = workers if self.inside(workers, stride) else self._nodes(workers, stride) * self.per_node
+        if count not in self._slowdowns:
+            self._slowdowns[count] = slowdown_on(self.at(count), self.gpu, sharded=True)
+        return self._slowdowns[count]
 
     def inside(self, workers: int, stride: int = 1) -> bool:
         """Whether a group lies inside a node."""

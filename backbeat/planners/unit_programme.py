@@ -35,6 +35,8 @@ _FREE_COMPUTE, _FREE_LINK, _NEXT_COPY_IN, _COPIED_OUT = range(4)
 _TAIL_COMPUTE, _TAIL_LINK, _TAIL_COPY_IN, _TAIL_ACROSS = range(4, 8)
 _LAST_COPY_IN, _LAST_GATHER, _HELD = range(8, 11)
 """Columns of a label: four of the head, four of the tail, two of the last unit, then one for each input held."""
+_AT_ONCE = 64
+"""Labels compared with each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,13 +280,26 @@ class _Tail(NamedTuple):
 
 
 def _undominated(rows: Floats, most: int) -> NDArray[np.int64]:
-    """Rows, taken in order, that no kept one is at most equal to in every column; at most so many."""
-    kept: list[int] = []
-    found = np.empty_like(rows)
-    for index, row in enumerate(rows):
-        if not (found[: len(kept)] <= row).all(axis=1).any():
-            found[len(kept)] = row
-            kept.append(index)
-            if len(kept) == most:
-                break
-    return np.array(kept, dtype=np.int64)
+    """Rows, taken in order, that no kept one is at most equal to in every column; at most so many.
+
+    Some at a time: first what rows kept before rule out, then what those left rule out among themselves. What a row
+    rules out, whatever ruled that row out rules out as well.
+    """
+    columns = np.ascontiguousarray(rows.T)
+    kept = np.empty(0, dtype=np.int64)
+    for first in range(0, len(rows), _AT_ONCE):
+        new = np.arange(first, min(first + _AT_ONCE, len(rows)))
+        new = new[~_no_more(columns, kept, new).any(axis=0)]
+        ruled_out = np.triu(_no_more(columns, new, new), 1).any(axis=0)
+        kept = np.concatenate([kept, new[~ruled_out]])
+        if len(kept) >= most:
+            break
+    return kept[:most]
+
+
+def _no_more(columns: Floats, these: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of these rows are at most equal in every column to which of the others."""
+    found = np.ones((len(these), len(others)), dtype=bool)
+    for column in columns:
+        found &= column[these][:, None] <= column[others]
+    return found

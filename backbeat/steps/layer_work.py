@@ -4,7 +4,7 @@ leaves."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from backbeat.cost.operator_model import OperatorModel
@@ -95,6 +95,12 @@ def sustained_s(work: Work, model: OperatorModel) -> tuple[str, float]:
     return family, model.seconds(work) / share
 
 
+@lru_cache(maxsize=256)
+def _tape_of(eager: EagerModel) -> Tape:
+    """A layer's kernels: the same on any cluster."""
+    return eager.layer().tape
+
+
 class LayerBuilder:
     """Puts the operators of a layer together, for one model, layout and job."""
 
@@ -122,7 +128,7 @@ class LayerBuilder:
 
     def layer(self, *, sparse: bool, windowed: bool = False) -> LayerWork:
         if self.eager is not None:
-            return self._launched(self.eager.layer().tape)
+            return self._launched(_tape_of(self.eager))
         made = LayerWork()
         self._norm(made)
         self._attention(made, windowed)

@@ -145,8 +145,8 @@ class LayoutPredictor:
     stragglers: Mapping[int, float] = field(default_factory=dict)
     spun: bool = False
     """Ranks spin their computation, and their hosts do not run ahead of it."""
-    pieces: dict[Hashable, StageTimes] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Those that were run."""
+    pieces: dict[Hashable, dict[Hashable, StageTimes]] = field(default_factory=dict, repr=False, compare=False)
+    """Those that were run on this network: shared with predictors of other global batches, and of other loads."""
     memories: dict[Layout, MemoryByKind] = field(default_factory=dict, init=False, repr=False, compare=False)
     alone: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """A micro-batch, and the update, on one GPU that holds everything, by sequences."""
@@ -175,12 +175,13 @@ class LayoutPredictor:
     def timer(self, layout: Layout, slowdown: float = 1.0) -> StageTimer:
         """Of stages that compute `slowdown` times as long as healthy ones."""
         parts = (self.model, layout, self.job, self.cluster, self.operators, self.framework)
+        alike = (self.cluster.load, self.job.sequence, self.job.precision, self.framework, self.imbalance, self.spun)
         return StageTimer(
             *parts,
             imbalance=self.imbalance,
             compute_factor=self.compute_factor * slowdown,
             spun=self.spun,
-            known=self.pieces,
+            known=self.pieces.setdefault(alike, {}),
         )
 
     @property
@@ -292,7 +293,9 @@ class LayoutPredictor:
         notes = [Note("operators", {"origin": self.operators.origin})]
         if not gpu.measured:
             notes.append(Note("data_sheet", {"device": gpu.name, "like": gpu.like or "H200"}))
-        notes += [Note("beside", {"origin": origin}) for origin in self.cluster.origins if parts["contention"]]
+        groups = (layout.tp, 1), (layout.cp, layout.tp), layout.dense_group
+        origins = self.cluster.origins(*groups) if parts["contention"] else ()
+        notes += [Note("beside", {"origin": origin}) for origin in origins]
         if family == "events" and not even.passes.simulated:
             notes.append(Note("closed_form"))
         band = None

@@ -76,7 +76,10 @@ class StageTimer:
         again = "none" if ends else one.recompute
         shards = self.builder.gradient_shards
         # Gradients of a tied head are added to the embedding's where a stage has both.
-        key = (piece, windowed, ranks, again, shards, self.splits, self.compute_factor, ends and one.pp == 1, alone)
+        # Gradients of several micro-batches are added up.
+        several = one.micro_batches(self.job) > 1
+        gradients = shards, several, self.splits
+        key = (piece, windowed, ranks, again, gradients, self.compute_factor, ends and one.pp == 1, alone)
         if key not in self.known:
             builder = self.builder
             work = getattr(builder, piece)() if ends else builder.layer(sparse=piece != "layer", windowed=windowed)

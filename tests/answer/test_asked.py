@@ -439,3 +439,15 @@ def test_a_keyword_of_one_way_is_passed_over_by_others_where_several_are_asked()
         with pytest.raises(InputError, match="bucket"):
             asked.predict(way, 16)
     assert asked.predict("ddp", 16, strict=False).step_s != plain.predict("ddp", 16).step_s
+
+
+def test_a_row_is_the_same_alone_as_in_a_table() -> None:
+    asked, shown = Asked.of("llama-3-8b", "dgx-h100"), []
+    for gpus in (16, 8):
+        shown += [asked.predict(way, gpus) for way in ("ddp", "fsdp", "sharded")]
+        shown += asked.layouts(None, gpus)
+    for row in shown[::3]:
+        word = f"{row.way}+micro={row.batch}" if row.layout is not None else row.way
+        alone = Asked.of("llama-3-8b", "dgx-h100").predict(word, row.gpus)
+        same = ("step_s", "range_s", "memory", "fits", "notes")
+        assert [getattr(row, name) for name in same] == [getattr(alone, name) for name in same], word

@@ -18,7 +18,7 @@ from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.planned import planned, predicted
 from backbeat.planners.shard_problem import ShardChoice, ShardProblem
 from backbeat.planners.shard_search import ShardSearch, _neighbours
-from backbeat.planners.unit_programme import unit_ends
+from backbeat.planners.unit_programme import _undominated, unit_ends
 from backbeat.steps.sharded_memory import sharded_memory
 from tests.problems import affine, curve, make_profile
 
@@ -363,3 +363,14 @@ def test_parameters_outside_of_modules_make_no_units() -> None:
     profile = replace(profile, gradients=(replace(profile.gradients[0], name="w"),))
     with pytest.raises(InputError, match="no modules to make units of"):
         planned(profile, Network.load("10gbe"), "sharded")
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 300), st.integers(1, 80))
+@settings(max_examples=40, deadline=None)
+def test_labels_that_another_is_never_worse_than_are_dropped(seed: int, count: int, most: int) -> None:
+    rows = np.random.default_rng(seed).integers(0, 6, (count, 5)).astype(float)
+    kept: list[int] = []
+    for index, row in enumerate(rows):
+        if len(kept) < most and not any((rows[other] <= row).all() for other in kept):
+            kept.append(index)
+    assert _undominated(rows, most).tolist() == kept
