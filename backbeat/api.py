@@ -62,9 +62,10 @@ def plan(
     Model, cluster and keywords are those of `predict`.
     """
     asked = Asked.of(model, cluster, **keywords)
-    if way is None:
-        way = decided(asked, asked.network.workers if gpus is None else gpu_count(gpus))
-    return asked.plan(way, gpus)
+    if way is not None:
+        return asked.plan(way, gpus)
+    count = asked.network.workers if gpus is None else gpu_count(gpus)
+    return asked.plan(decided(asked, count), count, strict=False)
 
 
 def compare(

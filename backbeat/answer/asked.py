@@ -6,7 +6,7 @@ on refuses it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -148,9 +148,9 @@ class Asked:
         framework = framework_named(plan.framework) if "framework" in told and plan.framework else self.framework
         return replace(self, given={**self.given, **told}, framework=framework)
 
-    def plan(self, way: Any, gpus: int | None = None) -> Plan:
+    def plan(self, way: Any, gpus: int | None = None, *, strict: bool = True) -> Plan:
         """How the way is run, with its prediction; of a way that leaves sizes open, that of the fastest."""
-        found = self.predict(way, gpus)
+        found = self.predict(way, gpus, strict=strict)
         if "memory" in self.given and found.fits == "no" and found.memory is not None:
             raise InputError(
                 f"memory is {format_bytes(self.given['memory'])}, and {found.way} takes at least "
@@ -198,11 +198,12 @@ class Asked:
         if one is not None and one.parts is None:
             raise InputError(f"{word!r} is no layout: name parts, like tp+pp")
         found = layout_ways(self, one.parts if one else None, gpu_count(gpus)).ranked(most)
+        told = one.parts or () if one is not None else ()
         best: dict[str, Prediction] = {}
         for each in found:
-            # One row a word: the fastest of its micro-batches.
-            one_row = self._whole(self._named(each))
-            best.setdefault(one_row.way, one_row)
+            # One row a word: the fastest of what it names.
+            row = self._whole(self._named(each, told=told))
+            best.setdefault(row.way, row)
         return list(best.values())
 
     def acting(self, way: Way) -> dict[str, Any]:
@@ -253,7 +254,7 @@ class Asked:
     def _predicted(self, way: Way, gpus: int) -> Prediction:
         if way.kind == "layout":
             found, *_ = layout_ways(self, way.parts, gpus).ranked()
-            return self._named(found, None if way.searched else way.word)
+            return self._named(found, None if way.searched else way.word, told=way.parts or ())
         if way.searched:
             sizes = [size for size in range(2, gpus) if gpus % size == 0] or [gpus]
             each = [self.predict(f"{way.name}:{size}", gpus, strict=False) for size in sizes]
@@ -266,9 +267,9 @@ class Asked:
         mesh = {} if gpus == 1 else {"replicate" if way.name == "ddp" else "shard": gpus}
         return msgspec.structs.replace(self._named(found, way.word), mesh=mesh, runs_by=way.runs_by(self.framework))
 
-    def _named(self, found: Prediction, word: str | None = None) -> Prediction:
+    def _named(self, found: Prediction, word: str | None = None, told: Collection[str] = ()) -> Prediction:
         assert found.layout is not None
-        way = Way(word or layout_word(found.layout, self.framework), "layout")
+        way = Way(word or layout_word(found.layout, self.framework, told), "layout")
         return msgspec.structs.replace(
             found, strategy=way.word, cluster=self.network.name, runs_by=way.runs_by(self.framework)
         )

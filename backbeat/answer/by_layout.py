@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace as changed
 from typing import TYPE_CHECKING, Any, get_args
 
 from msgspec.structs import replace
 
+from backbeat.answer.ways import in_order
 from backbeat.errors import InputError
 from backbeat.model import Framework, Profile
 from backbeat.model.architecture import Architecture
 from backbeat.model.cluster import Cluster
 from backbeat.model.layout import Layout, Precision, job_of
 from backbeat.model.profile import device_alone
-from backbeat.model.rule import SPLITS
 from backbeat.planners.layout_ways import LayoutWays, usual_zero
 from backbeat.steps.predict_layout import LayoutPredictor, predictor_of
 
@@ -100,12 +100,17 @@ def _longer(profile: Profile, shape: Architecture, cluster: Cluster, framework: 
     return (own.forward_s + own.backward_s) / computed_s
 
 
-def layout_word(layout: Layout, framework: Framework) -> str:
-    """A layout as rows name it, without what this framework would choose by itself."""
+def layout_word(layout: Layout, framework: Framework, told: Collection[str] = ()) -> str:
+    """A layout as rows name it: without what this framework would choose by itself, and without micro-batch and
+    recomputing where nobody `told` them, which a row says beside its name."""
     usual = usual_zero(framework, layout.pp)
-    left = {f"micro={layout.micro_batch}", f"zero={usual}", f"dp={layout.dp}"}
+    left = {f"zero={usual}", f"dp={layout.dp}"}
+    left |= {
+        f"{name}={value}"
+        for name, value in (("micro", layout.micro_batch), ("recompute", layout.recompute))
+        if name not in told
+    }
     parts = [part for part in layout.label.split("+") if part not in left]
     if layout.zero == 1 != usual and not layout.zero_group:
         parts.append("zero=1")
-    sizes = sorted((part for part in parts if part[:2] in SPLITS), key=lambda part: SPLITS.index(part[:2]))
-    return "+".join([*sizes, *(part for part in parts if part not in sizes)]) or f"dp={layout.dp}"
+    return in_order(parts) or f"dp={layout.dp}"

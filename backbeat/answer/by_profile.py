@@ -46,7 +46,7 @@ def data_parallel(asked: Asked, way: Way, gpus: int) -> Prediction:
 
 def _recomputing(asked: Asked, way: Way, gpus: int, profile: Profile, micro_batches: int) -> Prediction:
     """With the least recomputation that fits."""
-    told = asked.given.get("recompute")
+    told = way.says.get("recompute") if way.plan is not None else asked.given.get("recompute")
     factor = asked.compute_factor
     if factor != 1:
         profile = replace(profile.slower(factor), update_s=profile.update_s * factor)
@@ -60,10 +60,11 @@ def _recomputing(asked: Asked, way: Way, gpus: int, profile: Profile, micro_batc
     )
     found = None
     for recompute in ("none", "full") if told is None else (told,):
-        if found is not None and not repeated([block.name for block in profile.blocks]):
+        if found is not None and not _repeated(profile):
             break
         found = _slowed(changed(step, recompute=recompute), max(asked.stragglers(gpus).values(), default=1.0))
-        found = replace(_fitted(asked, found, "shape" if profile.analytic else "profile"), recompute=recompute)
+        found = _fitted(asked, found, "shape" if profile.analytic else "profile")
+        found = replace(found, recompute=_how_much(profile, found.plan))
         if found.fits != "no":
             break
     assert found is not None
@@ -153,7 +154,7 @@ class ProfileStep:
             given = {name: value for name, value in self.given.items() if name != "memory"}
             return changed(self, given=given).predicted()
         if self.recompute == "full":
-            plan = recomputed(self.profile, plan)
+            plan = recomputed(self.profile, plan) if self.way.plan is None else plan
         found = predict(
             sent,
             self.network,
@@ -197,11 +198,22 @@ class ProfileStep:
         return habits.sent(self.profile), framework_plan(self.profile, self.network, habits), habits
 
 
+def _repeated(profile: Profile) -> list[str]:
+    return repeated([block.name for block in profile.blocks])
+
+
+def _how_much(profile: Profile, plan: Plan | None) -> str:
+    """What a plan recomputes of the blocks that are alike: all, some or none."""
+    segments = plan.memory.segments if plan is not None and plan.memory is not None else ()
+    names = {name for one in segments if one.action == "recompute" for name in one.blocks}
+    return "none" if not names else "full" if names.issuperset(_repeated(profile)) else "selective"
+
+
 def recomputed(profile: Profile, plan: Plan) -> Plan:
     """The plan with every repeated block recomputed."""
     if plan.memory is not None and plan.memory.segments:
         return plan
-    names = repeated([block.name for block in profile.blocks])
+    names = _repeated(profile)
     if not names:
         raise InputError(
             f"recompute is full, but profile {profile.name!r} has no blocks to recompute: profile it again with them"

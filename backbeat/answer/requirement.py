@@ -29,7 +29,9 @@ class Requirement:
         match = _WORD.match(text)
         name = match["name"] if match else ""
         if match is None or name not in FIGURES:
-            raise InputError(f"--require {text!r}: {did_you_mean(name or text, FIGURES)}, like 'tokens/s>400000'")
+            raise InputError(
+                f"--require {text!r}: {did_you_mean(name or text, FIGURES)} Write it like 'tokens/s>400000'"
+            )
         if (name == "fits") == bool(match["sign"]):
             what = "takes no number" if name == "fits" else "needs a sign and a number"
             raise InputError(f"--require {text!r}: {name} {what}, like 'fits' or 'tokens/s>400000'")

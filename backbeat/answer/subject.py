@@ -38,6 +38,8 @@ def model_named(model: ModelInput) -> Profile | Architecture:
     if not isinstance(model, (str, os.PathLike)):
         raise InputError(f"model is a {type(model).__name__}: give a name, a config.json, or a Profile or its file")
     text, path = os.fspath(model), Path(model)
+    if not text:
+        raise InputError("the model's name is empty: give a bundled name, a config.json, or a profile's file")
     if text in BUNDLED:
         return read_architecture(text)
     if text in bundled(Profile) and not path.exists():

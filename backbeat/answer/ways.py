@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +11,8 @@ from msgspec import structs
 
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Framework, Plan
-from backbeat.model.layout import SIZES, Layout, is_layout, layout_parts
+from backbeat.model.layout import PARTS, Layout, is_layout, layout_parts
+from backbeat.model.rule import SPLITS
 from backbeat.planners import OTHERWISE_CALLED, SHARDED, STRATEGIES
 from backbeat.planners.layout_ways import usual_zero
 
@@ -58,6 +59,16 @@ class Way:
         if self.parts is not None:
             return any(value is None for name, value in self.parts.items() if name != "dp")
         return self.name in SEARCHED and self.shards is None and self.plan is None
+
+    @property
+    def says(self) -> dict[str, Any]:
+        """Keywords that the way answers itself."""
+        parts, names = self.parts or {}, {"micro": "batch", "recompute": "recompute"}
+        found = dict(self.told) | {name: parts[part] for part, name in names.items() if part in parts}
+        if self.plan is not None and self.kind != "layout":
+            memory = self.plan.memory
+            found["recompute"] = "full" if memory is not None and memory.recomputes else "none"
+        return found
 
     def runs_by(self, framework: Framework) -> str:
         """What runs it: the framework, or what else does."""
@@ -116,12 +127,18 @@ def _of_parts(text: str, parts: Mapping[str, Any], framework: Framework) -> Way:
         told |= {"recompute": layout.recompute} if "recompute" in parts else {}
         gpus = int(parts["dp"]) if parts.get("dp") else None
         return Way(text if told else name, "units" if name in SHARDED else "buckets", name, told=told, gpus=gpus)
-    order = {name: place for place, name in enumerate(("tp", "cp", "pp", "ep", *SIZES))}
-    word = "+".join(
-        name if value is None else f"{name}={value}"
-        for name, value in sorted(parts.items(), key=lambda one: order.get(one[0], len(order)))
-    )
+    word = in_order([name if value is None else f"{name}={value}" for name, value in parts.items()])
     return Way(word, "layout", parts=parts)
+
+
+def in_order(parts: Sequence[str]) -> str:
+    """The word of these parts of a layout, as rows write it.
+
+    >>> in_order(["chunks=2", "pp=2", "tp=8"])
+    'tp=8+pp=2+chunks=2'
+    """
+    order = (*SPLITS, *(name for name in PARTS if name not in SPLITS))
+    return "+".join(sorted(parts, key=lambda part: order.index(part.partition("=")[0])))
 
 
 _NEEDS: dict[str, str] = {
@@ -144,6 +161,9 @@ def _by_unit(way: Way, framework: Framework) -> bool:
 def idle_keyword(way: Way, given: Mapping[str, Any], framework: Framework, experts: bool) -> tuple[str, str] | None:
     """A keyword that was given and cannot act on this way, and why."""
     plan, name = way.plan, way.name
+    for keyword, said in way.says.items():
+        if keyword in given and str(given[keyword]) != str(said):
+            return keyword, f"the {'way' if plan is None else 'plan'} says it: {said}; leave one of them out"
     buckets = way.kind == "buckets"
     for keyword in ("bucket", "communicators", "density", "dispatcher", "imbalance", "overlap", "reduce_dtype"):
         if keyword not in given:

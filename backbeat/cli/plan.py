@@ -39,14 +39,21 @@ def plan(
     if job.ways is not None and len(job.ways) > 1:
         raise InputError(f"--way {','.join(job.ways)} names several: a plan has one; `backbeat predict` compares them")
     way = job.ways[0] if job.ways else decided(asked, count)
-    made = asked.plan(way, gpus)
+    made = asked.plan(way, gpus, strict=bool(job.ways))
     if output is not None:
         made.save(output)
         say(f"wrote {output}")
     if json:
         print_json({"schema": made.schema, **msgspec.to_builtins(made)})
         return
-    _show(job, asked, made, asked.predict(made, gpus), str(output or "plan.json"), written=output is not None)
+    _show(
+        job,
+        asked,
+        made,
+        asked.predict(made, gpus, strict=False),
+        str(output or "plan.json"),
+        written=output is not None,
+    )
 
 
 def _show(job: Job, asked: Asked, made: Plan, one: Prediction, file: str, *, written: bool) -> None:

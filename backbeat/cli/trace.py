@@ -17,6 +17,7 @@ from backbeat.model import files
 from backbeat.show.chrome_trace import chrome_trace
 from backbeat.show.measured import read_measured
 from backbeat.show.steps_traced import traced
+from backbeat.units import counted
 
 
 @of_a_job
@@ -41,4 +42,4 @@ def trace(
     if not steps:
         raise InputError("no step of these ways has a timeline: name others with --way")
     files.write(output, msgspec.json.encode(chrome_trace(steps)) + b"\n")
-    say(f"wrote {output} ({len(steps)} steps): open it at ui.perfetto.dev")
+    say(f"wrote {output} ({counted(len(steps), 'step')}): open it at ui.perfetto.dev")

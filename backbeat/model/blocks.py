@@ -128,6 +128,10 @@ class MemoryPlan(Checked, frozen=True, kw_only=True):
         """Nothing is recomputed or offloaded."""
         return all(segment.action == "keep" for segment in self.segments)
 
+    @property
+    def recomputes(self) -> bool:
+        return any(segment.action == "recompute" for segment in self.segments)
+
 
 KEEP, RECOMPUTE, FETCH, OFFLOAD = range(4)
 """What is done with a range of blocks; FETCH is a recomputed one whose input waits on the host."""

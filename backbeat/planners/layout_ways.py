@@ -47,11 +47,12 @@ class LayoutWays:
         if not self.fitting:
             return [self._least()] if self._possible else []
         step_s = cache(predictor.step_s)
-        taken = list(islice(self._ordered(self.fitting, step_s), max(SIMULATED, most)))
+        taken = list(islice(self._ways(self.fitting, step_s), max(SIMULATED, most)))
         if self.parts is None:
             for name in ("tp", "pp"):
-                others = [one for one in self.fitting if getattr(one, name) > 1 and one not in taken]
-                taken += islice(self._ordered(others, step_s), 2)
+                there = {_way(one) for one in taken}
+                others = [one for one in self.fitting if getattr(one, name) > 1 and _way(one) not in there]
+                taken += islice(self._ways(others, step_s), 2)
         found = [(one, predictor.predict(one, timeline=most == 1)) for one in taken]
         found.sort(key=lambda each: rank(each[0], each[1].step_s))
         kept = found[:most]
@@ -84,6 +85,15 @@ class LayoutWays:
                     found.append(layout)
                     break
         return found
+
+    def _ways(self, layouts: Sequence[Layout], step_s: Callable[[Layout], float]) -> Iterator[Layout]:
+        """By their rank in closed form, each way once: with the fastest micro-batch that fits. Among micro-batches of
+        one way the closed form finds what events find."""
+        seen: set[Layout] = set()
+        for one in self._ordered(layouts, step_s):
+            if _way(one) not in seen:
+                seen.add(_way(one))
+                yield one
 
     def _least(self) -> Prediction:
         recompute = self.recompute or RECOMPUTE[-1]
@@ -165,6 +175,11 @@ def usual_zero(framework: Framework, pp: int) -> int:
     """What replicas of a layout shard where nobody says: what the framework does, and at least the optimizer's state.
     With a pipeline nobody gathers parameters for every micro-batch."""
     return max(1, min(framework.zero, 2 if pp > 1 else 3))
+
+
+def _way(layout: Layout) -> Layout:
+    """The same of all its micro-batches."""
+    return replace(layout, micro_batch=1, recompute="none")
 
 
 def rank(layout: Layout, step_s: float) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backbeat.answer.asked import Asked
-from backbeat.answer.keywords import READERS, read
+from backbeat.answer.keywords import READERS, read_keywords
 from backbeat.errors import InputError
 
 NONSENSE: tuple[Any, ...] = (
@@ -31,12 +31,12 @@ def test_nonsense_is_refused_in_one_line(keyword: str) -> None:
 @pytest.mark.parametrize("keyword", [name for name in READERS if name != "compile"])
 def test_yes_is_no_number_or_name(keyword: str) -> None:
     with pytest.raises(InputError, match=keyword):
-        read({keyword: True})
+        read_keywords({keyword: True})
 
 
 def test_no_runs_are_no_measurement() -> None:
     with pytest.raises(InputError, match="measured is empty"):
-        read({"measured": []})
+        read_keywords({"measured": []})
 
 
 @pytest.mark.parametrize(
