@@ -73,7 +73,7 @@ def compare(
     cluster: ClusterInput,
     *,
     gpus: int | str | Iterable[int] | None = None,
-    ways: Sequence[WayInput] | None = None,
+    ways: WayInput | Sequence[WayInput] | None = None,
     **keywords: Any,
 ) -> Answer:
     """Every way to train the model there, on one or several numbers of GPUs, and which to take.
@@ -87,9 +87,13 @@ def compare(
     ('fsdp', 64, 4)
     """
     asked = Asked.of(model, cluster, **keywords)
-    sizes: Iterable[Any] = [asked.network.workers] if gpus is None else [gpus] if isinstance(gpus, int) else gpus
-    if isinstance(sizes, str):
-        sizes = parse_workers(sizes, "GPUs")
+    if isinstance(gpus, str):
+        gpus = parse_workers(gpus, "GPUs")
+    sizes = [asked.network.workers if gpus is None else gpus] if not isinstance(gpus, Iterable) else list(gpus)
+    ways = [ways] if isinstance(ways, (str, os.PathLike, Plan)) else ways
+    for name, several in (("gpus", sizes), ("ways", ways)):
+        if several is not None and not several:
+            raise InputError(f"{name} is empty: give at least one, or leave it out")
     text = model if isinstance(model, str) else asked.question.model
     words = Words(text, cluster if isinstance(cluster, str) else asked.question.cluster)
     return answered(asked, [gpu_count(size) for size in sizes], ways, words).worded()

@@ -199,12 +199,7 @@ class Asked:
             raise InputError(f"{word!r} is no layout: name parts, like tp+pp")
         found = layout_ways(self, one.parts if one else None, gpu_count(gpus)).ranked(most)
         told = one.parts or () if one is not None else ()
-        best: dict[str, Prediction] = {}
-        for each in found:
-            # One row a word: the fastest of what it names.
-            row = self._whole(self._named(each, told=told))
-            best.setdefault(row.way, row)
-        return list(best.values())
+        return [self._whole(self._named(each, told=told)) for each in found]
 
     def acting(self, way: Way) -> dict[str, Any]:
         """The keywords that concern a way."""

@@ -12,7 +12,7 @@ from backbeat.answer.ways import OURS as RUNTIME
 from backbeat.model.prediction import Prediction
 from backbeat.model.rule import by_hand, simplicity
 
-NOISY = 0.2
+NOISY_STEPS = 0.2
 """Single steps that differ by this share hide what is gained, and are worth a line."""
 
 
@@ -30,7 +30,7 @@ class AnswerRow:
     @property
     def noise(self) -> float:
         """Jitter where it is worth a line: below that, medians of steps tell apart what single steps do not."""
-        return self.jitter if self.jitter >= NOISY else 0.0
+        return self.jitter if self.jitter >= NOISY_STEPS else 0.0
 
     @property
     def jitter(self) -> float:

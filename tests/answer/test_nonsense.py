@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import backbeat as bb
 from backbeat.answer.asked import Asked
 from backbeat.answer.keywords import READERS, read_keywords
 from backbeat.errors import InputError
@@ -66,3 +67,22 @@ def test_files_of_another_kind_are_refused_in_one_line(tmp_path: Path, text: byt
         with pytest.raises(InputError) as refused:
             ask()
         assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"gpus": []}, "gpus is empty"),
+        ({"gpus": 8, "ways": []}, "ways is empty"),
+        ({"gpus": 8.5}, "gpus is 8.5"),
+        ({"gpus": [8, None]}, "gpus is None"),
+        ({"gpus": 2**20 + 1}, "at most 1,048,576"),
+    ],
+)
+def test_a_comparison_of_nothing_is_refused(asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        bb.compare(RESNET, CLUSTER, **asked)
+
+
+def test_one_way_need_not_be_a_list() -> None:
+    assert [row.way for row in bb.compare(RESNET, CLUSTER, gpus=8, ways="fsdp").rows] == ["fsdp"]
