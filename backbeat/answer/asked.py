@@ -15,6 +15,7 @@ import msgspec
 
 from backbeat.answer.by_layout import any_predictor, layout_ways, layout_word
 from backbeat.answer.by_profile import data_parallel
+from backbeat.answer.checked import compared_with, parallelism_of
 from backbeat.answer.keywords import gpu_count, read_keywords
 from backbeat.answer.own_run import corrected, with_own_range
 from backbeat.answer.subject import ClusterInput, ModelInput, check_fixed, cluster_named, gpu_of, model_named
@@ -27,6 +28,7 @@ from backbeat.model.architecture import Architecture
 from backbeat.model.framework import framework_named
 from backbeat.model.layout import Parallelism
 from backbeat.model.moved import moved
+from backbeat.model.prediction import Compared
 from backbeat.model.question import Question
 from backbeat.steps.described import described
 from backbeat.steps.eager_model import EagerModel
@@ -135,9 +137,22 @@ class Asked:
         return self._found[key]
 
     def _whole(self, found: Prediction) -> Prediction:
-        """With what a training takes, and the range that own runs leave."""
-        found = with_cost(found, self.given)
+        """With what a training takes, what like answers were compared with, and the range that own runs leave."""
+        found = msgspec.structs.replace(with_cost(found, self.given), checked=self._checked(found))
         return with_own_range(found) if "measured" in self.given else found
+
+    def _checked(self, found: Prediction) -> Compared:
+        route = "shape" if self.profile is None else "analytic" if self.profile.analytic else "profile"
+        zero = found.layout.zero if found.layout is not None else 0
+        shards = zero == 3 or found.mesh.get("shard", 1) > 1
+        return compared_with(
+            gpu=None if self.gpu is None else self.gpu.short_name,
+            gpus=found.gpus,
+            parallelism=parallelism_of(found.mesh, shards_parameters=shards),
+            precision=found.precision,
+            framework=found.framework,
+            route=f"{route}, own run" if "measured" in self.given else route,
+        )
 
     def _made_for(self, plan: Plan) -> Asked:
         """The question with the job that a layout's plan was made for, where nothing else is asked."""

@@ -10,17 +10,10 @@ from typing import Any
 
 import msgspec
 
+from backbeat.model.prediction import Compared
+
 SCALES = (8, 64, 512)
 """Last number of GPUs of each class but the largest."""
-
-
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured rows of the same GPU, scale, parallelism, precision, framework and route."""
-
-    inside: bool
-    error: float | None = None
-    """How far off nine of ten of them were."""
-    rows: int = 0
 
 
 NEVER = Compared(inside=False)

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from backbeat.answer.checked import Compared
 from backbeat.answer.ways import OURS as RUNTIME
 from backbeat.model.prediction import Prediction
 from backbeat.model.rule import by_hand, simplicity
@@ -19,7 +18,6 @@ NOISY_STEPS = 0.2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRow:
     prediction: Prediction
-    checked: Compared
     changes: tuple[str, ...] = ()
     """What it changes, unasked, of what is computed or of what the optimizer sees: `compression`, a dtype."""
 

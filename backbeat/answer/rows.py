@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from backbeat.answer.asked import Asked
-from backbeat.answer.checked import compared_with, parallelism_of
 from backbeat.answer.row import AnswerRow
 from backbeat.errors import InputError
 from backbeat.model.prediction import Prediction
@@ -63,7 +62,7 @@ def _split(asked: Asked, gpus: int) -> list[Prediction]:
 
 
 def answer_row(asked: Asked, one: Prediction) -> AnswerRow:
-    return AnswerRow(prediction=one, checked=_checked(asked, one), changes=changes_of(asked, one))
+    return AnswerRow(prediction=one, changes=changes_of(asked, one))
 
 
 def changes_of(asked: Asked, one: Prediction) -> tuple[str, ...]:
@@ -77,21 +76,6 @@ def changes_of(asked: Asked, one: Prediction) -> tuple[str, ...]:
         if sent in _DTYPES_OF_TWO_BYTES and sent not in (wanted, asked.profile.gradient_dtype):
             found.append(sent)
     return tuple(found)
-
-
-def _checked(asked: Asked, one: Prediction) -> Any:
-    route = "shape" if asked.profile is None else "analytic" if asked.profile.analytic else "profile"
-    if "measured" in asked.given:
-        route += ", own run"
-    zero = one.layout.zero if one.layout is not None else 0
-    return compared_with(
-        gpu=None if asked.gpu is None else asked.gpu.short_name,
-        gpus=one.gpus,
-        parallelism=parallelism_of(one.mesh, shards_parameters=zero == 3 or one.mesh.get("shard", 1) > 1),
-        precision=one.precision,
-        framework=one.framework,
-        route=route,
-    )
 
 
 def curve_of(

@@ -146,6 +146,15 @@ class Cost(msgspec.Struct, frozen=True):
     """Where the price of a GPU-hour is known."""
 
 
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured rows of the same GPU, scale, parallelism, precision, framework and route."""
+
+    inside: bool
+    error: float | None = None
+    """How far off nine of ten of them were."""
+    rows: int = 0
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """One model on one cluster in one way, predicted."""
 
@@ -213,6 +222,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Some figure lies beyond what was measured; `notes` says which."""
     timeline: tuple[Span, ...] = ()
     notes: tuple[Note, ...] = ()
+    checked: Compared | None = None
+    """What answers like this one were compared with; None where nobody asked through `bb.predict`."""
     gap_parts: GapParts | None = None
     """Where it was asked for."""
     cost: Cost | None = None
