@@ -200,7 +200,7 @@ class Asked:
 
     def ways(self, gpus: int) -> list[str]:
         """What an answer weighs unasked, the simplest first; layouts are beside it."""
-        if gpus == 1:
+        if gpu_count(gpus) == 1:
             return ["ddp"]
         groups = [f"hsdp:{size}" for size in range(2, gpus) if gpus % size == 0]
         names = ["ddp", "fsdp", *groups, "zero1", "zero2", "best", "sharded"]

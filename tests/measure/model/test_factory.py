@@ -214,7 +214,7 @@ def test_the_command_writes_a_profile(module: str, tmp_path: Path) -> None:
         assert words in shown.stdout
     *lines, last = shown.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert last.startswith("Next: backbeat predict profile.json NETWORK")
+    assert last.startswith("Next: backbeat predict profile.json CLUSTER")
     written = Profile.load(tmp_path / "profile.json")
     assert written.batch_size == 6
     # What the runtime costs is part of the command's profile.

@@ -32,9 +32,9 @@ def test_from_a_model_of_ones_own_to_a_plan(tmp_path: Path) -> None:
     assert len(measured["gradients"]) == 16
     assert measured["batch_size"] == 8
     predicted = json.loads(run("predict", profile, "10gbe", "-n", "4..64", "--json"))
-    assert {row["workers"] for row in predicted["rows"]} == {4, 8, 16, 32, 64}
-    assert all(row["iteration_s"] > 0 for row in predicted["rows"])
-    run("plan", profile, "10gbe", "-n", "16", "-o", plan)
+    assert {row["gpus"] for row in predicted["rows"]} == {4, 8, 16, 32, 64}
+    assert all(row["step_s"] > 0 for row in predicted["rows"])
+    run("plan", profile, "10gbe", "-n", "16", "-w", "best", "-o", plan)
     planned = json.loads(Path(plan).read_text())
     travelling = [name for bucket in planned["buckets"] for name in bucket["gradients"]]
     assert sorted(travelling) == sorted(gradient["name"] for gradient in measured["gradients"])
