@@ -1,5 +1,5 @@
 """Contention as a fixed point: messages run again and again, each time with the ready times that the last run gave. The
-engine, and run-time fusion, find the same in one run."""
+engine finds the same in one run."""
 
 from __future__ import annotations
 

@@ -7,10 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
 from backbeat.cost.bound import communication_bound
@@ -23,7 +22,7 @@ from backbeat.steps.fusion import fuse
 from backbeat.steps.schedule import Flow, Schedule
 from tests.cost.test_bound import measured_costs
 from tests.problems import affine, make_profile, networks, profiles
-from tests.steps.fixed_point import ComputeClock, contended
+from tests.steps.fixed_point import ComputeClock
 from tests.steps.stepped import stepped
 
 ROUNDING = 1e-9
@@ -181,27 +180,38 @@ def test_a_clock_reads_both_ways(lengths: list[float], value: float) -> None:
     assert float(clock.done_by(clock.when(value + corners[0]))) == pytest.approx(value + corners[0])
 
 
-@settings(suppress_health_check=[HealthCheck.filter_too_much], derandomize=True)
 @given(
     profiles(), networks(), st.sampled_from([1.0, 1.02, 1.5, 3.0]),
-    st.sampled_from([1.1e-4, 1.3e-3, 5.7e-3]), st.sampled_from([10**4, 10**7]),
+    st.sampled_from([1e-4, 1e-3, 5e-3]), st.sampled_from([10**4, 10**7]),
 )  # fmt: skip
-def test_fusion_at_run_time_is_where_its_fixed_point_is(
+def test_fusion_at_run_time_is_its_own_fixed_point(
     profile: Profile, network: Network, slowdown: float, cycle_s: float, buffer_bytes: int
 ) -> None:
+    """With gradients ready when computation beside these very messages makes them, the same messages come about."""
     settings = DynamicFusion(cycle_s=cycle_s, buffer_bytes=buffer_bytes)
-
-    def travel(ready: NDArray[np.float64]) -> Flow:
-        late = tuple(replace(one, ready_s=at) for one, at in zip(profile.gradients, ready.tolist(), strict=True))
-        return fuse(replace(profile, backward_s=late[-1].ready_s, gradients=late), network.cost, settings).flow
-
-    flow, clock = contended(travel, profile.ready, slowdown)
-    # What is ready at a tick, but for rounding, is caught by that tick or by the next.
-    ticks = np.concatenate([clock.when(profile.ready), flow.finishes]) / cycle_s
-    assume(not np.any(np.abs(ticks - np.round(ticks)) < 1e-4))
     found = fuse(profile, network.cost, settings, slowdown)
-    assert found.flow.finishes == pytest.approx(flow.finishes, rel=1e-6, abs=1e-9)
-    assert found.backward_end_s == pytest.approx(float(clock.when(profile.backward_s)), rel=1e-6, abs=1e-9)
+    ready = np.array([_moment(found.flow, each, slowdown) for each in profile.ready])
+    # What is ready at a tick, but for rounding, is caught by that tick or by the next.
+    ticks = ready / cycle_s
+    assume(not np.any(np.abs(ticks - np.round(ticks)) < 1e-7))
+    late = tuple(replace(one, ready_s=at) for one, at in zip(profile.gradients, ready.tolist(), strict=True))
+    again = fuse(replace(profile, backward_s=late[-1].ready_s, gradients=late), network.cost, settings)
+    assert again.ends == found.ends
+    assert found.flow.finishes == pytest.approx(again.flow.finishes, rel=1e-9, abs=1e-12)
+    assert found.backward_end_s == pytest.approx(_moment(found.flow, profile.backward_s, slowdown), rel=1e-9, abs=1e-12)
+
+
+def _moment(flow: Flow, computed_s: float, slowdown: float) -> float:
+    """When so much is computed, more slowly while some message is under way."""
+    now, left = 0.0, computed_s
+    for begin, end in busy_periods(flow.starts, flow.finishes):
+        if left <= begin - now:
+            break
+        left, now = left - max(begin - now, 0.0), max(begin, now)
+        if left * slowdown <= end - now:
+            return now + left * slowdown
+        left, now = left - (end - now) / slowdown, end
+    return now + left
 
 
 def _plan(profile: Profile, network: Network, strategy: str, communicators: int) -> Plan:
